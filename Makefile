@@ -1,6 +1,7 @@
-# `make demo` grows eight small networks that were trained before; `make test` runs the tests; `make test-third-party` runs those
-# with other packages; `make test-browser` runs those in chromium, which must be installed, as must npm; `make docs` builds the
-# documentation into site/. Each makes a virtual environment first.
+# `make demo` grows eight small networks that were trained before; `make test` runs the tests of the library; `make test-bench` those
+# of the benchmarks in bench/; `make test-third-party` those with other packages; `make test-browser` those in chromium, which must be
+# installed, as must npm; `make test-all` all but the last, and the slow ones too. `make docs` builds the documentation into site/.
+# Each makes a virtual environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,13 +9,17 @@ VENV ?= .venv
 # One thread a process: the arrays are small, and sums then come in one order.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-third-party test-browser docs install install-dev install-third-party install-browser install-docs
+.PHONY: demo test test-bench test-third-party test-browser test-all docs
+.PHONY: install install-dev install-bench install-third-party install-browser install-docs
 
 demo: install
 	$(VENV)/bin/esper grow spirals-trained --envs 8 --controller heuristic --run runs/demo --overwrite
 
 test: install-dev
-	$(VENV)/bin/python -m pytest -n 2
+	$(VENV)/bin/python -m pytest -n auto --dist loadscope --durations=20
+
+test-bench: install-bench
+	cd bench && $(abspath $(VENV))/bin/python -m pytest -n auto --dist loadscope --durations=20
 
 test-third-party: install-third-party
 	$(VENV)/bin/python -m pytest -m third_party tests/third_party
@@ -22,12 +27,18 @@ test-third-party: install-third-party
 test-browser: install-dev install-browser
 	$(VENV)/bin/python -m pytest -m browser tests/browser
 
+test-all: test test-bench test-third-party
+	$(VENV)/bin/python -m pytest -n auto --dist loadscope -m slow
+	cd bench && $(abspath $(VENV))/bin/python -m pytest -n auto --dist loadscope -m slow
+
 docs: install-docs
 	$(VENV)/bin/mkdocs build --strict --quiet
 
 install: $(VENV)/installed
 
 install-dev: $(VENV)/installed-dev
+
+install-bench: $(VENV)/installed-bench
 
 install-third-party: $(VENV)/installed-third-party
 
@@ -45,6 +56,11 @@ $(VENV)/installed-dev: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
 	touch $@ $(VENV)/installed
+
+$(VENV)/installed-bench: pyproject.toml bench/pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]' --editable bench
+	touch $@ $(VENV)/installed $(VENV)/installed-dev
 
 $(VENV)/installed-third-party: pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

@@ -9,7 +9,7 @@ import numpy as np
 import esper
 
 
-class Bypasses:
+class Bypasses(esper.Controller):
     """Plants a bypass around every block where one fits, and keeps a seed that helps clearly."""
 
     def act(self, view):
@@ -32,13 +32,6 @@ class Bypasses:
                 actions.tempo[env] = np.argmax(view.masks.tempo[env, esper.Op.GERMINATE, slot])
                 actions.target[env] = np.argmax(view.masks.target[env, esper.Op.GERMINATE, slot])
         return actions
-
-    def store(self, outcome):
-        """What came of the decisions; this rule learns nothing from it."""
-
-    def update(self):
-        """Figures for the events at the end of an episode."""
-        return {}
 
 
 if __name__ == "__main__":

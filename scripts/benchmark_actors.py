@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,14 +39,13 @@ from typing import Any
 import torch
 
 from esper.leyline.progress import Silent
-from esper.runs.actor_work import SentTask, TrainingPlayer, TrainingWork
-from esper.runs.actors import Actors
 from esper.runs.configuration import training_configs
-from esper.runs.crews import Asked
-from esper.runs.train import train
+from esper.runs.training.train import train
+from esper.runs.training.work_items import TrainingPlayer
+from esper.runs.workers.workers import SentTask, WorkerOptions, Workers
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import Rollout
-from esper.store.wire import pack, unpack
+from esper.store.tensors import pack, unpack
 from esper.tasks.catalog import get_task
 
 MANY = (8, 64, 512)
@@ -96,7 +96,7 @@ def seconds_of_rounds(asked: argparse.Namespace, workers: int | None) -> float:
     """
     clock, task = Clock(), get_task(asked.task)
     config = config_of(asked, 1 if workers is None else None)
-    train([task], [config], None, clock, asked=Asked(workers, find=get_task))
+    train([task], [config], None, clock, asked=WorkerOptions(workers, find=get_task))
     lasted = [after - before for before, after in zip(clock.ends, clock.ends[1:-1], strict=False)]
     return median(lasted)
 
@@ -117,10 +117,15 @@ def ratio(asked: argparse.Namespace) -> None:
 
 def measured(asked: argparse.Namespace) -> tuple[bytes, bytes, float, float]:
     """Return the weights and the result of a part as messages, the processor seconds of a part, and those of an update."""
-    work = TrainingWork(
-        [SentTask.of(get_task(asked.task), get_task)], [config_of(asked)], get_reward, "off", asked.shards
+    work = partial(
+        TrainingPlayer,
+        [SentTask.of(get_task(asked.task), get_task)],
+        [config_of(asked)],
+        get_reward,
+        "off",
+        asked.shards,
     )
-    player: TrainingPlayer = work.make(None)
+    player: TrainingPlayer = work(None)
     learner = player.player.learner
     weights = pack({"weights": {"policy": learner.policy.state(), "round": 0}})
     player.load(unpack(weights)["weights"])
@@ -202,7 +207,7 @@ def sleep(asked: argparse.Namespace) -> None:
     weights, message, _, _ = measured(asked)
     tree = unpack(weights)["weights"]
     for count in map(int, asked.actors.split(",")):
-        actors = Actors(Sleepers(count, asked.sleep, message), print)
+        actors = Workers(Sleepers(count, asked.sleep, message), print)
         jobs = [{"kind": "training", "cohort": place, "number": 0, "episode": 0, "led": 0.0} for place in range(count)]
         lasted = []
         for _ in range(3):

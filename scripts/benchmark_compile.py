@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from esper.leyline.config import build_config
+from esper.leyline.config.tree import build_config
 from esper.tasks.catalog import get_task
 from esper.tasks.digits import digits_narrow
-from esper.tolaria.coalitions import coalitions
-from esper.tolaria.data import Examples
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.probe import probe
-from esper.tolaria.tracing import Inputs, compiled, traced
-from esper.tolaria.training import doses
+from esper.tolaria.measure.coalitions import coalitions
+from esper.tolaria.measure.probe import probe
+from esper.tolaria.stacked.compiling import Inputs, compiled, traced
+from esper.tolaria.stacked.data import RowExamples
+from esper.tolaria.stacked.training import doses
 
 Way = Callable[[], torch.Tensor]
 """Runs a pass and returns losses."""
@@ -91,7 +91,7 @@ def probes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
     asked = coalitions(seeds, None, terminal=False)
 
     def run(*of: Any) -> list[torch.Tensor]:
-        return list(probe(body, seeds, Examples(*of), population.objective, asked, signs=True))
+        return list(probe(body, seeds, RowExamples(*of), population.objective, asked, signs=True))
 
     inputs = Inputs.of(body, [body.host], *examples)
     begin = processor_seconds()

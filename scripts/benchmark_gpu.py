@@ -33,19 +33,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import build_config
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Split, Task
 from esper.leyline.errors import InputError
-from esper.leyline.stages import LIVE, among
-from esper.leyline.task import Split, Task
-from esper.tamiyo.baselines import RandomValid
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.stages import LIVE, among
+from esper.tamiyo.rules.baselines import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tasks.cifar import read_cifar10
-from esper.tasks.hosts import CNN, MAP_MENU
+from esper.tasks.hosts.factories import CNN, MAP_MENU
 from esper.tasks.images import standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.precision import multiplies_bfloat16
+from esper.tolaria.stacked.training import multiplies_bfloat16
 
 Row = dict[str, Any]
 SEED = "bypass-conv-3x3"

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import esper
-from esper.leyline.actions import Actions, Op
+from esper.leyline.lifecycle.actions import Actions, Op
 
 VOCABULARY, LENGTH, HEAD = 256, 64, 32
 SIZES = ("64x2", "128x2", "128x5", "256x4", "384x6")
@@ -86,7 +86,7 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
-class Schedule:
+class Schedule(esper.Controller):
     """A controller that carries out decisions by their number, and waits elsewhere."""
 
     def __init__(self, script: Mapping[int, tuple[int, ...]]) -> None:
@@ -99,13 +99,6 @@ class Schedule:
             for head, value in zip(actions, self.script[view.step], strict=True):
                 head[:] = value
         return actions
-
-    def store(self, outcome: esper.Outcome) -> None:
-        """Nothing is remembered."""
-
-    def update(self) -> dict[str, float]:
-        """Nothing is learned."""
-        return {}
 
 
 class Trainer:

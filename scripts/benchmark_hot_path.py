@@ -28,10 +28,10 @@ import torch
 from floors import SEED, BareStack, plain_step, torch_loss
 
 import esper
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import build_config
-from esper.leyline.stages import LIVE, Stage, among
-from esper.leyline.task import AnyTask
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import AnyTask
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.tasks.catalog import get_task
 from esper.tasks.digits import digits_narrow
 from esper.tolaria.engine import VectorizedEngine

@@ -28,16 +28,16 @@ import torch.nn.functional as F
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from esper.leyline.actions import Actions
-from esper.leyline.config import build_config
-from esper.leyline.task import Split, Task
-from esper.tasks.hosts import CNN, MAP_MENU
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Split, Task
+from esper.leyline.lifecycle.actions import Actions
+from esper.tasks.hosts.factories import CNN, MAP_MENU
 from esper.tasks.images import digits_image_narrow, standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.precision import multiplies_bfloat16
 from esper.tolaria.reads import counted_reads
 from esper.tolaria.runtime import hold_freed_memory
+from esper.tolaria.stacked.training import multiplies_bfloat16
 
 BATCH, LR = 64, 5e-3
 

@@ -20,8 +20,8 @@ from statistics import median
 import torch
 
 import esper
-from esper.leyline.config import build_config
-from esper.leyline.task import Split
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Split
 from esper.tolaria.engine import VectorizedEngine
 
 LENGTH = 64

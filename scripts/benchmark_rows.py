@@ -1,7 +1,7 @@
 """Training steps of networks of growing size, all rows at once beside one row after another, in one process.
 
 Both ways take turns, and a turn is one call of the engine's training pass. The ratio is the median over turns, of the seconds
-that the process itself ran. `esper.kasmina.body.APART` has the sizes from which on a population runs one row after another.
+that the process itself ran. `esper.kasmina.stack.body.APART` has the sizes from which on a population runs one row after another.
 
     python scripts/benchmark_rows.py [--turns 9] [--envs 1 4 16]
 """
@@ -16,10 +16,10 @@ import torch
 from benchmark_transformer import text
 
 import esper
-from esper.kasmina.body import APART
-from esper.leyline.config import build_config
-from esper.leyline.task import Task
-from esper.tasks.hosts import Transformer
+from esper.kasmina.stack.body import APART
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Task
+from esper.tasks.hosts.factories import Transformer
 from esper.tolaria.engine import VectorizedEngine
 
 WAYS = {"at once": 2**62, "by row": 0}

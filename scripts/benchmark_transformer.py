@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.leyline.config import build_config
-from esper.leyline.keys import Purpose, key, permutations
-from esper.leyline.task import Task
-from esper.tasks.hosts import Transformer
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.keys import Purpose, key, permutations
+from esper.leyline.data.task import Task
+from esper.tasks.hosts.factories import Transformer
 from esper.tasks.text import SIZES, sources, text_task, topics
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.precision import multiplies_bfloat16
+from esper.tolaria.stacked.training import multiplies_bfloat16
 
 LR = 1e-3
 

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from esper.runs.healing_data import examples_of, split, usual_loss
+from esper.runs.healing.training import examples_of, split, usual_loss
 
 BITS = 2
 HALF = 898

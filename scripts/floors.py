@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.kasmina.blueprints import get_blueprint
-from esper.kasmina.stack import Stack
-from esper.leyline.keys import permutations
-from esper.leyline.stages import LIVE, Stage, among
-from esper.leyline.task import AnyTask, Instance
-from esper.tolaria.data import SharedBatchIterator, stack_splits
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.data.keys import permutations
+from esper.leyline.data.task import AnyTask, Instance
+from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.stacked.data import SharedBatchIterator, stack_splits
 
 Step = Callable[[], None]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (R, B, C), (R, B) -> (R, B)

@@ -7,8 +7,9 @@
 Every run is made twice: once without interruption, and once from a checkpoint in its middle (an evaluation: from half of what it
 had grown). Both must come to the same hashes. Hashed are each entry of the summary and each kind of event, without times, places
 and versions, the weights and the topology of each exported network, and the files of a trained controller; so a difference has
-the name of what differs. The program `model.pt2` is left out, as it holds the line numbers of the source. Hosts of `heal` and
-`heal-bytes` are trained anew, so that a change of their weights is found too.
+the name of what differs. The program `model.pt2` is left out, as it holds the line numbers of the source. The runs of `heal` and
+`heal-bytes` and the evaluation with opponents need esper-bench (`pip install --editable bench`); their hosts are trained anew, so
+that a change of their weights is found too.
 
 The last bits of a sum depend on the processor and on the release of torch, so hashes are recorded for each kind of machine, and
 `check` ends with exit code 2 on a kind that has none: there, `record` at an older revision first.
@@ -23,6 +24,8 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,9 +33,8 @@ import torch
 from faults.runs import of_any_process, timeless
 
 import esper
-from esper.store.cache import VARIABLE
 from esper.store.checkpoint import LATEST
-from esper.store.files import CHECKPOINTS, EVALUATION, EVENTS, MODELS, SUMMARY
+from esper.store.files import CHECKPOINTS, EVALUATION, EVENTS, MODELS, SUMMARY, VARIABLE
 from esper.tamiyo.catalog import FOLDER
 
 RECORDED = Path(__file__).with_suffix(".json")
@@ -96,7 +98,7 @@ def processor() -> str:
 
 
 def golden_runs() -> list[Golden]:
-    """Three controllers on six tasks, three trainings and an evaluation."""
+    """Three controllers on six tasks, three trainings and an evaluation; with esper-bench, its tasks and opponents too."""
     tasks = {
         "digits": lambda: esper.get_task("digits"),
         "spirals-narrow": lambda: esper.get_task("spirals-narrow"),
@@ -111,10 +113,16 @@ def golden_runs() -> list[Golden]:
         for name, task in tasks.items()
         for controller in ("heuristic", "schedule", "random-valid")
     ]
-    grown += [grow("heal", lambda: esper.get_task("heal"), controller, 40) for controller in ("tree", "sites")]
-    grown += [grow("heal-bytes", lambda: esper.get_task("heal-bytes"), "uniform", 12)]
     trained = [train("repair"), train("iris"), train("repair", "digits-narrow")]
-    return [*grown, *trained, evaluation()]
+    runs = [*grown, *trained, evaluation("eval-repair-rules", esper.evaluate)]
+    if find_spec("esper_bench") is None:
+        print("the runs of heal, heal-bytes and opponents are left out: pip install --editable bench", file=sys.stderr)
+        return runs
+    from esper_bench.evaluation.rivals import evaluate
+
+    runs += [grow("heal", lambda: esper.get_task("heal"), controller, 40) for controller in ("tree", "sites")]
+    runs += [grow("heal-bytes", lambda: esper.get_task("heal-bytes"), "uniform", 12)]
+    return [*runs, evaluation("eval-repair", partial(evaluate, search_episodes=60))]
 
 
 def own_task() -> esper.Task:
@@ -185,13 +193,11 @@ def train(*names: str) -> Golden:
     return Golden(f"train-{'-'.join(names)}", start, resume, rewind_run, SUMMARY)
 
 
-def evaluation() -> Golden:
-    """The heuristic, the rules, a searched plan and the opponents on a few held-out instances of `repair`."""
+def evaluation(name: str, evaluate: Callable[..., Any]) -> Golden:
+    """The heuristic and those that `evaluate` adds, on a few held-out instances of `repair`."""
 
     def start(folder: Path) -> None:
-        esper.evaluate(
-            "heuristic", "repair", instances=6, seeds=2, search_episodes=60, out=folder, overwrite=True, progress=False
-        )
+        evaluate("heuristic", "repair", instances=6, seeds=2, out=folder, overwrite=True, progress=False)
 
     def rewind(folder: Path) -> None:
         (folder / EVALUATION).unlink()
@@ -199,7 +205,7 @@ def evaluation() -> Golden:
         for path in files[len(files) // 2 :]:
             path.unlink()
 
-    return Golden("eval-repair", start, start, rewind, EVALUATION)
+    return Golden(name, start, start, rewind, EVALUATION)
 
 
 def rewind_run(folder: Path) -> None:

@@ -24,7 +24,7 @@ from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 import esper
-from esper.karn.watch import Watch
+from esper.karn.terminal.watch import Watch
 from esper.store.files import EVENTS, REPORT, SUMMARY
 from esper.store.lock import LOCK, describe_process
 

@@ -19,11 +19,11 @@ import torch
 from benchmark_hot_path import SELDOM, Case, engine_in
 from floors import BareStack
 
-from esper.leyline.actions import Actions
-from esper.tolaria.compiling import Passes
-from esper.tolaria.data import SharedBatchIterator
-from esper.tolaria.optimizer import Updates
-from esper.tolaria.stacked import StackedPopulation
+from esper.leyline.lifecycle.actions import Actions
+from esper.tolaria.stacked.compiling import Passes
+from esper.tolaria.stacked.data import SharedBatchIterator
+from esper.tolaria.stacked.optimizer import Updates
+from esper.tolaria.stacked.population import StackedPopulation
 
 SPENT: dict[str, float] = defaultdict(float)
 """Seconds by part since the last reset."""

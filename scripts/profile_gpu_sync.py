@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from esper.leyline.config import build_config
-from esper.tamiyo.baselines import Never, RandomValid
+from esper.leyline.config.tree import build_config
+from esper.tamiyo.rules.baselines import Never, RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.reads import HOME, Read, counted_reads

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import build_config
-from esper.leyline.stages import LIVE, among
+from esper.leyline.config.tree import build_config
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.stages import LIVE, among
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 

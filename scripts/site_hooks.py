@@ -15,8 +15,13 @@ ROOT_PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "CHANGELOG.md": "changelog.md",
+    "bench/README.md": "bench/index.md",
+    "examples/README.md": "examples/index.md",
 }
 """Pages beside docs/, and what they are called in the site."""
+
+BENCH = "bench/docs"
+"""The pages of the benchmarks, which the site has under bench/."""
 
 LOADING = {
     "script": ["src"],
@@ -52,13 +57,19 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=from_root((root / name).read_text(encoding="utf-8"))))
     for example in sorted((root / "examples").glob("*.py")):
         files.append(File(f"examples/{example.name}", str(root), config.site_dir, use_directory_urls=False))
+    for page in sorted((root / BENCH).glob("*.md")):
+        files.append(File.generated(config, f"bench/{page.name}", content=page.read_text(encoding="utf-8")))
     style = HtmlFormatter(style="default").get_style_defs(".highlight") + LAYOUT
     files.append(File.generated(config, "assets/site.css", content=style))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links that lead to pages at the root of the repository to their pages of the site."""
+    """Point links that lead to pages outside docs/ to their pages of the site."""
+    if page.file.src_uri.startswith(("bench/", "examples/")):
+        markdown = re.sub(r"\]\((?:\.\./)?\.\./docs/", "](../", markdown)
+        return markdown.replace("](../README.md)", "](index.md)" if page.file.name != "index" else "](../index.md)")
+    markdown = re.sub(rf"\]\(((?:\.\./)*)\.\./{BENCH}/", r"](\1bench/", markdown)
     up = os.path.relpath(".", Path(page.file.src_uri).parent)  # from the folder of the page to the top of the site
     for name, target in ROOT_PAGES.items():
         outside = re.escape(os.path.normpath(os.path.join(up, "..", name)))
@@ -82,6 +93,7 @@ def from_root(markdown: str) -> str:
     """A page that stands beside docs/, with its links as they are from within docs/."""
     markdown = re.sub(r"\]\(docs/benchmarks/?\)", "](benchmarks/README.md)", markdown)
     markdown = re.sub(r"\]\(docs/", "](", markdown)
+    markdown = re.sub(rf"\]\({BENCH}/", "](bench/", markdown)
     for name, page in ROOT_PAGES.items():
         markdown = re.sub(rf"\]\({re.escape(name)}(#[^)]*)?\)", rf"]({page}\1)", markdown)
     return markdown

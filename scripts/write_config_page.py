@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from esper.leyline.config_text import reference
+from esper.leyline.config.tree import reference
 
 HEAD = """# Configuration
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec.inspect
 
-from esper.leyline.stages import Stage
+from esper.leyline.lifecycle.stages import Stage
 from esper.nissa.rows import ROWS, SCHEMA, PlayedRow, Row
 
 HEAD = f"""# The events of a run
@@ -93,16 +93,6 @@ Lists of stages hold numbers: {", ".join(f"{stage.value} {stage.name}" for stage
 [lifecycle.md](lifecycle.md) explains them.
 """
 
-VERSIONS = """## Versions
-
-| version | change |
-|---|---|
-| 1 | no `schema`; one name could have several types |
-| 2 | `run`: `host_param_counts` for `host_params`; `step`: `metrics`, `losses`, `train_losses`, `ops`, `op_slots`, `stages`, `alphas`, `added_param_counts`, `twin_metrics` for `metric`, `loss`, `train_loss`, `op`, `slot`, `stage`, `alpha`, `added_params`, `twin_metric`; `rollback`: `slot_stages` for `stage` |
-| 3 | new: `decision`, `measurement`, `sensors`, `phases` and `gradients` rows |
-| 4 | new: `environment`, `gate`, `reward`, `anomaly`, `evaluation` and `checkpoint` rows, `rule_sensors` of `decision`, `host_parameter_gradients` and `seed_parameter_gradients` of `gradients`, and `covered` of `phases`, whose figures are those of all steps covered; `step` without `ops`, `op_slots`, `accepted` and `refused`, which the `decision` rows have; no `measurement` row where nothing was measured, and `participations` at level debug only; a field that has its default is left out, null stands for a list of nulls, and figures have 5 digits |
-"""  # noqa: E501 (a row of a table is one line)
-
 NAMES = {
     msgspec.inspect.IntType: "integer",
     msgspec.inspect.FloatType: "number",
@@ -125,19 +115,23 @@ def page() -> str:
             _section("Every row of an episode", PlayedRow),
             *(_section(_kind(row), row) for row in ROWS),
             STAGES,
-            VERSIONS,
         ]
     )
 
 
 def fields(row: type[Row]) -> dict[str, tuple[str, bool, str]]:
-    """Of a kind of row: type, whether it can be null, and meaning, by the name in the file, without those of its base class."""
+    """By name in the file, the type, whether it can be null, and the meaning of the fields that not all kinds of rows have."""
     found = msgspec.inspect.type_info(row)
     assert isinstance(found, msgspec.inspect.StructType)
+    known = (
+        ()
+        if row is Row
+        else (PlayedRow if issubclass(row, PlayedRow) and row is not PlayedRow else Row).__struct_fields__
+    )
     return {
         field.encode_name: (*type_name(field.type), _meaning(field.type))
         for field in found.fields
-        if row is Row or field.name not in row.__bases__[0].__struct_fields__
+        if field.name not in known
     }
 
 

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from esper.leyline.config_sections import SENSOR_FAMILIES
-from esper.tamiyo.features import GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, Feature, Flag, slot_features
-from esper.tamiyo.observation import CLIP
-from esper.tolaria.sensors import SENSORS
+from esper.leyline.config.tree import SENSOR_FAMILIES
+from esper.tamiyo.policy.features import GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, Feature, Flag, slot_features
+from esper.tamiyo.policy.observation import CLIP
+from esper.tolaria.measure.sensors import SENSORS
 
 HEAD = f"""# What a trained controller sees
 
@@ -17,7 +17,7 @@ deviation the column's *scale*.
 
 A column that is marked under `?` is not always measured. It is 0 if it was not, and a further column `name?` beside it
 is 1 if it was measured and else 0. Flags are 0 or 1 and are not normalised. The stages GERMINATED and PRUNED pass
-within a step, so their columns are 0 at every decision. The tables of `tamiyo/features.py` hold the function that
+within a step, so their columns are 0 at every decision. The tables of `tamiyo/policy/features.py` hold the function that
 computes each column; the [architecture](architecture.md) says where they are read.
 """
 
@@ -26,7 +26,7 @@ the same, less its mean over the slots of the environment where it was measured.
 """
 
 FAMILIES_LINE = """`probe.sensors` names the families that are measured. A sensor of another family is not measured.
-[What each costs](benchmarks/heal.md#what-the-sensors-cost) differs tenfold. A rule whose class has `sensor_families`, as
+[What each costs](../bench/docs/heal.md#what-the-sensors-cost) differs tenfold. A rule whose class has `sensor_families`, as
 `participation`, `collapse`, `sites`, `inner-use` and `drift` have, gets these alone unless the config says otherwise; every other
 controller gets all. `explained` misranks the places of seeds and no rule reads it; the fitted trees do.
 """

@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import esper
-from esper.leyline.config_text import reference
-from esper.leyline.public_names import GROUPS
+from esper.leyline.config.tree import reference
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference.md"
 WIDE = 100
@@ -32,11 +31,22 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def page() -> str:
     """The whole page: a table of every group's names, and an entry for each."""
     parts = [HEAD.strip()]
-    for heading, names in GROUPS.items():
+    for heading, names in groups().items():
         rows = [f"| [`esper.{name}`](#esper.{name}) | {summary(name)} |" for name in names]
         parts.append("\n".join([f"## {heading}", "", "| name | what it is |", "|---|---|", *rows]))
         parts += [part for name in names for part in entry(name) if part]
     return "\n\n".join(parts) + "\n"
+
+
+def groups() -> dict[str, list[str]]:
+    """The public names by heading: the imports of `__init__.pyi` below each of its comments."""
+    found: dict[str, list[str]] = {}
+    for line in Path(esper.__file__).with_suffix(".pyi").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            found[line.removeprefix("# ")] = []
+        elif (name := re.fullmatch(r"from .* as (\w+)|(\w+) = \w+", line)) is not None:
+            found[next(reversed(found))].append(name[1] or name[2])
+    return found
 
 
 def summary(name: str) -> str:

@@ -4,11 +4,11 @@ import numpy as np
 import torch
 
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with, get_blueprint
-from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import dormant, edits
-from esper.leyline.stages import IN_BUDGET, Stage
-from esper.leyline.streams import Kind
-from esper.tasks.hosts import MLP
+from esper.kasmina.stack.body import Body
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
+from esper.leyline.lifecycle.streams import Kind
+from esper.tasks.hosts.factories import MLP
 
 ALL = tuple(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
 

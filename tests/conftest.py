@@ -1,14 +1,25 @@
 """Shared pieces: one thread, small populations, and seeds put into a body by hand."""
 
 import signal
+from importlib.metadata import entry_points
 
 import pytest
 import torch
 
 from commands import elsewhere, esper  # noqa: F401  fixtures for all
 from disks import full, full_device, tmpfs  # noqa: F401  fixtures for all
+from esper.leyline import plugins
 
 torch.set_num_threads(1)
+
+
+def entry_points_of_others(group):
+    """What an installed package adds is no part of the library that is tested here."""
+    return [entry for entry in entry_points(group=group) if entry.dist.name != "esper-bench"]
+
+
+plugins.entry_points = entry_points_of_others
+plugins.plugins.cache_clear()
 
 # Under nohup, or as the background job of a shell, these are ignored, and processes would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

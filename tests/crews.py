@@ -1,6 +1,6 @@
-"""Actors in the process of a test, and a task that no actor can import."""
+"""Workers in the process of a test, and a task that no actor can import."""
 
-from esper.runs.actor_work import Answers
+from esper.runs.workers.transports import MessageAnswers
 
 SHY = """
 import multiprocessing
@@ -25,7 +25,7 @@ class Beside:
 
     def start(self, actor):
         self.starts += 1
-        self.actors[actor] = Answers(lambda: self.work.make(None))
+        self.actors[actor] = MessageAnswers(lambda: self.work(None))
         self.answers.append((actor, self.actors[actor].ready()))
 
     def send(self, actor, message):

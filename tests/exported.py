@@ -1,11 +1,11 @@
 """What an export must hold, worked out slowly from the file of events; and a target that keeps it in memory."""
 
 from collections import Counter, defaultdict
+from contextlib import closing
 
 import numpy as np
 
-from esper.karn.exporters.export import Transfer
-from esper.karn.exporters.store import Exports
+from esper.karn.exporters import Export, Exports
 from esper.karn.reader import open_run
 from esper.nissa.events import read_events
 from esper.nissa.rows import LifecycleRow, RollbackRow, StepRow
@@ -79,8 +79,12 @@ class Kept:
         self.said.append("close")
 
 
-def carried(folder, store, target, more=None):
-    """Export a run to a target in memory, and return what was exported."""
+def carried(folder, store, target, more=lambda: False):
+    """Export a run to a target in memory, and return what was exported. `more` writes further rows, as long as it is true."""
     exports = Exports(store, "kept", folder)
     exports.make()
-    return Transfer(open_run(folder), exports, target, lambda run, summary: None).all(more)
+    exports.lock.take()
+    with closing(Export(open_run(folder), exports, target, lambda run, summary: None)) as export:
+        while more():
+            export.update()
+        return export.end()

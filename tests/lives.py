@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
-from esper.kasmina.find_sites import FoundSites
-from esper.kasmina.grafted import graft, planted_at
-from esper.kasmina.planted import Mode
-from esper.kasmina.recording import floats
-from esper.kasmina.survey import call
-from esper.leyline.actions import Blend, Op
-from esper.leyline.stages import Stage
-from esper.leyline.streams import Kind
-from esper.runs.growth import Growth
-from esper.tamiyo.schedule import Entry, Schedule
+from esper.kasmina.graft.find_sites import FoundSites
+from esper.kasmina.graft.grafted import call, graft, planted_at
+from esper.kasmina.graft.planted import Mode
+from esper.kasmina.graft.recording import floats
+from esper.leyline.lifecycle.actions import Blend, Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.streams import Kind
+from esper.runs.live.growth import Growth
+from esper.tamiyo.rules.schedule import Entry, Schedule
 
 SETTINGS = {"gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0}}
 UNTOUCHED = 5

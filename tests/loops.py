@@ -2,8 +2,8 @@
 
 import torch
 
-from esper.leyline.actions import Op
-from esper.leyline.stages import Stage
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.stages import Stage
 
 LIFE = {  # one seed is kept; one is removed and leaves its site under embargo
     (0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3),

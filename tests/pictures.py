@@ -5,9 +5,9 @@ import torch
 
 from bodies import planted_body
 from esper.kasmina.blueprints import BLUEPRINTS
-from esper.leyline.streams import Kind
-from esper.leyline.task import Pixels, Split, Task
-from esper.tasks.hosts import CNN, MAP_MENU
+from esper.leyline.data.task import Pixels, Split, Task
+from esper.leyline.lifecycle.streams import Kind
+from esper.tasks.hosts.factories import CNN, MAP_MENU
 from esper.tasks.objectives import Classification
 
 MAPS = tuple(name for kind, name in BLUEPRINTS if kind == Kind.MAP)

@@ -3,11 +3,12 @@
 import numpy as np
 import torch
 
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import build_config
+from esper.leyline.config.tree import build_config
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.protocols import Controller
 from esper.nissa.hub import Hub
-from esper.tasks.custom import task_from
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
+from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Step
@@ -67,15 +68,15 @@ class Journalled(VectorizedEngine):
         self.rows_of_events = memory.rows
         self.journal = Journal(self, Hub([memory], level))
 
-    def step(self, actions, reasons=None):
+    def step(self, actions, reasons=None, further=None):
         before = self.view()
         self.journal.going(before)
-        view, outcome = super().step(actions, reasons)
+        view, outcome = super().step(actions, reasons, further)
         self.journal.stepped(Step(before, outcome, view, 0.0, 0.0, Decision(actions, reasons)))
         return view, outcome
 
 
-class Script:
+class Script(Controller):
     """Decisions by (step, env): {(2, 0): (op, slot, blueprint, blend, tempo index, target index)}; WAIT elsewhere."""
 
     def __init__(self, decisions):
@@ -92,9 +93,6 @@ class Script:
     def store(self, outcome):
         self.outcomes.append(outcome)
 
-    def update(self):
-        return {}
-
 
 GROW = {  # a whole life of environment 1 in slot 0, and of environment 2 in slot 1, pruned slowly
     (0, 1): (Op.GERMINATE, 0, 1, 0, 2, 3),
@@ -104,6 +102,7 @@ GROW = {  # a whole life of environment 1 in slot 0, and of environment 2 in slo
     (2, 2): (Op.ADVANCE, 1),
     (4, 2): (Op.PRUNE, 1, 0, 0, 2, 0),
 }
+EARLY = {at: decision for at, decision in GROW.items() if at[0] < 3}  # births, and seeds that blend in
 
 
 def trajectory(config, decisions=GROW, task=None, env=0):

@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, planted_at, ungraft
-from esper.kasmina.planted import Mode
-from esper.kasmina.sharding import gather, in_parts
-from esper.leyline.actions import Op
+from esper.kasmina.graft.grafted import graft, planted_at, ungraft
+from esper.kasmina.graft.planted import Mode
+from esper.kasmina.graft.sharding import gather, in_parts
 from esper.leyline.errors import InputError
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
 from loops import stages
 from populations import Script
 

@@ -8,9 +8,9 @@ from torch import nn
 from bodies import planted_body
 from esper.kasmina.blueprints import BLUEPRINTS
 from esper.kasmina.host import SegmentedHost
-from esper.kasmina.layers import Linear
-from esper.leyline.slots import SlotSpec
-from esper.leyline.streams import Kind
+from esper.kasmina.stack.layers import Linear
+from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.streams import Kind
 
 SEQUENCES = tuple(name for kind, name in BLUEPRINTS if kind == Kind.SEQUENCE)
 LENGTH = 7

@@ -47,8 +47,14 @@ def iris():
             "outputs[0] is 'x'; give an object with the methods write(row) and close()",
         ),
         (lambda task: esper.train(task, run="x", outputs=[5]), "outputs[0] is 5; give an object with the methods"),
+        (lambda task: esper.evaluate([]), "controllers is []; name one or more, or leave it out to compare the rules"),
+        (lambda task: esper.evaluate((), "iris"), "controllers is (); name one or more"),
+        (lambda task: esper.task("mine", [[0.0]], [0]), "esper.task was given no host; give a function that makes"),
         (lambda task: esper.check_rows(5), "the task is 5; give the name of one"),
-        (lambda task: esper.get_controller(5, esper.Config()), "the controller is 5; give a name or a path as text"),
+        (
+            lambda task: esper.get_controller(5, esper.Config()),
+            "controller is a int without act and store and update; give an object",
+        ),
     ],
 )
 def test_a_bad_argument_is_one_sentence_and_nothing_is_written(iris, tmp_path, monkeypatch, call, words):
@@ -57,6 +63,24 @@ def test_a_bad_argument_is_one_sentence_and_nothing_is_written(iris, tmp_path, m
         call(iris)
     assert str(refused.value).startswith(words)
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["grow", "iris", "--slots", "blok0"], "the host has no slot 'blok0'; it has block0, block1"),
+        (["grow", "iris", "--device", "cuda:99"], "device 'cuda:99' was asked for, but torch sees"),
+        (["train", "iris", "--device", "cuda:99"], "device 'cuda:99' was asked for, but torch sees"),
+        (["train", "iris", "--set", "slots=[blok0]"], "the host has no slot 'blok0'; it has block0, block1"),
+    ],
+)
+def test_slots_and_devices_are_looked_at_before_the_folder(tmp_path, capsys, command, words):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "config.yaml").write_text("steps: 1")
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--run", str(tmp_path / "full")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {words}")
 
 
 def test_a_mapping_may_name_the_task_that_is_given(iris):

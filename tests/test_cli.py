@@ -14,13 +14,12 @@ from torch import nn
 
 from commands import files
 from esper.cli import main
-from esper.kasmina import invariance
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint
 from esper.kasmina.blueprints.vector import zero_linear
-from esper.leyline.config import Config, build_config
-from esper.leyline.config_text import reference
-from esper.leyline.slots import Tap
-from esper.leyline.streams import Kind
+from esper.kasmina.stack import invariance
+from esper.leyline.config.tree import Config, build_config, reference
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.streams import Kind
 from esper.tasks.catalog import TASKS
 from pictures import write_cifar
 from processes import begun

@@ -99,7 +99,7 @@ def test_an_unknown_page_is_one_sentence_that_names_the_nearest(capsys):
         main(["docs", "grwoth"])
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: there is no page 'grwoth'; did you mean growth")
+    assert line.startswith("error: there is no page 'grwoth'; did you mean 'growth'")
     assert line.endswith("`esper docs` lists all pages")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from esper.cli import main
-from esper.runs.resume import read_config
+from esper.runs.folder.resume import read_config
 from esper.store.checkpoint import Checkpoints
 from processes import begun
 

@@ -13,16 +13,15 @@ PROGRAM = """
 import numpy as np
 
 import esper
-from esper.tamiyo.baselines import RandomValid
+from esper.tamiyo.rules.baselines import RandomValid
 
 task = esper.get_task("iris")
 settings = {"envs": 2, "steps": 3, "probe": {"sensors_every": 1}}
 engine = esper.VectorizedEngine(task, esper.build_config(task.defaults, settings))
 view = engine.reset()
-assert view.space.sensors[0] == "constant", view.space.sensors
-values = view.measurements.sensors[..., 0]
+values = view.measurements.sensors[..., view.space.sensors.index("constant")]
 assert values.shape == (2, 2) and ((values > 0) & (values <= 1)).all(), values
-assert np.isfinite(view.measurements.sensors[..., 1]).all()
+assert np.isfinite(view.measurements.sensors[..., 0]).all()
 engine.step(RandomValid().act(view))
 """
 
@@ -44,7 +43,7 @@ def test_a_sensor_that_is_added_as_the_page_says_is_measured(tmp_path):
     shutil.copytree(ROOT / "src" / "esper", package, ignore=shutil.ignore_patterns("__pycache__"))
     (code,) = [block for block in blocks("python") if "def constant_share" in block]
     function = re.search(r"^def constant_share.*?(?=^\S)", code, re.DOTALL | re.MULTILINE)[0]
-    sensors = package / "tolaria" / "sensors.py"
+    sensors = package / "tolaria" / "measure" / "sensors.py"
     source = sensors.read_text(encoding="utf-8") + "\n\n" + function
     for patch in blocks("diff"):
         source = patched(source, patch)

@@ -17,17 +17,16 @@ import esper
 from esper.api import load
 from esper.cli import main
 from esper.karn.comparison import read_comparison, result_rows
-from esper.karn.console import print_summary
 from esper.karn.evaluation import draw_evaluation, print_evaluation
+from esper.karn.reader import read_model
 from esper.karn.report import compared
-from esper.karn.report.model import read_model
 from esper.karn.report.page import content_of
-from esper.kasmina.export import MODEL, TOPOLOGY
-from esper.kasmina.sums import SUMS, sums_of
-from esper.leyline.config import build_config, parse_setting
-from esper.leyline.config_text import dump_config
+from esper.karn.terminal.console import print_summary
+from esper.kasmina.network.export import MODEL, TOPOLOGY
+from esper.kasmina.network.sums import SUMS, sums_of
+from esper.leyline.config.parsing import parse_yaml
+from esper.leyline.config.tree import build_config, dump_config, parse_setting
 from esper.leyline.errors import InputError
-from esper.leyline.parsing import parse_yaml
 from esper.leyline.text import printable
 from esper.runs.configuration import load_config_file
 from esper.store.checkpoint import FACTS, _checksum

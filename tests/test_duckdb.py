@@ -8,6 +8,7 @@ import pytest
 PAGE = Path(__file__).parents[1] / "docs" / "duckdb.md"
 
 
+@pytest.mark.slow
 def test_the_sql_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch, capfd):
     pytest.importorskip("duckdb", reason="the extra dev installs DuckDB")
     monkeypatch.chdir(tmp_path)

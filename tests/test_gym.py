@@ -16,12 +16,12 @@ from sb3_contrib.common.maskable.utils import get_action_masks, is_masking_suppo
 from stable_baselines3.common.vec_env import VecMonitor
 
 from esper.gym import EsperEnv, EsperVectorEnv, sb3
-from esper.lab.poison import poisoned
-from esper.leyline.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.errors import InputError
-from esper.leyline.masks import allowed, allowed_of, every_decision
-from esper.leyline.view import take
+from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
+from esper.leyline.lifecycle.masks import allowed, allowed_of, every_decision
+from esper.leyline.lifecycle.view import take
 from esper.tasks.repair import repair
+from esper.tolaria.poison import poisoned
 from populations import blobs, small_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "gym.md"

@@ -20,7 +20,7 @@ from processes import begun
 SOURCE = """
 import torch
 import esper
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
 
 touched = open("touched", "a").write("x")
 
@@ -43,7 +43,7 @@ def nothing():
     return 3
 
 def unlabelled():
-    return esper.task("none", torch.zeros(20, 2), torch.zeros(19), host=None)
+    return esper.task("none", torch.zeros(20, 2), torch.zeros(19), host=esper.mlp(2, classes=2))
 
 prepared = clusters()
 number = 5
@@ -123,10 +123,6 @@ def test_eval_train_and_tasks_take_such_a_task(command):
         "2",
         "--seeds",
         "1",
-        "--search-episodes",
-        "2",
-        "--opponents",
-        "none",
         *settings,
         "--json",
         "--baselines",
@@ -202,6 +198,7 @@ def test_a_run_on_an_object_goes_on_from_python_with_the_object():
     assert esper.resume("r", task=task) == summary
 
 
+@pytest.mark.slow
 def test_a_run_on_an_object_goes_on_from_the_command_line_with_the_place_of_its_task(command):
     task = get_task("mine/own_task.py:clusters")
     esper.grow(replace(task, name="clusters"), SMALL, controller="never", run="r", progress=False)
@@ -241,6 +238,7 @@ class Counting(Script):
         assert state == {}
 
 
+@pytest.mark.slow
 def test_a_controller_object_goes_on_from_python_too():
     task = blobs()
     esper.grow(task, SMALL, controller=Counting({}), run="r", progress=False)
@@ -273,10 +271,6 @@ def test_evaluate_from_python_is_the_record_that_the_command_prints(command):
         "2",
         "--seeds",
         "1",
-        "--search-episodes",
-        "2",
-        "--opponents",
-        "none",
         "--baselines",
         "none",
         "--set",
@@ -289,10 +283,8 @@ def test_evaluate_from_python_is_the_record_that_the_command_prints(command):
         tasks="iris",
         instances=2,
         seeds=1,
-        search_episodes=2,
         settings=settings,
         baselines=(),
-        opponents=(),
         out="out",
         progress=False,
     )
@@ -356,7 +348,7 @@ def test_a_file_without_a_function_is_refused_with_the_functions_that_it_has(com
 FAILING = """
 import torch
 import esper
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
 
 calls = []
 

@@ -80,6 +80,7 @@ def stopped(arguments, step):
         shutil.rmtree("r")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a limit on another process is Linux's own")
 @pytest.mark.parametrize(("command", "step"), [(GROW, 4), (TRAIN, 3)], ids=["grow", "train"])
 def test_a_run_that_memory_ran_out_for_says_so_and_is_resumed_to_the_same_numbers(tmp_path, monkeypatch, command, step):

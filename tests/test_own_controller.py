@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 import esper
-from esper.leyline.config import RewardConfig, build_config
+from esper.leyline.config.tree import RewardConfig, build_config
 from esper.leyline.errors import InputError
-from esper.runs.contenders import Contender, named
+from esper.leyline.protocols import as_controller
+from esper.runs.evaluation.contenders import Contender, named
 from esper.simic.rewards import load_reward
 from populations import blobs
 
@@ -54,11 +55,12 @@ def two(config, outcome):
 
 
 eager = Eager()
+paid = frugal(None)
 """
 GROW = ["--envs", "2", "--steps", "6", "--models", "none", "--baselines", "none", "--json"]
 TRAIN = ["--envs", "4", "--steps", "4", "--set", "reward.group_size=2", "--set", "data.batches_per_step=1", "--json"]
 TRAIN += ["--set", "ppo={imitation_rounds: 0, validate_envs: 2, validate_every: 1}"]
-FEW = {"instances": 2, "seeds": 1, "search_episodes": 2, "baselines": (), "opponents": (), "progress": False}
+FEW = {"instances": 2, "seeds": 1, "baselines": (), "progress": False}
 SHORT = {"steps": 6, "data": {"batches_per_step": 1, "batch_size": 12}}
 
 
@@ -138,16 +140,25 @@ def test_what_actors_get_of_a_reward_by_its_place_is_the_place():
     ("arguments", "sentence"),
     [
         (["grow", "iris", "--controller", "study.py:eager"], "study.py:eager is a Eager; name a function that returns"),
-        (["grow", "iris", "--controller", "study.py:nothing"], "returned a int without act and store and update"),
+        (
+            ["grow", "iris", "--controller", "study.py:nothing"],
+            "study.py:nothing returned a int without act and store",
+        ),
         (["grow", "iris", "--controller", "study.py:Costly"], "study.py:Costly needs the argument 'price'"),
         (["grow", "iris", "--controller", "study.py:Egaer"], "has no function 'Egaer'; did you mean 'Eager'?"),
         (["grow", "iris", "--controller", "absent.py:Eager"], "there is no file absent.py"),
         (["grow", "iris", "--controller", "study.py"], "is a file; name the function that returns the controller"),
-        (["grow", "iris", "--controller", "trials:study.py:Eager"], "which ranks none; name another rule"),
-        (["eval", "study.py:nothing", "--tasks", "iris"], "returned a int without act and store and update"),
+        (
+            ["eval", "study.py:nothing", "--tasks", "iris"],
+            "study.py:nothing returned a int without act and store",
+        ),
         (["train", "iris", "--reward", "study.py:two"], "study.py:two cannot be called with one argument"),
         (["train", "iris", "--reward", "study.py:eager"], "study.py:eager is a Eager; name a function that takes"),
         (["train", "iris", "--reward", "frugal"], "the reward 'frugal' names no function"),
+        (
+            ["train", "iris", *TRAIN, "--reward", "study.py:paid"],
+            "reads 'exported' of its argument, as a reward does of an",
+        ),
         (
             ["train", "iris", *TRAIN, "--reward", "study.py:number"],
             "study.py:number returned a int for an esper.RewardC",
@@ -190,6 +201,44 @@ def test_an_object_is_compared_and_every_population_gets_a_copy_of_it():
     assert one.decided == other.decided == 0
 
 
+class Counting:
+    """A controller of no base class, with a state."""
+
+    def __init__(self):
+        self.decided = 0
+
+    def act(self, view):
+        self.decided += 1
+        return esper.Actions.wait(len(view.host_params))
+
+    def store(self, outcome):
+        pass
+
+    def update(self):
+        return {}
+
+    def state(self):
+        return {"decided": self.decided}
+
+    def load_state(self, state):
+        self.decided = state["decided"]
+
+
+def test_an_object_of_no_base_class_gets_the_defaults_and_keeps_its_name_its_attributes_and_its_state():
+    mine = Counting()
+    client = as_controller(mine)
+    assert type(client).__name__ == "Counting"
+    assert (client.sensors_every, client.reasons(), client.explain(), client.sensing()) == (0, None, (), True)
+    mine.decided = 3
+    assert client.state() == {"decided": 3}
+    quick = SHORT | {"envs": 1, "steps": 2, "baselines": [], "models": "none", "report": False}
+    esper.grow(blobs(), quick, controller=mine, run="r", progress=False)
+    assert mine.decided == 5
+    resumed = Counting()
+    esper.resume("r", task=blobs(), controller=resumed, settings={"steps": 3}, progress=False)
+    assert resumed.decided == 6
+
+
 def test_a_place_is_compared_as_what_it_makes(tmp_path):
     theirs = Contender("theirs", {}, lambda config: eager())
     record = esper.evaluate(["study.py:Eager", theirs], blobs(), settings=SHORT, **FEW)
@@ -210,7 +259,7 @@ def test_what_is_kept_of_a_place_is_grown_again_after_a_file_that_it_imports_was
 @pytest.mark.parametrize(
     ("controllers", "sentence"),
     [
-        ([Objects], "a controller of the evaluation is the class Objects; give a name, a path, or an object"),
+        ([Objects], "a controller of the evaluation is the class Objects; give an object with the methods act"),
         ([5], "a controller of the evaluation is a int"),
         (5, "a controller of the evaluation is a int"),
     ],
@@ -229,7 +278,7 @@ def test_a_controller_that_cannot_be_copied_is_one_sentence():
 
 def test_a_folder_starts_no_code_that_its_config_names(esper):
     Path("study.py").write_text("open('imported', 'w')\n")
-    for name in ("study.py:Eager", "trials:study.py:Eager"):
+    for name in ("study.py:Eager",):
         Path("r").mkdir()
         Path("r/config.yaml").write_text(f"{{task: iris, controller: '{name}'}}")
         assert esper("resume", "r")[0] == 2
@@ -259,3 +308,19 @@ def test_the_same_reference_is_run_once_until_its_file_is_edited():
     Path("study.py").write_text(STUDY + "\nopen('times', 'a').write('y')\n")
     esper.get_controller("study.py:Eager", build_config())
     assert Path("times").read_text() == "xy"
+
+
+def test_a_reward_in_place_of_the_function_that_makes_it_is_named_and_other_errors_of_it_are_raised_unchanged(tmp_path):
+    def reward(outcome):
+        return {"metric": outcome.after.metric}
+
+    def mistaken(config):
+        return config.group_sise
+
+    with pytest.raises(
+        esper.InputError, match=r"^the reward reward reads 'after' .*; give the function that makes the reward"
+    ):
+        esper.train("iris", {"envs": 4, "steps": 4, "reward": {"group_size": 2}}, reward=reward, run=tmp_path / "run")
+    with pytest.raises(AttributeError, match="group_sise"):
+        esper.train("iris", {"envs": 4, "steps": 4, "reward": {"group_size": 2}}, reward=mistaken)
+    assert not (tmp_path / "run").exists()

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import esper
-from esper.leyline.view import Scores
-from esper.tamiyo.controller import Language, Learned, Policy
+from esper.leyline.lifecycle.view import Scores
+from esper.tamiyo.policy.controller import Language, Learned, Policy
 
 
-class Watching:
+class Watching(esper.Controller):
     """Waits, and keeps what it saw."""
 
     def act(self, view):
@@ -22,9 +22,6 @@ class Watching:
 
     def store(self, outcome):
         self.outcome = outcome
-
-    def update(self):
-        return {}
 
 
 def host():

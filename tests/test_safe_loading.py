@@ -15,11 +15,11 @@ import torch
 
 from esper.api import grow, load
 from esper.cli import main
-from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY
+from esper.kasmina.network.export import MODEL, PROGRAM, TOPOLOGY
 from esper.leyline.errors import InputError
 from esper.store.files import NAMES as OWN
 from esper.tamiyo.catalog import get_controller, trained
-from esper.tamiyo.controller import FACTS, WEIGHTS, Language, Policy, load_policy, save_policy
+from esper.tamiyo.policy.controller import FACTS, WEIGHTS, Language, Policy, load_policy, save_policy
 from esper.tasks.catalog import get_task
 from esper.tasks.cifar import LARGEST, read_cifar10
 from pictures import write_cifar
@@ -48,8 +48,8 @@ NAMES = {
 
 
 ALLOWED = {
-    "runs/actor_work.py": ["pickle"],  # what a process sends to those that it starts
-    "runs/processes.py": ["pickle"],
+    "runs/workers/workers.py": ["pickle"],  # what a process sends to those that it starts
+    "runs/workers/transports.py": ["pickle"],
     "commands/healing.py": ["torch.export.load"],  # the program that the user names to be healed
 }
 """What SECURITY.md names as executed."""
@@ -270,7 +270,7 @@ def controller(tmp_path):
 
 def rewrite(folder, change):
     """Alter the JSON of a controller, as someone who knows of the checksum."""
-    from esper.tamiyo.controller import _checksum
+    from esper.tamiyo.policy.controller import _checksum
 
     facts = json.loads((folder / FACTS).read_text())
     change(facts)
@@ -387,10 +387,9 @@ def test_a_parquet_file_that_would_unpack_to_more_than_a_gibibyte_is_refused_bef
 
 
 def test_kept_figures_that_would_unpack_to_more_than_any_are_refused(tmp_path, monkeypatch):
-    from esper.runs.contenders import named
-    from esper.runs.design import grown_part
-    from esper.runs.evaluation_work import play_parts
-    from esper.runs.kept import Kept
+    from esper.runs.evaluation.contenders import named
+    from esper.runs.evaluation.design import grown_part
+    from esper.runs.evaluation.work import Kept, play_parts
 
     task, contender = get_task("iris"), named("never")
     config = small_config(task="iris", envs=1, steps=1, twin=True, data={"batch_size": 16})

@@ -10,6 +10,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "saving.md"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torch about its own exporter
+@pytest.mark.slow
 def test_the_python_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
     onnx = pytest.importorskip("onnx.reference", reason="onnx is not installed: pip install onnx onnxscript")
     monkeypatch.chdir(tmp_path)

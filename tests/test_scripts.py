@@ -9,10 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-from esper.streams.methods import find_method
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -60,6 +57,7 @@ def benchmark(tmp_path_factory):
     return json.loads((folder / "figures.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_benchmark_sets_the_engine_beside_its_floors(benchmark):
     grown, incubating = [result for result in benchmark["results"] if result["case"]["table"] == "states"]
     floors = {"bare stack", "bare, torch's loss"}
@@ -73,22 +71,26 @@ def test_the_benchmark_sets_the_engine_beside_its_floors(benchmark):
         )
 
 
+@pytest.mark.slow
 def test_the_benchmark_compares_cadences_of_attribution(benchmark):
     (cadences,) = [result for result in benchmark["results"] if result["case"]["table"] == "coalitions"]
     assert set(cadences["table"]) == {"every 1000000", "every 1"}
 
 
+@pytest.mark.slow
 def test_the_benchmark_reads_the_device_no_more_than_twice_a_step(benchmark):
     for result in benchmark["results"]:
         assert 1 <= result["reads"]["count"] <= 2
         assert list(result["reads"]["sites"]) == ["runtime.py:read_packet (numpy)"]
 
 
+@pytest.mark.slow
 def test_the_benchmark_says_what_a_population_takes_and_where_it_ran(benchmark):
     assert all(result["memory"]["population_mib"] > 0 for result in benchmark["results"])
     assert {"processor", "cores", "python", "torch", "esper", "load_average_before"} <= set(benchmark)
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_images_sets_the_engine_beside_a_bare_loop(tmp_path):
     run("benchmark_images.py", "--json", "figures.json", cwd=tmp_path)
     results = json.loads((tmp_path / "figures.json").read_text())["results"]
@@ -100,6 +102,7 @@ def test_the_benchmark_of_images_sets_the_engine_beside_a_bare_loop(tmp_path):
         assert result["reads_per_step"] == 1
 
 
+@pytest.mark.slow
 def test_a_step_under_random_decisions_reads_the_device_no_more_than_twice(tmp_path):
     run("profile_gpu_sync.py", "--json", "reads.json", cwd=tmp_path)
     (result,) = json.loads((tmp_path / "reads.json").read_text())["results"]
@@ -107,6 +110,7 @@ def test_a_step_under_random_decisions_reads_the_device_no_more_than_twice(tmp_p
     assert list(result["sites"]) == ["runtime.py:read_packet (numpy)"]
 
 
+@pytest.mark.slow
 def test_the_benchmark_for_a_gpu_has_the_tables_that_are_asked_for_on_a_cpu_too(tmp_path):
     asked = ["--device", "cpu", "--table", "cifar", "shares", "memory"]
     out = run("benchmark_gpu.py", *asked, "--json", "figures.json", cwd=tmp_path)
@@ -119,6 +123,7 @@ def test_the_benchmark_for_a_gpu_has_the_tables_that_are_asked_for_on_a_cpu_too(
     assert out.count("\n## ") == 3
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_telemetry_reads_the_device_once_at_every_level(tmp_path):
     run("benchmark_telemetry.py", "--out", "page.md", cwd=tmp_path)
     lines = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| iris |")]
@@ -129,12 +134,14 @@ def test_the_benchmark_of_telemetry_reads_the_device_once_at_every_level(tmp_pat
     assert sizes[0] == 0 < sizes[1] < sizes[2] < sizes[3]
 
 
+@pytest.mark.slow
 def test_the_operators_of_a_step_are_listed(tmp_path):
     run("profile_hot_path_operations.py", "--json", "operators.json", cwd=tmp_path)
     operators = json.loads((tmp_path / "operators.json").read_text())["operators"]
     assert "aten::baddbmm" in {row["operator"] for row in operators}
 
 
+@pytest.mark.slow
 def test_a_killed_training_with_workers_goes_on_with_as_many_and_its_waiting_is_a_time(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     victims = runpy.run_path(str(SCRIPTS / "faults" / "kill.py"))["VICTIMS"]
@@ -147,6 +154,7 @@ def test_a_killed_training_with_workers_goes_on_with_as_many_and_its_waiting_is_
     }
 
 
+@pytest.mark.slow
 def test_runs_that_are_killed_finish_as_if_they_had_not_been(tmp_path):
     run("campaign_faults.py", "kill", "--count", "1", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "faults" / "kill.jsonl").read_text().splitlines()]
@@ -159,6 +167,7 @@ def test_runs_that_are_killed_finish_as_if_they_had_not_been(tmp_path):
     assert (tmp_path / "faults" / "kill.jsonl").stat().st_mtime_ns == before, "kept results were made anew"
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_refused_by_name(tmp_path):
     run("campaign_faults.py", "corrupt", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "faults" / "corrupt.jsonl").read_text().splitlines()]
@@ -167,6 +176,7 @@ def test_damaged_checkpoints_are_refused_by_name(tmp_path):
     assert "| all | 40 | 40 | 0 |" in (tmp_path / "faults.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_waited_for_or_the_run_is_resumed(tmp_path):
     run("campaign_faults.py", "disk", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "faults" / "disk.jsonl").read_text().splitlines()]
@@ -174,6 +184,7 @@ def test_a_disk_that_is_full_is_waited_for_or_the_run_is_resumed(tmp_path):
     assert "2 of 2 cases went as they should" in (tmp_path / "faults.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_nan_in_one_environment_touches_no_other(tmp_path):
     run("campaign_faults.py", "nan", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "faults" / "nan.jsonl").read_text().splitlines()]
@@ -183,6 +194,7 @@ def test_a_nan_in_one_environment_touches_no_other(tmp_path):
     assert "5 of 5 cases went as they should" in (tmp_path / "faults.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_governor_is_silent_where_all_goes_well_and_its_cost_is_measured(tmp_path):
     run("campaign_faults.py", "governor", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     *silent, cost = [json.loads(line) for line in (tmp_path / "faults" / "governor.jsonl").read_text().splitlines()]
@@ -192,6 +204,7 @@ def test_the_governor_is_silent_where_all_goes_well_and_its_cost_is_measured(tmp
     assert "0 rollbacks over" in (tmp_path / "faults.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_cost_of_checkpoints_is_measured(tmp_path):
     run("campaign_faults.py", "cost", "--out", "faults", "--page", "faults.md", cwd=tmp_path)
     sized, training = (json.loads(line) for line in (tmp_path / "faults" / "cost.jsonl").read_text().splitlines())
@@ -203,6 +216,7 @@ def test_the_cost_of_checkpoints_is_measured(tmp_path):
     assert abs(late["bytes"] - early["bytes"]) < 10  # a number of more digits
 
 
+@pytest.mark.slow
 def test_golden_runs_name_what_differs(tmp_path):
     def golden(command, *names):
         line = [sys.executable, str(SCRIPTS / "golden_runs.py"), command, *names, "--file", "golden.json"]
@@ -220,84 +234,6 @@ def test_golden_runs_name_what_differs(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_studies_write_their_pages(tmp_path):
-    run("study_negative_controls.py", "--page", "controls.md", cwd=tmp_path)
-    assert "| iris |" in (tmp_path / "controls.md").read_text()
-    run("study_headroom.py", "--page", "headroom.md", cwd=tmp_path)
-    assert "unbiased oracle" in (tmp_path / "headroom.md").read_text()
-    run("study_exploits.py", "--page", "exploits.md", cwd=tmp_path)
-    assert "| honest |" in (tmp_path / "exploits.md").read_text()
-    run("study_certificates.py", "--page", "certificates.md", cwd=tmp_path)
-    assert "| eager | G5, certify 0.05 |" in (tmp_path / "certificates.md").read_text()
-    run("study_sandbox.py", "--page", "sandbox.md", cwd=tmp_path)
-    assert "| growth | blind | bandit | chain |" in (tmp_path / "sandbox.md").read_text()
-
-
-@pytest.mark.slow
-def test_the_study_of_streams_tunes_measures_and_prints_a_table(tmp_path):
-    few = ["--sets", "recurring-shared", "--methods", "reset-blocks", "reactivate"]
-    run("study_streams.py", "tune", "--out", "settings.json", *few, cwd=tmp_path)
-    run("study_streams.py", "measure", "--settings", "settings.json", "--out", "figures", *few, cwd=tmp_path)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "figures").iterdir()}
-    assert len(before) == 2
-    run("study_streams.py", "measure", "--settings", "settings.json", "--out", "figures", *few, cwd=tmp_path)
-    assert before == {path: path.stat().st_mtime_ns for path in before}, "kept figures were made anew"
-    printed = run("study_streams.py", "table", "--out", "figures", "--reference", "reactivate", cwd=tmp_path)
-    assert "| reset-blocks |" in printed
-
-
-@pytest.mark.slow
-def test_a_controller_of_streams_is_fitted_and_its_file_is_a_method(tmp_path):
-    assert "generation 1: mean" in run("fit_streams.py", "fit", "search", cwd=tmp_path)
-    assert not run("fit_streams.py", "fit", "search", cwd=tmp_path), "kept generations were made anew"
-    assert "fitted" in run("fit_streams.py", "choose", "search", "own.json", cwd=tmp_path)
-    assert find_method(str(tmp_path / "own.json")).settings["fits"] > 0
-
-
-@pytest.mark.slow
-def test_a_baseline_of_streams_begins_with_its_settings_and_gets_better_ones_alone(tmp_path):
-    (tmp_path / "settings.json").write_text('{"recurring-shared": {"replay-annealed": {"drawn": 3, "lr": 0.001}}}')
-    few = ["--method", "replay-annealed", "--changes", "recurring-shared", "--settings", "settings.json"]
-    run("fit_streams.py", "fit", "search", *few, cwd=tmp_path)
-    assert np.load(tmp_path / "search" / "0.npz")["candidates"][0, 0] == pytest.approx(0.001)
-    (tmp_path / "search" / "fitted.json").write_text(
-        '{"numbers": {"lr": 0.02, "head_rate": 1, "halving": 50, "least": 0.1}}'
-    )
-    run("fit_streams.py", "choose", "search", "settings.json", *few[:4], cwd=tmp_path)
-    chosen = json.loads((tmp_path / "settings.json").read_text())["recurring-shared"]["replay-annealed"]
-    assert chosen == {"drawn": 3, "lr": 0.02, "head_rate": 1, "halving": 50, "least": 0.1}
-
-
-@pytest.mark.slow
-def test_the_study_of_controllers_goes_on_where_it_was_left(tmp_path):
-    run("study_controller.py", "--out", "study", "--page", "controller.md", "--json", "controller.json", cwd=tmp_path)
-    assert "Not run" not in (tmp_path / "controller.md").read_text()
-    results = json.loads((tmp_path / "controller.json").read_text())
-    assert set(results) == {"evaluate", "quick", "others", "leave-out", "ablation", "trainings"}
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("*.*")}
-    run("study_controller.py", "--out", "study", "--page", "controller.md", cwd=tmp_path)
-    assert before == {path: path.stat().st_mtime_ns for path in before}, "kept results were made anew"
-
-
-@pytest.mark.slow
-def test_the_study_of_the_heuristic_sets_its_settings_beside_each_other_and_figures_beside_those_of_before(tmp_path):
-    rows = [line.split(" | ") for line in run("study_heuristic.py", "training", cwd=tmp_path).splitlines()[3:]]
-    assert rows[0][0] == "| the config's settings"
-    assert rows[0][2] == "+0.0000"
-    assert len({row[1] for row in rows}) > 3
-    run("study_heuristic.py", "heldout", "--out", "figures.json", cwd=tmp_path)
-    table = run("study_heuristic.py", "compare", "figures.json", "figures.json", cwd=tmp_path)
-    assert "+0.000 [+0.000, +0.000]" in table.splitlines()[-1]
-
-
-def test_the_study_of_lengths_sets_runs_with_and_without_early_stopping_beside_scikit_learn(tmp_path):
-    lines = run("study_length.py", cwd=tmp_path).splitlines()
-    assert [line.split("|")[1:3] for line in lines[2:6]] == [
-        [f" {steps} ", f" {enabled} "] for steps in (2, 4) for enabled in ("off", "on")
-    ]
-    assert lines[-1].startswith("scikit-learn's MLP: ")
-
-
 def test_the_benchmark_of_growth_counts_no_compilation_of_a_reserve(tmp_path):
     printed = run("benchmark_growth.py", "--backend", "eager", cwd=tmp_path)
     live, reserve = ([int(cell) for cell in line.split("|")[2:-1]] for line in printed.splitlines()[-2:])
@@ -306,6 +242,7 @@ def test_the_benchmark_of_growth_counts_no_compilation_of_a_reserve(tmp_path):
     assert reserve[4:] == [0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ratios", "passed", "tried"),
     [((0.81,), True, 1), ((0.5, 0.79, 0.9), True, 3), ((0.79, 0.79, 0.79, 0.9), False, 3)],
@@ -320,12 +257,14 @@ def test_the_check_of_speed_fails_only_if_three_tries_are_a_fifth_slower(ratios,
     assert ("SLOWER" in capsys.readouterr().out) is not passed
 
 
+@pytest.mark.slow
 def test_every_case_of_the_check_of_speed_has_a_recorded_ratio(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     recorded = json.loads((SCRIPTS / "speed_ratios.json").read_text())["ratios"]
     assert set(recorded) == set(runpy.run_path(str(SCRIPTS / "check_speed.py"))["CASES"])
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "intact", "data"), [("pruned_cnn", "cnn", "images"), ("quantised_transformer", "transformer", "rows")]

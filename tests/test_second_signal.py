@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.leyline.config import CheckpointConfig
+from esper.leyline.config.tree import CheckpointConfig
 from esper.store.checkpoint import Checkpoints
 from processes import begun
 
@@ -34,8 +34,15 @@ TRAIN = ["train", "spirals", "--envs", "2", "--steps", "1000", "--rounds", "1000
 TRAIN += ["--set", "reward.group_size=2"]
 
 
-@pytest.mark.parametrize("command", [GROW, TRAIN], ids=["grow", "train"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        (GROW, signal.SIGINT),
+        (TRAIN, signal.SIGTERM),
+        pytest.param(GROW, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(TRAIN, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_a_second_signal_leaves_at_once_though_a_checkpoint_is_being_written(tmp_path, monkeypatch, command, number):
     monkeypatch.chdir(tmp_path)
     code = STUCK.replace("{arguments}", repr(command))

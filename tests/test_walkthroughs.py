@@ -26,6 +26,7 @@ def test_a_page_shows_the_table_of_its_results(name):
     assert STUDY["table"](name, kept) in (PAGES / f"{name}.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adapt", "gpt", "resnet"])
 def test_a_page_runs_and_grows(name):
     names = runs(name, 10)
@@ -33,6 +34,7 @@ def test_a_page_runs_and_grows(name):
     assert f"{names['summary']['host_params']:,} parameters" in (PAGES / f"{name}.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_static_network_without_seeds_is_the_host_alone():
     study = STUDY["Study"]("gpt", seed=3, scale=50)
     alone, empty = (

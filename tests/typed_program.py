@@ -27,7 +27,7 @@ def wide(reads: int, writes: int) -> nn.Module:
     return layer
 
 
-class Planter:
+class Planter(esper.Controller):
     """Plants wherever the masks allow."""
 
     def __init__(self) -> None:
@@ -56,10 +56,6 @@ class Planter:
         assert scores.metric.shape == outcome.refused.shape
         self.outcomes.append(outcome)
 
-    def update(self) -> Mapping[str, float]:
-        """Learn nothing."""
-        return {}
-
 
 def run(folder: str) -> tuple[Mapping[str, Any], Tensor]:
     """Grow, and read a network back."""
@@ -70,7 +66,7 @@ def run(folder: str) -> tuple[Mapping[str, Any], Tensor]:
     config: esper.Config = esper.build_config(
         task.defaults, {"envs": 1, "steps": 2, "data.batch_size": 8, "twin": False}
     )
-    client: esper.PolicyClient = Planter()
+    client: esper.Controller = Planter()
     ready: Callable[[], esper.SegmentedHost] = esper.mlp(inputs=4, width=8, classes=2)
     assert [slot.kind for slot in ready().slots] == [esper.Kind.VECTOR] * 3
     try:

@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.torch import save
 
-from esper.leyline.config import CheckpointConfig
+from esper.leyline.config.tree import CheckpointConfig
 from esper.leyline.errors import InputError
-from esper.store.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints, flatten
+from esper.store.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints
 from esper.store.files import CHECKPOINTS, CONFIG
+from esper.store.tensors import flatten
 from esper.tamiyo.catalog import FOLDER
-from esper.tamiyo.controller import FACTS as POLICY
-from esper.tamiyo.controller import WEIGHTS, load_policy
+from esper.tamiyo.policy.controller import FACTS as POLICY
+from esper.tamiyo.policy.controller import WEIGHTS, load_policy
 from faults.damages import (
     DAMAGES,
     DRAWN,

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 from floors import SEED
 
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import CheckpointConfig, build_config
-from esper.leyline.stages import LIVE, Stage, among
-from esper.leyline.task import AnyTask
+from esper.leyline.config.tree import CheckpointConfig, build_config
+from esper.leyline.data.task import AnyTask
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.runs.configuration import training_configs
-from esper.runs.train import train
-from esper.store.checkpoint import Checkpoints, Tree, flatten
+from esper.runs.training.train import train
+from esper.store.checkpoint import Checkpoints
 from esper.store.files import CHECKPOINTS, CONFIG
-from esper.store.tensors import to_parts
+from esper.store.tensors import Tree, flatten, to_parts
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
 from esper.tasks.digits import digits_narrow

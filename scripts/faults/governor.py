@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.config import build_config
-from esper.leyline.protocols import PolicyClient
+from esper.leyline.config.tree import build_config
+from esper.leyline.protocols import Controller
 from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
@@ -77,7 +77,7 @@ def cost(task: str, envs: int, settings: dict[str, Any]) -> Record:
     return {"task": task, "envs": envs, **ratios, "share": spent["govern"] / sum(spent.values())}
 
 
-def population(task: str, controller: str, settings: dict[str, Any]) -> tuple[VectorizedEngine, PolicyClient]:
+def population(task: str, controller: str, settings: dict[str, Any]) -> tuple[VectorizedEngine, Controller]:
     """An engine under the task's own defaults, and who decides."""
     chosen = get_task(task)
     config = build_config(chosen.defaults, {"telemetry": {"level": "off"}, "controller": controller}, settings)

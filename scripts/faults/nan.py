@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.lab.poison import FAULTS, Fault, fingerprints, poisoned
-from esper.leyline.config import Config
-from esper.leyline.verdicts import Vital
+from esper.leyline.config.tree import Config
+from esper.leyline.lifecycle.verdicts import Vital
 from esper.runs.configuration import training_configs
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import delta, get_reward, total
 from esper.simic.rollout import Rollout
-from esper.tamiyo.controller import Language, Policy
+from esper.tamiyo.policy.controller import Language, Policy
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.poison import FAULTS, Fault, fingerprints, poisoned
 from faults.records import Record, append, records, table
 
 FILE = "nan.jsonl"

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from esper.runs.configuration import training_configs
-from esper.runs.history import History
-from esper.runs.train import train
-from esper.store.checkpoint import Checkpoints, Tree
+from esper.runs.training.train import train
+from esper.runs.training.trainer import RoundHistory
+from esper.store.checkpoint import Checkpoints
+from esper.store.tensors import Tree
 from esper.tasks.catalog import get_task
 from faults.cost import QUICK, REPEATS, TAKEN, taken, writing
 from faults.records import Record, append, records, table
@@ -42,10 +43,10 @@ def campaign(out: Path, quick: bool) -> None:
 
 def after(state: Tree, rounds: int) -> Tree:
     """The state of a training after so many rounds."""
-    history, figures = History(), state["school"]["history"]["last"][-1]
+    history, figures = RoundHistory(), state["trainer"]["history"]["last"][-1]
     for _ in range(rounds):
         history.add(figures)
-    return {**state, "school": {**state["school"], "history": history.state()}}
+    return {**state, "trainer": {**state["trainer"], "history": history.state()}}
 
 
 def section(out: Path) -> list[str]:

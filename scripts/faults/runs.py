@@ -13,7 +13,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from esper.leyline.config import CheckpointConfig
+from esper.leyline.config.tree import CheckpointConfig
 from esper.leyline.errors import InputError
 from esper.store.checkpoint import LATEST, TENSORS, Checkpoints
 from esper.store.files import CHECKPOINTS, CONFIG, EVALUATION, EVENTS, MODELS, SUMMARY

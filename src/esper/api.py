@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from esper.calls import OnInterrupt, end_of
-from esper.karn.progress import Shown, growth_progress, training_progress
 from esper.karn.reader import open_run
+from esper.karn.terminal.progress import Shown, growth_progress, training_progress
 from esper.kasmina.blueprints import BLUEPRINTS, count, drawn_with
-from esper.kasmina.export import TOPOLOGY, check_size, load_network, read_topology
 from esper.kasmina.host import SegmentedHost, dtype_of
-from esper.kasmina.invariance import blends_that_vary, segments_that_vary
-from esper.kasmina.network import GrownNetwork
-from esper.leyline.arguments import (
+from esper.kasmina.network.export import TOPOLOGY, check_size, load_network, read_topology
+from esper.kasmina.network.grown_network import GrownNetwork
+from esper.kasmina.stack.invariance import blends_that_vary, segments_that_vary
+from esper.leyline.config.arguments import (
     check_callable,
     check_choice,
     check_outputs,
@@ -27,28 +27,26 @@ from esper.leyline.arguments import (
     check_task,
     to_path,
 )
-from esper.leyline.batches import picked
-from esper.leyline.config import Config, RewardConfig
+from esper.leyline.config.tree import Config, RewardConfig
+from esper.leyline.data.batches import picked
+from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
 from esper.leyline.errors import InputError
-from esper.leyline.length import with_steps
-from esper.leyline.protocols import PolicyClient, Reward
-from esper.leyline.streams import Kind
-from esper.leyline.task import AnyTask, Mixture, Task
+from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.protocols import Controller, Reward
 from esper.leyline.text import printable
 from esper.nissa.outputs import Output
 from esper.runs.configuration import growth_config, training_configs
-from esper.runs.crews import asked_for
+from esper.runs.folder.resume import Opening, is_training, read_config
 from esper.runs.grow import grow as grow_run
-from esper.runs.resume import Opening, is_training, read_config
-from esper.runs.train import train as train_run
+from esper.runs.training.train import train as train_run
+from esper.runs.workers.workers import worker_options
 from esper.simic.rewards import get_reward, load_reward
 from esper.store.disk import find_folder
 from esper.store.files import BEST, MODELS, check_links, is_run
-from esper.tamiyo.catalog import flaw_of_controller, get_controller
-from esper.tamiyo.shipped import resolved
+from esper.tamiyo.catalog import find_controller
 from esper.tasks.catalog import get_task
-from esper.tasks.hosts import host_from
-from esper.tolaria.data import stack_splits
+from esper.tasks.hosts.factories import host_from
+from esper.tolaria.stacked.data import stack_splits
 
 CHECKED = 64
 """Number of examples with which `check_rows` runs a host."""
@@ -58,7 +56,7 @@ def grow(
     task: AnyTask | str,
     config: Config | Mapping[str, Any] | None = None,
     *,
-    controller: PolicyClient | str | None = None,
+    controller: Controller | str | None = None,
     run: str | PathLike[str] | None = None,
     overwrite: bool = False,
     progress: Shown = "auto",
@@ -69,9 +67,9 @@ def grow(
 
     `task` is a task, the name of one of `esper tasks`, or "path.py:function". If `config` is a mapping of config keys, it
     overrides the defaults of the task; a `Config` is used unchanged, except for the name of the task. `controller` is a name, a
-    schedule file, "path.py:function" or a `PolicyClient` (`esper docs own-controller`); None takes the one of the config, and
-    without it `shipped` where its card says that it beats the rule, else `heuristic`. Returns the summary, the object that
-    `esper grow --json` prints. Raises InputError on bad input, before anything is written.
+    schedule file, "path.py:function" or a `Controller` (`esper docs own-controller`); None takes the one of the config, which
+    is `heuristic` where nothing sets it. Returns the summary, the object that `esper grow --json` prints. Raises InputError on
+    bad input, before anything is written.
 
     `progress` shows the steps on stderr: True always, False never, and "auto" in a terminal and in a notebook.
     After Ctrl-C (SIGINT or SIGTERM) the run finishes its step, evaluates the networks and writes the folder. Then it raises
@@ -87,23 +85,16 @@ def grow(
     check_switch(overwrite, "overwrite")
     folder = None if run is None else to_path(run, "run")
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
-    notes: list[str] = []
-    if not isinstance(config, Config):
+    if isinstance(config, Config):
+        found = find_controller(config.controller if controller is None else controller)
+        config = with_steps(config.model_copy(update={"task": task.name, "controller": found.name}), task)
+    else:
         asked = {} if config is None else config
         check_settings(asked, [task])
-        given = {} if controller is None else {"controller": _name(controller)}
-        config = growth_config(task, asked, given, tell=notes.append)
-    named = {"task": task.name, "controller": resolved(config.controller if controller is None else _name(controller))}
-    config = with_steps(config.model_copy(update=named), task)
-    if controller is None or isinstance(controller, str):
-        controller = get_controller(config.controller, config)
-    if (flaw := flaw_of_controller(controller)) is not None:
-        raise InputError(
-            f"controller is {flaw}; give an object with the methods act(view), store(outcome) and update(), or the name of a "
-            "controller (`esper docs own-controller`)"
-        )
+        config, found = growth_config(task, asked, controller=controller)
+    client = found.make(config)
     with growth_progress(progress, config.steps, task.objective.metric) as watch:
-        summary = grow_run(task, config, controller, folder, watch, Opening(overwrite=overwrite), outputs, notes)
+        summary = grow_run(task, config, client, folder, watch, Opening(overwrite=overwrite), outputs)
     return end_of(summary, folder, on_interrupt)
 
 
@@ -135,7 +126,7 @@ def train(
     `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs actors`). Results do not depend on the number of workers.
     """
     check_outputs(outputs)
-    actors = asked_for(workers, devices, cluster, get_task)
+    actors = worker_options(workers, devices, cluster, get_task)
     chosen = [to_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]
     check_switch(overwrite, "overwrite")
     if isinstance(reward, str):
@@ -159,11 +150,6 @@ def train(
             asked=actors,
         )
     return end_of(summary, folder, on_interrupt)
-
-
-def _name(controller: PolicyClient | str) -> str:
-    """What the config calls a controller."""
-    return controller if isinstance(controller, str) else type(controller).__name__
 
 
 def to_task(task: Any) -> AnyTask:

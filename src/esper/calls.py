@@ -10,41 +10,47 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from esper.karn.console import can_print, print_error, print_summary, print_training
 from esper.karn.evaluation import draw_evaluation, print_evaluation
-from esper.karn.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.karn.report.page import report_at_end, report_of_evaluation
-from esper.karn.streaming import print_streams
-from esper.leyline.arguments import check_choice, check_outputs, to_path
-from esper.leyline.config import BASELINES, Config, build_config, parse_setting
+from esper.karn.terminal.console import can_print, print_error, print_summary, print_training
+from esper.karn.terminal.progress import Shown, evaluation_progress, growth_progress, training_progress
+from esper.leyline.config.arguments import check_choice, check_outputs, to_path
+from esper.leyline.config.tree import BASELINES, Config, build_config, parse_setting
+from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
 from esper.leyline.errors import InputError, RunWarning, warn
-from esper.leyline.length import with_steps
-from esper.leyline.protocols import PolicyClient
-from esper.leyline.resuming import TRIALS, is_own_controller, is_reference, resume_call, resume_command
-from esper.leyline.task import AnyTask, Mixture, Task
+from esper.leyline.protocols import Controller
+from esper.leyline.reference import is_own_controller, is_reference, resume_call, resume_command
 from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
-from esper.runs.contenders import Contender, of_object, trainings
-from esper.runs.crews import ALONE, Asked, asked_for
-from esper.runs.evaluation import run_evaluation
-from esper.runs.evaluation_folder import FIGURE, ROOT, evaluation_folder
+from esper.runs.evaluation.contenders import Contender, of_object, trainings
+from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, evaluation_folder, run_evaluation
+from esper.runs.evaluation.work import disk_retry
+from esper.runs.folder.interrupt import ended_by_signals
+from esper.runs.folder.resume import (
+    Change,
+    Opening,
+    changed,
+    cohort_configs,
+    finished,
+    is_training,
+    read_config,
+    reward_of,
+)
 from esper.runs.grow import grow as grow_run
-from esper.runs.interrupt import ended_by_signals
-from esper.runs.kept import disk_retry
-from esper.runs.ranks_crew import ACTOR
-from esper.runs.resume import Change, Opening, changed, cohort_configs, finished, is_training, read_config, reward_of
-from esper.runs.train import train as train_run
+from esper.runs.training.train import train as train_run
+from esper.runs.workers.transports import ACTOR
+from esper.runs.workers.workers import ALONE, WorkerOptions, worker_options
 from esper.store.disk import Retry, write_atomic
 from esper.store.files import EVALUATION, to_json
-from esper.tamiyo.catalog import CONTROLLERS, get_controller
-from esper.tasks.catalog import TASKS, get_task
+from esper.tamiyo.catalog import controller_names, find_controller
+from esper.tasks.catalog import get_task, is_named_task
 
 OnInterrupt = Literal["raise", "return"]
 """What a call does after Ctrl-C, when the run folder is complete: raise KeyboardInterrupt, or return the summary."""
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """Print the table of a summary of `grow`, `train` or `resume`, or of a record of `evaluate` or `stream`, as commands do.
+    """Print the table of a summary of `grow`, `train` or `resume`, or of a record of `evaluate`, as commands do.
 
     Raises InputError if `summary` is none of these.
     """
@@ -52,13 +58,12 @@ def show(summary: Mapping[str, Any]) -> None:
         "grown_params": print_summary,
         "rounds_done": print_training,
         "together": print_evaluation,
-        "reference": print_streams,
     }
     kind = next((key for key in keys if isinstance(summary, Mapping) and key in summary), None)
     if kind is None:
         raise InputError(
             f"show was given a {type(summary).__name__} that is not a summary; give what esper.grow, esper.train, "
-            "esper.resume, esper.evaluate or esper.stream returned"
+            "esper.resume or esper.evaluate returned"
         )
     console = Console()
     keys[kind](summary, console)
@@ -70,7 +75,7 @@ def resume(
     run: str | PathLike[str],
     *,
     task: AnyTask | str | Sequence[AnyTask | str] | None = None,
-    controller: PolicyClient | str | None = None,
+    controller: Controller | str | None = None,
     reward: str | None = None,
     settings: Mapping[str, Any] | Sequence[str] = (),
     other_data: bool = False,
@@ -99,7 +104,7 @@ def resume(
     """
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     check_outputs(outputs)
-    folder, asked = to_path(run, "run"), asked_for(workers, devices, cluster, get_task)
+    folder, asked = to_path(run, "run"), worker_options(workers, devices, cluster, get_task)
     summary = go_on(folder, task, controller, reward, _as_settings(settings), other_data, progress, outputs, asked)
     return end_of(summary, folder, on_interrupt)
 
@@ -107,13 +112,13 @@ def resume(
 def go_on(
     folder: Path,
     task: AnyTask | str | Sequence[AnyTask | str] | None,
-    controller: PolicyClient | str | None,
+    controller: Controller | str | None,
     reward: str | None,
     settings: Sequence[str],
     other_data: bool,
     progress: Shown,
     outputs: Sequence[Output] = (),
-    asked: Asked = ALONE,
+    asked: WorkerOptions = ALONE,
 ) -> dict[str, Any]:
     """Continue a run and return its summary. Arguments are as in `resume`; `settings` are in the form of `--set`."""
     before = read_config(folder)
@@ -140,20 +145,18 @@ def go_on(
     if reward is not None:
         raise InputError(f"{folder} is a growth, in which no reward is paid; leave reward out")
     (chosen,) = tasks_of(folder, (config.task,), given)
-    client = controller if controller is not None and not isinstance(controller, str) else None
     if controller is None and is_own_controller(config.controller):
         raise InputError(
             f"{folder} is a run of the controller {config.controller!r}, whose code a run folder may not start; if you trust it, "
             f"give {resume_command(folder, [config.task], config.controller)}"
         )
-    if client is None:
-        try:
-            client = get_controller(controller if isinstance(controller, str) else config.controller, config)
-        except InputError as error:
-            mend = f"in Python give one like it, as esper.resume({str(folder)!r}, controller=...)"
-            raise InputError(
-                f"{error}; where it was an object made in Python, no command can resume the run: {mend}"
-            ) from None
+    try:
+        client = find_controller(config.controller if controller is None else controller).make(config)
+    except InputError as error:
+        mend = f"in Python give one like it, as esper.resume({str(folder)!r}, controller=...)"
+        raise InputError(
+            f"{error}; where it was an object made in Python, no command can resume the run: {mend}"
+        ) from None
     if "steps" not in config.model_fields_set:  # the new settings give epochs instead of steps
         config = with_steps(config, chosen)
     with growth_progress(progress, config.steps, chosen.objective.metric) as sight:
@@ -161,16 +164,14 @@ def go_on(
 
 
 def evaluate(
-    controllers: Sequence[str | PolicyClient | Contender] | str | PolicyClient = (),
+    controllers: Sequence[str | Controller | Contender] | str | Controller | None = None,
     tasks: Sequence[AnyTask | str] | AnyTask | str = "repair",
     *,
     instances: int = 200,
     seeds: int = 3,
     first: int = 0,
-    search_episodes: int | None = None,
     settings: Mapping[str, Any] | Sequence[str] = (),
     baselines: Sequence[str] = BASELINES[1:],
-    opponents: Sequence[str] | None = None,
     out: str | PathLike[str] | None = None,
     overwrite: bool = False,
     progress: Shown = "auto",
@@ -178,39 +179,42 @@ def evaluate(
     devices: Sequence[str] = (),
     cluster: str | None = None,
     ready: Callable[[dict[str, Any]], None] | None = None,
+    rivals: Rivals | None = None,
 ) -> dict[str, Any]:
-    """Compare controllers with the rules and the opponents of a task on held-out instances, as `esper eval` does.
+    """Compare controllers with the rules on held-out instances, as `esper eval` does.
 
     `controllers` are names, schedule files, run folders of trained controllers, "NAME=FOLDER,FOLDER" for several trainings
-    of one controller, "path.py:function" for one of your own, or a `PolicyClient`, of which every population gets a copy as it is
-    now; `tasks` are tasks or names. `search_episodes` is the search budget of the best fixed plan and of fitted
-    trees; None takes that of the controllers, or 2,048. `settings` are config keys for all of them, as {"steps": 12} or
-    ["steps=12"]. `baselines` are static networks to compare with (`esper docs baselines`), of the size that the first controller
-    grew to, or the heuristic without controllers; () for none. `opponents` are names of opponents of the tasks
-    (`esper docs opponents`); None for all, () for none. With `out`, the record, the figure, the report and the grown networks are
-    written to that folder, and a later call uses the networks again; `overwrite` allows to replace a record there. `ready` gets
-    the record before it is written, as a disk may be full. With
-    `workers`, that many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each; `cluster`
-    is "ray", a "ray://" address, or "torchrun" (`esper docs actors`). Results do not depend on the number of workers. Returns the
-    record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
+    of one controller, "path.py:function" for one of your own, or a `Controller`, of which every population gets a copy as it is
+    now; None compares the rules alone. `tasks` are tasks or names. `settings` are config keys for all of them, as {"steps": 12}
+    or ["steps=12"]. `baselines` are static networks to compare with (`esper docs baselines`), of the size that the first
+    controller grew to, or the heuristic without controllers; () for none. `rivals` are further contenders, which a package adds.
+
+    With `out`, the record, the figure, the report and the grown networks are written to that folder, and a later call uses the
+    networks again; `overwrite` allows to replace a record there. `ready` gets the record before it is written, as a disk may be
+    full. With `workers`, that many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
+    `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs actors`). Results do not depend on the number of workers.
+    Returns the record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
     """
+    if isinstance(controllers, list | tuple) and not controllers:
+        raise InputError(
+            f"controllers is {controllers!r}; name one or more, or leave it out to compare the rules of every evaluation alone"
+        )
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
-    asked = asked_for(workers, devices, cluster, get_task)
+    asked = worker_options(workers, devices, cluster, get_task)
     say = None if asked.is_rank else evaluation_progress(progress)
     layers = [*map(parse_setting, _as_settings(settings)), *({"device": device} for device in asked.devices[:1])]
 
     def compare(grown: Path | None) -> dict[str, Any]:
         found = [get_task(each) if isinstance(each, str) else each for each in chosen]
         record = run_evaluation(
-            _contenders(controllers),
+            [] if controllers is None else _contenders(controllers),
             found,
             instances=instances,
             seeds=seeds,
             first=first,
             settings=layers,
-            search_episodes=search_episodes,
             baselines=baselines,
-            opponents=opponents,
+            rivals=rivals,
             folder=grown,
             watch=say,
             workers=asked,
@@ -235,7 +239,7 @@ def evaluate(
         return compare(grown)
 
 
-def _contenders(controllers: Sequence[str | PolicyClient | Contender] | str | PolicyClient) -> list[Contender]:
+def _contenders(controllers: Sequence[str | Controller | Contender] | str | Controller) -> list[Contender]:
     listed = (
         controllers
         if isinstance(controllers, list | tuple) and not isinstance(controllers, Contender)
@@ -272,7 +276,7 @@ def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str])
     for name in names:
         if name in brought:
             chosen.append(brought.pop(name))
-        elif is_reference(name) or name not in TASKS:
+        elif is_reference(name) or not is_named_task(name):
             if len(others) != 1 or not (is_reference(name) or is_reference(others[0])):
                 raise InputError(_how_to_resume(folder, name, list(brought)))
             chosen.append(replace(brought.pop(others.pop()), name=name))  # the same task from another source
@@ -335,10 +339,10 @@ def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterru
 def call_of(summary: Mapping[str, Any], folder: Path) -> str:
     """The call that resumes the run of a summary, with `task=...` and `controller=...` if they were objects."""
     names = names_of(summary)
-    made = ["task"] * any(not is_reference(name) and name not in TASKS for name in names)
+    made = ["task"] * any(not is_reference(name) and not is_named_task(name) for name in names)
     client, own = summary.get("controller"), read_config(folder).controller  # the summary of a training has no such key
     if client is not None and not (
-        is_own_controller(client) or client.removeprefix(TRIALS) in CONTROLLERS or Path(client).exists()
+        is_own_controller(client) or client.partition(":")[0] in controller_names() or Path(client).exists()
     ):
         made.append("controller")
     return resume_call(folder, names, made, own)

@@ -10,21 +10,16 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from esper.commands.comparing import compare
 from esper.commands.docs import docs
 from esper.commands.doctor import doctor
 from esper.commands.evaluating import evaluate
 from esper.commands.events import events
-from esper.commands.export import export
-from esper.commands.exporting import export_events
+from esper.commands.exporting import export, export_events
 from esper.commands.healing import heal
 from esper.commands.listing import blueprints, config, controller, tasks
 from esper.commands.options import fail, say
-from esper.commands.report import report
 from esper.commands.running import grow, resume, train
-from esper.commands.serving import serve
-from esper.commands.streaming import stream
-from esper.commands.watching import watch
+from esper.commands.viewing import compare, report, serve, watch
 from esper.karn.streams import lost_output, plug_closed_streams, steady_output
 from esper.leyline.distribution import DISTRIBUTION, installed_version, warn_of_conflict
 from esper.leyline.errors import (
@@ -41,6 +36,9 @@ from esper.leyline.errors import (
     requested_memory,
     user_traceback,
 )
+from esper.leyline.plugins import COMMANDS as PLUGIN_COMMANDS
+from esper.leyline.plugins import load_plugin, plugins
+from esper.store.disk import DiskFull, Unwritable
 
 warn_of_conflict()  # again: esper/__init__.py may have been overwritten by the other library
 
@@ -55,6 +53,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 GROW, LEARN, LOOK, LIST = "Grow networks", "Train and compare controllers", "Look at runs", "What Esper has"
+ADDED = "Added by other packages"
 """The groups of subcommands in the help."""
 
 
@@ -102,15 +101,6 @@ COMMANDS: Mapping[str, Command] = {
             "esper heal net.py:pruned --data net.py:data --intact net.py:whole  # also learn from the intact network",
         ),
     ),
-    "stream": Command(
-        stream,
-        GROW,
-        "streams",
-        (
-            "esper stream shipped ensemble --streams 4  # two methods on the same four streams",
-            "esper stream reset-blocks adamw --change class-arrival --out runs/arrival  # classes that come one by one",
-        ),
-    ),
     "train": Command(
         train,
         LEARN,
@@ -123,10 +113,10 @@ COMMANDS: Mapping[str, Command] = {
     "eval": Command(
         evaluate,
         LEARN,
-        "opponents",
+        "evaluation",
         (
-            "esper eval runs/learnt --tasks repair --instances 50  # a trained controller and its opponents",
-            "esper eval heuristic tree --tasks heal --opponents none  # two rules beside each other",
+            "esper eval runs/learnt --tasks repair --instances 50  # a trained controller and the rules",
+            "esper eval plan.yaml --tasks digits --baselines none  # a schedule and the rules",
         ),
     ),
     "watch": Command(
@@ -213,10 +203,10 @@ COMMANDS: Mapping[str, Command] = {
     "controller": Command(
         controller,
         LIST,
-        "shipped",
+        "own-controller",
         (
             "esper controller  # every rule that can decide",
-            "esper controller shipped  # the card of the one that is taken by default",
+            "esper controller heuristic  # what one of them does, and its settings",
         ),
     ),
     "config": Command(
@@ -251,6 +241,11 @@ COMMANDS: Mapping[str, Command] = {
 for _name, _command in COMMANDS.items():
     _lines = ("Examples:", *(f"  {line}" for line in _command.examples), f"More: `esper docs {_command.page}`")
     app.command(_name, rich_help_panel=_command.group, epilog="\n\n".join(_lines))(_command.run)
+for _name in plugins(PLUGIN_COMMANDS):
+    try:
+        app.command(_name, rich_help_panel=ADDED)(load_plugin(PLUGIN_COMMANDS, _name))
+    except InputError as _error:  # one broken package takes no other command away
+        say(f"warning: the command {_name} is left out: {_error}", err=True)
 
 WRITING = ("grow", "train", "resume", "eval")
 """Commands whose result is a folder: they succeed even if stdout cannot be written."""
@@ -285,7 +280,7 @@ def _run(arguments: Sequence[str] | None) -> None:
     except UserCodeError as error:
         typer.echo(user_traceback(error.__cause__ or error), err=True, nl=False)
         fail(error, 1)
-    except (OutOfMemory, DataFault, LearningError) as error:
+    except (OutOfMemory, DataFault, LearningError, DiskFull, Unwritable) as error:
         fail(error, 1)
     except ActorError as error:
         for note in getattr(error, "__notes__", ()):  # the traceback of the actor, and how the run is resumed

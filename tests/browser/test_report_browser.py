@@ -21,7 +21,7 @@ def report(tmp_path_factory):
 def test_the_curves_of_the_report_go_through_the_medians_of_the_run(report, page):
     run, address = report
     page.goto(address)
-    points = page.locator("#curves svg").first.locator("polyline.line").first.get_attribute("points")
+    points = page.locator("#result svg.lines").first.locator("polyline.line").first.get_attribute("points")
     places = [tuple(map(float, point.split(","))) for point in points.split()]
     metrics = run.steps["metrics"]
     assert len(places) == len(metrics)
@@ -51,7 +51,7 @@ def test_the_slider_and_the_environment_of_the_report_draw_its_networks(report, 
 def test_the_keys_walk_through_a_timeline_and_tell_the_reasons(report, page, violations):
     run, address = report
     page.goto(address)
-    figure = page.locator("svg.timeline").first
+    figure = page.locator("#growth svg.timeline").first
     reasons = {row.why for row in run.rows("lifecycle") if row.why}
     figure.focus()
     said = set()

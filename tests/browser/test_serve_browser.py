@@ -105,7 +105,7 @@ def test_the_slider_draws_the_network_of_every_step(runs, page, open_page):
             assert page.locator("#step-shown").inner_text() == f"step {step}"
             seen.add(page.locator("#network").get_attribute("aria-label").partition(":")[2])
         assert len(seen) > 1
-        page.locator("svg.timeline").first.focus()
+        page.locator("#growth svg.timeline").first.focus()
         page.keyboard.press("ArrowRight")
         assert "environment" in page.locator("#words").inner_text()
 

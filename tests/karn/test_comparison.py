@@ -103,7 +103,7 @@ def test_every_pair_has_a_verdict_and_pairs_are_environments_of_one_number_and_s
     }
 
 
-def test_runs_without_final_figures_and_of_other_tasks_say_why_they_are_not_compared(folder, tmp_path):
+def test_runs_without_final_figures_and_of_other_tasks_say_why_they_are_not_compared(folder, tmp_path, capsys):
     shutil.copytree(folder / "a", tmp_path / "killed")
     lines = (tmp_path / "killed" / "events.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "killed" / "events.jsonl").write_bytes(b"".join(lines[:-1]))
@@ -118,6 +118,12 @@ def test_runs_without_final_figures_and_of_other_tasks_say_why_they_are_not_comp
         "a and t cannot be compared: t is a training, which has no figures on the test split; "
         "compare controllers with esper eval.",
     ]
+    for name, sentence, form in zip(("killed", "wine", "t"), said, ([], ["--json"], []), strict=True):
+        with pytest.raises(SystemExit) as ended:
+            main(["compare", str(folder / "a"), str(tmp_path / name), *form])
+        shown = capsys.readouterr()
+        assert (ended.value.code, shown.err) == (2, f"error: {sentence}\n")
+        assert sentence in shown.out if form else name in shown.out
     page = Page(esper_page(tmp_path, folder / "a", tmp_path / "killed", tmp_path / "t"))
     assert "Trainings" in page.said
     assert all(sentence in page.said for sentence in (said[0], said[2]))
@@ -143,7 +149,7 @@ def test_curves_of_runs_of_different_length_end_where_their_steps_end(folder, tm
     text = esper_page(tmp_path, folder / "a", tmp_path / "longer")
     ends = [
         max(float(pair.split(",")[0]) for pair in line.split('points="')[1].split('"')[0].split())
-        for line in text.split("<polyline")[1:3]
+        for line in text.split('<polyline class="line')[1:3]
     ]
     assert ends[0] < ends[1]
     steps = [row.step for row in read_events(tmp_path / "longer" / "events.jsonl") if type(row).__name__ == "StepRow"]

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from esper.karn import console
-from esper.karn.bars import Bar, Lines, by_stage, figures, live
-from esper.karn.console import grown_lines, print_summary
+from esper.karn.terminal import console
+from esper.karn.terminal.console import grown_lines, print_summary
+from esper.karn.terminal.progress import Bar, Lines, by_stage, figures, live
 from esper.leyline.intervals import mean_and_error
-from esper.leyline.stages import Stage
-from esper.leyline.view import Measurements, Seeds, View
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Measurements, Seeds, View
 
 SUMMARY = {
     "status": "finished",

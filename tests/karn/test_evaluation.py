@@ -3,7 +3,6 @@ import json
 from typing import Any
 
 import pytest
-import yaml
 from rich.console import Console
 
 import esper
@@ -13,7 +12,6 @@ from esper.karn.evaluation import (
     interval_lines,
     plain,
     print_evaluation,
-    search_lines,
     spread,
 )
 from esper.leyline.errors import InputError
@@ -51,24 +49,13 @@ def estimates(names: list[str]) -> dict[str, Any]:
 
 
 def record(names: list[str], **over: Any) -> dict[str, Any]:
-    search = {
-        "plan": "bypass-mlp at [b] in step 2",
-        "entries": [{"at": 2, "op": "germinate", "slot": "[b]", "blueprint": "bypass-mlp", "keep": True}],
-        "permissive_gates": True,
-        "probe_objective": 0.7,
-        "candidates": 61,
-        "tried": 61,
-        "instances": 64,
-        "episodes": 1216,
-        "seconds": 12.34,
-    }
     task = {
         "task": "repair",
         "metric": "accuracy",
         "sampled": True,
         "problems": 200,
         "runs_of_each": 3,
-        "search": search,
+        "lines": ["a line of [b]oth"],
         **estimates(names),
     }
     return {
@@ -157,11 +144,11 @@ def test_a_difference_that_rounds_to_zero_has_no_minus():
     assert plain({"value": -0.0001}, ".3f") == "0.000"
 
 
-def test_what_was_grown_and_what_the_search_cost_are_printed():
-    text = printed(record(RULES))
+def test_what_was_grown_and_the_lines_that_rivals_add_are_printed():
+    text = printed(record(RULES) | {"lines": ["a budget"]})
     assert "repair: 200 held-out instances, each with 3 seeds" in text
-    assert "best of 61 plans in 1,216 episodes on training instances (12.3 seconds)" in text
-    assert "its J there, on the probe split: 0.700" in text
+    assert "a line of [b]oth" in text
+    assert "a budget" in text
 
 
 def test_j_is_explained_first_and_the_static_networks_are_told_from_never():
@@ -180,21 +167,6 @@ def test_several_tasks_have_a_table_together():
     text = printed(record(RULES) | {"together": estimates(RULES)})
     assert "all 1 task together" in text
     assert text.count("J, interquartile mean") == 2
-
-
-def test_the_schedule_that_was_found_is_printed_as_a_schedule_file_has_it():
-    search = record(RULES)["tasks"][0]["search"] | {
-        "entries": [{"at": 2, "op": "germinate", "slot": "b", "keep": True}]
-    }
-    head, *entries, cost = search_lines(search)
-    assert head == "best fixed plan, with permissive gates: bypass-mlp at [b] in step 2"
-    assert yaml.safe_load("\n".join(entries)) == search["entries"]
-    assert cost.startswith("it is the best of 61 plans in 1,216 episodes on training instances")
-
-
-def test_that_nothing_is_best_planted_is_said():
-    search = record(RULES)["tasks"][0]["search"] | {"entries": [], "plan": "none", "permissive_gates": False}
-    assert search_lines(search | {"plants": "nothing"})[0] == "best fixed plan: none, which plants nothing"
 
 
 def test_what_is_absent_is_a_dash_and_without_bounds_there_is_a_value_alone():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from esper.karn.examples import split_lines
+from esper.karn.terminal.console import split_lines
 
 SIZES = {"train": 540, "probe": 135, "validation": 90, "test": 135}
 

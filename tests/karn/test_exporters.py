@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import sys
 
@@ -9,15 +10,12 @@ import pytest
 from rich.console import Console
 
 import esper
-from esper.karn.console import comparison_table, print_summary
-from esper.karn.exporters.curves import Curves
-from esper.karn.exporters.export import ExportError
-from esper.karn.exporters.final import Box, boxes_of, drawing, final_table
-from esper.karn.exporters.store import KEPT, Exports
-from esper.karn.exporters.targets import FinalTable, as_markdown
+from esper.karn.export_targets import KEPT, Box, FinalTable, as_markdown, boxes_of, drawing, final_table
+from esper.karn.exporters import Exporter, ExportError, Exports
+from esper.karn.run_model import RunModel
+from esper.karn.terminal.console import comparison_table, print_summary
 from esper.leyline.errors import InputError, RunWarning
 from esper.nissa.rows import EpisodeRow, RoundRow
-from esper.runs.exporting import Exporter
 from exported import Kept, carried, curves_of_steps, spread
 from iris import grow_iris, printed
 
@@ -123,19 +121,40 @@ def test_rows_that_a_resume_cut_off_and_wrote_again_are_not_exported_twice(run, 
     assert kept.runs["run"]["curves"] == curves_of_steps(run)
 
 
-def test_rows_that_differ_from_those_exported_begin_a_new_run_in_the_target(copy, tmp_path):
+def test_rows_that_a_resume_changed_are_not_exported_twice_and_a_new_run_gets_a_name_of_its_own(copy, tmp_path):
     kept = Kept()
     carried(copy, tmp_path / "store", kept)
-    old = dict(kept.runs["run"]["curves"])
+    old = {name: list(values) for name, values in kept.runs["run"]["curves"].items()}
     lines = [json.loads(line) for line in lines_of(copy)]
     (last,) = [row for row in lines if row["kind"] == "step" and row["step"] == 5]
     last["metrics"][0] = 0.125
-    (copy / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    further = {**last, "step": 6}
+    (copy / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*lines, further]))
+    assert carried(copy, tmp_path / "store", kept).points == 1
+    changed = kept.runs["run"]["curves"]
+    assert {name: values[:-1] for name, values in changed.items()} == old
+    assert changed["metric/best"][-1][0] == 6
+    os.utime(copy / "environment.json", ns=(1, 1))  # as if another run had taken the folder (--overwrite)
     exported = carried(copy, tmp_path / "store", kept)
     assert exported.name == "run-2"
-    assert kept.runs["run"]["curves"] == old
-    assert kept.runs["run-2"]["curves"] == curves_of_steps(copy) != old
+    assert kept.runs["run-2"]["curves"] == curves_of_steps(copy)
     assert carried(copy, tmp_path / "store", kept).points == 0
+
+
+def test_a_process_that_is_killed_while_it_exports_writes_nothing_twice(run, tmp_path):
+    class Dies(Kept):
+        def flush(self):
+            raise KeyboardInterrupt
+
+        def close(self):
+            raise KeyboardInterrupt
+
+    kept = Dies()
+    with pytest.raises(KeyboardInterrupt):
+        carried(run, tmp_path / "store", kept)
+    kept.__class__ = Kept
+    assert carried(run, tmp_path / "store", kept).points == 0
+    assert kept.runs["iris"]["curves"] == curves_of_steps(run)
 
 
 def test_a_run_that_goes_on_is_exported_as_it_grows_and_equals_an_export_afterwards(run, copy, tmp_path):
@@ -213,12 +232,12 @@ def test_a_training_has_a_point_for_each_round_with_its_figures_and_those_of_its
 
 
 def test_tasks_whose_names_differ_in_forbidden_characters_alone_have_curves_of_their_own():
-    curves, tasks = Curves(), ["a!", "a?", "..", "<b>\x1b[31m" * 40, ""]
+    model, tasks = RunModel(history=False), ["a!", "a?", "..", "<b>\x1b[31m" * 40, ""]
     figures = {"step": 1, "env": 0, "loss": None, "host_params": 1, "added_params": 0, "fossilized": 0, "rollbacks": 0}
     for value, task in enumerate(tasks):
         row = {**figures, "metric": float(value), "cohort": "training", "task": task, "round": 0, "grown": {}}
-        assert list(curves.points(EpisodeRow(episode=0, unfinished=[], **row))) == []
-    (point,) = curves.points(RoundRow(round=0, seconds=0.0, figures={"absent": None}))
+        assert model.write(EpisodeRow(episode=0, unfinished=[], **row)) is None
+    point = model.write(RoundRow(round=0, seconds=0.0, figures={"absent": None}))
     medians = {name: value for name, value in point.values.items() if name.endswith("/metric/median")}
     assert list(medians.values()) == [0.0, 1.0, 2.0, 3.0, 4.0]
     names = [name.split("/")[1] for name in medians]
@@ -248,11 +267,11 @@ def test_a_folder_with_other_files_or_another_target_is_refused_and_left_alone(r
     with pytest.raises(InputError, match="holds exports to wandb, not to mlflow; name another folder"):
         Exports(tmp_path / "a", "mlflow", run)
     exports = Exports(tmp_path / "a", "wandb", run)
-    exports.write(exports.read())
+    exports.write(exports.read(0))
     (record,) = (tmp_path / "a" / KEPT).glob("*/record.json")
     record.write_text("{")
     with pytest.raises(InputError, match=r"record\.json is damaged .*; remove the folder of exports, and export again"):
-        exports.read()
+        exports.read(0)
 
 
 def test_two_runs_of_one_name_have_names_of_their_own_in_a_shared_folder(run, tmp_path):
@@ -302,17 +321,33 @@ def test_settings_with_which_nothing_could_be_exported_are_refused(tmp_path, tel
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.filterwarnings("error::esper.leyline.errors.RunWarning")
-def test_an_exporter_whose_process_fails_is_reported_once_with_its_reason(tmp_path):
-    exporter = Exporter(tmp_path / "none", "tensorboard")
+def test_an_exporter_that_fails_is_reported_once_with_its_reason(tmp_path, waits):
+    exporter = Exporter(tmp_path / "none", "tensorboard", lambda run, summary: None)
     row = RoundRow(round=0, seconds=0.0, figures={})
     exporter.write(row)
-    exporter._process.wait(60)
+    if waits:
+        exporter._job.exception(60)
     with pytest.warns(RunWarning) as caught:
-        exporter.write(row)
+        exporter.write(row) if waits else exporter.close()
     (told,) = [str(each.message) for each in caught]
     exporter.write(row)  # a warning would now be an error
     exporter.close()
     assert told.startswith("the exporter to tensorboard failed and was dropped, and the run is not affected: ")
     assert f"{tmp_path / 'none'} is not a run folder" in told
     assert told.endswith(f"; `esper export-events {tmp_path / 'none'} --to tensorboard` exports the run afterwards")
+
+
+def test_an_exporter_beside_a_run_writes_what_an_export_afterwards_writes(tmp_path, monkeypatch):
+    live, after = Kept(), Kept()
+    monkeypatch.setattr("esper.karn.exporters.MAKE", {"tensorboard": lambda folder: live})
+    monkeypatch.setattr("esper.karn.exporters.check_installed", lambda target: None)
+    monkeypatch.setattr("esper.karn.exporters.EVERY", 0.0)
+    exporter = Exporter(tmp_path / "iris", "tensorboard", lambda run, summary: None)
+    esper.grow("iris", SETTINGS, controller="random-valid", run=tmp_path / "iris", outputs=[exporter], progress=False)
+    carried(tmp_path / "iris", tmp_path / "after", after)
+    for part in ("curves", "tables", "images", "facts"):
+        assert live.runs["iris"][part] == after.runs["iris"][part]
+    assert live.said[-1] == "close"
+    assert curves_of_steps(tmp_path / "iris") == live.runs["iris"]["curves"]

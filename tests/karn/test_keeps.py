@@ -5,7 +5,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.karn.report.keeps import DRAWN_DECISIONS, LISTED, DecisionLog
+from esper.karn.run_model import DRAWN_DECISIONS, LISTED, DecisionLog
 from esper.nissa.rows import LifecycleRow
 
 
@@ -25,7 +25,7 @@ def test_what_is_held_is_what_the_whole_list_would_show(drawn, training):
     log = DecisionLog()
     for step, (contribution, kept) in enumerate(drawn):
         log.write(row(step, contribution, kept, training))
-    decided = log.decisions()
+    decided = log
     measured = [(-value, step) for step, (value, _) in enumerate(drawn) if value is not None]
     shown = [step for _, step in sorted(measured)]
     if len(shown) > DRAWN_DECISIONS:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import esper
-from esper.karn.live import LOGGED, POINTS, Curve, LiveModel
-from esper.leyline.stages import Stage
+from esper.karn.run_model import LOGGED, POINTS, Curve, RunModel
+from esper.leyline.lifecycle.stages import Stage
 from esper.nissa.events import read_events
 from esper.nissa.rows import LifecycleRow, MeasurementRow, StepRow
 
@@ -25,11 +25,9 @@ def shown(model):
     cells = [model.cell(env, slot) for env in range(model.envs) for slot in range(len(model.slots))]
     return repr(
         (
-            model.status,
+            model.last.status,
             model.done(),
-            model.planted,
-            model.kept,
-            model.pruned,
+            model.counts,
             {name: (curve.x, curve.y) for name, curve in model.curves.items()},
             cells,
             [model.log(env) for env in range(model.envs)],
@@ -39,7 +37,7 @@ def shown(model):
 
 @pytest.mark.parametrize("size", [1, 2, 7, 10**6])
 def test_rows_in_any_pieces_come_to_the_same(rows, size):
-    whole, pieces = LiveModel(), LiveModel()
+    whole, pieces = RunModel(), RunModel()
     whole.update(rows)
     for start in range(0, len(rows), size):
         pieces.update(rows[start : start + size])
@@ -47,7 +45,7 @@ def test_rows_in_any_pieces_come_to_the_same(rows, size):
 
 
 def test_at_every_step_the_cells_are_those_of_the_rows(rows):
-    model, checked = LiveModel(), 0
+    model, checked = RunModel(), 0
     seeds = {}
     for index, row in enumerate(rows):
         model.update([row])
@@ -71,18 +69,18 @@ def test_at_every_step_the_cells_are_those_of_the_rows(rows):
 
 
 def test_seeds_are_counted_as_the_lifecycle_rows_say(rows):
-    model = LiveModel()
+    model = RunModel()
     model.update(rows)
     counts = Counter(row.to_stage for row in rows if isinstance(row, LifecycleRow))
     names = (Stage.GERMINATED.name, Stage.FOSSILIZED.name, Stage.PRUNED.name)
-    assert [model.planted, model.kept, model.pruned] == [counts[name] for name in names]
-    assert model.status == "finished"
+    assert [model.counts[f"seeds/{fate}"] for fate in ("planted", "kept", "pruned")] == [counts[name] for name in names]
+    assert model.last.status == "finished"
     assert model.done() == (14, 14)
     assert math.isnan(model.seconds_left())
 
 
 def test_curves_are_percentiles_over_environments(rows):
-    model = LiveModel()
+    model = RunModel()
     model.update(rows)
     steps = [row for row in rows if isinstance(row, StepRow)]
     curve = model.curves["metric"]
@@ -101,7 +99,7 @@ def test_a_curve_of_a_million_values_keeps_its_ends_and_at_most_twice_its_points
 
 
 def test_the_log_of_an_environment_holds_its_last_events_the_newest_first(rows):
-    model = LiveModel()
+    model = RunModel()
     for _ in range(3):
         model.update(row for row in rows if not isinstance(row, StepRow) or row.step < 14)
     for env in range(3):
@@ -111,7 +109,7 @@ def test_the_log_of_an_environment_holds_its_last_events_the_newest_first(rows):
 
 
 def test_the_time_left_is_that_of_the_last_steps(rows):
-    model = LiveModel()
+    model = RunModel()
     steps = [row for row in rows if isinstance(row, StepRow)][:4]
     model.update([rows[0]])
     for index, row in enumerate(steps):
@@ -127,7 +125,7 @@ def test_a_training_shows_its_rounds(tmp_path):
         "ppo": {"rounds": 2, "imitation_rounds": 1, "validate_envs": 2, "validate_every": 1},
     }
     esper.train("iris", settings, run=tmp_path / "t", progress=False)
-    model = LiveModel(range(-1, 2))
+    model = RunModel(range(-1, 2))
     model.update(read_events(tmp_path / "t" / "events.jsonl"))
     assert model.done() == (3, 3)
     assert model.envs == 0

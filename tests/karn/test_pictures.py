@@ -6,12 +6,11 @@ from PIL import Image
 
 import esper
 from esper.cli import main
-from esper.karn.report.figures import Curves, Forest, ForestRow, HeatMap, Series, Timeline
-from esper.karn.report.frame import Content, Section
-from esper.karn.report.pictures import write_pictures
-from esper.karn.report.records import SeedMark, Stay
+from esper.karn.report.drawing import write_pictures
+from esper.karn.report.figures import Content, Curves, Forest, ForestRow, HeatMap, Section, Series, Timeline
+from esper.karn.run_model import SeedMark, Stay
 from esper.leyline.errors import InputError
-from esper.leyline.stages import Stage
+from esper.leyline.lifecycle.stages import Stage
 from iris import grow_iris
 from pages import EVIL
 

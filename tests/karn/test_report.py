@@ -1,5 +1,6 @@
 """The report of a run: what it says is what the events say, for runs in any state, and nothing in it can run or be fetched."""
 
+import copy
 import json
 import re
 import shutil
@@ -12,12 +13,11 @@ from torch import nn
 
 import esper
 from esper.cli import main
-from esper.karn.report.keeps import DecisionLog
-from esper.karn.report.model import Gathered, read_model
+from esper.karn.reader import complete, read_model
 from esper.karn.report.page import content_of, page
-from esper.karn.report.records import NO_SEED
+from esper.karn.run_model import NO_SEED, DecisionLog, RunModel
 from esper.leyline.errors import InputError, RunWarning
-from esper.leyline.stages import Stage
+from esper.leyline.lifecycle.stages import Stage
 from esper.nissa.events import read_events
 from esper.nissa.rows import (
     DecisionRow,
@@ -30,6 +30,13 @@ from esper.nissa.rows import (
 )
 from iris import grow_iris
 from pages import EVIL, Page
+
+
+def changed(model, **files):
+    """A copy of a model with other files."""
+    other = copy.copy(model)
+    vars(other).update(files)
+    return other
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +71,7 @@ def test_the_price_of_twice_the_size_counts_a_small_host_as_rent_size_parameters
     host = model.summary["host_params"]
 
     def said(**reward):
-        return Page(page(model._replace(config=model.config | {"reward": reward}), "x")).said
+        return Page(page(changed(model, config=model.config | {"reward": reward}), "x")).said
 
     small = said(rent=0.1, rent_size=2000)
     assert host < 2000
@@ -83,7 +90,7 @@ def test_a_difference_whose_interval_holds_0_is_not_resolved_by_so_many_environm
         values = [value - each for value, each in zip(grown, differences, strict=True)]
         twin = model.summary["baselines"]["twin"] | {"test_accuracy": values}
         summary = {**model.summary, "baselines": {"twin": twin}}
-        return Page(page(model._replace(summary=summary), "x")).said
+        return Page(page(changed(model, summary=summary), "x")).said
 
     between = "The difference between the grown networks and twin, the host alone, is not resolved by 3 environments"
     assert f"{between}: +0.200 [-0.297, +0.697]." in said(0.0, 0.2, 0.4)
@@ -116,20 +123,20 @@ def test_every_planting_and_every_prune_has_a_mark_beside_the_stages(run):
 
 
 def test_a_seed_that_a_rollback_took_is_marked_where_it_went(run):
-    gathered = Gathered()
+    fed = RunModel()
     for row in read_events(run / "events.jsonl"):
-        gathered.write(row)
+        fed.write(row)
     opened = esper.open_run(run)
-    planted = next(mark for mark in gathered.model(opened).marks if mark.planted)
-    slot = gathered.model(opened).head.slots[planted.slot]
+    planted = next(mark for mark in complete(fed, opened).marks if mark.planted)
+    slot = complete(fed, opened).head.slots[planted.slot]
     lost = {"metric": None, "loss": None, "pruned": [slot], "slot_stages": [0, 0]}
     for twin in (False, True):
-        gathered.write(RollbackRow(episode=0, step=planted.step + 1, env=planted.env, twin=twin, reason="rise", **lost))
-    marks = [mark for mark in gathered.model(opened).marks if mark.why and "rollback" in mark.why]
+        fed.write(RollbackRow(episode=0, step=planted.step + 1, env=planted.env, twin=twin, reason="rise", **lost))
+    marks = [mark for mark in complete(fed, opened).marks if mark.why and "rollback" in mark.why]
     assert [(mark.env, mark.slot, mark.step, mark.planted) for mark in marks] == [
         (planted.env, planted.slot, planted.step + 1, False)
     ]
-    tables = [table for each in content_of(gathered.model(opened), "x").sections for table in each.tables]
+    tables = [table for each in content_of(complete(fed, opened), "x").sections for table in each.tables]
     restored = next(table for table in tables if table.caption == "Environments restored to a snapshot")
     assert restored.rows[0][-1] == f"{planted.blueprint} at {slot}"
 
@@ -151,7 +158,7 @@ def test_a_limit_that_closed_planting_is_told_from_one_that_was_never_met(tmp_pa
 def test_results_are_listed_by_environment_with_every_static_network(run):
     summary = json.loads((run / "summary.json").read_text())
     model = read_model(esper.open_run(run))
-    result = next(section for section in content_of(model, "x").sections if section.key == "result")
+    result = next(section for section in content_of(model, "x").sections if section.key == "results")
     table = next(table for table in result.tables if table.caption == "Results by environment")
     for env, row in enumerate(table.rows):
         grown, twin = summary["test_accuracy"]["grown"][env], summary["baselines"]["twin"]["test_accuracy"][env]
@@ -160,10 +167,10 @@ def test_results_are_listed_by_environment_with_every_static_network(run):
 
 
 def test_shapley_values_and_interactions_are_the_last_that_were_measured_in_each_environment(run):
-    gathered, nothing = Gathered(), [[None, None]] * 3
+    fed, nothing = RunModel(), [[None, None]] * 3
     for row in read_events(run / "events.jsonl"):
         if not isinstance(row, MeasurementRow | SensorsRow):
-            gathered.write(row)
+            fed.write(row)
     measured = {
         4: (
             [[0.5, None], [0.1, 0.3], [None, None]],
@@ -174,10 +181,10 @@ def test_shapley_values_and_interactions_are_the_last_that_were_measured_in_each
     for step, (shapley, interactions) in measured.items():
         figures = dict.fromkeys(("contribution_means", "contribution_ses", "gain_means", "gain_ses"), nothing)
         worth = {"shapley_means": shapley, "shapley_ses": nothing, "interactions": interactions}
-        gathered.write(MeasurementRow(episode=0, step=step, participations=nothing, **figures, **worth))
+        fed.write(MeasurementRow(episode=0, step=step, participations=nothing, **figures, **worth))
         readings = [[[1.0], [None]], [[2.0], [None]], [[6.0], [None]]]
-        gathered.write(SensorsRow(episode=0, step=step, sensors=["participation"], readings=readings))
-    model = gathered.model(esper.open_run(run))
+        fed.write(SensorsRow(episode=0, step=step, sensors=["participation"], readings=readings))
+    model = complete(fed, esper.open_run(run))
     nan = np.nan
     assert np.array_equal(model.worths.shapley, [[0.7, nan], [0.1, 0.3], [nan, nan]], equal_nan=True)
     assert np.array_equal(model.worths.interaction[1], [[nan, 0.2], [0.2, nan]], equal_nan=True)
@@ -311,16 +318,16 @@ def test_seeds_without_any_effect_are_counted_and_those_with_a_gain_are_not():
     log = DecisionLog()
     for gain, error in ((-0.0, 0.0), (0.0, 0.1), (0.2, 0.0), (None, None)):
         log.write(removed(gain, error))
-    assert (log.decisions().total, log.decisions().idle) == (4, 1)
+    assert (log.total, log.idle) == (4, 1)
 
 
 def test_a_refused_wish_is_named_with_its_environment_its_steps_and_the_reason(run):
-    opened, gathered = esper.open_run(run), Gathered()
+    opened, fed = esper.open_run(run), RunModel()
     for row in read_events(run / "events.jsonl"):
         if not isinstance(row, DecisionRow):
-            gathered.write(row)
+            fed.write(row)
     for step, env, blueprint in ((1, 2, "mlp-small"), (3, 0, "bypass-mlp"), (4, 2, "mlp-small")):
-        gathered.write(
+        fed.write(
             DecisionRow(
                 seq=0,
                 time=0.0,
@@ -336,7 +343,7 @@ def test_a_refused_wish_is_named_with_its_environment_its_steps_and_the_reason(r
                 choice_counts=[2, 2, 3, 3, 4, 4],
             )
         )
-    tables = [table for each in content_of(gathered.model(opened), "x").sections for table in each.tables]
+    tables = [table for each in content_of(complete(fed, opened), "x").sections for table in each.tables]
     refused = next(table for table in tables if table.caption == "Decisions that were refused, 3 in all")
     assert [row[:6] for row in refused.rows] == [
         ("2", "GERMINATE", "block0", "mlp-small", "2", "1 to 4"),
@@ -348,11 +355,11 @@ def test_a_refused_wish_is_named_with_its_environment_its_steps_and_the_reason(r
 def test_a_command_is_shown_as_it_is_typed_and_a_program_of_python_is_not(run):
     model = read_model(esper.open_run(run))
     typed = ["/usr/bin/esper", "grow", "iris", "--run", "my run"]
-    said = Page(page(model._replace(environment={**model.environment, "command": typed}), "iris")).said
+    said = Page(page(changed(model, environment={**model.environment, "command": typed}), "iris")).said
     assert "The command was: esper grow iris --run 'my run'" in said
     assert "To repeat the run: esper grow iris --run 'my run'," in said
     for other in (["study.py"], ["/usr/bin/esper", "resume", "r"], []):
-        said = Page(page(model._replace(environment={**model.environment, "command": other}), "iris")).said
+        said = Page(page(changed(model, environment={**model.environment, "command": other}), "iris")).said
         assert "The command was" not in said
 
 
@@ -363,12 +370,12 @@ def test_a_training_counts_its_own_episodes_and_compares_its_validations(trained
     planted = sum(row.to_stage == "GERMINATED" for row in own)
     assert sum(tally.tried for tally in model.tallies) == planted
     assert model.decided.total == sum(row.to_stage in ("FOSSILIZED", "PRUNED") and bool(row.why) for row in own)
-    gathered = Gathered()
+    fed = RunModel()
     for row in rows:
-        gathered.write(row)
+        fed.write(row)
         if isinstance(row, LifecycleRow | DecisionRow):  # as if the validation had done the same
-            gathered.write(msgspec.structs.replace(row, cohort="validation"))
-    again = gathered.model(esper.open_run(trained))
+            fed.write(msgspec.structs.replace(row, cohort="validation"))
+    again = complete(fed, esper.open_run(trained))
     for name in ("tallies", "decided", "params"):
         assert repr(getattr(again, name)) == repr(getattr(model, name)), name  # nan is no equal of itself
     found = [row.objectives for row in rows if isinstance(row, EvaluationRow) and row.cohort == "validation"]

@@ -20,10 +20,10 @@ pytest.importorskip("starlette", reason="the extra web is not installed")
 from starlette.testclient import TestClient
 
 from esper.cli import main
-from esper.karn.reader import open_run
+from esper.karn.reader import complete, open_run, read_model
 from esper.karn.report.frame import render_content
-from esper.karn.report.model import Gathered, read_model
 from esper.karn.report.page import content_of
+from esper.karn.run_model import RunModel
 from esper.karn.serve import following
 from esper.karn.serve.access import Door
 from esper.karn.serve.app import create_app
@@ -140,11 +140,12 @@ def test_the_rows_of_runs_that_nobody_looks_at_any_more_are_forgotten(runs, tmp_
 
 
 def test_rows_gathered_one_by_one_are_the_model_of_the_whole(runs):
-    run, gathered = open_run(runs / "finished"), Gathered()
+    run, fed = open_run(runs / "finished"), RunModel()
     for row in run.rows():
-        gathered.write(row)
-        gathered.model(run)
-    assert repr(gathered.model(run)) == repr(read_model(run))
+        fed.write(row)
+        complete(fed, run)
+    whole = content_of(read_model(run), "run")
+    assert render_content(content_of(complete(fed, run), "run")) == render_content(whole)
 
 
 def test_the_status_in_the_list_is_the_status_of_the_run(runs):

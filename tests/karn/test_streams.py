@@ -7,11 +7,11 @@ import os
 import pytest
 from rich.console import Console
 
-from esper.karn.bars import Lines, live
-from esper.karn.console import print_summary
 from esper.karn.streams import Steady, lost_output, steady, steady_output
-from esper.store import full_disk
-from esper.store.full_disk import DiskFull, DiskRetry
+from esper.karn.terminal.console import print_summary
+from esper.karn.terminal.progress import Lines, live
+from esper.store import disk as full_disk
+from esper.store.disk import DiskFull, DiskRetry
 from karn.test_console import GROWING, SUMMARY
 
 

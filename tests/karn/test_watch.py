@@ -11,8 +11,7 @@ from textual.widgets import Static
 
 import esper
 from esper.cli import main
-from esper.karn.plot import plot
-from esper.karn.watch import Watch
+from esper.karn.terminal.watch import Watch, plot
 from esper.leyline.errors import InputError
 from pages import EVIL
 
@@ -113,7 +112,7 @@ def test_a_window_follows_what_is_added_and_begins_anew_where_rows_were_cut_off(
 
 
 def test_what_has_not_changed_is_not_drawn_again(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("esper.karn.watch.PART", 4096)
+    monkeypatch.setattr("esper.karn.terminal.watch.PART", 4096)
     folder, drawn = tmp_path / "still", []
     lines = cut(run, folder, 40)
 

@@ -5,15 +5,16 @@ import torch
 from torch import nn
 
 from bodies import empty, make_body, set_seed
-from esper.kasmina.blending import blend_change, sigmoid
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint, check, count, drawn_with, get_blueprint
-from esper.kasmina.blueprints.vector import MLP, zero_linear
-from esper.leyline.actions import Blend
+from esper.kasmina.blueprints.vector import MLP
+from esper.kasmina.slot import blend_change, sigmoid
+from esper.kasmina.stack.layers import zero_linear
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Tap
-from esper.leyline.stages import Stage
-from esper.leyline.streams import Kind
-from esper.tolaria.training import doses
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.streams import Kind
+from esper.tolaria.stacked.training import doses
 
 VECTORS = sorted(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
 MAPS = sorted(name for kind, name in BLUEPRINTS if kind == Kind.MAP)

@@ -6,13 +6,13 @@ import torch
 
 from bodies import ALL, empty, make_body, set_seed, shake
 from esper.kasmina.blueprints import drawn_with, get_blueprint
-from esper.kasmina.export import GrownNetwork, grown_network
-from esper.kasmina.plan import Branches
-from esper.leyline.actions import Blend
-from esper.leyline.stages import Stage
-from esper.leyline.task import Interface
-from esper.tasks.hosts import MLP
-from esper.tolaria.training import doses, shadows
+from esper.kasmina.network.export import GrownNetwork, grown_network
+from esper.kasmina.stack.plan import Branches
+from esper.leyline.data.task import Interface
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.stages import Stage
+from esper.tasks.hosts.factories import MLP
+from esper.tolaria.stacked.training import doses, shadows
 
 
 def parameters(body, env):

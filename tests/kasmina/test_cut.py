@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import esper
-from esper.kasmina.cut import CutHost
+from esper.kasmina.graft.cut import CutHost
 from esper.leyline.errors import InputError
-from esper.tamiyo.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Entry, Schedule
 
 X = torch.randn(2, 6)
 

@@ -12,14 +12,14 @@ from torch import nn
 
 import esper
 from esper.kasmina.blueprints import get_blueprint
-from esper.kasmina.drawing import describe, parts_of
-from esper.kasmina.grafted import plant
-from esper.kasmina.planted import Planted
+from esper.kasmina.graft.grafted import plant
+from esper.kasmina.graft.planted import Planted
+from esper.kasmina.network.drawing import describe, parts_of
 from esper.kasmina.slot import Seed
-from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Tap
-from esper.leyline.streams import Kind
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.streams import Kind
 from pages import EVIL
 
 SVG = "{http://www.w3.org/2000/svg}"

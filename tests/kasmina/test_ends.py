@@ -8,12 +8,11 @@ from torch import nn
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.blueprints.vector import SparseHead, SparseRows
 from esper.kasmina.host import SegmentedHost, check_host
-from esper.kasmina.stack import Stack
+from esper.kasmina.stack.rows import Stack
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec
-from esper.leyline.streams import Kind
-from esper.tasks.dense import BridgedMLP, Floor
-from esper.tasks.hosts import host_from
+from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.streams import Kind
+from esper.tasks.hosts.dense import Floor
 
 SIZES = ((20, 12), (3, 12), (20, 2), (9, 9))
 """Widths read and written: more and fewer than the 8 rows of a sparse blueprint."""
@@ -114,25 +113,6 @@ def test_rows_of_hosts_can_be_gathered_in_any_order():
 
 
 # The slot behind the last layer.
-
-
-def test_a_host_with_a_slot_behind_its_head_computes_what_it_did_and_can_be_named():
-    closed = BridgedMLP(6, 4, (3, 5), 3, (False, True), entry=True)
-    opened = host_from("bridged-mlp", {**vars(closed), "exit": True})
-    hosts = []
-    for factory in (closed, opened):
-        with drawn_with(1):
-            hosts.append(factory())
-    x = torch.randn(4, 6)
-    assert torch.equal(hosts[0](x), hosts[1](x))
-    assert [(slot.name, slot.head) for slot in hosts[1].slots[-2:]] == [("block1", False), ("head", True)]
-    assert hosts[1].slots[:-1] == hosts[0].slots
-    assert {name: value.shape for name, value in hosts[1].state_dict().items()} == {
-        name: value.shape for name, value in hosts[0].state_dict().items()
-    }
-    check_host(hosts[1], x, 3)
-    with pytest.raises(InputError, match="exit of a bridged MLP host is 1; give True or False"):
-        BridgedMLP(6, 4, (3,), 3, (False,), exit=1)
 
 
 def test_a_slot_that_says_it_is_behind_the_last_layer_is_a_last_one():

@@ -18,8 +18,8 @@ import esper
 from bodies import ALL, empty, make_body, set_seed
 from crashes import at_every_call
 from esper.kasmina.blueprints import drawn_with, get_blueprint
-from esper.kasmina.body import Body
-from esper.kasmina.export import (
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.network.export import (
     MODEL,
     PROGRAM,
     TOPOLOGY,
@@ -30,15 +30,15 @@ from esper.kasmina.export import (
     read_topology,
     save_network,
 )
-from esper.kasmina.host import SegmentedHost
-from esper.kasmina.sums import SUMS
-from esper.leyline.actions import Blend
+from esper.kasmina.network.sums import SUMS
+from esper.kasmina.stack.body import Body
+from esper.leyline.data.task import Interface
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec
-from esper.leyline.stages import IN_BUDGET, Stage
-from esper.leyline.task import Interface
-from esper.tasks.hosts import MLP
-from esper.tolaria.training import doses
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
+from esper.tasks.hosts.factories import MLP
+from esper.tolaria.stacked.training import doses
 
 WIDTH, INPUTS = 8, 6
 BLENDS = pytest.mark.parametrize("blend", Blend)

@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import get_blueprint
-from esper.kasmina.find_sites import find_sites
-from esper.kasmina.grafted import graft, plant
-from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.graft.find_sites import find_sites
+from esper.kasmina.graft.grafted import graft, plant, uproot
+from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.slot import Seed
-from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Tap
-from esper.leyline.streams import Kind, Map, Sequence, Vector
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.streams import Kind, Map, Sequence, Vector
 from trees import SHAPES, conv, trees
 
 
@@ -176,7 +176,7 @@ def test_a_resnet_has_its_blocks_and_the_convolutions_that_widen():
 
 def test_a_unet_has_its_double_convolutions_of_every_width():
     sites = find_sites(UNet(), torch.randn(2, 3, 8, 8))
-    blocks = {"first": 8, "second": 16, "bottom": 32, "back2": 16, "back1": 8}
+    blocks = {"first": 8, "second": 16, "bottom": 32, "back2": 16, "back1": 8, "out": 2}
     assert {name: site.stream.width for name, site in sites.items() if "." not in name} == blocks
     assert streams(sites)["bottom.0"] == Map(32)
     assert "outside" in sites.left_out["up1"]
@@ -386,20 +386,23 @@ def test_the_table_says_what_was_chosen_and_what_was_not():
 
 def test_the_page_on_sites_shows_what_its_python_prints(capsys):
     page = (Path(__file__).parents[2] / "docs" / "sites.md").read_text(encoding="utf-8")
-    program, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
-    exec(compile(program, "sites.md", "exec"), {"__name__": "sites"})
-    assert capsys.readouterr().out == printed
+    examples = re.findall(r"```python\n((?:(?!```).)*)```\n\n```\n(.*?)```", page, re.DOTALL)
+    assert len(examples) == 2
+    names = {"__name__": "sites"}
+    for program, printed in examples:
+        exec(compile(program, "sites.md", "exec"), names)
+        assert capsys.readouterr().out == printed
 
 
 TABLE = """\
 6 sites in ResNet
-site            stream   causal  why
-layer1.0        Map(8)   no      one of 4 blocks of Block that run one after the other
-layer1.1        Map(8)   no      one of 4 blocks of Block that run one after the other
-layer2.0.conv1  Map(16)  no      widens 8 to 16 in layer2.0
-layer2.0.short  Map(16)  no      widens 8 to 16 in layer2.0
-layer2.0        Map(16)  no      one of 4 blocks of Block that run one after the other
-layer2.1        Map(16)  no      one of 4 blocks of Block that run one after the other
+site            around          stream   causal  why
+layer1.0        layer1.0        Map(8)   no      one of 4 blocks of Block that run one after the other
+layer1.1        layer1.1        Map(8)   no      one of 4 blocks of Block that run one after the other
+layer2.0.conv1  layer2.0.conv1  Map(16)  no      widens 8 to 16 in layer2.0
+layer2.0.short  layer2.0.short  Map(16)  no      widens 8 to 16 in layer2.0
+layer2.0        layer2.0        Map(16)  no      one of 4 blocks of Block that run one after the other
+layer2.1        layer2.1        Map(16)  no      one of 4 blocks of Block that run one after the other
 left out
   outside of the repeated blocks: stem, stem.0
   a normalisation alone: stem.1, layer1.0.bn1, layer1.0.bn2 and 6 more
@@ -431,6 +434,87 @@ def test_a_planted_seed_is_no_site_itself():
     again = find_sites(network, x)
     assert dict(again) == dict(sites)
     assert again.left_out == sites.left_out
+
+
+# Spans
+
+
+def spanned(module, x):
+    return {name: site.around for name, site in find_sites(module, x).items() if site.around != name}
+
+
+def test_a_site_behind_a_narrow_place_is_around_the_layer_in_front_of_it():
+    mlp = nn.Sequential(
+        nn.Linear(9, 3), nn.LayerNorm(3), nn.GELU(), nn.Dropout(0.1), nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5)
+    )
+    assert spanned(mlp, torch.randn(4, 9)) == {"4": "0", "6": "0"}
+    images = nn.Sequential(
+        *(
+            nn.Conv2d(9, 3, 3),
+            nn.BatchNorm2d(3),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(3, 8, 3),
+            nn.SiLU(),
+            nn.Conv2d(8, 2, 1),
+        ),
+        *(nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+    )
+    assert spanned(images, torch.randn(4, 9, 12, 12)) == {"4": "0", "6": "0"}
+
+
+def test_several_narrow_layers_in_a_row_are_one_place():
+    row = nn.Sequential(
+        nn.Linear(9, 2), nn.Tanh(), nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 5)
+    )
+    assert spanned(row, torch.randn(8, 9)) == {"2": "0", "6": "0"}
+
+
+def test_the_hidden_units_in_front_of_a_head_are_spanned_however_few_outputs_it_has():
+    assert spanned(nn.Sequential(nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 1)), torch.randn(4, 9)) == {"2": "0"}
+
+
+def test_a_head_behind_a_narrow_stream_is_spanned_with_the_network():
+    narrow = nn.Sequential(nn.Linear(9, 3), Residual(3, 6), Residual(3, 6), nn.LayerNorm(3), nn.Linear(3, 4))
+    assert spanned(narrow, torch.randn(4, 9))["4"] == ""
+    wide = nn.Sequential(nn.Linear(9, 16), Residual(16, 6), Residual(16, 6), nn.LayerNorm(16), nn.Linear(16, 4))
+    assert find_sites(wide, torch.randn(4, 9)).left_out["4"].startswith("a head")
+
+
+def test_two_layers_are_no_pair_if_something_else_enters_between_them():
+    class Skip(nn.Module):
+        def __init__(self, join):
+            super().__init__()
+            self.join, self.down, self.up, self.head = join, nn.Linear(8, 3), nn.Linear(3, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.up(self.join(torch.relu(self.down(x)), x[:, :3]))))
+
+    for join in (
+        torch.add,
+        torch.mul,
+        torch.sub,
+    ):  # x needs no gradient, so that the graph does not show where it enters
+        assert spanned(Skip(join), torch.randn(4, 8)) == {}
+
+
+def test_a_seed_around_a_narrow_place_reads_what_is_in_front_of_it_and_can_be_kept():
+    model = nn.Sequential(nn.Linear(9, 3), nn.ReLU(), nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+    x = torch.randn(4, 9)
+    before = model(x)
+    graft(model, example=x)
+    planted = Planted(Seed(get_blueprint("bypass-mlp", Kind.VECTOR).build(9, 8), 8), Tap.BEFORE, Blend.ADD, Kind.VECTOR)
+    planted.mode = Mode.ON
+    planted.alpha.fill_(1.0)
+    for parameter in planted.parameters():
+        nn.init.normal_(parameter)
+    plant(model, "2", planted)
+    plain = copy.deepcopy(model)
+    uproot(plain, "2")
+    seen = {}
+    model[2].register_forward_hook(lambda _, __, y: seen.update(y=y))
+    assert not torch.equal(model(x), before)
+    torch.testing.assert_close(seen["y"], plain[2](torch.relu(plain[0](x))) + planted.seed.delta(x))
 
 
 # The module stays as it was
@@ -553,10 +637,12 @@ def test_every_site_of_a_random_tree_runs_has_its_width_and_a_gradient(data, kin
     with kept(module):
         sites = sites_or_none(module, x)
     assert set(sites) & set(getattr(sites, "left_out", ())) == set()
-    assert "1" not in sites, "the head"
+    assert "1" not in sites or sites["1"].around != "1", "a head that is not behind a narrow place"
     outputs = {}
     for name, site in sites.items():
-        assert name == site.name == site.after == site.around
+        assert name == site.name == site.after
+        if site.around != name:
+            assert narrower(module, site, x)
         module.get_submodule(site.after).register_forward_hook(
             lambda _, __, y, name=name: outputs.setdefault(name, y.clone())
         )
@@ -567,6 +653,19 @@ def test_every_site_of_a_random_tree_runs_has_its_width_and_a_gradient(data, kin
         assert site.stream.width == site.stream.width_of(outputs[name])
         assert site.causal == (kind == "sequence"), "no position of these trees reads another one"
         assert changes_the_output(twins[name], x, site), name
+
+
+def narrower(module, site, x):
+    """Whether the submodule of a site reads fewer features than what is around it."""
+    module, widths = copy.deepcopy(module), {}
+
+    def note(path, given):
+        widths[path] = site.stream.width_of(given[0])
+
+    for path in (site.after, site.around):
+        module.get_submodule(path).register_forward_pre_hook(lambda _, given, path=path: note(path, given))
+    module(x)
+    return 0 < widths[site.after] < widths[site.around]
 
 
 def sites_or_none(module, x):

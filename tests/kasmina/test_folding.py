@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
-from esper.kasmina.folding import fold as fold_all
-from esper.kasmina.grafted import graft, plant, planted_at, ungraft
-from esper.kasmina.planted import Mode, Planted
+from esper.kasmina.graft.folding import fold as fold_all
+from esper.kasmina.graft.grafted import graft, plant, planted_at, ungraft
+from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.slot import Seed
-from esper.leyline.actions import Blend
-from esper.leyline.sites import Site
-from esper.leyline.slots import Tap
-from esper.leyline.streams import STREAMS, Kind, Vector
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.streams import STREAMS, Kind, Vector
 from loops import equal
 
 READS, WRITES = 5, 8

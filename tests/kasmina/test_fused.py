@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
-from esper.kasmina.fused import Layers, layers_of
-from esper.kasmina.layers import Linear
-from esper.kasmina.stack import Stack
-from esper.tasks.dense import MLP, DamagedMLP, Floor
+from esper.kasmina.stack.fused import Layers, layers_of
+from esper.kasmina.stack.layers import Linear
+from esper.kasmina.stack.rows import Stack
+from esper.tasks.hosts.dense import MLP, DamagedMLP, Floor
 
 
 def damaged(linear: bool = False) -> nn.Module:

@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
-from esper.kasmina.grafted import graft, plant, planted_at, sites_of, trim, ungraft, uproot
-from esper.kasmina.planted import Mode, Planted
-from esper.kasmina.recording import floats
+from esper.kasmina.graft.grafted import graft, plant, planted_at, sites_of, survey, trim, ungraft, uproot
+from esper.kasmina.graft.planted import Mode, Planted
+from esper.kasmina.graft.recording import floats
 from esper.kasmina.slot import Seed
-from esper.kasmina.survey import survey
-from esper.leyline.actions import Blend
-from esper.leyline.sites import Site
-from esper.leyline.streams import STREAMS, Kind
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import STREAMS, Kind
 from trees import SHAPES, trees
 
 WIDTH = 4

@@ -8,9 +8,9 @@ from torch import nn
 import esper
 from esper.kasmina.host import SegmentedHost, inner_of
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec
+from esper.leyline.lifecycle.slots import SlotSpec
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.sensors import participation_ratio
+from esper.tolaria.measure.sensors import participation_ratio
 from populations import small_config
 
 FOUND = {

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.kasmina.lifecycle import apply, dormant, edits, legal, ramp, tick, transitions
-from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Op
-from esper.leyline.config import GatesConfig, LifecycleConfig
-from esper.leyline.gates import judge
-from esper.leyline.masks import allowed
-from esper.leyline.stages import EDGES, IN_BUDGET, Stage
-from esper.leyline.view import Estimate, Measurements, Seeds, Space
+from esper.leyline.config.tree import GatesConfig, LifecycleConfig
+from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Op
+from esper.leyline.lifecycle.gates import judge
+from esper.leyline.lifecycle.masks import allowed
+from esper.leyline.lifecycle.stages import EDGES, IN_BUDGET, Stage
+from esper.leyline.lifecycle.view import Estimate, Measurements, Seeds, Space
 
 TEMPOS, TARGETS = (0, 1, 2, 4, 8), (0.25, 0.5, 0.75, 1.0)
 FITS = ((True, True), (False, True), (True, False), (False, False))  # slot by blueprint; the last slot takes nothing

@@ -11,12 +11,12 @@ from torch import nn
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost, check_host
-from esper.leyline.actions import Blend
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec, Tap
-from esper.leyline.stages import Stage
-from esper.leyline.streams import Kind
-from esper.tolaria.training import doses, shadows
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.streams import Kind
+from esper.tolaria.stacked.training import doses, shadows
 from pictures import HOST, INPUTS, MAPS, map_body
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import esper
-from esper.kasmina.export import MODEL, PROGRAM, TOPOLOGY
+from esper.kasmina.network.export import MODEL, PROGRAM, TOPOLOGY
 from esper.leyline.errors import InputError
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
 from populations import Script, small_config
 
 N = 120
@@ -59,7 +59,7 @@ def test_the_network_reads_raw_features_and_names_the_classes(run):
 
 def test_the_mean_and_the_deviation_of_the_train_split_are_in_the_file_of_weights(run):
     task, *_, folder = run
-    with esper.kasmina.export.safe_open(folder / MODEL, "pt") as file:
+    with esper.kasmina.network.export.safe_open(folder / MODEL, "pt") as file:
         assert torch.equal(file.get_tensor("standardize.mean"), task.train.x.mean(0))
         assert torch.equal(file.get_tensor("standardize.deviation"), task.train.x.std(0, correction=0))
 
@@ -130,7 +130,7 @@ def test_many_examples_are_predicted_in_parts(run, monkeypatch):
     *_, x, _, _, folder = run
     network = esper.load(folder)
     whole = network.predict(x)
-    monkeypatch.setattr("esper.kasmina.network.CHUNK", 7)
+    monkeypatch.setattr("esper.kasmina.network.grown_network.CHUNK", 7)
     np.testing.assert_array_equal(network.predict(x), whole)
 
 

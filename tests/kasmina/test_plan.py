@@ -4,13 +4,13 @@ import numpy as np
 import torch
 
 from bodies import ALL, empty, make_body, set_seed
-from esper.kasmina.plan import PlanCache
-from esper.leyline.config import build_config
-from esper.leyline.stages import Stage
+from esper.kasmina.stack.plan import PlanCache
+from esper.leyline.config.tree import build_config
+from esper.leyline.lifecycle.stages import Stage
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.training import doses, shadows
+from esper.tolaria.stacked.training import doses, shadows
 
 
 def planted(envs, blueprint="mlp-small"):

@@ -8,20 +8,21 @@ from torch import nn
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, check, count, drawn_with, get_blueprint
 from esper.kasmina.blueprints.sequence import Attention, CausalConv, FullHead, Norm, SparseHead
-from esper.kasmina.blueprints.vector import SparseRows, zero_linear
-from esper.kasmina.find_sites import find_sites
+from esper.kasmina.blueprints.vector import SparseRows
+from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.host import SegmentedHost, check_host
-from esper.kasmina.invariance import blends_that_vary
 from esper.kasmina.slot import Seed, slot_output
-from esper.kasmina.stack import Stack
-from esper.leyline.actions import Blend
-from esper.leyline.config import build_config
+from esper.kasmina.stack.invariance import blends_that_vary
+from esper.kasmina.stack.layers import zero_linear
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec, Tap
-from esper.leyline.streams import Kind, Sequence
-from esper.runs.growth_settings import growth_menu
-from esper.tasks.sequential import OpenTransformer
-from esper.tolaria.training import doses
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.streams import Kind, Sequence
+from esper.runs.live.growth import growth_menu
+from esper.tasks.hosts.sequential import OpenTransformer
+from esper.tolaria.stacked.training import doses
 from sequences import HOST, SEQUENCES, CausalHost, sequence_body
 
 EVERY = pytest.mark.parametrize("name", SEQUENCES)

@@ -8,18 +8,18 @@ import torch
 
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.export import grown_network, load_network, save_network
-from esper.kasmina.regrow import as_host
-from esper.kasmina.snapshot import Snapshot
-from esper.leyline.actions import Blend
-from esper.leyline.slots import Tap
-from esper.leyline.stages import Stage
-from esper.leyline.task import Interface, Split
+from esper.kasmina.network.export import grown_network, load_network, save_network
+from esper.kasmina.network.grown_network import as_host
+from esper.kasmina.stack.snapshot import Snapshot
+from esper.leyline.data.task import Interface, Split
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.stages import Stage
 from esper.tasks.objectives import Classification
-from esper.tolaria.data import stack_splits
-from esper.tolaria.probe import sense
-from esper.tolaria.sensors import SENSORS
-from esper.tolaria.training import doses, shadows
+from esper.tolaria.measure.probe import sense
+from esper.tolaria.measure.sensors import SENSORS
+from esper.tolaria.stacked.data import stack_splits
+from esper.tolaria.stacked.training import doses, shadows
 from sequences import HOST, SEQUENCES, sequence_body
 
 INTERFACE = Interface(HOST.inputs, classes=(0, 1, 2))

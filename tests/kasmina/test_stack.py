@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.layers import Linear
-from esper.kasmina.stack import Stack
-from esper.leyline.config import OptimizerConfig
+from esper.kasmina.stack.layers import Linear
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.config.tree import OptimizerConfig
 from esper.leyline.errors import InputError
-from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.stacked.optimizer import StackedOptimizer
 
 
 class Tanh(nn.Module):

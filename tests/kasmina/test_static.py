@@ -6,10 +6,10 @@ from torch import nn
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost, check_host
-from esper.kasmina.layers import Linear, PositionMean
-from esper.kasmina.static import Absent, Skipped, Widened, skip_places, widened, without_bottlenecks
-from esper.leyline.slots import SlotSpec
-from esper.leyline.streams import Kind
+from esper.kasmina.network.static import Absent, Skipped, Widened, skip_places, widened, without_bottlenecks
+from esper.kasmina.stack.layers import Linear, PositionMean
+from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.streams import Kind
 
 
 def vectors(*, last=None):

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.actions import Actions, checked_actions
 from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Actions, checked_actions
+from esper.leyline.protocols import Controller
 from esper.runs.grow import grow
 from populations import blobs, small_config
 
@@ -44,7 +45,7 @@ def test_a_decision_that_is_no_actions_is_told_the_fields():
         checked_actions({"op": [0]}, ENVS)
 
 
-class Broken:
+class Broken(Controller):
     """A controller whose op is NaN from a step on."""
 
     def __init__(self, since):
@@ -53,11 +54,6 @@ class Broken:
     def act(self, view):
         waiting = Actions.wait(ENVS)
         return waiting if view.step < self.since else waiting._replace(op=np.full(ENVS, np.nan))
-
-    def store(self, outcome): ...
-
-    def update(self):
-        return {}
 
 
 @pytest.mark.parametrize("since", [0, 2])

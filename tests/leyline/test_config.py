@@ -5,8 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.leyline.config import Config, build_config, parse_setting
-from esper.leyline.config_text import dump_config, reference
+from esper.leyline.config.tree import Config, build_config, dump_config, parse_setting, reference
 from esper.leyline.errors import InputError
 from esper.runs.configuration import load_config_file
 

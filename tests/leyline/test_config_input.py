@@ -1,14 +1,10 @@
 """What a person gives for a config is taken as it is meant, or refused in one sentence."""
 
 import pytest
-from pydantic import ValidationError
 
-from esper.leyline.config import RENAMED, Config, build_config, parse_setting
-from esper.leyline.config_input import SYNONYMS
-from esper.leyline.config_text import reference
-from esper.leyline.controller_settings import check_controller_settings
+from esper.leyline.config.input import SYNONYMS
+from esper.leyline.config.tree import Config, build_config, reference
 from esper.leyline.errors import InputError
-from esper.runs.configuration import load_config_file
 
 
 def sentence(settings):
@@ -122,31 +118,8 @@ def test_no_sentence_is_in_the_words_of_pydantic(key, value):
     assert "Input should" not in said
 
 
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_the_old_name_of_a_key_is_refused_with_the_new_one_wherever_it_is_given(old, new, tmp_path):
-    section, name = old.split(".")
-    path = tmp_path / "old.yaml"
-    path.write_text(f"{section}: {{{name}: 1}}\n")
-    for layer in ({old: 1}, {section: {name: 1}}, parse_setting(f"{old}=1"), load_config_file(str(path))):
-        assert sentence(layer) == f"{old} is now {new}"
-    with pytest.raises(ValidationError, match=f"{name} is now {new}"):
-        type(getattr(Config(), section))(**{name: 1})
-
-
-def test_every_new_name_is_a_key_and_no_old_one_is():
-    keys = {key for key, *_ in reference()}
-    assert set(RENAMED.values()) <= keys
-    assert not set(RENAMED) & keys
-    assert len(set(RENAMED.values())) == len(RENAMED)
-
-
 def test_keys_of_one_last_name_mean_the_same():
     """What is listed here means the same in each of its sections; any other last name stands once."""
     alike = {"name", "enabled", "lr", "max_grad_norm"}
     last = [key.rpartition(".")[2] for key, *_ in reference()]
     assert {name for name in last if last.count(name) > 1} == alike
-
-
-def test_a_controller_that_brings_an_old_name_is_refused_with_the_new_one():
-    with pytest.raises(InputError, match=r"^gates\.z is now gates\.contribution_z, but old/controller.json sets it"):
-        check_controller_settings({"gates": {"z": 0.5}}, "old/controller.json")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esper.leyline.duplicates import Overlap, example_digests, repeated
+from esper.leyline.data.duplicates import Overlap, example_digests, repeated
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool])

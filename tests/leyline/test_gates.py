@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from esper.kasmina.lifecycle import dormant
-from esper.leyline.config import GatesConfig
-from esper.leyline.gates import Check, Gate, judge
-from esper.leyline.stages import Stage
-from esper.leyline.view import Estimate, Measurements
+from esper.leyline.config.tree import GatesConfig
+from esper.leyline.lifecycle.gates import Check, Gate, judge
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Estimate, Measurements
 
 CONFIG = GatesConfig(min_training_steps=2, gain_z=1.5, min_holding_steps=3, min_contribution=0.01, contribution_z=2.0)
 

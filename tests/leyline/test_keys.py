@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.leyline.keys import Purpose, key, mix, permutations, scalar, uniform
+from esper.leyline.data.keys import Purpose, key, mix, permutations, scalar, uniform
 
 CPU = torch.device("cpu")
 GAMMA = 0x9E3779B97F4A7C15

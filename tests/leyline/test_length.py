@@ -6,9 +6,9 @@ import pytest
 
 import esper
 from esper.cli import main
-from esper.leyline.config import build_config
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import with_steps
 from esper.leyline.errors import InputError
-from esper.leyline.length import with_steps
 from populations import blobs
 
 DATA = {"data": {"batch_size": 12, "batches_per_step": 2}}  # 24 examples a step
@@ -38,7 +38,8 @@ def test_epochs_of_a_mixture_are_refused():
 
 
 def test_a_run_in_epochs_goes_on_in_epochs_or_steps(tmp_path):
-    task, settings = blobs(), DATA | {"envs": 1, "twin": False, "early_stopping": {"enabled": False}}
+    task, settings = blobs(), DATA | {"envs": 1, "baselines": [], "models": "none", "report": False}
+    settings |= {"early_stopping": {"enabled": False}}
     assert esper.grow(task, settings | {"epochs": 1}, controller="never", run=tmp_path / "r")["steps_done"] == 4
     assert esper.resume(tmp_path / "r", task=task)["steps_done"] == 4
     assert esper.resume(tmp_path / "r", task=task, settings={"epochs": 1.5})["steps_done"] == 6

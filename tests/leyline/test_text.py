@@ -1,8 +1,8 @@
-"""Text for a terminal: numbers with their nouns."""
+"""Text for a terminal: numbers with their nouns, and what a misspelt name was meant to be."""
 
 import pytest
 
-from esper.leyline.text import counted
+from esper.leyline.text import counted, did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -14,3 +14,17 @@ def test_a_noun_is_in_the_singular_for_one_alone(number, expected):
 
 def test_a_noun_may_bring_its_own_plural():
     assert [counted(number, "loss", "losses") for number in (1, 2)] == ["1 loss", "2 losses"]
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "expected"),
+    [
+        ("digit", {}, "did you mean 'digits'?"),
+        ("digit", {"most": 3}, "did you mean 'digits', 'digital' or 'dig'?"),
+        ("digit", {"first": ["a", "b"]}, "did you mean 'a' or 'b'?"),
+        ("spiral", {}, ""),
+        (7, {}, ""),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_names_that_are_most_similar(given, arguments, expected):
+    assert did_you_mean(given, ["digits", "digital", "dig", "wave"], **arguments) == expected

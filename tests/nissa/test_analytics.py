@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import esper
-from esper.leyline.stages import Stage
-from esper.nissa.analytics import BlueprintAnalytics
+from esper.karn.run_model import BlueprintAnalytics
+from esper.leyline.lifecycle.stages import Stage
 from esper.nissa.hub import Hub
 from esper.nissa.rows import DecisionRow, EpisodeRow, LifecycleRow, RollbackRow
-from esper.tamiyo.baselines import RandomValid
+from esper.tamiyo.rules.baselines import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from populations import Memory, blobs, small_config
@@ -103,7 +103,8 @@ def test_a_run_without_decision_rows_has_no_price():
 
 
 def test_a_training_keeps_its_rounds_apart(tmp_path):
-    settings = {"envs": 8, "steps": 6, "ppo": {"rounds": 2, "imitation_rounds": 0, "validate_envs": 2}}
+    settings = {"envs": 4, "steps": 4, "reward": {"group_size": 2}, "data": {"batch_size": 12, "batches_per_step": 1}}
+    settings["ppo"] = {"rounds": 2, "imitation_rounds": 0, "validate_envs": 2, "update_epochs": 1}
     table = BlueprintAnalytics()
     esper.train("iris", settings, run=tmp_path / "r", outputs=[table], progress=False)
     assert repr(table.tallies()) == repr(esper.open_run(tmp_path / "r").blueprints)

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from esper.leyline.stages import Stage
-from esper.leyline.view import BlueprintInfo, Scores, Seeds, Space, Transitions, View
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import BlueprintInfo, Scores, Seeds, Space, Transitions, View
 from esper.nissa.events import decode, encode, episode_rows, lifecycle_rows
 from esper.nissa.rows import EpisodeRow, LifecycleRow, MeasurementRow, RollbackRow, RunRow, StepRow
 

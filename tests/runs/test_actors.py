@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,24 +18,32 @@ import torch
 
 import esper
 from crews import SHY, Beside
-from esper.leyline.config import build_config
-from esper.leyline.errors import ActorError, InputError
+from esper.leyline.config.tree import build_config
+from esper.leyline.errors import ActorError, InputError, UserCodeError
 from esper.leyline.progress import Silent
 from esper.nissa.events import decode
 from esper.nissa.rows import EpisodeRow, PlayedRow
-from esper.runs.actor_work import SentTask, TrainingWork, check_facts, facts_of
-from esper.runs.actors import TRIES, Actors
-from esper.runs.cohort import cohorts_of, default_shards
 from esper.runs.configuration import training_configs
-from esper.runs.crews import ALONE, Asked, asked_for, with_shards
-from esper.runs.resume import Opening, cohort_configs, read_config
-from esper.runs.train import train
+from esper.runs.folder.resume import Opening, cohort_configs, read_config
+from esper.runs.training.cohort import cohorts_of, default_shards
+from esper.runs.training.train import train
+from esper.runs.training.work_items import TrainingPlayer
+from esper.runs.workers.workers import (
+    ALONE,
+    TRIES,
+    SentTask,
+    WorkerOptions,
+    Workers,
+    check_facts,
+    with_shards,
+    worker_options,
+)
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import Rollout
 from esper.store.checkpoint import LATEST, TENSORS
 from esper.store.files import CHECKPOINTS
-from esper.store.wire import pack, unpack
-from esper.tamiyo.controller import WEIGHTS
+from esper.store.tensors import pack, unpack
+from esper.tamiyo.policy.controller import WEIGHTS
 from esper.tasks.catalog import get_task
 
 SMALL = {
@@ -95,9 +103,11 @@ def alone(tmp_path_factory):
     return content(folder)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 3])  # the tests below have 2
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_results_do_not_depend_on_the_number_of_workers(alone, tmp_path, workers):
-    summary, watch = trained(tmp_path / "run", Asked(workers))
+    summary, watch = trained(tmp_path / "run", WorkerOptions(workers))
     assert content(tmp_path / "run") == alone
     assert summary["actors"] == {
         "workers": workers,
@@ -107,6 +117,7 @@ def test_results_do_not_depend_on_the_number_of_workers(alone, tmp_path, workers
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_an_actor_killed_at_a_random_moment_changes_nothing(alone, tmp_path):
     moment, victim = random.random() * 0.5, random.randrange(2)
     print(f"{moment=} {victim=}")  # shown if the test fails
@@ -118,7 +129,9 @@ def test_an_actor_killed_at_a_random_moment_changes_nothing(alone, tmp_path):
             os.kill(actors[victim].pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
-    summary, watch = trained(tmp_path / "run", Asked(2), lambda number: thread.start() if number == -1 else None)
+    summary, watch = trained(
+        tmp_path / "run", WorkerOptions(2), lambda number: thread.start() if number == -1 else None
+    )
     thread.join()
     assert content(tmp_path / "run") == alone
     assert summary["actors"]["lost"] == len([note for note in watch.notes if "was lost; another" in note]) <= 1
@@ -136,12 +149,12 @@ def test_actors_that_are_lost_for_good_stop_a_run_that_can_be_resumed(alone, tmp
     thread = threading.Thread(target=kill_all)
     try:
         with pytest.raises(ActorError, match=f"was lost {TRIES} times.* give fewer workers, or lower envs"):
-            trained(folder, Asked(2), lambda number: thread.start() if number == -1 else None)
+            trained(folder, WorkerOptions(2), lambda number: thread.start() if number == -1 else None)
     finally:
         ended.set()
         thread.join()
     assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
-    assert resumed(folder, Asked(1))["status"] == "finished"
+    assert resumed(folder, WorkerOptions(1))["status"] == "finished"
     assert content(folder) == alone
 
 
@@ -150,7 +163,7 @@ def test_a_training_is_resumed_with_another_number_of_workers(alone, tmp_path):
         if number == -1:
             signal.raise_signal(signal.SIGINT)
 
-    summary, _ = trained(tmp_path / "run", Asked(2), interrupt)
+    summary, _ = trained(tmp_path / "run", WorkerOptions(2), interrupt)
     assert summary["status"] == "interrupted"
     assert resumed(tmp_path / "run")["status"] == "finished"
     assert content(tmp_path / "run") == alone
@@ -163,9 +176,9 @@ def test_a_training_that_is_resumed_with_its_workers_ends_with_the_arrays_of_the
             signal.raise_signal(signal.SIGINT)
 
     straight, left = tmp_path / "straight", tmp_path / "left"
-    trained(straight, Asked(2))
-    assert trained(left, Asked(2), interrupt)[0]["status"] == "interrupted"
-    assert resumed(left, Asked(2))["status"] == "finished"
+    trained(straight, WorkerOptions(2))
+    assert trained(left, WorkerOptions(2), interrupt)[0]["status"] == "interrupted"
+    assert resumed(left, WorkerOptions(2))["status"] == "finished"
     assert content(left) == content(straight)
     last = [run / CHECKPOINTS / (run / CHECKPOINTS / LATEST).read_text().split()[0] for run in (left, straight)]
     assert last[0].name == last[1].name
@@ -174,9 +187,9 @@ def test_a_training_that_is_resumed_with_its_workers_ends_with_the_arrays_of_the
 
 KILLED = """
 import os, signal, tempfile
-from esper.runs.processes import Processes
+from esper.runs.workers.transports import ProcessTransport
 
-crew = Processes(1, "no work", [None])
+crew = ProcessTransport(1, "no work", [None])
 crew.start(0)
 while not crew.receive(1.0):
     pass
@@ -213,11 +226,12 @@ class Interrupting:
         pass
 
 
+@pytest.mark.slow
 def test_a_round_that_was_interrupted_without_actors_is_finished_when_there_are_some(alone, tmp_path):
     task = get_task("iris")
     configs = training_configs([task], "quick", SMALL)
     assert train([task], configs, tmp_path / "run", outputs=[Interrupting()])["status"] == "interrupted"
-    assert resumed(tmp_path / "run", Asked(2))["status"] == "finished"
+    assert resumed(tmp_path / "run", WorkerOptions(2))["status"] == "finished"
     assert content(tmp_path / "run") == alone
 
 
@@ -233,15 +247,15 @@ def test_rows_name_the_first_environment_of_their_shard(alone):
 # The parts of the machinery.
 
 
-def work(**over):
+def work(reward=get_reward, **over):
     """The specification of the actors of a small training."""
     task = get_task("iris")
     config = training_configs([task], "quick", SMALL, over)[0]
-    return TrainingWork([SentTask.of(task, None)], [config], get_reward, "off", 1)
+    return partial(TrainingPlayer, [SentTask.of(task, None)], [config], reward, "off", 1)
 
 
 def weights():
-    player = work().make(None).player
+    player = work()(None).player
     return {"policy": player.learner.policy.state(), "round": 0}
 
 
@@ -256,8 +270,8 @@ def rewards(results):
 @pytest.mark.parametrize("losses", [(), (True,), (False, True, True)])
 def test_results_come_in_the_order_of_the_parts_whoever_played_them(losses):
     crew, notes = Beside(2, work(), losses), []
-    results = Actors(crew, notes.append).play(weights(), parts(0, 1, 2))
-    expected = Actors(Beside(1, work()), notes.append).play(weights(), parts(0, 1, 2))
+    results = Workers(crew, notes.append).play(weights(), parts(0, 1, 2))
+    expected = Workers(Beside(1, work()), notes.append).play(weights(), parts(0, 1, 2))
     assert torch.equal(rewards(results), rewards(expected))
     assert len(notes) == crew.starts - 2 == sum(losses)
 
@@ -265,16 +279,16 @@ def test_results_come_in_the_order_of_the_parts_whoever_played_them(losses):
 def test_a_part_is_played_a_bounded_number_of_times():
     crew = Beside(1, work(), [True] * 10)
     with pytest.raises(ActorError, match=f"lost {TRIES} times"):
-        Actors(crew, lambda note: None).play(weights(), parts(0))
+        Workers(crew, lambda note: None).play(weights(), parts(0))
     assert crew.starts == TRIES
 
 
 def test_what_an_actor_keeps_in_memory_is_bounded():
-    player = work().make(None)
+    player = work()(None)
     player.load(weights())
     for part in parts(0, 1, 2):
         player.play(part)
-    held = [cohort for cohort in player.player.cohorts if cohort.engines._made]
+    held = [cohort for cohort in player.player.cohorts if cohort.made]
     assert held == player.player.cohorts[2:]
 
 
@@ -288,7 +302,7 @@ def test_a_message_is_the_tree_that_was_sent():
 
 
 def test_joined_rollouts_are_rows_beside_each_other():
-    player = work().make(None)
+    player = work()(None)
     player.load(weights())
     whole = Rollout.of_tree(player.play(parts(0)[0])["rollout"])
     halves = [whole.rows(torch.tensor([each])) for each in (0, 1)]
@@ -302,7 +316,7 @@ def test_the_number_of_shards_follows_from_the_environments_alone(envs, group, s
     config = build_config({"envs": envs, "reward": {"group_size": group}})
     assert default_shards(config) == shards
     for workers in range(1, shards + 1):
-        assert with_shards([config], Asked(workers), resumed=False)[0].shards == shards
+        assert with_shards([config], WorkerOptions(workers), resumed=False)[0].shards == shards
 
 
 def test_shards_hold_all_environments_once_in_whole_groups():
@@ -333,19 +347,19 @@ def test_shards_hold_all_environments_once_in_whole_groups():
 def test_actors_that_cannot_be_had_are_refused(monkeypatch, given, said):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(InputError) as caught:
-        asked_for(**given)
+        worker_options(**given)
     assert said in str(caught.value)
 
 
 def test_one_actor_is_asked_for_by_each_device():
-    assert asked_for(devices="cpu,cpu").size == 2
-    assert asked_for(workers="3", devices=("cpu",)).size == 3
+    assert worker_options(devices="cpu,cpu").size == 2
+    assert worker_options(workers="3", devices=("cpu",)).size == 3
 
 
 @pytest.mark.parametrize(
     ("over", "asked", "said"),
     [
-        ({}, Asked(4), "workers is 4, but 6 environments in 3 shards give work to 3 actors; give 3 or fewer"),
+        ({}, WorkerOptions(4), "workers is 4, but 6 environments in 3 shards give work to 3 actors; give 3 or fewer"),
         ({"shards": 7}, ALONE, "shards is 7, but 6 environments in groups of 2"),
     ],
 )
@@ -363,6 +377,15 @@ def test_a_task_that_cannot_be_sent_is_refused_before_anything_is_written(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_an_actor_that_cannot_make_its_task_is_one_sentence():
+    def failing(device):
+        raise UserCodeError("the task shy.py:task raised OSError: the disk is not mounted")
+
+    with pytest.raises(InputError, match=r"could not be started: UserCodeError: the task shy.py:task raised OSError"):
+        Workers(Beside(1, failing), print)
+
+
+@pytest.mark.slow
 def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):
     (tmp_path / "shy.py").write_text(SHY)
     (tmp_path / "small.yaml").write_text(json.dumps(SMALL))
@@ -387,12 +410,12 @@ def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path)
 
 
 def test_an_actor_with_other_data_is_refused():
-    own = facts_of({"iris": {"train": "1"}})
+    own = {"data": {"iris": {"train": "1"}}, "versions": {"torch": "2"}}
     with pytest.raises(InputError, match="other data of task 'iris'"):
-        check_facts(own, facts_of({"iris": {"train": "2"}}))
+        check_facts(own, {**own, "data": {"iris": {"train": "2"}}})
     with pytest.raises(InputError, match="install the same versions"):
         check_facts(own, {**own, "versions": {"torch": "1"}})
-    check_facts(own, facts_of({"iris": {"train": "1"}}))
+    check_facts(own, dict(own))
 
 
 def failing(config):
@@ -402,11 +425,11 @@ def failing(config):
 
 def test_an_error_in_an_actor_is_the_error_of_the_run():
     crew = Beside(1, work())
-    crew.work = replace(work(), reward=failing)
+    crew.work = work(failing)
     with pytest.raises(
         ActorError, match="an actor failed: AttributeError: 'Outcome' object has no attribute 'missing'"
     ) as caught:
-        Actors(crew, lambda note: None).play(weights(), parts(0))
+        Workers(crew, lambda note: None).play(weights(), parts(0))
     assert "play" in caught.value.__notes__[0]
 
 

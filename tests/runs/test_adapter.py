@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from esper.kasmina.adapter import DESCRIPTION, WEIGHTS, attach
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, is_grafted
-from esper.kasmina.sums import SUMS
-from esper.leyline.actions import Op
+from esper.kasmina.graft.grafted import graft, is_grafted
+from esper.kasmina.network.saving import ADAPTER, ADAPTER_WEIGHTS, attach
+from esper.kasmina.network.sums import SUMS
 from esper.leyline.errors import InputError
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
 from populations import Script
 
 SCRIPT = {
@@ -111,14 +111,14 @@ def test_another_copy_of_the_host_computes_the_same_with_the_adapter(grown):
 
 
 def test_the_folder_holds_the_kept_seeds_alone(grown):
-    described = json.loads((grown[2] / DESCRIPTION).read_text())
+    described = json.loads((grown[2] / ADAPTER).read_text())
     assert [seed["site"] for seed in described["seeds"]] == ["a", "b"]
     assert [seed["blend"] for seed in described["seeds"]] == ["GATE", "ADD"]
-    assert {path.name for path in grown[2].iterdir()} == {DESCRIPTION, WEIGHTS, SUMS}
+    assert {path.name for path in grown[2].iterdir()} == {ADAPTER, ADAPTER_WEIGHTS, SUMS}
 
 
 def altered(folder, **fields):
-    described = json.loads((folder / DESCRIPTION).read_text())
+    described = json.loads((folder / ADAPTER).read_text())
     described["seeds"][0] |= fields
     return json.dumps(described)
 
@@ -126,23 +126,29 @@ def altered(folder, **fields):
 @pytest.mark.parametrize(
     ("alter", "said"),
     [
-        (lambda folder: (folder / WEIGHTS).write_bytes(b"x"), "is damaged: its sha256 .*; save the adapter again"),
-        (lambda folder: (folder / WEIGHTS).unlink(), f"has no file {WEIGHTS}"),
-        (lambda folder: [(folder / SUMS).unlink(), (folder / WEIGHTS).write_bytes(b"x")], "is damaged: .*header"),
-        (lambda folder: [(folder / SUMS).unlink(), (folder / DESCRIPTION).write_text("{")], "is not valid JSON"),
-        (lambda folder: [(folder / SUMS).unlink(), (folder / DESCRIPTION).write_text("[]")], "has format None"),
         (
-            lambda folder: [(folder / SUMS).unlink(), (folder / DESCRIPTION).write_text(altered(folder, alpha=2.0))],
+            lambda folder: (folder / ADAPTER_WEIGHTS).write_bytes(b"x"),
+            "is damaged: its sha256 .*; save the adapter again",
+        ),
+        (lambda folder: (folder / ADAPTER_WEIGHTS).unlink(), f"has no file {ADAPTER_WEIGHTS}"),
+        (
+            lambda folder: [(folder / SUMS).unlink(), (folder / ADAPTER_WEIGHTS).write_bytes(b"x")],
+            "is damaged: .*header",
+        ),
+        (lambda folder: [(folder / SUMS).unlink(), (folder / ADAPTER).write_text("{")], "is not valid JSON"),
+        (lambda folder: [(folder / SUMS).unlink(), (folder / ADAPTER).write_text("[]")], "has format None"),
+        (
+            lambda folder: [(folder / SUMS).unlink(), (folder / ADAPTER).write_text(altered(folder, alpha=2.0))],
             r"is damaged at 'seeds\.0\.alpha'",
         ),
         (
-            lambda folder: [(folder / SUMS).unlink(), (folder / DESCRIPTION).write_text(altered(folder, blend="add"))],
+            lambda folder: [(folder / SUMS).unlink(), (folder / ADAPTER).write_text(altered(folder, blend="add"))],
             r"is damaged at 'seeds\.0\.blend': .*blends are ADD, GATE, MULTIPLY",
         ),
         (
             lambda folder: [
                 (folder / SUMS).unlink(),
-                (folder / DESCRIPTION).write_text(altered(folder, blueprint="gated")),
+                (folder / ADAPTER).write_text(altered(folder, blueprint="gated")),
             ],
             "has other parameters than blueprint 'gated'",
         ),

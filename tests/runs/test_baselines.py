@@ -12,21 +12,22 @@ from torch import nn
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost
-from esper.kasmina.static import Skipped, Widened
-from esper.leyline.actions import Blend
-from esper.leyline.config import BASELINES, EarlyStoppingConfig, build_config
-from esper.leyline.keys import Purpose, scalar
+from esper.kasmina.network.static import Skipped, Widened
+from esper.leyline.config.tree import BASELINES, EarlyStoppingConfig, build_config
+from esper.leyline.data.keys import Purpose, scalar
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.progress import Silent
-from esper.leyline.slots import SlotSpec
+from esper.leyline.protocols import Controller
 from esper.runs.baselines import Absent, grown_of, train_baseline
+from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
-from esper.runs.resume import Opening
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
-from esper.tasks.custom import task_from
-from esper.tasks.hosts import MLP
-from esper.tolaria.data import SharedBatchIterator
+from esper.tasks.hosts.factories import MLP
+from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.stacked.data import SharedBatchIterator
 from populations import GROW, Script, blobs, small_config
 
 STEPS = 6
@@ -341,7 +342,7 @@ def test_a_run_killed_while_baselines_train_has_the_same_summary_once_resumed(ta
     assert timeless(run(task, config_of(), tmp_path / "run", opening=Opening(resume=True))) == timeless(whole)
 
 
-class Interrupts:
+class Interrupts(Controller):
     """A controller during whose decision at some step Ctrl-C is pressed."""
 
     def __init__(self, client, step):

@@ -13,11 +13,21 @@ from esper.leyline.progress import Silent
 from esper.nissa.events import decode
 from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
+from esper.runs.folder.resume import (
+    FIXED,
+    Change,
+    Opening,
+    change_config,
+    changed,
+    cohort_configs,
+    finished,
+    read_config,
+)
 from esper.runs.grow import grow
-from esper.runs.resume import FIXED, Change, Opening, change_config, changed, cohort_configs, finished, read_config
-from esper.runs.train import train
+from esper.runs.training.train import train
 from esper.store.changes import read_trail
-from esper.store.checkpoint import Checkpoints, flatten
+from esper.store.checkpoint import Checkpoints
+from esper.store.tensors import flatten
 from esper.tamiyo.catalog import get_controller
 from populations import blobs, small_config
 
@@ -80,10 +90,13 @@ def left(tmp_path):
     return tmp_path / "run"
 
 
-def test_a_run_folder_with_the_old_name_of_a_key_is_refused_with_the_new_name(left):
+def test_a_run_folder_with_a_key_of_another_version_is_refused_with_the_nearest_one(left):
     path = left / "config.yaml"
     path.write_text(path.read_text().replace("gae_lambda:", "lam:"))
-    with pytest.raises(InputError, match=r"config\.yaml: ppo\.lam is now ppo\.gae_lambda; .*or start a new run$"):
+    with pytest.raises(
+        InputError,
+        match=r"config\.yaml: unknown config key 'ppo\.lam'; did you mean 'ppo\.gae_lambda'\?; .*or start a new run$",
+    ):
         read_config(left)
 
 
@@ -257,11 +270,17 @@ def lengthened(tasks, folder, *settings):
     return train(tasks, cohort_configs(config), folder, opening=opening)
 
 
+@pytest.fixture(scope="module")
+def finished_training(tmp_path_factory):
+    tasks, folder = [blobs(), replace(blobs(), name="others")], tmp_path_factory.mktemp("trained") / "run"
+    train(tasks, training_configs(tasks, "quick", SHORT), folder)
+    return tasks, folder
+
+
 @pytest.fixture
-def trained(tmp_path):
-    tasks = [blobs(), replace(blobs(), name="others")]
-    train(tasks, training_configs(tasks, "quick", SHORT), tmp_path / "run")
-    return tasks, tmp_path / "run"
+def trained(finished_training, tmp_path):
+    shutil.copytree(finished_training[1], tmp_path / "run")
+    return finished_training[0], tmp_path / "run"
 
 
 def test_a_finished_training_goes_on_for_more_rounds_and_every_cohort_hears_of_it(trained):
@@ -313,15 +332,21 @@ def interrupted_in_a_round(folder, at=40):
     configs = training_configs([task], "quick", SHORT, {"ppo": explores})
     summary = train([replace(task, objective=Asking(task.objective, at))], configs, folder)
     assert summary["status"] == "interrupted"
-    school = Checkpoints(folder, configs[0].checkpoint).read(pytest.fail).state["school"]
-    assert school["episode"] is not None, "the signal came between two rounds"
-    assert 0 < len(school["cohorts"][0]["client"]["rollout"]["value"]) < SHORT["steps"]
+    trainer = Checkpoints(folder, configs[0].checkpoint).read(pytest.fail).state["trainer"]
+    assert trainer["episode"] is not None, "the signal came between two rounds"
+    assert 0 < len(trainer["cohorts"][0]["client"]["rollout"]["value"]) < SHORT["steps"]
     return summary
 
 
 @pytest.mark.parametrize(
     "setting",
-    ["ppo.rounds=9", "ppo.exploration=0.1", "ppo.op_exploration=0", "ppo.entropy_weight=0.1"],
+    [
+        "ppo.exploration=0.1",
+        *(
+            pytest.param(setting, marks=pytest.mark.slow)
+            for setting in ("ppo.rounds=9", "ppo.op_exploration=0", "ppo.entropy_weight=0.1")
+        ),
+    ],
 )
 def test_a_training_that_was_interrupted_inside_a_round_goes_on_under_another_schedule(tmp_path, setting):
     assert interrupted_in_a_round(tmp_path / "run")["rounds_done"] < 4

@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from crashes import at_every_call
-from esper.leyline.config import Config
-from esper.leyline.config_text import dump_config
+from esper.leyline.config.tree import Config, dump_config
 from esper.leyline.errors import InputError
 from esper.runs.configuration import training_configs
-from esper.runs.contents import check_folder, create_folder, list_contents
-from esper.runs.environment import describe_environment
+from esper.runs.folder.environment import describe_environment
+from esper.runs.folder.run_folder import check_folder, create_folder, list_contents
 from esper.runs.grow import grow
-from esper.runs.train import train
-from esper.store.files import is_run
+from esper.runs.training.train import train
+from esper.store.files import MARK, is_run
 from esper.tamiyo.catalog import get_controller
 from populations import blobs, small_config
 
@@ -27,7 +26,7 @@ ENVIRONMENT = json.dumps(describe_environment(torch.device("cpu")))
 
 def make_run(folder):
     (folder / "models" / "env-000").mkdir(parents=True)
-    (folder / "config.yaml").write_text(dump_config(Config()))
+    (folder / "config.yaml").write_text(MARK + dump_config(Config()))
     (folder / "environment.json").write_text(ENVIRONMENT)
     for name in ("events.jsonl", "summary.json", "models/env-000/topology.json"):
         (folder / name).write_text("old")
@@ -66,7 +65,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_kept(tmp_path):
 
 def test_overwriting_removes_what_is_ours_and_nothing_else(tmp_path):
     folder, notes = make_run(tmp_path / "run"), []
-    mine = ["models/bert.bin", "notes.txt", "checkpoints/of-bert/step-1", ".hidden"]
+    mine = ["bert/model.bin", "notes.txt", ".config.yaml", ".hidden"]
     for name in mine:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("mine")
@@ -74,7 +73,7 @@ def test_overwriting_removes_what_is_ours_and_nothing_else(tmp_path):
     assert sorted(content(folder)) == sorted(mine)
     assert not is_run(folder)
     (note,) = notes
-    assert all(str(folder / name) in note for name in (".hidden", "checkpoints/of-bert", "models/bert.bin"))
+    assert all(str(folder / name) in note for name in (".hidden", ".config.yaml", "bert"))
     assert "and 1 more" in note
 
 
@@ -88,7 +87,7 @@ def test_overwriting_removes_what_is_ours_and_nothing_else(tmp_path):
         {"config.yaml": "a: [", "environment.json": ENVIRONMENT},
     ],
 )
-def test_a_folder_whose_config_or_environment_is_not_of_esper_is_left_as_it_is(tmp_path, files):
+def test_a_folder_whose_config_no_run_wrote_is_left_as_it_is(tmp_path, files):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -99,7 +98,11 @@ def test_a_folder_whose_config_or_environment_is_not_of_esper_is_left_as_it_is(t
 
 
 @pytest.mark.parametrize(
-    "name", ["models/env-000/notes.txt", "controller/notes.txt", "checkpoints/step-000001/x", "lock", "events.jsonl/x"]
+    "name",
+    [
+        *("models/env-000/notes.txt", "models/bert.bin", "controller/notes.txt", "checkpoints/step-000001/x"),
+        *("checkpoints/of-bert/step-1", "lock", "events.jsonl/x"),
+    ],
 )
 def test_a_file_of_others_that_the_new_run_would_write_over_is_named_and_nothing_is_removed(tmp_path, name):
     folder = make_run(tmp_path / "run")
@@ -113,7 +116,7 @@ def test_a_file_of_others_that_the_new_run_would_write_over_is_named_and_nothing
 
 
 def test_a_run_that_was_killed_before_it_wrote_its_environment_is_overwritten(tmp_path):
-    (tmp_path / "config.yaml").write_text(dump_config(Config()))
+    (tmp_path / "config.yaml").write_text(MARK + dump_config(Config()))
     (tmp_path / ".environment.json.0123456789abcdef.tmp").write_text("{")
     create_folder(tmp_path, overwrite=True)
     assert list(tmp_path.iterdir()) == []
@@ -155,15 +158,24 @@ def test_overwriting_removes_what_a_kill_left_beside_the_controller(tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_overwriting_follows_no_link_out_of_the_folder(tmp_path):
+@pytest.mark.parametrize("name", ["checkpoints", "report.html", "models/env-001"])
+def test_a_link_that_has_the_name_of_a_file_of_esper_is_not_followed_and_not_removed(tmp_path, name):
     folder = make_run(tmp_path / "run")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "keep.txt").write_text("mine")
-    (folder / "checkpoints").symlink_to(elsewhere)
-    create_folder(folder, overwrite=True)
-    assert (elsewhere / "keep.txt").read_text() == "mine"
-    assert list(folder.iterdir()) == []
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "keep.txt").write_text("mine")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    before = content(tmp_path)
+    with pytest.raises(InputError, match=rf"a run would overwrite {folder / name}, which Esper did not write"):
+        create_folder(folder, overwrite=True)
+    assert content(tmp_path) == before
+
+
+def test_a_config_that_is_a_link_makes_no_run(tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / "config.yaml").rename(tmp_path / "config.yaml")
+    (folder / "config.yaml").symlink_to(tmp_path / "config.yaml")
+    with pytest.raises(InputError, match="does not begin as the config of an Esper run"):
+        create_folder(folder, overwrite=True)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

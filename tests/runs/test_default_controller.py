@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import esper
-from esper.tamiyo.heuristic import Heuristic
+from esper.tamiyo.rules.heuristic import Heuristic
 from populations import blobs, small_config
 
 SHORT = {"envs": 2, "steps": 12, "twin": False, "data": {"batch_size": 16, "batches_per_step": 2}}

@@ -13,20 +13,20 @@ import pytest
 
 import esper
 from esper.cli import main
+from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
-from esper.leyline.task import Split
-from esper.runs.contenders import named
-from esper.runs.crews import ALONE
-from esper.runs.evaluation_folder import default_folder, evaluation_folder
-from esper.runs.evaluation_work import hired
-from esper.runs.interrupt import ended_by_signals
+from esper.runs.evaluation.contenders import named
+from esper.runs.evaluation.evaluation import default_folder, evaluation_folder
+from esper.runs.evaluation.work import hired
+from esper.runs.folder.interrupt import ended_by_signals
+from esper.runs.workers.workers import ALONE
 from esper.store.lock import Lock
 from populations import blobs
 
-FEW = {"instances": 1, "seeds": 1, "search_episodes": 2, "baselines": (), "opponents": ()}
+FEW = {"instances": 1, "seeds": 1, "baselines": ()}
 SHORT = {"steps": 2, "data": {"batches_per_step": 1, "batch_size": 12}, "blueprints": ["bypass-linear"]}
-COMMAND = ["--tasks", "iris", "--instances", "1", "--seeds", "1", "--search-episodes", "2", "--set", "steps=2"]
-COMMAND += ["--baselines", "none", "--opponents", "none"]
+COMMAND = ["--tasks", "iris", "--instances", "1", "--seeds", "1", "--set", "steps=2"]
+COMMAND += ["--baselines", "none"]
 COMMAND += ["--set", "data.batches_per_step=1", "--set", "blueprints=[bypass-linear]"]
 
 
@@ -177,5 +177,5 @@ def test_evaluations_without_a_folder_stand_beside_each_other_and_share_what_was
     folders = sorted(Path("runs/evaluation").glob("iris-*"))
     records = [json.loads((folder / "evaluation.json").read_text()) for folder in folders]
     assert sorted(record["first_instance"] for record in records) == [0, 1]
-    assert len(list(Path("runs/evaluation/grown").iterdir())) == 9  # a search among them
+    assert len(list(Path("runs/evaluation/grown").iterdir())) == 6  # three rules on two instances
     assert out == (folders[[record["first_instance"] for record in records].index(1)] / "evaluation.json").read_text()

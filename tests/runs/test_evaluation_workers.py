@@ -9,8 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
-from functools import partial
 
 import pytest
 
@@ -18,13 +16,11 @@ import esper
 from crews import SHY, Beside
 from esper.cli import main
 from esper.leyline.errors import ActorError, InputError
-from esper.leyline.opponents import SEARCHED, Opponents, Reference
-from esper.runs.actors import Actors
-from esper.runs.contenders import Contender
-from esper.runs.crews import Asked
-from esper.runs.evaluation import run_evaluation
+from esper.runs.evaluation.contenders import Contender
+from esper.runs.evaluation.evaluation import run_evaluation
+from esper.runs.workers.workers import WorkerOptions, Workers, check_facts
 from esper.store.files import EVALUATION
-from esper.tamiyo.baselines import Never
+from esper.tamiyo.rules.baselines import Never
 from esper.tasks.catalog import get_task
 
 SHORT = {
@@ -32,19 +28,12 @@ SHORT = {
     "data": {"batches_per_step": 1, "batch_size": 12},
     "blueprints": ["bypass-linear", "bypass-rank-1"],
 }
-FEW = {"instances": 3, "seeds": 2, "search_episodes": 9, "settings": [SHORT]}
-
-
-def again(name="iris-again"):
-    """A reference on the same instances."""
-    return replace(get_task("iris"), name=name)
+FEW = {"instances": 3, "seeds": 2, "settings": [SHORT]}
 
 
 @pytest.fixture(scope="module")
 def task():
-    """`iris` with every kind of opponent: a rule, an oracle, and references, one of which is searched for."""
-    references = {"again": Reference(again), "plan": Reference(partial(again, "iris-plan"), SEARCHED)}
-    return replace(get_task("iris"), opponents=Opponents(("uniform",), references))
+    return get_task("iris")
 
 
 def compare(task, **over):
@@ -56,7 +45,7 @@ def content(record):
     kept = json.loads(json.dumps(record))
     kept.pop("actors", None)
     for each in kept["tasks"]:
-        for part in (each["search"], *each["controllers"], *each["runs"].values()):
+        for part in (*each["controllers"], *each["runs"].values()):
             del part["seconds"]
     return kept
 
@@ -71,30 +60,30 @@ def beside(monkeypatch, losses=()):
     """Let actors be in this process, where they begin without waiting."""
     crews = []
 
-    def hire(asked, work, note, facts, check, *, mend, again, stop):
+    def start_workers(asked, work, note, facts, *, mend, again, stop):
         assert again in mend
         crews.append(Beside(asked.size, work, losses))
-        return Actors(crews[-1], note, lambda ready: check(facts, ready), mend)
+        return Workers(crews[-1], note, lambda ready: check_facts(facts, ready), mend)
 
-    monkeypatch.setattr("esper.runs.evaluation_work.hire", hire)
+    monkeypatch.setattr("esper.runs.evaluation.work.start_workers", start_workers)
     return crews
 
 
 @pytest.mark.parametrize(("workers", "losses"), [(1, ()), (2, (False, True, True, False, True)), (3, ())])
 def test_the_record_does_not_depend_on_the_number_of_workers_or_on_losses(alone, task, monkeypatch, workers, losses):
     crews = beside(monkeypatch, losses)
-    record = compare(task, workers=Asked(workers))
+    record = compare(task, workers=WorkerOptions(workers))
     assert content(record) == alone
     assert (record["actors"]["workers"], record["actors"]["lost"]) == (workers, sum(losses))
     assert crews[0].starts == workers + sum(losses)
 
 
 def test_what_was_grown_before_actors_were_lost_for_good_is_not_grown_again(alone, task, tmp_path, monkeypatch):
-    beside(monkeypatch, [False] * 12 + [True] * 9)
+    beside(monkeypatch, [False] * 6 + [True] * 9)
     with pytest.raises(ActorError, match=r"give fewer workers; what was grown is stored .* the same command goes on"):
-        compare(task, workers=Asked(2), folder=tmp_path)
+        compare(task, workers=WorkerOptions(2), folder=tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    assert len(before) >= 10
+    assert len(before) >= 5
     assert content(compare(task, folder=tmp_path)) == alone
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
@@ -116,15 +105,15 @@ def test_processes_make_the_same_record_although_one_is_killed_at_a_random_momen
             thread.start()
 
     thread = threading.Thread(target=kill)
-    record = compare(task, workers=Asked(2), watch=watch)
+    record = compare(task, workers=WorkerOptions(2), watch=watch)
     thread.join()
     assert content(record) == alone
     assert record["actors"]["lost"] == len([line for line in lines if "was lost; another" in line]) <= 1
     assert not multiprocessing.active_children()
 
 
-COMMAND = ["eval", "--tasks", "iris", "--instances", "2", "--seeds", "1", "--search-episodes", "2", "--out", "out"]
-COMMAND += ["--baselines", "none", "--opponents", "none", "--set", "steps=1", "--set", "data.batch_size=12"]
+COMMAND = ["eval", "--tasks", "iris", "--instances", "2", "--seeds", "1", "--out", "out"]
+COMMAND += ["--baselines", "none", "--set", "steps=1", "--set", "data.batch_size=12"]
 COMMAND += ["--set", "blueprints=[bypass-linear]"]
 
 
@@ -145,14 +134,14 @@ def test_the_command_grows_on_each_device_and_says_what_was_lost_in_waiting(tmp_
     [
         (
             {"workers": 5},
-            "workers is 5, but the evaluation has 4 populations to grow, each by one actor; give 4 or fewer",
+            "workers is 5, but the evaluation has 3 populations to grow, each by one actor; give 3 or fewer",
         ),
         ({"devices": "cpu,cuda:77"}, "devices is 'cpu,cuda:77': device 'cuda:77' was asked for, but torch sees"),
         ({"devices": "tpu"}, "'tpu' is not a device"),
     ],
 )
 def test_actors_that_cannot_be_had_are_refused_before_anything_is_written(tmp_path, how, said):
-    few = FEW | {"instances": 1, "seeds": 1, "settings": SHORT, "opponents": ()}
+    few = FEW | {"instances": 1, "seeds": 1, "settings": SHORT}
     with pytest.raises(InputError) as caught:
         esper.evaluate(tasks="iris", **few, out=tmp_path / "out", progress=False, **how)
     assert said in str(caught.value)
@@ -162,9 +151,10 @@ def test_actors_that_cannot_be_had_are_refused_before_anything_is_written(tmp_pa
 def test_a_controller_that_cannot_be_sent_is_refused_by_name(task):
     mine = Contender("mine", {}, lambda config: Never())
     with pytest.raises(InputError, match="the controller 'mine' cannot be sent to an actor"):
-        run_evaluation([mine], [task], **FEW, workers=Asked(2))
+        run_evaluation([mine], [task], **FEW, workers=WorkerOptions(2))
 
 
+@pytest.mark.slow
 def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):
     (tmp_path / "shy.py").write_text(SHY)
     command = [sys.executable, "-m", "esper", *COMMAND, "--tasks", "shy.py:task", "--workers", "2"]

@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 import esper
-from esper.leyline.actions import Op
-from esper.leyline.protocols import Explains
+from esper.leyline.lifecycle.actions import Op
 from esper.nissa.events import read_events
 from esper.nissa.rows import LifecycleRow
 from esper.runs.grow import grow
 from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Entry, Schedule
 from populations import GROW, Script, blobs, small_config
 
 
@@ -262,13 +261,6 @@ def test_telemetry_does_not_change_what_is_listed():
     for name in ("plantings", "keeps", "prunes"):
         assert on[name] == off[name]
     assert on["prunes"] != []
-
-
-@pytest.mark.parametrize("name", ["heuristic", "schedule"])
-def test_what_can_explain_itself_is_known_by_its_methods(name):
-    client = get_controller(name, small_config()) if name == "heuristic" else plan(planting("block0"))
-    assert isinstance(client, Explains)
-    assert not isinstance(get_controller("never", small_config()), Explains)
 
 
 def test_figures_that_rest_on_few_examples_or_on_one_class_are_a_sentence_each():

@@ -11,20 +11,20 @@ import torch
 from torch.utils.data import Dataset
 
 import esper
-from esper.leyline.actions import Actions
 from esper.leyline.errors import OutOfMemory, RunWarning, UserCodeError
+from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.progress import Silent
 from esper.nissa.events import decode
 from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
+from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
-from esper.runs.resume import Opening
-from esper.runs.train import train
+from esper.runs.training.train import train
 from esper.simic.rewards import get_reward
 from esper.store.checkpoint import Checkpoints
 from esper.store.lock import Lock
-from esper.tamiyo.baselines import Never, RandomValid
-from esper.tasks.hosts import MLP
+from esper.tamiyo.rules.baselines import Never, RandomValid
+from esper.tasks.hosts.factories import MLP
 from populations import blobs, small_config
 
 ENVS, STEPS = 3, 6

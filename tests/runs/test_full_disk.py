@@ -6,11 +6,11 @@ import pytest
 
 from esper.leyline.progress import Silent
 from esper.runs.configuration import training_configs
+from esper.runs.folder.resume import Opening, read_config
 from esper.runs.grow import grow
-from esper.runs.resume import Opening, read_config
-from esper.runs.train import train
-from esper.store import full_disk
-from esper.store.full_disk import DiskFull
+from esper.runs.training.train import train
+from esper.store import disk as full_disk
+from esper.store.disk import DiskFull
 from esper.tamiyo.catalog import get_controller
 from journals import events
 from populations import blobs, small_config
@@ -93,8 +93,18 @@ EACH = [(growth, pattern) for pattern in GROWN] + [(training, pattern) for patte
 FLUSHED = [each for each in EACH if each[1] != GROWN[0]]  # all but the lock: what holds is in no file
 
 
+USUAL = (GROWN[1], GROWN[3], GROWN[4], GROWN[6], TRAINED[2])
+"""What every run of the tests fills the disk at; the other files are written by the same functions."""
+
+
+def rare(pattern):
+    return [] if pattern in USUAL else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("run", "pattern", "call"), [(*each, "write") for each in EACH] + [(*each, "fsync") for each in FLUSHED]
+    ("run", "pattern", "call"),
+    [pytest.param(*each, "write", marks=rare(each[1])) for each in EACH]
+    + [pytest.param(*each, "fsync", marks=[] if each[1] == GROWN[4] else pytest.mark.slow) for each in FLUSHED],
 )
 def test_a_run_waits_for_room_and_goes_on_to_the_same_numbers(straight, tmp_path, full, run, pattern, call):
     disk, watch = full(pattern, 3, call), Noting()
@@ -107,7 +117,7 @@ def test_a_run_waits_for_room_and_goes_on_to_the_same_numbers(straight, tmp_path
     assert files(tmp_path / "run") == files(straight[run][1])
 
 
-@pytest.mark.parametrize(("run", "pattern"), EACH)
+@pytest.mark.parametrize(("run", "pattern"), [pytest.param(*each, marks=rare(each[1])) for each in EACH])
 def test_a_run_that_stops_on_a_full_disk_is_resumed_to_the_same_numbers(straight, tmp_path, full, run, pattern):
     folder, disk = tmp_path / "run", full(pattern, 10**9)
     begun = pattern not in GROWN[:2]

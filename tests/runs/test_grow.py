@@ -14,10 +14,11 @@ import torch
 import yaml
 
 import esper
-from esper.leyline.config import Config, build_config
+from esper.leyline.config.tree import Config, build_config
+from esper.leyline.data.task import Task
 from esper.leyline.errors import InputError
-from esper.leyline.task import Task
-from esper.leyline.view import Outcome, View
+from esper.leyline.lifecycle.view import Outcome, View
+from esper.leyline.protocols import Controller
 from esper.nissa.events import decode
 from esper.nissa.rows import (
     CheckpointRow,
@@ -29,13 +30,13 @@ from esper.nissa.rows import (
     RunRow,
     StepRow,
 )
-from esper.runs.contents import list_contents
+from esper.runs.folder.resume import Opening
+from esper.runs.folder.run_folder import list_contents
 from esper.runs.grow import grow
-from esper.runs.resume import Opening
 from esper.simic.rewards import objective
 from esper.tamiyo.catalog import get_controller
-from esper.tasks.custom import task_from
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
+from esper.tasks.own.custom import task_from
 
 AT_RUN = {RunRow, EnvironmentRow, CheckpointRow, DecisionRow, LifecycleRow, EpisodeRow, EvaluationRow}
 TIMES = {"seconds", "env_steps_per_second", "phase_seconds"}
@@ -311,7 +312,7 @@ def test_a_task_without_a_test_split_is_refused(task):
         run(replace(task, test=None), config_of())
 
 
-class InterruptsItself:
+class InterruptsItself(Controller):
     """A controller during whose decision at some step Ctrl-C is pressed, once or more."""
 
     def __init__(self, client: Any, step: int, times: int = 1) -> None:

@@ -10,15 +10,15 @@ from torch import nn
 from torch._dynamo import config as dynamo
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from esper.kasmina.arena import Bank
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, planted_at
-from esper.leyline.actions import Op
+from esper.kasmina.graft.grafted import graft, planted_at
+from esper.kasmina.graft.planted import Bank
 from esper.leyline.errors import GrowthWarning, InputError
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
-from esper.tolaria.compilations import graphs
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
+from esper.tolaria.stacked.compiling import graphs
 from loops import LIFE as KEPT_AND_REMOVED
 from populations import Script
 
@@ -152,14 +152,17 @@ def test_idle_seats_leave_host_and_optimizer_bit_for_bit_as_they_are():
     assert len(seats.optimizer.param_groups) == 1
 
 
-def test_a_reserve_is_compiled_once_however_it_grows():
-    eager, compiled = Run("reserve").whole(), Run("reserve", "aot_eager").whole()
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+def test_a_reserve_is_compiled_once_however_it_grows(backend):
+    eager, compiled = Run("reserve").whole(), Run("reserve", backend).whole()
     assert len(set(compiled.graphs)) == 1
     assert compiled.growth.compilations == {"graphs": 1, "changes": 0, "emptied": 0}
     assert_same(eager, compiled)
 
 
-@pytest.mark.parametrize(("backend", "before"), [("eager", True), ("aot_eager", False)])
+@pytest.mark.parametrize(
+    ("backend", "before"), [("eager", True), pytest.param("aot_eager", False, marks=pytest.mark.slow)]
+)
 def test_a_live_network_is_compiled_anew_when_its_seeds_change_and_computes_what_it_does_without(backend, before):
     eager, compiled = Run("live", before=before).whole(), Run("live", backend, before=before).whole()
     assert_same(eager, compiled, exact=True)
@@ -168,6 +171,7 @@ def test_a_live_network_is_compiled_anew_when_its_seeds_change_and_computes_what
     assert 10 < found["graphs"] <= found["changes"] + 2 + 3 * found["emptied"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_reserve_is_compiled_once_by_inductor():
     with drawn_with(0):
@@ -206,6 +210,7 @@ def test_a_dose_that_grows_compiles_nothing():
     assert len(set(run.graphs[3:])) == 1
 
 
+@pytest.mark.slow
 def test_every_one_of_many_growths_is_compiled_and_never_given_up():
     script = {}
     for life in range(6):
@@ -251,7 +256,7 @@ def test_a_network_that_is_compiled_too_often_between_two_growths_is_named():
 
 
 def test_a_resumed_reserve_is_the_one_that_was_never_stopped():
-    for stop in (3, 13, 29):
+    for stop in (3, 29):
         straight, resumed = Run("reserve", averaged=True).train(0, stop), Run("reserve", averaged=True)
         resumed.growth.load_state_dict(copy.deepcopy(straight.growth.state_dict()))
         for each in (straight, resumed):
@@ -271,7 +276,7 @@ def test_a_resumed_reserve_is_the_one_that_was_never_stopped():
 
 
 def test_an_adapter_of_a_reserve_is_that_of_a_live_network(tmp_path):
-    from esper.kasmina.adapter import attach
+    from esper.kasmina.network.saving import attach
 
     x, _ = data(7)
     found = []

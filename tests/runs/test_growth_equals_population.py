@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft
-from esper.leyline.actions import Op
-from esper.leyline.keys import Purpose, scalar
-from esper.leyline.sites import Site
-from esper.runs.growth import Growth
-from esper.tamiyo.baselines import RandomValid
+from esper.kasmina.graft.grafted import graft
+from esper.leyline.data.keys import Purpose, scalar
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.runs.live.growth import Growth
+from esper.tamiyo.rules.baselines import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from populations import Script, blobs, small_config
 
@@ -82,7 +82,7 @@ def test_one_host_grows_alike_in_a_loop_and_in_a_population(client, incubation):
             F.cross_entropy(model(x[0]), y[0]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            closed = growth.engine.state.opened
+            closed = growth.engine.state.pending
             growth.step(*((x[0], y[0]) if incubation == "shadow" else ()))
         assert closed is not None
         mine, theirs = growth.engine.state, engine.state

@@ -7,7 +7,7 @@ from torch import nn
 
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import GrowthWarning
-from esper.runs.growth import Growth
+from esper.runs.live.growth import Growth
 
 
 def grown(steps=24, told=None, state=None, probe=None, **options):

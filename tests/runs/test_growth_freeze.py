@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, planted_at
-from esper.leyline.actions import Op
+from esper.kasmina.graft.grafted import graft, planted_at
+from esper.leyline.data.objective import objective
 from esper.leyline.errors import GrowthWarning, InputError
-from esper.leyline.objective import objective
-from esper.leyline.sites import Site
-from esper.leyline.streams import Map
-from esper.runs.growth import Growth
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Map
+from esper.runs.live.growth import Growth
 from populations import Script
 
 TOKENS, LENGTH, WIDTH = 11, 6, 8
@@ -188,7 +188,7 @@ def test_a_buffer_that_a_frozen_host_writes_is_named():
     [
         (
             ["blocs.1"],
-            "freeze has 'blocs.1', which matches no submodule with parameters .* nearest names are 'blocks.1'",
+            "freeze has 'blocs.1', which matches no submodule with parameters .*; did you mean 'blocks.1'",
         ),
         (["blocks.0.3"], "freeze has 'blocks.0.3', which matches no submodule with parameters"),
         ("blocks", "freeze is 'blocks'; give 'host', 'none', or a list of names"),

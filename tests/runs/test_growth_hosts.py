@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, planted_at
-from esper.leyline.actions import Blend, Op
+from esper.kasmina.graft.grafted import graft, planted_at
 from esper.leyline.errors import InputError
-from esper.leyline.stages import Stage
-from esper.runs.growth import Growth
-from esper.tamiyo.schedule import Entry, Schedule
+from esper.leyline.lifecycle.actions import Blend, Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.runs.live.growth import Growth
+from esper.tamiyo.rules.schedule import Entry, Schedule
 from lives import SETTINGS, Host, live, row, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "sites.md"

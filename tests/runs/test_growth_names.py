@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
+from esper.kasmina.graft.grafted import graft
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
 from loops import LIFE, SETTINGS, equal, stages
 from populations import Script
 

@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, planted_at
-from esper.leyline.actions import Op
+from esper.kasmina.graft.grafted import graft, planted_at
 from esper.leyline.errors import GrowthWarning
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
 from loops import SETTINGS
 from populations import Script
 
@@ -168,3 +168,38 @@ def test_a_loss_that_the_loop_maximizes_is_noticed():
     growth = grow(optimizer, model, loss=lambda output, y: -F.cross_entropy(output, y, reduction="none"))
     with pytest.warns(GrowthWarning, match=r"SGD maximizes, and the loss on the probe has risen from -1\.\d+ to -"):
         train(model, optimizer, growth, 0, 9, sign=-1.0)
+
+
+@pytest.mark.parametrize(("every", "calls"), [(50, 2), (2, 2), (50, 4)], ids=["twice", "often decided", "accumulated"])
+def test_more_calls_than_steps_of_the_optimizer_are_one_warning_until_that_is_mended(every, calls):
+    model = grafted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    growth = grow(optimizer, model, every=every)
+    x, y = data(5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(200):
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for _ in range(calls if step < 50 else 1):
+                growth.step()
+    said = [str(each.message) for each in caught if each.category is GrowthWarning]
+    assert len(said) == 1
+    assert "calls of growth.step() came with no step of the SGD since the call before" in said[0]
+    assert not any("came with no step" in sentence for sentence in growth.summary()["explanations"]), "it was mended"
+
+
+def test_a_loop_that_skips_a_third_of_its_batches_is_not_taken_for_one_that_calls_twice():
+    model = grafted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    growth = grow(optimizer, model, every=5)
+    x, y = data(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(90):
+            F.cross_entropy(model(x), y).backward()
+            if step % 3:
+                optimizer.step()
+            optimizer.zero_grad()
+            growth.step()

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, planted_at
-from esper.leyline.actions import Op
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
+from esper.kasmina.graft.grafted import graft, planted_at
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
 from loops import SETTINGS, equal
 from populations import Script
 

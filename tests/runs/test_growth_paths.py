@@ -9,13 +9,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, planted_at, ungraft
-from esper.leyline.actions import Op
+from esper.kasmina.graft.grafted import graft, planted_at, ungraft
 from esper.leyline.errors import InputError
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
-from esper.tamiyo.schedule import Entry, Schedule
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
+from esper.tamiyo.rules.schedule import Entry, Schedule
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of reentrant checkpoints
 WIDTH = 8

@@ -12,12 +12,12 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, is_grafted, ungraft
-from esper.leyline.actions import Op
+from esper.kasmina.graft.grafted import graft, is_grafted, ungraft
 from esper.leyline.errors import InputError
-from esper.leyline.sites import Site
-from esper.leyline.streams import Map, Sequence, Vector
-from esper.runs.growth import Growth
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Map, Sequence, Vector
+from esper.runs.live.growth import Growth
 from populations import Script
 
 WIDTH = 6
@@ -64,6 +64,8 @@ def grow(model=None, optimizer=None, **options):
         ({"probe": data(1)}, "a batch of probe is a Tensor"),
         ({"probe": [data(1), data(2, 0)]}, "a batch of probe holds no examples"),
         ({"probe": torch.utils.data.DataLoader([1, 2])}, "probe is a DataLoader; give a list"),
+        ({"probe": [(data(1)[0].to_sparse(), data(1)[1])]}, "a batch of probe holds a tensor of torch.float32 that is sparse"),
+        ({"probe": [(torch.nested.as_nested_tensor([*data(1)[0]]), data(1)[1])]}, "a batch of probe holds a tensor of"),
         ({"probe": shuffled}, "probe has other batches than before"),
         ({"probe": [(torch.randn(5, 3), data(1)[1])]}, "cannot run on the first input of the probe: RuntimeError: mat1"),
         ({"probe": [(data(1)[0], data(1)[1] + 5)]}, "the loss cannot take the output .*: IndexError: Target [567]"),
@@ -80,7 +82,7 @@ def grow(model=None, optimizer=None, **options):
         ({"every": 0}, "every is 0; give a whole number"),
         ({"steps": 1.5}, "steps is 1.5"),
         ({"scaler": 2.0}, "scaler is a float; give the torch.amp.GradScaler"),
-        ({"controller": "heuristics"}, "unknown controller 'heuristics'"),
+        ({"controller": "heuristics"}, r"unknown controller 'heuristics'; .*; did you mean 'heuristic'\?"),
         ({"settings": {"envs": 2}}, "settings sets envs"),
         ({"settings": {"amp": "fp16"}}, "settings sets amp, which a network in your own training loop does not have"),
         ({"settings": {"data": {"microbatch": 4}}}, r"settings sets data\.microbatch"),
@@ -197,8 +199,12 @@ def quantised():
 @pytest.mark.parametrize(
     ("build", "sites", "said"),
     [
-        (host, of("22"), r"site 'a' names submodule '22', which is not there; the nearest are '2'"),
-        (host, ["22"], r"'22' is not a site that find_sites finds: the nearest are '2', '0'; give it as an esper.Site"),
+        (host, of("22"), r"site 'a' names submodule '22', which is not there; did you mean '2'\?"),
+        (
+            host,
+            ["22"],
+            r"'22' is not a site that find_sites finds; give it as an esper.Site, or another: did you mean '2' or '0'\?",
+        ),
         (host, ["4"], r"'4' is not a site that find_sites finds: a head"),
         (Branches, of("idle"), "'idle', which no forward pass in evaluation mode calls"),
         (Branches, of("helper"), "'helper', which no forward pass in evaluation mode calls"),
@@ -245,8 +251,53 @@ def test_bad_models_are_refused_in_a_sentence():
         grow(nn.DataParallel(graft(host(), SITES)))
     with pytest.raises(InputError, match="ema has no sites of its own"):
         grow(ema=AveragedModel(host()))
-    with pytest.raises(InputError, match="step was given 1 arguments"):
+    with pytest.raises(InputError, match=r"growth\.step was given 1 argument;"):
         grow().step(data(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda x, y: (x.numpy(), y),
+            r"a ndarray as x and a tensor of torch.int64 and shape \(12,\) on cpu as y",
+        ),
+        (lambda x, y: (x[:, :3], y), r"a tensor of torch.float32 and shape \(12, 3\) on cpu as x"),
+        (lambda x, y: (x.double(), y), "a tensor of torch.float64"),
+        (lambda x, y: ({"x": x}, y), "a dict as x"),
+        (lambda x, y: (x.to("meta"), y), r"and shape \(12, 4\) on meta as x"),
+        (lambda x, y: (x.to_sparse_csc(), y[:3]), r"a tensor of torch.float32 and shape \(12, 4\)"),
+        (lambda x, y: (x, None), "as x and a NoneType as y"),
+        (lambda x, y: (x, y[:3]), r"and shape \(3,\) on cpu as y"),
+        (lambda x, y: (x, y.float()), "and a tensor of torch.float32"),
+    ],
+)
+def test_a_batch_on_which_the_model_or_the_loss_fails_is_one_sentence_and_the_next_one_trains(change, said):
+    model = graft(host(), SITES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"blueprints": ["bypass-mlp-small"], "gates": {"permissive": True}}
+    growth = grow(model, optimizer, controller=Script({(0, 0): (Op.GERMINATE, 0, 0, 0, 1, 3)}), settings=settings)
+
+    def step(x, y):
+        F.cross_entropy(model(data(3)[0]), data(3)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step(x, y)
+
+    for _ in range(2):  # until the seed incubates
+        step(*data(3))
+    before = {name: value.clone() for name, value in model.state_dict().items() if ".esper." in name}
+    with pytest.raises(
+        InputError,
+        match=rf"^growth\.step\(x, y\) was given .*{said}.*, on which the model or the loss fails: .*; give the",
+    ):
+        step(*change(*data(3)))
+    after = model.state_dict()
+    assert before
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    step(*data(3))
+    assert any(not torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 
 def test_two_growths_do_not_share_a_model_or_an_optimizer():

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 import ranks
-from esper.kasmina.adapter import attach
-from esper.kasmina.grafted import ungraft
-from esper.kasmina.saving import load_grown
+from esper.kasmina.graft.grafted import ungraft
+from esper.kasmina.network.saving import attach, load_grown
 from loops import equal
 
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 STRAIGHT = [name for name, case in ranks.SHARDED.items() if not case.start and not case.half]
+CORE = ["before", "after", "after from 9", "bare", "wrapped"]
+"""The cases that every run of the tests plays; the others take long."""
+EACH = [pytest.param(name, marks=[] if name in CORE else pytest.mark.slow) for name in STRAIGHT]
 
 
 def program():
@@ -26,18 +28,33 @@ def program():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("sharded")
-    (made / "train.py").write_text(program())
-    return made
+    return tmp_path_factory.mktemp("sharded")
 
 
 @pytest.fixture(scope="module")
-def found(folder):
-    """What each of two processes found."""
-    return ranks.finished(ranks.start(2, folder, [*ranks.SHARDED, "refusals"], "SHARDED"), 2, folder)
+def core(folder):
+    """What each of two processes found in the cases of `CORE`."""
+    return ranks.finished(ranks.start(2, folder, [*CORE, "refusals"], "SHARDED"), 2, folder)
 
 
-@pytest.mark.parametrize("name", STRAIGHT)
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """The folder of two processes that played the other cases, and the program of the page, and what each of them found."""
+    made = tmp_path_factory.mktemp("others")
+    (made / "train.py").write_text(program())
+    # `half` is compared with "after"
+    names = ["after", *(name for name in ranks.SHARDED if name not in CORE)]
+    return made, ranks.finished(ranks.start(2, made, names, "SHARDED"), 2, made)
+
+
+@pytest.fixture
+def found(request):
+    """What each of two processes found in the case that a test names, or in the core."""
+    name = request.node.callspec.params["name"] if hasattr(request.node, "callspec") else CORE[0]
+    return request.getfixturevalue("core") if name in CORE else request.getfixturevalue("others")[1]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_a_sharded_network_grows_as_a_whole_one_in_one_process(found, name, tmp_path):
     alone = ranks.train(name, folder=tmp_path, cases=ranks.SHARDED)
     for each in found:
@@ -75,8 +92,9 @@ def test_a_state_goes_on_in_a_whole_network_and_a_process_of_two_holds_half_of_i
             assert torch.allclose(value, alone["finished"][key], rtol=1e-9, atol=1e-11), key
 
 
-def test_a_moving_average_goes_on_with_its_seeds(found):
-    for each in found:
+@pytest.mark.slow
+def test_a_moving_average_goes_on_with_its_seeds(others):
+    for each in others[1]:
         assert "average.0.esper.seed.delta.out.weight" in each["average"]["finished"]
         assert equal(each["average from 20"]["finished"], each["average"]["finished"])
 
@@ -88,7 +106,7 @@ def test_a_sharded_network_has_the_bits_of_one_under_distributed_data_parallel(f
         assert equal(each["bare"]["finished"], each["wrapped"]["finished"])
 
 
-@pytest.mark.parametrize("name", [*STRAIGHT, "half"])
+@pytest.mark.parametrize("name", [*EACH, pytest.param("half", marks=pytest.mark.slow)])
 def test_the_first_process_gathers_a_network_of_plain_modules(found, name):
     first, second = (each[name] for each in found)
     assert second["gathered"] is None
@@ -105,8 +123,9 @@ def test_a_gathered_network_computes_what_grew(found, tmp_path):
         assert torch.allclose(found[0]["before"]["gathered"](x), alone["gathered"](x), rtol=1e-9)
 
 
-def test_the_program_of_the_page_grows_and_goes_on_to_the_same_bits(found, folder):
-    first, again = (torch.load(folder / f"network-{number}.pt", weights_only=False) for number in range(2))
+@pytest.mark.slow
+def test_the_program_of_the_page_grows_and_goes_on_to_the_same_bits(others):
+    first, again = (torch.load(others[0] / f"network-{number}.pt", weights_only=False) for number in range(2))
     assert "2.esper.seed.delta.out.weight" in first.state_dict()
     assert equal(first.state_dict(), again.state_dict())
 
@@ -125,7 +144,9 @@ def test_torchrun_starts_the_program_of_the_page_with_any_number_of_processes(tm
         assert torch.allclose(value, networks[1][key], atol=1e-4), key
 
 
-def test_a_seed_computes_in_the_precision_of_its_host(found):
+@pytest.mark.slow
+def test_a_seed_computes_in_the_precision_of_its_host(others):
+    found = others[1]
     first, second = (each["half"] for each in found)
     assert equal(first["finished"], second["finished"])
     assert [entry["site"] for entry in first["summary"]["keeps"]] == ["0"]

@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft
-from esper.leyline.actions import Op
+from esper.kasmina.graft.grafted import graft
 from esper.leyline.errors import InputError
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
-from esper.runs.growth_state import describe
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
+from esper.runs.live.growth_state import describe
 from loops import equal, stages
 from populations import Script
 
@@ -209,7 +209,7 @@ def test_a_controller_that_cannot_load_its_memory_leaves_the_growth_as_it_was():
 
 
 def test_a_state_stays_as_large_as_it_is_however_many_seeds_come_and_go(monkeypatch):
-    monkeypatch.setattr("esper.runs.growth.LISTED", 4)
+    monkeypatch.setattr("esper.runs.live.growth.LISTED", 4)
     script = {(step, 0): (Op.GERMINATE, 0, 0, 0, 1, 3) for step in range(0, 60, 4)}
     script |= {(step + 1, 0): (Op.PRUNE, 0, 0, 0, 0, 0) for step, _ in script}
     settings = {"lifecycle": {"embargo": 1}}

@@ -17,12 +17,11 @@ from torch.nn.utils import parametrize, prune
 import esper
 from esper.cli import main
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.find_sites import find_sites
+from esper.kasmina.graft.find_sites import find_sites
 from esper.leyline.errors import DataWarning, InputError
-from esper.runs.healing import _permanent
-from esper.runs.healing_data import examples_of, split, usual_loss
-from esper.runs.healing_places import directions, drift, ranked
-from esper.runs.healing_training import Case, all_weights, uniform_adapters
+from esper.runs.healing.heal import _permanent
+from esper.runs.healing.places import dead_units, directions, drift, ranked
+from esper.runs.healing.training import Case, all_weights, examples_of, split, uniform_adapters, usual_loss
 from esper.store.lock import Lock
 
 
@@ -223,21 +222,26 @@ def test_places_are_ranked_by_the_rise_of_the_drift():
     places = ranked(model, esper.find_sites(model, x[:2]), x, intact)
     assert places[0].site == "2.down"
     before, here = intact[:2](x), intact[:3](x)
-    rise = drift(model[:3](x), here) - drift(model[:2](x), before)
-    assert {place.site: place.score for place in places}["2"] == pytest.approx(rise, rel=1e-5)
+    there, in_front = drift(model[:3](x), here), drift(model[:2](x), before)
+    (why,) = [place.why for place in places if place.site == "2"]
+    assert why == f"the stream drifts {there:.0%} from the intact network's there, and {in_front:.0%} in front"
     assert drift(here, here) == 0
 
 
-def test_without_the_intact_network_places_are_ranked_by_the_directions_that_a_stream_loses():
-    model = build()
+def test_without_the_intact_network_places_are_ranked_by_dead_units_then_by_the_directions_that_a_stream_loses():
+    model, x = build(), examples(50)[0]
+    sites = esper.find_sites(model, x[:2])
     with torch.no_grad():
-        model[2].up.weight[1:] = model[2].up.weight[:1]
-    x = examples(50)[0]
-    places = ranked(model, esper.find_sites(model, x[:2]), x, None)
-    assert places[0].site == "2.up"
-    here, before = model[2].up(model[:2](x)), model[:2](x)
-    kind = type(esper.find_sites(model, x[:2])["2.up"].stream)
-    assert places[0].score == pytest.approx(directions(before, kind) - directions(here, kind), rel=1e-4)
+        model[2].down.weight.copy_(100 * model[2].down.weight[:1].expand_as(model[2].down.weight))
+    places = ranked(model, sites, x, None)
+    kind, before, here = type(sites["2"].stream), model[:2](x), model[:3](x)
+    shares = f"{directions(here, kind):.0%} of its directions there, and {directions(before, kind):.0%} in front"
+    assert places[0] == ("2", f"the stream uses {shares}")
+    with torch.no_grad():
+        model[1].up.bias[: len(model[1].up.bias) * 9 // 10] = -100.0
+    dead = dead_units(model[1].up(model[:1](x)))
+    assert dead > 0.8
+    assert ranked(model, sites, x, None)[0] == ("1", f"only {1 - dead:.0%} of the units in front of it are active")
 
 
 def test_data_are_read_alike_from_arrays_batches_and_files(tmp_path):
@@ -275,14 +279,18 @@ REFUSED = {
     "no data": (lambda: (build(), []), {}, "data has no batches"),
     "few data": (lambda: (build(), (X[:9], Y[:9])), {}, "data has 9 examples; healing needs 20"),
     "no pair": (lambda: (build(), 3), {}, "data is a int"),
-    "lengths": (lambda: (build(), (X, Y[:50])), {}, "x and y hold 50 and 240 examples"),
+    "lengths": (
+        lambda: (build(), (X, Y[:50])),
+        {},
+        "x holds 240 examples and y 50; give one label or target per example",
+    ),
     "a file that is not there": (lambda: (build(), "absent.npz"), {}, "there is no file absent.npz"),
     "a small budget": (lambda: (build(), (X, Y)), {"budget": 0.001}, "the smallest seed has"),
     "few steps": (lambda: (build(), (X, Y)), {"steps": 3}, "steps is 3; give a whole number of 24 or more"),
     "no module": (lambda: (3, (X, Y)), {}, "model is a int; give an nn.Module"),
     "a label that is no class": (lambda: (build(), (X, Y + 2)), {"steps": 24}, "y holds the label "),
-    "nan in x": (lambda: (build(), (X.where(X < 2, torch.nan), Y)), {}, "x is not finite in "),
-    "nan in y": (lambda: (build(), (X, X.log())), {}, "y is not finite in "),
+    "nan in x": (lambda: (build(), (X.where(X < 2, torch.nan), Y)), {}, "x holds NaN or infinite values, in examples "),
+    "nan in y": (lambda: (build(), (X, X.log())), {}, "y holds NaN or infinite values, in examples "),
     "one output": (
         lambda: (nn.Sequential(build(), nn.ReLU(), nn.Linear(3, 1)), (X, Y)),
         {"steps": 24},
@@ -309,7 +317,11 @@ REFUSED = {
         "batch 1 of data has examples of another shape than batch 0",
     ),
     "a large seed": (lambda: (build(), (X, Y)), {"seed": 2**63}, "seed is 9223372036854775808; give a whole number"),
-    "text": (lambda: (build(), (X.numpy(), np.array(["a"] * len(X)))), {}, "data has an array of <U1; give numbers"),
+    "text": (
+        lambda: (build(), (X.numpy(), np.array(["a"] * len(X)))),
+        {},
+        "y holds text, such as 'a'; give numbers, for",
+    ),
     "targets of another kind": (lambda: (build(), (X, X)), {"steps": 24}, "or from Python loss(output, target)"),
 }
 
@@ -411,7 +423,7 @@ def test_an_interrupt_ends_the_command_with_a_sentence_and_code_130(folder, caps
         settings["watch"]("training the grown network")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("esper.runs.healing.heal", interrupted)
+    monkeypatch.setattr("esper.runs.healing.heal.heal", interrupted)
     assert code_of("heal", "network.pt2", "--data", "data.npz", "--out", "out") == 130
     said = capsys.readouterr().err.splitlines()
     assert said == ["training the grown network", "interrupted; nothing was written, and the same command begins anew"]
@@ -422,7 +434,7 @@ def test_an_interrupt_ends_the_command_with_a_sentence_and_code_130(folder, caps
 @pytest.fixture
 def ready(folder, healed, monkeypatch):
     """The command whose trainings have been done already."""
-    monkeypatch.setattr("esper.runs.healing.heal", lambda *arguments, **settings: healed[2])
+    monkeypatch.setattr("esper.runs.healing.heal.heal", lambda *arguments, **settings: healed[2])
     return ("heal", "network.pt2", "--data", "data.npz", "--out", "out")
 
 
@@ -434,7 +446,7 @@ def test_on_a_full_disk_the_table_is_printed_and_the_folder_stays_as_it_was(
     if earlier:
         assert not code_of(*ready)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    monkeypatch.setattr("esper.store.full_disk.PATIENCE", 0.01)
+    monkeypatch.setattr("esper.store.disk.PATIENCE", 0.01)
     full(written, times=10**9)
     capsys.readouterr()
     assert code_of(*ready, "--overwrite") == 1
@@ -449,7 +461,7 @@ def test_on_a_full_disk_the_table_is_printed_and_the_folder_stays_as_it_was(
 
 
 def test_a_healing_waits_for_room(ready, folder, capsys, monkeypatch, full):
-    monkeypatch.setattr("esper.store.full_disk.EVERY", 0.001)
+    monkeypatch.setattr("esper.store.disk.EVERY", 0.001)
     full(r"network\.pt2$")
     assert not code_of(*ready)
     assert "out is written; the run goes on" in capsys.readouterr().err
@@ -510,7 +522,9 @@ def test_labels_without_a_sign_are_those_with_one(kind):
 
 def test_a_label_above_all_whole_numbers_of_torch_is_named():
     x, y = examples()
-    with pytest.raises(InputError, match=r"data holds 18,446,744,073,709,551,615, which no label is"):
+    with pytest.raises(
+        InputError, match=r"y holds 18,446,744,073,709,551,615; give whole numbers below 9,223,372,036,854,775,808"
+    ):
         examples_of((x, y.numpy().astype("uint64") - 3))
 
 

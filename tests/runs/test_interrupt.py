@@ -4,9 +4,9 @@ import threading
 import pytest
 
 from esper.leyline.progress import Silent
+from esper.runs.folder.interrupt import Interrupt
 from esper.runs.grow import grow
-from esper.runs.interrupt import Interrupt
-from esper.tamiyo.baselines import Never
+from esper.tamiyo.rules.baselines import Never
 from populations import blobs, small_config
 
 
@@ -31,7 +31,7 @@ def test_rearmed_it_lets_one_more_signal_ask_and_the_next_interrupts():
 
 
 def test_a_signal_that_the_run_does_not_answer_gets_a_word(monkeypatch):
-    monkeypatch.setattr("esper.runs.interrupt.WORD_AFTER", 0.01)
+    monkeypatch.setattr("esper.runs.folder.interrupt.WORD_AFTER", 0.01)
     said, came = [], threading.Event()
     with Interrupt(lambda line: (said.append(line), came.set())) as interrupt:
         signal.raise_signal(signal.SIGINT)
@@ -41,7 +41,7 @@ def test_a_signal_that_the_run_does_not_answer_gets_a_word(monkeypatch):
 
 
 def test_ctrl_c_within_a_long_step_gets_a_word_before_the_step_ends(monkeypatch):
-    monkeypatch.setattr("esper.runs.interrupt.WORD_AFTER", 0.01)
+    monkeypatch.setattr("esper.runs.folder.interrupt.WORD_AFTER", 0.01)
     said, came = [], threading.Event()
 
     class Heard(Silent):

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from esper.runs import run_folder
-from esper.runs.interrupt import Interrupt
-from esper.runs.run_folder import RunFolder
+from esper.runs.folder import run_folder
+from esper.runs.folder.interrupt import Interrupt
+from esper.runs.folder.run_folder import RunFolder
 from esper.store import lock as lock_module
 from esper.store.lock import Lock
 from populations import small_config

@@ -8,19 +8,19 @@ import torch
 from torch import nn
 
 from esper.cli import main
+from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError, RunWarning
-from esper.leyline.task import Split
 from esper.nissa.events import decode
 from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
+from esper.runs.folder.environment import fingerprint
+from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
-from esper.runs.origin import fingerprint
-from esper.runs.resume import Opening
-from esper.runs.train import train
+from esper.runs.training.train import train
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
-from esper.tasks.custom_objective import CustomObjective
 from esper.tasks.objectives import Classification
+from esper.tasks.own.custom_objective import CustomObjective
 from populations import blobs, small_config
 
 CONFIG = small_config({"controller": "random-valid"}, {"envs": 1, "steps": 4, "models": "none"})

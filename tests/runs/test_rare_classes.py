@@ -54,9 +54,12 @@ def test_the_figures_are_those_of_scikit_learn_on_the_exported_networks(finished
 
 
 def test_the_terminal_has_the_balanced_accuracy_and_the_report_all_of_it(finished, capsys):
-    _, folder, summary = finished
+    task, folder, summary = finished
     esper.show(summary)
-    assert "rare classes ([rare]): balanced accuracy 0." in capsys.readouterr().out
+    line = " ".join(capsys.readouterr().out.split())
+    tested = int((task.test.y == task.classes.index("[rare]")).sum())
+    assert f"rare classes ([rare]; {tested} test examples): balanced accuracy 0." in line
+    assert "; esper.task(..., class_weights='balanced') weighs them like others; F1, ROC AUC and" in line
     said = Page((folder / "report.html").read_text()).said
     assert "as some are rare ([rare])" in said
     assert "balanced accuracy F1 ROC AUC" in said

@@ -15,25 +15,25 @@ from safetensors.torch import load_file
 from torch import nn
 
 from esper.kasmina.host import SegmentedHost
-from esper.kasmina.layers import Linear
-from esper.leyline.config import build_config
-from esper.leyline.config_text import dump_config
+from esper.kasmina.stack.layers import Linear
+from esper.leyline.config.tree import build_config, dump_config
 from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.progress import Silent
-from esper.leyline.slots import SlotSpec
-from esper.leyline.stages import Stage
 from esper.nissa.events import decode
 from esper.nissa.recovery import check_events
 from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
+from esper.runs.folder.resume import Opening, cohort_configs, read_config, reward_of, with_cohorts
 from esper.runs.grow import grow
-from esper.runs.resume import Opening, cohort_configs, read_config, reward_of, with_cohorts
-from esper.runs.train import train
+from esper.runs.training.train import train
 from esper.simic.rewards import Escrow
-from esper.store.checkpoint import Checkpoints, flatten, unflatten
+from esper.store.checkpoint import Checkpoints
+from esper.store.tensors import flatten, unflatten
 from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.controller import Language, Learned, Policy
-from esper.tamiyo.schedule import load_schedule
+from esper.tamiyo.policy.controller import Language, Learned, Policy
+from esper.tamiyo.rules.schedule import load_schedule
 from esper.tolaria.engine import VectorizedEngine
 from journals import events
 from populations import GROW, Script, blobs, small_config
@@ -135,8 +135,9 @@ def left_and_resumed(config, folder, client, *lefts):
     return grow(blobs(), config, client(), folder, opening=Opening(resume=True))
 
 
-@pytest.mark.parametrize("twin", [True, False])
-@pytest.mark.parametrize("name", ["heuristic", "random-valid", "schedule", "learned"])
+@pytest.mark.parametrize(
+    ("name", "twin"), [("heuristic", True), ("random-valid", False), ("schedule", False), ("learned", True)]
+)
 def test_five_steps_a_resume_and_five_steps_are_ten(tmp_path, name, twin):
     config = config_of(name, twin=twin)
 
@@ -164,8 +165,7 @@ def test_a_run_may_be_left_after_every_step(tmp_path):
     assert events(tmp_path / "resumed") == events(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-@pytest.mark.parametrize("incubation", ["shadow", "ste"])
+@pytest.mark.parametrize(("optimizer", "incubation"), [("adamw", "shadow"), ("sgd", "ste")])
 def test_an_engine_goes_on_from_a_snapshot_at_every_stage_as_if_it_had_not_stopped(optimizer, incubation):
     config = small_config(
         envs=3,
@@ -230,7 +230,7 @@ def test_a_snapshot_of_another_population_is_refused_with_what_differs():
         VectorizedEngine(blobs(classes=4), small_config()).restore(snapshot)
 
 
-@pytest.mark.parametrize("level", ["off", "run"])
+@pytest.mark.parametrize("level", ["off", pytest.param("run", marks=pytest.mark.slow)])
 def test_a_resume_with_telemetry_is_one_without(tmp_path, level):
     config, quiet = config_of(), config_of(telemetry={"level": level})
 
@@ -332,7 +332,7 @@ def test_a_folder_is_locked_until_nothing_is_written_any_more(tmp_path, monkeypa
     assert not (folder / "lock").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_to_the_end(tmp_path, number):
     config = config_of(checkpoint={"every_seconds": 0})
 
@@ -432,8 +432,9 @@ def damaged(data, how):
 
 
 EVERY_DAMAGE = [
-    *("emptied", "truncated", "zero-filled", "zeros before", "a digit changed", "a row corrupted", "a blank line"),
-    *("a row twice", "rows missing"),
+    *("deleted", "a folder", "truncated", "zeros before", "a digit changed", "a row twice"),
+    *(pytest.param(how, marks=pytest.mark.slow) for how in ("emptied", "zero-filled", "a row corrupted")),
+    *(pytest.param(how, marks=pytest.mark.slow) for how in ("a blank line", "rows missing")),
 ]
 
 
@@ -447,7 +448,7 @@ def interrupted(tmp_path_factory):
     return folder, straight
 
 
-@pytest.mark.parametrize("how", ["deleted", "a folder", *EVERY_DAMAGE])
+@pytest.mark.parametrize("how", EVERY_DAMAGE)
 def test_damaged_events_are_named_and_a_whole_checkpoint_goes_on_with_the_rows_that_are_whole(
     tmp_path, interrupted, how
 ):
@@ -580,8 +581,14 @@ def controller(folder):
 
 @pytest.mark.parametrize(
     "lefts",
-    [(3,), (6,), (9,), (15,), (18, 2), (11, 5, 7)],
-    ids=["imitating", "second cohort", "round's end", "second cohort, learning", "twice in a round", "thrice"],
+    [
+        pytest.param((3,), id="imitating", marks=pytest.mark.slow),
+        pytest.param((6,), id="second cohort", marks=pytest.mark.slow),
+        pytest.param((9,), id="round's end", marks=pytest.mark.slow),
+        pytest.param((15,), id="second cohort, learning", marks=pytest.mark.slow),
+        pytest.param((18, 2), id="twice in a round", marks=pytest.mark.slow),
+        pytest.param((11, 5, 7), id="thrice"),
+    ],
 )
 def test_a_training_that_is_left_and_resumed_is_the_one_that_was_not(straight, tmp_path, lefts):
     folder, summary = straight
@@ -597,11 +604,12 @@ def test_the_checkpoint_behind_the_best_validation_is_kept(straight):
     folder, summary = straight
     name = (folder / "checkpoints" / "best").read_text().split()[0]
     facts = json.loads((folder / "checkpoints" / name / "state.json").read_text())
-    school = facts["state"]["school"]
-    assert school["best"] == [summary["best_validation_objective"], summary["best_round"]]
-    assert school["number"] == summary["best_round"] + 1
+    trainer = facts["state"]["trainer"]
+    assert trainer["best"] == [summary["best_validation_objective"], summary["best_round"]]
+    assert trainer["number"] == summary["best_round"] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [3, 5])
 def test_the_cadence_of_checkpoints_does_not_change_where_a_training_comes_to(straight, tmp_path, every):
     checkpoint = {"every_steps": every, "every_seconds": 0, "keep": 1}

@@ -12,14 +12,14 @@ from torch.optim.swa_utils import AveragedModel
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft, is_grafted
-from esper.kasmina.saving import DESCRIPTION, WEIGHTS
-from esper.kasmina.sums import SUMS
-from esper.leyline.actions import Op
+from esper.kasmina.graft.grafted import graft, is_grafted
+from esper.kasmina.network.saving import NETWORK, NETWORK_WEIGHTS
+from esper.kasmina.network.sums import SUMS
 from esper.leyline.errors import GrowthWarning, InputError
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
 from loops import equal, stages
 from populations import Script
 
@@ -107,7 +107,7 @@ def test_a_saved_network_computes_the_same_bits_in_a_fresh_copy_before_and_after
     assert not torch.equal(outputs(again), outputs(loaded))  # the seed on trial is gone
     assert equal(again.state_dict(), network.state_dict())
     assert again.tied.weight is again.head.weight
-    assert {path.name for path in (tmp_path / "after").iterdir()} == {WEIGHTS, DESCRIPTION, SUMS}
+    assert {path.name for path in (tmp_path / "after").iterdir()} == {NETWORK_WEIGHTS, NETWORK, SUMS}
     assert torch.equal(outputs(again, training=True), outputs(network, training=True))
 
 
@@ -135,7 +135,7 @@ def test_a_network_whose_seeds_all_folded_is_an_ordinary_state_dict_of_its_class
     assert type(network) is Host
     growth.save(tmp_path / "grown")
     assert torch.equal(outputs(esper.load_grown(tmp_path / "grown", Host())), outputs(network))
-    assert json.loads((tmp_path / "grown" / DESCRIPTION).read_text())["seeds"] == []
+    assert json.loads((tmp_path / "grown" / NETWORK).read_text())["seeds"] == []
 
 
 def test_a_network_that_was_loaded_grows_further_and_is_saved_with_its_earlier_seeds(tmp_path):
@@ -211,21 +211,21 @@ def saved(tmp_path_factory):
 
 
 def described(folder, **changes):
-    tree = json.loads((folder / DESCRIPTION).read_text()) | changes
+    tree = json.loads((folder / NETWORK).read_text()) | changes
     (folder / SUMS).unlink()
-    (folder / DESCRIPTION).write_text(json.dumps(tree))
+    (folder / NETWORK).write_text(json.dumps(tree))
 
 
 @pytest.mark.parametrize(
     ("damage", "build", "said"),
     [
         (
-            lambda folder: (folder / WEIGHTS).unlink(),
+            lambda folder: (folder / NETWORK_WEIGHTS).unlink(),
             Host,
-            f"has no file {WEIGHTS}; give a folder that growth.save wrote",
+            f"has no file {NETWORK_WEIGHTS}; give a folder that growth.save wrote",
         ),
         (
-            lambda folder: (folder / WEIGHTS).write_bytes(b"x"),
+            lambda folder: (folder / NETWORK_WEIGHTS).write_bytes(b"x"),
             Host,
             "is damaged: its sha256 .*; save the network again",
         ),

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu, trim_mean
 
-from esper.runs.statistics import (
+from esper.runs.evaluation.statistics import (
     Interval,
     interquartile_mean,
     interval,

@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import esper
-from esper.leyline.config import build_config
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.keys import Purpose, scalar
+from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError, LearningError
-from esper.leyline.keys import Purpose, scalar
 from esper.leyline.progress import Silent
-from esper.leyline.task import Split
 from esper.nissa.events import decode
 from esper.nissa.rows import (
     ROWS,
@@ -37,15 +37,15 @@ from esper.nissa.rows import (
     RunRow,
     StepRow,
 )
-from esper.runs.cohort import cohort_of, sample_instances, settings_of_policy
 from esper.runs.configuration import PRESETS, TRAINING
-from esper.runs.interrupt import Interrupt
-from esper.runs.resume import Opening, cohort_configs
-from esper.runs.school import School
-from esper.runs.train import train
+from esper.runs.folder.interrupt import Interrupt
+from esper.runs.folder.resume import Opening, cohort_configs
+from esper.runs.training.cohort import cohorts_of, sample_instances, settings_of_policy
+from esper.runs.training.train import train
+from esper.runs.training.trainer import Trainer
 from esper.simic.rewards import get_reward
-from esper.tamiyo.catalog import get_controller, settings_of
-from esper.tamiyo.controller import FACTS, WEIGHTS, Language, Learned, Policy, load_policy
+from esper.tamiyo.catalog import find_controller, get_controller
+from esper.tamiyo.policy.controller import FACTS, WEIGHTS, Language, Learned, Policy, load_policy
 from esper.tasks.catalog import get_task
 from populations import blobs
 
@@ -311,20 +311,20 @@ def test_the_validation_split_picks_the_controller_and_trains_nothing(tmp_path):
 def mixture():
     """A cohort of `repair`."""
     task = get_task("repair")
-    return cohort_of(task.sealed(), *configs([task]))
+    return cohorts_of(task.sealed(), *configs([task]))[0]
 
 
-def a_school(*cohorts):
+def a_trainer(*cohorts):
     config = cohorts[0].config
     policy = Policy.fresh(
         Language.of([cohort.engine.space for cohort in cohorts]), config.seed, settings_of_policy(config)
     )
-    return School(cohorts, policy, config)
+    return Trainer(cohorts, policy, config)
 
 
 def test_a_group_shares_an_instance_and_the_instances_of_a_round_are_training_instances(mixture):
-    school = a_school(mixture)
-    school.learn(0, Interrupt())
+    trainer = a_trainer(mixture)
+    trainer.learn(0, Interrupt())
     grown = mixture.engine.space.instance
     assert grown.tolist() == sample_instances(mixture, 0, 4).tolist()
     assert len(set(grown[:4].tolist())) == len(set(grown[4:].tolist())) == 1
@@ -344,26 +344,26 @@ def test_a_validation_grows_validation_instances(mixture):
 
 
 def test_what_is_validated_does_not_depend_on_how_often_it_was(mixture):
-    school = a_school(mixture)
+    trainer = a_trainer(mixture)
     found = [{}, {}]
-    assert [school.validate(number, figures) for number, figures in enumerate(found)] == [True, False]
+    assert [trainer.validate(number, figures) for number, figures in enumerate(found)] == [True, False]
     assert found[0] == found[1]
-    assert school.best == (found[0]["validation_objective"], 0)
+    assert trainer.best == (found[0]["validation_objective"], 0)
 
 
 @pytest.mark.parametrize(("bar", "better"), [(-np.inf, True), (np.inf, False)])
 def test_only_a_better_controller_is_the_best(mixture, bar, better):
-    school, figures = a_school(mixture), {}
-    school.best = bar, 3
-    assert school.validate(7, figures) is better
-    assert school.best == ((figures["validation_objective"], 7) if better else (bar, 3))
+    trainer, figures = a_trainer(mixture), {}
+    trainer.best = bar, 3
+    assert trainer.validate(7, figures) is better
+    assert trainer.best == ((figures["validation_objective"], 7) if better else (bar, 3))
 
 
 def test_a_validation_that_is_not_finite_is_never_the_best(mixture):
-    reward = mixture.config.reward.model_copy(update={"rent": np.nan})
-    school = a_school(mixture._replace(config=mixture.config.model_copy(update={"reward": reward})))
-    assert not school.validate(0, {})
-    assert school.best is None
+    watched = mixture.watched.model_copy(update={"reward": mixture.watched.reward.model_copy(update={"rent": np.nan})})
+    trainer = a_trainer(replace(mixture, watched=watched, made={"training": mixture.engine}))
+    assert not trainer.validate(0, {})
+    assert trainer.best is None
 
 
 def test_a_worse_controller_does_not_replace_the_best(tmp_path):
@@ -413,12 +413,12 @@ def test_an_update_that_cannot_be_trusted_names_its_cause_and_leaves_the_best_co
 
 
 def test_a_trained_controller_brings_the_settings_that_it_was_trained_under(trained):
-    settings = settings_of(str(trained[0]))
-    assert settings == settings_of(str(trained[0] / "controller"))
+    settings = find_controller(str(trained[0])).settings
+    assert settings == find_controller(str(trained[0] / "controller")).settings
     assert settings["gates"]["permissive"] is True
     assert settings["probe"]["sensors_every"] == TRAINING["probe"]["sensors_every"]
     assert isinstance(get_controller(str(trained[0]), build_config()), Learned)
-    assert settings_of("heuristic") == {}
+    assert find_controller("heuristic").settings == {}
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -7,9 +7,9 @@ import pytest
 from sklearn.datasets import load_digits
 
 import esper
-from esper.kasmina.static import Absent
-from esper.leyline.config import RewardConfig
-from esper.runs.baselines import Trained
+from esper.kasmina.network.static import Absent
+from esper.leyline.config.tree import RewardConfig
+from esper.runs.baselines import BaselineResult
 from esper.runs.verdict import compared_networks, verdict, verdict_of_loop
 
 RENT = RewardConfig(rent=0.1, rent_size=0)
@@ -26,7 +26,7 @@ def said(grown, baselines, *, kept=None, reward=RENT, metric="accuracy", **over)
     static = {
         name: Absent("it is a GRU")
         if values is None
-        else Trained(np.array(values, float), 1 - np.array(values, float), np.full(envs, size), None)
+        else BaselineResult(np.array(values, float), 1 - np.array(values, float), np.full(envs, size), None)
         for name, (values, size) in baselines.items()
     }
     summary = {

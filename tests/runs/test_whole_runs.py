@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import esper
-from esper.kasmina.export import PROGRAM
-from esper.tasks.custom import task_from
+from esper.kasmina.network.export import PROGRAM
+from esper.tasks.own.custom import task_from
 from populations import Script, blobs, small_config
 
 SMALL = {"envs": 2, "steps": 2, "baselines": ["twin"], "data": {"batch_size": 12, "batches_per_step": 2}}
@@ -50,7 +50,7 @@ def test_the_config_names_the_controller_unless_one_is_given():
             (blobs(), SMALL, 3),
             "controller is a int without act and store and update; give an object",
         ),
-        ((blobs(), SMALL, Script), "controller is a class; give an object with the methods act"),
+        ((blobs(), SMALL, Script), "controller is the class Script; give an object with the methods act"),
     ],
 )
 def test_what_is_no_task_config_or_controller_is_refused_in_one_sentence(arguments, sentence):
@@ -157,10 +157,10 @@ def test_dropout_in_hosts_and_seeds_is_keyed_and_differs_from_segment_to_segment
     body = first.population.body
     body.train(True)
     keys = np.arange(3)
-    from esper.kasmina.passes import _of
+    from esper.kasmina.stack.body import place_keys
 
     ones = torch.ones(3, 5, 8)
-    masks = [body.host(ones, slice(0, 3), part=f"segments.{k}", keys=_of(keys, k)) == 0 for k in (0, 1)]
+    masks = [body.host(ones, slice(0, 3), part=f"segments.{k}", keys=place_keys(keys, k)) == 0 for k in (0, 1)]
     assert not torch.equal(*masks)
 
 

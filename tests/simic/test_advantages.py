@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.simic.advantages import advantages, subtract_group_mean
+from esper.simic.ppo import advantages, subtract_group_mean
 
 T, E = 9, 4
 GOES_ON, TERMINAL, CUT, ROLLBACK = range(4)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from esper.lab.poison import poisoned
-from esper.leyline.actions import Head, Op
-from esper.leyline.protocols import PolicyClient
+from esper.leyline.lifecycle.actions import Head, Op
+from esper.leyline.protocols import Controller
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward, total, worths
-from esper.tamiyo.controller import Language, Policy
-from esper.tamiyo.policy import judge
+from esper.tamiyo.policy.controller import Language, Policy
+from esper.tamiyo.policy.distribution import judge
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.poison import poisoned
 from populations import MENU, blobs, small_config
 
 ENVS, STEPS = 4, 4
@@ -73,7 +73,7 @@ def weights(client):
 
 
 def test_the_learner_is_a_controller():
-    assert isinstance(a_run()[1], PolicyClient)
+    assert isinstance(a_run()[1], Controller)
 
 
 def test_log_probabilities_of_a_rollout_come_out_again_at_unchanged_weights():

@@ -7,26 +7,24 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.actions import Actions, Head, Op
 from esper.leyline.errors import InputError
-from esper.leyline.masks import allowed_of, every_decision, offered
-from esper.leyline.stages import Stage
-from esper.runs.cohort import cohorts_of
+from esper.leyline.lifecycle.actions import Actions, Head, Op
+from esper.leyline.lifecycle.masks import allowed_of, every_decision, offered
+from esper.leyline.lifecycle.stages import Stage
 from esper.runs.configuration import training_configs
-from esper.runs.school import School
-from esper.simic.advantages import advantages
+from esper.runs.training.cohort import cohorts_of
+from esper.runs.training.trainer import Trainer
 from esper.simic.client import SimicClient
 from esper.simic.imitation import Apprentice
-from esper.simic.ppo import PPO
+from esper.simic.ppo import PPO, advantages
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import Rollout
-from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.controller import Language, Learned, Policy, load_policy, save_policy
-from esper.tamiyo.placement import Uniform
-from esper.tamiyo.policy import GREEDY, judge
+from esper.tamiyo.policy.controller import Language, Learned, Policy, load_policy, save_policy
+from esper.tamiyo.policy.distribution import GREEDY, judge
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Until, play
 from populations import blobs, small_config
+from teachers import Everywhere
 
 ENVS, STEPS, MANY = 4, 4, 3
 MENU = ("bypass-rank-1", "bypass-linear", "mlp-small")
@@ -42,7 +40,7 @@ class Lesson:
         policy = Policy.fresh(Language.of([self.engine.space]), 0, decisions_per_step=MANY)
         self.learner, reward = PPO(policy, config.ppo, 0), get_reward(config.reward)
         self.client = (
-            SimicClient(self.learner, reward) if led is None else Apprentice(self.learner, reward, Uniform(), led)
+            SimicClient(self.learner, reward) if led is None else Apprentice(self.learner, reward, Everywhere(), led)
         )
 
     def played(self, *observers: Observer) -> "Lesson":
@@ -224,23 +222,10 @@ def test_a_saved_policy_makes_as_many_decisions_as_it_was_trained_to(tmp_path):
     ("settings", "says"),
     [
         ({"ppo": {"teacher": "nobody", "imitation_rounds": 1}}, "ppo.teacher: unknown controller 'nobody'"),
-        (
-            {"ppo": {"teacher": "participation", "imitation_rounds": 1}, "probe": {"sensors_every": 0}},
-            "probe.sensors_every is 0; set it to 1 or more",
-        ),
-        (
-            {"ppo": {"teacher": "trials:collapse", "imitation_rounds": 1}},
-            "ppo.teacher is trials:collapse, which tries candidates in copies of the networks, .* give collapse",
-        ),
         ({"ppo": {"rounds": 0, "imitation_rounds": 0}}, "so nothing would be learnt"),
     ],
 )
 def test_a_teacher_that_cannot_teach_is_refused(settings, says):
     (config,) = training_configs([blobs()], "quick", settings)
     with pytest.raises(InputError, match=says):
-        School(cohorts_of(blobs(), config), Policy.fresh(Language.of([Lesson().engine.space]), 0), config)
-
-
-def test_the_teacher_is_any_controller(tmp_path):
-    config = small_config({"ppo": {"teacher": "uniform"}})
-    assert isinstance(get_controller(config.ppo.teacher, config), Uniform)
+        Trainer(cohorts_of(blobs(), config), Policy.fresh(Language.of([Lesson().engine.space]), 0), config)

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.actions import Head, Op
-from esper.leyline.config import build_config
-from esper.runs.actors import Stop
-from esper.runs.cohort import cohort_of, settings_of_policy
+from esper.leyline.config.tree import build_config
+from esper.leyline.lifecycle.actions import Head, Op
 from esper.runs.configuration import TRAINING
-from esper.runs.interrupt import Interrupt
-from esper.runs.parts import LED
-from esper.runs.school import School
+from esper.runs.folder.interrupt import Interrupt
+from esper.runs.training.cohort import cohorts_of, settings_of_policy
+from esper.runs.training.trainer import Trainer
+from esper.runs.training.work_items import LED
+from esper.runs.workers.workers import Stop
 from esper.simic.imitation import Apprentice, led_by_teacher
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.tamiyo.controller import Language, Policy
-from esper.tamiyo.heuristic import Heuristic
-from esper.tamiyo.observation import input_names
+from esper.tamiyo.policy.controller import Language, Policy
+from esper.tamiyo.policy.observation import input_names
+from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 
@@ -121,7 +121,7 @@ def test_the_reward_is_that_of_what_was_done():
     assert not torch.equal(one.reward, other.reward)
 
 
-def a_school(**ppo):
+def a_trainer(**ppo):
     task = blobs()
     config = build_config(
         task.defaults,
@@ -129,18 +129,18 @@ def a_school(**ppo):
         {"envs": ENVS, "steps": STEPS, "data": {"batch_size": 12, "batches_per_step": 2}, "heuristic": EAGER},
         {"reward": {"group_size": 4}, "ppo": {"validate_envs": 4, **ppo}},
     )
-    cohort = cohort_of(task.sealed(), config)
-    return School([cohort], Policy.fresh(Language.of([cohort.engine.space]), 0, settings_of_policy(config)), config)
+    (cohort,) = cohorts_of(task.sealed(), config)
+    return Trainer([cohort], Policy.fresh(Language.of([cohort.engine.space]), 0, settings_of_policy(config)), config)
 
 
 @pytest.fixture(scope="module")
 def imitated():
-    """A school after six rounds of imitation, the share that the teacher led in each, and their figures."""
-    school, led, figures = a_school(imitation_rounds=6, lr=3e-3), [], []
+    """A trainer after six rounds of imitation, the share that the teacher led in each, and their figures."""
+    trainer, led, figures = a_trainer(imitation_rounds=6, lr=3e-3), [], []
     for number in range(-6, 0):
-        figures.append(school.imitate(number, Interrupt()))
-        led.append(school.player.apprentices[0].led)
-    return school, led, figures
+        figures.append(trainer.imitate(number, Interrupt()))
+        led.append(trainer.player.apprentices[0].led)
+    return trainer, led, figures
 
 
 def test_rounds_of_imitation_raise_the_likelihood_of_the_decisions_of_the_teacher(imitated):
@@ -155,29 +155,29 @@ def test_the_teacher_leads_less_from_round_to_round(imitated):
 
 
 def test_the_last_round_of_imitation_makes_as_many_passes_as_it_is_told_to():
-    school, counts = a_school(imitation_rounds=2, imitation_passes=3, update_epochs=1, minibatches=2), []
+    trainer, counts = a_trainer(imitation_rounds=2, imitation_passes=3, update_epochs=1, minibatches=2), []
     for number in (-2, -1):
-        school.imitate(number, Interrupt())
-        counts.append(int(next(iter(school.learner.state()["moments"].values()))["step"]))
+        trainer.imitate(number, Interrupt())
+        counts.append(int(next(iter(trainer.learner.state()["moments"].values()))["step"]))
     rounds = counts[0], counts[1] - counts[0]
     assert rounds == (2, 12)  # minibatches of one rollout in one pass, and of two in three
 
 
 class After:
-    """An interrupt after so many steps of a school."""
+    """An interrupt after so many steps of a trainer."""
 
-    def __init__(self, school, steps):
-        self.school, self.steps = school, steps
+    def __init__(self, trainer, steps):
+        self.trainer, self.steps = trainer, steps
 
     @property
     def asked(self):
-        return self.school.steps >= self.steps
+        return self.trainer.steps >= self.steps
 
 
 def test_a_round_in_which_the_policy_acts_too_goes_on_after_an_interrupt_as_if_there_was_none():
-    whole, first, second = (a_school(imitation_rounds=2) for _ in range(3))
-    for school in (whole, first):
-        school.imitate(-2, Interrupt())
+    whole, first, second = (a_trainer(imitation_rounds=2) for _ in range(3))
+    for trainer in (whole, first):
+        trainer.imitate(-2, Interrupt())
     whole.imitate(-1, Interrupt())
     with pytest.raises(Stop):
         first.imitate(-1, After(first, STEPS + STEPS // 2))
@@ -188,9 +188,9 @@ def test_a_round_in_which_the_policy_acts_too_goes_on_after_an_interrupt_as_if_t
 
 
 def test_what_the_teacher_has_shown_is_kept_until_learning_begins(imitated):
-    school, _, _ = imitated
-    before = [rollout.actions[Head.OP].clone() for rollout, _ in school.shown]
+    trainer, _, _ = imitated
+    before = [rollout.actions[Head.OP].clone() for rollout, _ in trainer.shown]
     assert len(before) == 6
     assert not all(torch.equal(before[0], other) for other in before[1:])
-    school.learn(0, Interrupt())
-    assert school.shown == []
+    trainer.learn(0, Interrupt())
+    assert trainer.shown == []

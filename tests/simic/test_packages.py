@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.actions import Actions, Head, Op
 from esper.leyline.errors import InputError
-from esper.leyline.masks import allowed_of, every_decision, offered
-from esper.leyline.verdicts import Refusal
+from esper.leyline.lifecycle.actions import Actions, Head, Op
+from esper.leyline.lifecycle.masks import allowed_of, every_decision, offered
+from esper.leyline.lifecycle.verdicts import Refusal
 from esper.simic.client import SimicClient
 from esper.simic.imitation import Apprentice
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.tamiyo.actor import RecurrentActor
-from esper.tamiyo.controller import FACTS, Language, Learned, Policy, load_policy, save_policy
-from esper.tamiyo.placement import Uniform
-from esper.tamiyo.policy import GREEDY, judge
+from esper.tamiyo.policy.actor import RecurrentActor
+from esper.tamiyo.policy.controller import FACTS, Language, Learned, Policy, load_policy, save_policy
+from esper.tamiyo.policy.distribution import GREEDY, judge
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Until, play
 from populations import blobs, small_config
+from teachers import Everywhere
 
 ENVS, STEPS, WIDTH = 4, 4, (3, 5, 4)
 MENU = ("bypass-rank-1", "mlp-small")
@@ -60,7 +60,7 @@ class Taught:
         config = self.engine.config
         self.learner = PPO(policy_of(self.engine, keen, decisions), config.ppo, 0)
         parts = self.learner, get_reward(config.reward)
-        self.client = SimicClient(*parts) if led is None else Apprentice(*parts, Uniform(), led)
+        self.client = SimicClient(*parts) if led is None else Apprentice(*parts, Everywhere(), led)
 
     def played(self, *observers):
         self.engine.reset()
@@ -81,9 +81,9 @@ def first_step(client, **settings):
 
 
 @pytest.mark.parametrize("decisions", [1, 2])
-def test_a_package_plants_in_one_step_what_the_rule_uniform_plants(decisions):
+def test_a_package_plants_in_one_step_what_a_rule_plants_in_several_decisions(decisions):
     policy = policy_of(engine_of(), decisions=decisions)
-    mine, theirs = (first_step(client).view().seeds for client in (Learned(policy), Uniform()))
+    mine, theirs = (first_step(client).view().seeds for client in (Learned(policy), Everywhere()))
     assert (theirs.blueprint >= 0).sum(1).min() > decisions  # the package is not limited by the decisions of a step
     for name in ("stage", "blueprint", "alpha"):
         np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
@@ -98,7 +98,7 @@ def test_the_budget_refuses_the_rest_of_a_package_by_name():
 
 
 def test_the_plantings_of_a_package_say_what_they_belong_to():
-    reasons = [entry["reason"] for entry in first_step(Learned(policy_of(engine_of()))).fates.plantings]
+    reasons = [entry["reason"] for entry in first_step(Learned(policy_of(engine_of()))).seed_history.plantings]
     assert sum("the first seed of the package bypass-rank-1" in reason for reason in reasons) == ENVS
     assert sum("a further seed of the package bypass-rank-1" in reason for reason in reasons) == ENVS * (len(WIDTH) - 1)
 

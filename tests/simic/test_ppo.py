@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.actions import RELEVANT, Head, Op
-from esper.leyline.config import PPOConfig
-from esper.simic.advantages import advantages
+from esper.leyline.config.tree import PPOConfig
+from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
 from esper.simic.client import sampled_step
-from esper.simic.ppo import PPO, LearningError, anneal, explained_variance, policy_loss, value_loss
+from esper.simic.ppo import PPO, LearningError, advantages, anneal, explained_variance, policy_loss, value_loss
 from esper.simic.rollout import TamiyoRolloutBuffer
-from esper.tamiyo.controller import Language, Policy, RecurrentActor
-from esper.tamiyo.network import Batch, FactoredRecurrentActorCritic, Shapes
-from esper.tamiyo.policy import judge
+from esper.tamiyo.policy.controller import Language, Policy, RecurrentActor
+from esper.tamiyo.policy.distribution import judge
+from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 

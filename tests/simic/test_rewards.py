@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from esper.kasmina.lifecycle import dormant
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import RewardConfig
+from esper.leyline.config.tree import RewardConfig
 from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.stages import IN_BUDGET, LIVE, Stage
+from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.view import Estimate, Outcome, Scores
 from esper.leyline.protocols import Reward
-from esper.leyline.stages import IN_BUDGET, LIVE, Stage
-from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Estimate, Outcome, Scores
 from esper.simic.rewards import (
     Account,
     Delta,
@@ -29,7 +29,7 @@ from esper.simic.rewards import (
     total,
     worth,
 )
-from esper.tamiyo.baselines import Never, RandomValid
+from esper.tamiyo.rules.baselines import Never, RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 

@@ -5,12 +5,12 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from esper.lab.poison import poisoned
-from esper.leyline.actions import Op
-from esper.leyline.stages import IN_BUDGET, among
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.stages import IN_BUDGET, among
 from esper.simic.rewards import fees, get_reward, paid, total, worths
-from esper.tamiyo.baselines import RandomValid
+from esper.tamiyo.rules.baselines import RandomValid
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.poison import poisoned
 from populations import blobs, small_config
 
 ENVS, STEPS, PENALTY, SCALE = 3, 10, 0.25, 2.0

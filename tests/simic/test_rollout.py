@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.actions import Actions, Head
-from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
-from esper.tamiyo.observation import Observation
+from esper.leyline.lifecycle.actions import Actions, Head
+from esper.simic.rollout import Rollout, RolloutStep, TamiyoRolloutBuffer
+from esper.tamiyo.policy.observation import Observation
 
 T, E, S, K = 3, 4, 2, 3
 CHOICES = (6, S, K, 3, 5, 4)
@@ -19,7 +19,7 @@ def a_step(seed):
     def some(*shape):
         return rng.random(shape, np.float32)
 
-    return Step(
+    return RolloutStep(
         observation=Observation(
             some(E, 5), some(E, 2), some(E, S, 7), some(E, S, 3), rng.integers(-1, K, size=(E, S)), some(E, S, K)
         ),

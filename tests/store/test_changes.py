@@ -24,7 +24,7 @@ def change(folder, config, number=0):
     (folder / "config.yaml").write_text(config)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(steps)
 def test_a_run_is_known_by_its_first_config_whatever_was_changed_and_wherever_a_crash_came(tmp_path_factory, steps):
     folder = begin(tmp_path_factory.getbasetemp() / "run")

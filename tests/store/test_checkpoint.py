@@ -17,9 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from crashes import at_every_call
-from esper.leyline.config import CheckpointConfig
+from esper.leyline.config.tree import CheckpointConfig
 from esper.leyline.errors import InputError
-from esper.store.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints, flatten, unflatten
+from esper.store.checkpoint import BEST, FACTS, LATEST, TENSORS, Checkpoints
+from esper.store.tensors import flatten, unflatten
 
 KEPT = CheckpointConfig(every_steps=5, every_seconds=0, keep=3)
 
@@ -56,12 +57,21 @@ def folder(tmp_path):
     return made
 
 
-@pytest.fixture
-def written(folder):
-    """A run folder with the checkpoints of steps 1, 2 and 3."""
-    store = Checkpoints(folder, KEPT)
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """The checkpoints of steps 1, 2 and 3."""
+    made = tmp_path_factory.mktemp("three")
+    (made / "config.yaml").write_text("task: blobs\n")
+    store = Checkpoints(made, KEPT)
     for number in (1, 2, 3):
         store.write(number, state(number))
+    return made / "checkpoints"
+
+
+@pytest.fixture
+def written(folder, three):
+    """A run folder with the checkpoints of steps 1, 2 and 3."""
+    shutil.copytree(three, folder / "checkpoints")
     return folder
 
 
@@ -87,7 +97,7 @@ names = st.text("abc", min_size=1, max_size=3)
 trees = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(names, trees, max_size=4))
 def test_a_tree_comes_back_as_it_was(tree):
     tensors, plain = flatten(tree)
@@ -144,10 +154,10 @@ def pointed(folder, pointer):
     return name
 
 
-writes = st.lists(st.tuples(st.integers(-3, 4), st.booleans(), st.integers(1, 3)), min_size=1, max_size=12)
+writes = st.lists(st.tuples(st.integers(-3, 4), st.booleans(), st.integers(1, 3)), min_size=1, max_size=8)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(writes)
 def test_retention_never_removes_the_latest_or_the_best(tmp_path_factory, writes):
     """Runs that go on, that go on from further back (a step below 0), and whose `keep` is changed."""
@@ -463,7 +473,7 @@ def test_closing_waits_for_what_is_being_written(folder, monkeypatch):
 def begun(store, number):
     """Begin a checkpoint, and wait until its thread is done, whatever with."""
     store.begin(number, state(number))
-    wait([store._writing.running])
+    wait([store._writing[1]])
 
 
 def test_what_is_left_is_waited_for_by_nobody_and_leaves_the_checkpoint_before(folder, monkeypatch):
@@ -505,7 +515,7 @@ def test_where_the_thread_finds_no_room_the_run_waits_and_writes_the_same(folder
     full(r"state\.json$")
     store.begin(1, {"column": column})
     column += 1
-    wait([store._writing.running])
+    wait([store._writing[1]])
     assert not store.due(2)
     assert tried == [("step-000001", True)]
     assert same(read(folder)[0].state, {"column": torch.zeros(3)})

@@ -34,7 +34,7 @@ import sys
 from pathlib import Path
 from esper.store.disk import write_atomic, write_folder
 mine = sys.argv[1].encode() * 4000
-for _ in range(300):
+for _ in range(60):
     write_atomic(Path("a.json"), mine)
     write_folder(Path("f"), {"x": mine, "y": mine})
 """

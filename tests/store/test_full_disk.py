@@ -11,10 +11,9 @@ import pytest
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines, OutputError
 from esper.nissa.rows import LifecycleRow
-from esper.runs.interrupt import Interrupt
-from esper.store import full_disk as module
-from esper.store.disk import write_atomic
-from esper.store.full_disk import DiskFull, DiskRetry, Unwritable
+from esper.runs.folder.interrupt import Interrupt
+from esper.store import disk as module
+from esper.store.disk import DiskFull, DiskRetry, Unwritable, write_atomic
 
 
 @pytest.fixture(autouse=True)

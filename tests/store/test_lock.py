@@ -68,26 +68,11 @@ def notes():
     return []
 
 
-def without_flock(monkeypatch):
-    """A file system of which flock knows nothing."""
-
-    def flock(descriptor, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-
-
-@pytest.fixture(params=["flock", "no flock"])
-def either(request, monkeypatch):
-    if request.param == "no flock":
-        without_flock(monkeypatch)
-
-
 def left_by(folder, **over):
     (folder / LOCK).write_text(json.dumps(describe_process() | over))
 
 
-def test_a_lock_says_whose_it_is_and_is_removed(tmp_path, notes, either):
+def test_a_lock_says_whose_it_is_and_is_removed(tmp_path, notes):
     lock = Lock(tmp_path, notes.append)
     lock.take()
     assert owner_of(tmp_path / LOCK)["pid"] == os.getpid()
@@ -97,7 +82,7 @@ def test_a_lock_says_whose_it_is_and_is_removed(tmp_path, notes, either):
     assert (list(tmp_path.iterdir()), notes, lock.held) == ([], [], False)
 
 
-def test_a_second_process_is_refused_with_whom_and_since_when_and_changes_nothing(tmp_path, notes, either):
+def test_a_second_process_is_refused_with_whom_and_since_when_and_changes_nothing(tmp_path, notes):
     with Holder(tmp_path) as holder:
         before = (tmp_path / LOCK).read_bytes()
         owner = json.loads(before)
@@ -111,7 +96,7 @@ def test_a_second_process_is_refused_with_whom_and_since_when_and_changes_nothin
     assert notes == []
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_with_a_note(tmp_path, notes, either):
+def test_the_lock_of_a_killed_process_is_taken_over_with_a_note(tmp_path, notes):
     with Holder(tmp_path) as holder:
         holder.kill()
         lock = Lock(tmp_path, notes.append)
@@ -124,7 +109,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_with_a_note(tmp_path, notes,
 
 
 @pytest.mark.skipif(process_start(os.getpid()) is None, reason="needs /proc to tell two processes of one pid apart")
-def test_a_pid_that_is_another_process_by_now_holds_nothing(tmp_path, notes, either):
+def test_a_pid_that_is_another_process_by_now_holds_nothing(tmp_path, notes):
     left_by(tmp_path, pid=os.getppid(), started=1)
     Lock(tmp_path, notes.append).take()
     assert len(notes) == 1
@@ -136,10 +121,15 @@ def test_where_flock_is_free_a_live_pid_does_not_hold(tmp_path, notes):
     assert len(notes) == 1
 
 
-def test_without_flock_a_process_of_another_machine_is_believed(tmp_path, notes, monkeypatch):
-    left_by(tmp_path, host="elsewhere", pid=2**22 + 1)
-    without_flock(monkeypatch)
-    with pytest.raises(InputError, match="on elsewhere"):
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_flock_is_refused(tmp_path, notes, monkeypatch, number):
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(
+        InputError, match=f"cannot be locked at .*: {os.strerror(number)}; repair that, or name another"
+    ):
         Lock(tmp_path, notes.append).take()
 
 
@@ -149,13 +139,13 @@ def test_without_a_start_time_a_pid_alone_is_asked_for():
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"pid": 1}'])
-def test_a_lock_that_says_nothing_holds_nothing(tmp_path, notes, content, either):
+def test_a_lock_that_says_nothing_holds_nothing(tmp_path, notes, content):
     (tmp_path / LOCK).write_bytes(content)
     Lock(tmp_path, notes.append).take()
     assert owner_of(tmp_path / LOCK)["pid"] == os.getpid()
 
 
-def test_a_lock_that_was_replaced_is_not_removed(tmp_path, notes, either):
+def test_a_lock_that_was_replaced_is_not_removed(tmp_path, notes):
     lock = Lock(tmp_path, notes.append)
     lock.take()
     (tmp_path / LOCK).unlink()
@@ -179,7 +169,7 @@ def test_a_name_that_another_file_took_meanwhile_is_opened_again(tmp_path, notes
     lock = Lock(tmp_path, notes.append)
     lock.take()
     monkeypatch.undo()
-    assert len(opened) == 2
+    assert len(opened) >= 2
     with pytest.raises(InputError):
         Lock(tmp_path, notes.append).take()
 
@@ -209,6 +199,6 @@ def test_another_program_started_meanwhile_does_not_hold_the_lock(tmp_path, note
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to("elsewhere")])
 def test_what_cannot_be_a_lock_is_named(tmp_path, notes, make):
     make(tmp_path / LOCK)
-    with pytest.raises(InputError, match="cannot be locked"):
+    with pytest.raises(InputError, match=r"cannot be locked|is not a regular file"):
         Lock(tmp_path, notes.append).take()
     assert not (tmp_path / "elsewhere").exists()

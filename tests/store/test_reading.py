@@ -4,12 +4,11 @@ import os
 
 import pytest
 
-from esper.leyline.config import Config, build_config, parse_setting
-from esper.leyline.config_text import dump_config
+from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
+from esper.leyline.config.tree import Config, build_config, dump_config, parse_setting
 from esper.leyline.errors import InputError
-from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.runs.configuration import load_config_file
-from esper.store.reading import read_kept, read_named
+from esper.store.disk import read_kept, read_named
 
 
 def refusal(read, *arguments):

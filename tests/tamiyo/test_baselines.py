@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from esper.leyline.actions import RELEVANT, Head, Op
-from esper.leyline.stages import Stage
-from esper.leyline.view import take
-from esper.tamiyo.baselines import Never, RandomValid
+from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import take
+from esper.tamiyo.rules.baselines import Never, RandomValid
 
 
 def test_never_waits(random_view):

@@ -1,16 +1,16 @@
 import pytest
 
-from esper.leyline.config import Config
+from esper.leyline.config.tree import Config
 from esper.leyline.errors import InputError
-from esper.leyline.protocols import PolicyClient
+from esper.leyline.protocols import Controller
 from esper.tamiyo.catalog import CONTROLLERS, get_controller, with_sensors
-from esper.tamiyo.schedule import Schedule
+from esper.tamiyo.rules.schedule import Schedule
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_every_controller_of_the_list_can_be_made(name, view):
     controller = get_controller(name, Config())
-    assert isinstance(controller, PolicyClient)
+    assert isinstance(controller, Controller)
     assert len(controller.act(view()).op) == 1
     assert controller.update() == {}
 
@@ -37,9 +37,8 @@ def test_an_unknown_controller_gets_the_known_ones_named(name):
     with pytest.raises(InputError) as caught:
         get_controller(name, Config())
     assert str(caught.value) == (
-        f"unknown controller {name!r}; give one of {', '.join(CONTROLLERS)}, trials:NAME of one that ranks places, the "
-        "path of a schedule file (.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), the run folder of a trained "
-        "controller, which must exist, or path.py:function for one of your own"
+        f"unknown controller {name!r}; give one of {', '.join(CONTROLLERS)}, the path of a schedule file (.yaml or .yml), "
+        "the run folder of a trained controller, which must exist, or path.py:function for one of your own"
     )
 
 

@@ -10,25 +10,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from crashes import at_every_call
-from esper.leyline.actions import Head, Op
 from esper.leyline.errors import InputError
-from esper.leyline.view import take
+from esper.leyline.lifecycle.actions import Head, Op
+from esper.leyline.lifecycle.view import take
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import Delta
-from esper.tamiyo.controller import (
+from esper.tamiyo.policy.controller import (
     FACTS,
     WEIGHTS,
     Language,
     Learned,
     Policy,
     RecurrentActor,
-    is_controller,
     load_policy,
-    read_settings,
+    read_facts,
     save_policy,
 )
-from esper.tamiyo.observation import Inputs
+from esper.tamiyo.policy.observation import Inputs
 from esper.tolaria.engine import VectorizedEngine
 from populations import MENU, Script, blobs, small_config
 
@@ -304,8 +303,7 @@ def test_a_policy_that_was_read_back_decides_the_same(trained, saved):
 
 def test_a_folder_holds_the_two_files_and_nothing_else(saved):
     assert sorted(path.name for path in saved.iterdir()) == [FACTS, WEIGHTS]
-    assert is_controller(saved)
-    assert read_settings(saved) == {"gates": {"gain_z": 0.5}}
+    assert read_facts(saved)["settings"] == {"gates": {"gain_z": 0.5}}
 
 
 def test_a_policy_is_written_over_an_older_one(trained, saved):
@@ -323,7 +321,6 @@ def test_a_crash_between_any_two_system_calls_leaves_the_old_controller_or_the_n
         save_policy(one, folder)
 
     for _ in at_every_call(monkeypatch, prepare, lambda: save_policy(other, folder)):
-        assert is_controller(folder)
         found.append(load_policy(folder).origin["seed"])
     assert len(found) > 10, "or this test shows nothing"
     assert found == sorted(found)
@@ -340,7 +337,6 @@ def test_weights_and_facts_of_two_controllers_do_not_go_together(trained, saved,
 
 
 def test_a_folder_without_a_controller_is_refused(tmp_path):
-    assert not is_controller(tmp_path)
     refused(tmp_path, FACTS, "No such file")
 
 

@@ -1,12 +1,11 @@
 import numpy as np
 import pytest
 
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import Config, GatesConfig, HeuristicConfig, build_config
-from esper.leyline.errors import InputError
-from esper.leyline.stages import Stage
-from esper.leyline.view import BlueprintInfo, Estimate, Seeds, take
-from esper.tamiyo.heuristic import Heuristic, relative_metric
+from esper.leyline.config.tree import Config, GatesConfig, HeuristicConfig
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import BlueprintInfo, Estimate, Seeds, take
+from esper.tamiyo.rules.heuristic import Heuristic, progress_of, relative_metric
 
 DORMANT, TRAINING, HOLDING = Stage.DORMANT, Stage.TRAINING, Stage.HOLDING
 PLANTABLE = {Op.GERMINATE: True}
@@ -362,6 +361,28 @@ def test_the_reason_of_a_planting_in_a_weak_host_names_the_limit_of_the_metric(v
     assert "bypass-mlp is the first of heuristic.weak_blueprints that fits" in reason
 
 
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (
+            -13.67,
+            "the metric is below that of the best constant prediction, so it has covered none of the way to a perfect one",
+        ),
+        (0.0, "the metric has covered 0% of the way to a perfect one"),
+        (1.3, "the metric has covered 100% of the way to a perfect one"),
+        (-np.inf, "how far the metric is on the way to a perfect one is not known"),
+    ],
+)
+def test_how_far_a_metric_has_come_is_never_less_than_nothing_and_never_more_than_all_of_the_way(share, said):
+    assert progress_of(share) == said
+
+
+def test_a_metric_below_that_of_a_constant_prediction_is_named_as_such_in_a_reason(view):
+    reason = planted(view(may=PLANTABLE, inner=EVEN, metric=-13.67))
+    assert "the metric is below that of the best constant prediction" in reason
+    assert "under 70% (heuristic.weak_below)" in reason
+
+
 def test_the_reason_of_a_planting_without_inner_features_names_the_limits_that_hold_then(view):
     reason = planted(view(may=PLANTABLE, metric=0.8))
     assert "inner features are not measured" in reason
@@ -421,15 +442,6 @@ def test_each_environment_alone_decides_as_in_the_population(view):
 
 
 # Keys.
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [("min_rank", "narrow_from"), ("threshold", "plant_below"), ("blueprint", "weak_blueprints"), ("start", "leave")],
-)
-def test_a_key_of_the_rule_before_is_refused_with_what_stands_in_its_place(old, new):
-    with pytest.raises(InputError, match=rf"heuristic\.{old} .*{new}"):
-        build_config({"heuristic": {old: 1}})
 
 
 def test_the_rule_asks_for_the_growth_sensors():

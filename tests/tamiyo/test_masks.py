@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from esper.leyline.actions import RELEVANT, Actions, Blend, Head, Op
-from esper.leyline.masks import (
+from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Op
+from esper.leyline.lifecycle.masks import (
     OPEN,
     allowed,
     allowed_of,
@@ -15,8 +15,8 @@ from esper.leyline.masks import (
     every_decision,
     offered,
 )
-from esper.leyline.stages import Stage
-from esper.leyline.view import Masks
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Masks
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from esper.leyline.actions import Head, Op
-from esper.tamiyo.network import Batch, Encoded, FactoredRecurrentActorCritic, Shapes
+from esper.leyline.lifecycle.actions import Head, Op
+from esper.tamiyo.policy.network import Batch, Encoded, FactoredRecurrentActorCritic, Shapes
 
 SHAPES = Shapes(env=5, slot=7, blueprints=4, tempos=5, targets=4)
 T, E, S, K = 6, 3, 4, 3

@@ -6,14 +6,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esper.leyline.actions import Actions, Blend, Op
-from esper.leyline.stages import Stage
-from esper.leyline.view import CoalitionValues, Estimate
-from esper.tamiyo.features import GLOBAL, GLOBAL_FLAGS, RELATIVE, SLOT, SLOT_FLAGS, WINDOWS, Feature, slot_features
-from esper.tamiyo.observation import CLIP, History, Moments, Normaliser, Observation, input_names, normalise, observe
-from esper.tolaria.attribution import attribute
+from esper.leyline.lifecycle.actions import Actions, Blend, Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import CoalitionValues, Estimate
+from esper.tamiyo.policy.features import (
+    GLOBAL,
+    GLOBAL_FLAGS,
+    RELATIVE,
+    SLOT,
+    SLOT_FLAGS,
+    WINDOWS,
+    Feature,
+    slot_features,
+)
+from esper.tamiyo.policy.observation import (
+    CLIP,
+    History,
+    Moments,
+    Normaliser,
+    Observation,
+    input_names,
+    normalise,
+    observe,
+)
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.sensors import SENSORS
+from esper.tolaria.measure.coalitions import attribute
+from esper.tolaria.measure.sensors import SENSORS
 from populations import Script, blobs, small_config
 
 ROOT = Path(__file__).parents[2]

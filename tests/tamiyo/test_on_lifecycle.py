@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from esper.kasmina.lifecycle import apply, dormant, legal, tick
-from esper.leyline.actions import Op
-from esper.leyline.config import Config
-from esper.leyline.gates import judge
-from esper.leyline.stages import Stage
-from esper.leyline.view import Estimate
-from esper.tamiyo.baselines import RandomValid
-from esper.tamiyo.heuristic import Heuristic
-from esper.tamiyo.schedule import Entry, Schedule
+from esper.leyline.config.tree import Config
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.gates import judge
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Estimate
+from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.heuristic import Heuristic
+from esper.tamiyo.rules.schedule import Entry, Schedule
 
 
 def episode(controller, view, config, *, envs=1, slots=3, steps=24, worth=0.1):

@@ -5,13 +5,13 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from esper.leyline.actions import RELEVANT, Actions, Head, Op
-from esper.leyline.keys import key, uniform
-from esper.leyline.masks import choices
-from esper.leyline.stages import Stage
-from esper.leyline.view import take
-from esper.tamiyo.network import Batch, Encoded, FactoredRecurrentActorCritic, Shapes
-from esper.tamiyo.policy import GREEDY, decide, judge, probabilities
+from esper.leyline.data.keys import key, uniform
+from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
+from esper.leyline.lifecycle.masks import choices
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import take
+from esper.tamiyo.policy.distribution import GREEDY, decide, judge, probabilities
+from esper.tamiyo.policy.network import Batch, Encoded, FactoredRecurrentActorCritic, Shapes
 
 SHAPES = Shapes(env=5, slot=7, blueprints=3, tempos=5, targets=4)
 SOME = {head: 0.05 + 0.05 * head for head in Head}

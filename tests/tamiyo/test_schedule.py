@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from esper.leyline.actions import Blend, Op
 from esper.leyline.errors import InputError
-from esper.leyline.stages import Stage
-from esper.tamiyo.schedule import Entry, Schedule, load_schedule
+from esper.leyline.lifecycle.actions import Blend, Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.tamiyo.rules.schedule import Entry, Schedule, load_schedule
 
 PRUNABLE = {Op.PRUNE: True}
 

@@ -13,7 +13,7 @@ from torch import nn
 import esper
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec
+from esper.leyline.lifecycle.slots import SlotSpec
 
 LENGTH, AHEAD = 12, 2
 SETTINGS = {
@@ -63,7 +63,7 @@ def text():
     return windows[:, :LENGTH], windows[:, LENGTH:]
 
 
-@pytest.mark.parametrize("mapping", ["auto", "loop"])
+@pytest.mark.parametrize("mapping", ["auto", pytest.param("loop", marks=pytest.mark.slow)])
 def test_a_model_of_bytes_learns_to_predict_the_next_ones(text, tmp_path, mapping):
     x, y = text
     task = esper.task("bytes", x, y, host=byte_host, kind="classification", classes=256)
@@ -114,7 +114,14 @@ def digits():
     return data.images[:, None], data.images.sum(2), data.target
 
 
-@pytest.mark.parametrize(("mapping", "as_tuple"), [("auto", False), ("auto", True), ("loop", False)])
+@pytest.mark.parametrize(
+    ("mapping", "as_tuple"),
+    [
+        ("auto", False),
+        pytest.param("auto", True, marks=pytest.mark.slow),
+        pytest.param("loop", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_batch_of_several_tensors_is_trained_exported_and_asked_by_name_or_in_order(
     digits, tmp_path, mapping, as_tuple
 ):
@@ -238,7 +245,7 @@ def test_a_mask_of_truth_values_stays_one_and_counts_become_numbers():
         (
             {"image": np.zeros((90, 1, 8, 8)), "row_sums": np.full((90, 8), np.nan)},
             {},
-            "the features hold NaN or infinite values",
+            "x['row_sums'] holds NaN or infinite values, in examples 0, 1, 2, 3, 4, ... (90 of 90)",
         ),
         (
             {"image": np.zeros((90, 1, 8, 8)), "row_sums": np.zeros((90, 8))},

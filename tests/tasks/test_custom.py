@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from esper.kasmina.host import SegmentedHost
-from esper.leyline.config import build_config
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Task
 from esper.leyline.errors import DataWarning, InputError
-from esper.leyline.slots import SlotSpec
-from esper.leyline.task import Task
-from esper.tasks.custom import task_from
-from esper.tasks.hosts import MLP
+from esper.leyline.lifecycle.slots import SlotSpec
+from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification, Regression
+from esper.tasks.own.custom import task_from
 
 N, D = 90, 4
 SPLITS = ("train", "probe", "validation", "test")
@@ -187,10 +187,10 @@ ONE_HOST = mlp()()
             "of the classes as classes",
         ),
         (lambda: task_from("t", [[1.0], [1.0, 2.0]], Y, host=mlp()), "x is a list that cannot be read as an array"),
-        (lambda: task_from("t", X + 0j, Y, host=mlp()), "x or y holds complex numbers; give their real and imaginary"),
+        (lambda: task_from("t", X + 0j, Y, host=mlp()), "x holds complex numbers; give their real and imaginary"),
         (lambda: task_from("t", X, Y[:3], host=mlp()), "x holds 90 examples and y 3; give one label or target"),
         (lambda: task_from("t", X[:0], Y[:0], host=mlp()), "x and y hold no examples; give at least a few dozen"),
-        (lambda: task_from("t", X / 0, Y, host=mlp()), "the features hold NaN or infinite values, in examples 0, 1, 2"),
+        (lambda: task_from("t", X / 0, Y, host=mlp()), "x holds NaN or infinite values, in examples 0, 1, 2"),
         (
             lambda: task_from("t", X, Y - 5, classes=3, host=mlp()),
             "y holds negative labels, in examples 0, 1, 2, 3, 4, ... (90 of",
@@ -336,11 +336,12 @@ def test_what_cannot_be_used_is_refused_in_a_sentence(build: Callable[[], Task],
     [
         ({"host": mlp(), "standardise": True}, "esper.task has no argument 'standardise'; did you mean 'standardize'?"),
         ({"host": mlp(), "qqq": 1}, "esper.task has no argument 'qqq'; it takes name, x, y, host, kind"),
-        ({}, "esper.task: missing a required argument: 'host'"),
+        ({}, "esper.task was given no host; give a function that makes the network to be grown, as host=esper.mlp("),
+        ({"name": "t"}, "esper.task: multiple values for argument 'name'"),
     ],
 )
 def test_a_wrong_argument_is_told_under_the_name_by_which_the_user_calls(arguments: Any, sentence: str) -> None:
-    with pytest.raises(TypeError, match=f"^{re.escape(sentence)}"):
+    with pytest.raises(InputError, match=f"^{re.escape(sentence)}"):
         task_from("t", X, Y, **arguments)
 
 

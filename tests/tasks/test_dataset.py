@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from esper.leyline.errors import InputError, UserCodeError
-from esper.tasks.custom import task_from
-from esper.tasks.dataset import CHUNK, read_dataset
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
+from esper.tasks.own.custom import task_from
+from esper.tasks.own.dataset import CHUNK, read_dataset
 
 N = 2 * CHUNK + 9
 HOST = MLP(4, 8, (2,), 3)

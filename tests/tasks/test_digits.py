@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits
 
 from esper.kasmina.host import check_host
-from esper.leyline.config import build_config
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Task
 from esper.leyline.errors import InputError
-from esper.leyline.task import Task
 from esper.tasks.digits import digits, digits_narrow
 
 

@@ -12,9 +12,9 @@ from torch.func import functional_call
 import esper
 from esper.kasmina.blueprints import count
 from esper.kasmina.host import SegmentedHost, check_host
-from esper.kasmina.stack import Stack
+from esper.kasmina.stack.rows import Stack
 from esper.leyline.errors import InputError
-from esper.tasks.hosts import (
+from esper.tasks.hosts.factories import (
     HOSTS,
     MAP_MENU,
     MLP,

@@ -10,10 +10,10 @@ import torch
 import esper
 from esper.kasmina.blueprints import count, drawn_with
 from esper.leyline.errors import InputError
-from esper.leyline.streams import Kind
-from esper.tasks.convolutional import scaled_to
+from esper.leyline.lifecycle.streams import Kind
 from esper.tasks.digits import digits
-from esper.tasks.hosts import CNN, ResidualCNN, host_from
+from esper.tasks.hosts.convolutional import scaled_to
+from esper.tasks.hosts.factories import CNN, ResidualCNN, host_from
 from esper.tasks.images import digits_image, digits_image_narrow, standardizing
 
 

@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 import torch
 
+from esper.leyline.data.task import Task
 from esper.leyline.errors import DataWarning, InputError
-from esper.leyline.task import Task
-from esper.tasks.custom import task_from
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification, Regression
+from esper.tasks.own.custom import task_from
 
 N = 90
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(0))
@@ -254,7 +254,7 @@ def test_a_frame_of_numbers_is_read_by_column() -> None:
             "column 'sex' of x holds 'f', a str; give numbers alone, or make the task with",
         ),
         ({"day": pd.date_range("2020", periods=N)}, "column 'day' of x holds dates, such as "),
-        ({"n": [None, *range(1, N)]}, "the features hold NaN or infinite values, in example 0 (1 of 90)"),
+        ({"n": [None, *range(1, N)]}, "x holds NaN or infinite values, in example 0 (1 of 90)"),
     ],
 )
 def test_a_column_that_holds_no_numbers_is_named(columns: dict[str, Any], sentence: str) -> None:

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from sklearn.metrics import accuracy_score, r2_score
 from torch import Tensor
 
-from esper.leyline.task import Objective
+from esper.leyline.data.task import Objective
 from esper.tasks.objectives import Classification, Regression
 
 E, B, C = 5, 37, 3

@@ -20,8 +20,8 @@ from sklearn.preprocessing import (
 )
 
 import esper
+from esper.leyline.data.preprocess import Preprocess, preprocess_from, preprocess_from_json
 from esper.leyline.errors import InputError
-from esper.leyline.preprocess import Preprocess, preprocess_from, preprocess_from_json
 
 N = 120
 _RNG = np.random.default_rng(0)

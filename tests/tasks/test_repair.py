@@ -11,14 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.blueprints.catalog import BLUEPRINTS
 from esper.kasmina.host import check_host
-from esper.kasmina.stack import Stack
-from esper.leyline import keys
-from esper.leyline.config import HeuristicConfig, OptimizerConfig, build_config
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.config.tree import HeuristicConfig, OptimizerConfig, build_config
+from esper.leyline.data import keys
+from esper.leyline.data.task import Instance, Split
 from esper.leyline.errors import InputError
-from esper.leyline.streams import Kind
-from esper.leyline.task import Instance, Split
 from esper.tasks.repair import (
     BLOCKS,
     DAMAGES,
@@ -34,10 +32,9 @@ from esper.tasks.repair import (
     digit_pools,
     held_back,
     repair,
-    repair_full,
     sample,
 )
-from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.stacked.optimizer import StackedOptimizer
 
 FACTS = [describe(key) for key in range(2000)]
 BORDERS = [key for part in RANGES.values() for key in (part[0], part[-1])]
@@ -461,12 +458,3 @@ def test_the_heuristic_runs_by_the_settings_that_were_tuned_on_training_instance
     gates = config.gates
     assert config.heuristic == HeuristicConfig()
     assert (gates.gain_z, gates.contribution_z, gates.min_contribution) == (-1.0, 0.0, -0.02)
-
-
-def test_the_full_menu_has_every_blueprint_for_blocks_of_vectors_on_the_same_instances() -> None:
-    full, elsewhere = repair_full(), {"bypass-mlp-2", "bypass-mlp-8", "full-head", "sparse-rows", "sparse-head"}
-    assert set(full.menu) == {name for kind, name in BLUEPRINTS if kind is Kind.VECTOR} - elsewhere
-    assert full.menu[: len(repair().menu)] == repair().menu
-    assert full.sample is sample
-    assert full.ranges == repair().ranges
-    assert full.defaults == repair().defaults

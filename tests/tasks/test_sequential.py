@@ -11,23 +11,23 @@ from torch import nn
 import esper
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
-from esper.kasmina.body import Body
-from esper.kasmina.export import grown_network, load_network, save_network
 from esper.kasmina.host import check_host
-from esper.kasmina.invariance import segments_that_vary
-from esper.kasmina.layers import rotated
-from esper.kasmina.stack import Stack
-from esper.leyline.actions import Op
-from esper.leyline.config import build_config
+from esper.kasmina.network.export import grown_network, load_network, save_network
+from esper.kasmina.stack.body import Body
+from esper.kasmina.stack.invariance import segments_that_vary
+from esper.kasmina.stack.layers import rotated
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Interface
 from esper.leyline.errors import InputError
-from esper.leyline.stages import Stage
-from esper.leyline.streams import Kind
-from esper.leyline.task import Interface
-from esper.tasks.hosts import GRU, SEQUENCE_MENU, Transformer, gru, host_from, menu_of, transformer
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.streams import Kind
+from esper.tasks.hosts.factories import GRU, SEQUENCE_MENU, Transformer, gru, host_from, menu_of, transformer
+from esper.tasks.hosts.sequential import TransformerBlock
 from esper.tasks.objectives import Classification
-from esper.tasks.sequential import TransformerBlock
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.training import doses
+from esper.tolaria.stacked.training import doses
 from populations import Script
 
 TRANSFORMER = Transformer(vocabulary=11, width=8, layers=2, heads=2, length=9)
@@ -111,7 +111,12 @@ def test_a_saved_transformer_of_an_earlier_version_has_learned_positions():
 
 
 SMALLEST, LARGEST = Transformer(256, 32, 1, 2, 16), Transformer(256, 256, 8, 8, 16, "rotary")
-CORNERS = [(SMALLEST, "auto"), (replace(SMALLEST, positions="rotary"), "vmap"), (SMALLEST, "loop"), (LARGEST, "auto")]
+CORNERS = [
+    (SMALLEST, "auto"),
+    (replace(SMALLEST, positions="rotary"), "vmap"),
+    (SMALLEST, "loop"),
+    pytest.param(LARGEST, "auto", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -158,9 +163,8 @@ def test_a_stack_of_hosts_computes_what_each_does_by_itself_gradients_of_shared_
 
 
 @HOSTS
-@pytest.mark.parametrize("length", [5, 8])
-def test_no_segment_of_a_host_depends_on_neighbours(factory, length):
-    assert segments_that_vary(factory, tokens(64, length)) == {}
+def test_no_segment_of_a_host_depends_on_neighbours(factory):
+    assert segments_that_vary(factory, tokens(64, 5)) == {}
 
 
 @HOSTS
@@ -181,7 +185,11 @@ def test_a_factory_can_be_pickled_and_made_again_from_its_name_and_arguments(fac
     assert host_from(factory.name, dict(vars(factory))) == factory
 
 
-@HOSTS
+@pytest.mark.parametrize(
+    "factory",
+    [TRANSFORMER, pytest.param(ROTARY, marks=pytest.mark.slow), pytest.param(RECURRENT, marks=pytest.mark.slow)],
+    ids=["transformer", "rotary", "gru"],
+)
 def test_seeds_on_a_host_for_tokens_are_grown_saved_and_loaded(factory, tmp_path):
     menu, x = [get_blueprint(name, Kind.SEQUENCE) for name in SEQUENCE_MENU], tokens(5, 9)
     body = Body(factory, menu, 2, x[:2])

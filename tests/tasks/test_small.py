@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from esper.kasmina.host import check_host
-from esper.leyline.config import build_config
-from esper.leyline.task import Task
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Task
 from esper.tasks.small import breast_cancer, iris, wine
 
 FACTS = {"iris": (iris, 150, 4, 3), "wine": (wine, 178, 13, 3), "breast-cancer": (breast_cancer, 569, 30, 2)}

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 from esper.kasmina.host import check_host
-from esper.leyline.config import build_config
+from esper.leyline.config.tree import build_config
 from esper.tasks.spirals import BAND, RADIUS, TURNS, spiral_points, spirals, spirals_narrow
 
 

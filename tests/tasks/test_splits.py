@@ -111,21 +111,21 @@ T = X[:, :1].clone()
             nan_at(7),
             Y,
             3,
-            "the features hold NaN or infinite values, in example 7 (1 of 120); drop those examples, fill in the values with "
+            "x holds NaN or infinite values, in example 7 (1 of 120); drop those examples, fill in the values with "
             "preprocess=SimpleImputer().fit(the training rows of x) of scikit-learn (`esper docs tasks`), or",
         ),
         (
             nan_at(*range(3, 10)),
             Y,
             3,
-            "the features hold NaN or infinite values, in examples 3, 4, 5, 6, 7, ... (7 of 120); "
+            "x holds NaN or infinite values, in examples 3, 4, 5, 6, 7, ... (7 of 120); "
             "drop those examples, fill in the values with preprocess=SimpleImputer().fit(the training rows of x) of scikit-learn",
         ),
         (
             X,
             T / T,
             None,
-            "the targets hold NaN or infinite values, in example 0 (1 of 120); drop those examples, fill in the values, or",
+            "y holds NaN or infinite values, in example 0 (1 of 120); drop those examples, fill in the values, or",
         ),
         (
             X,

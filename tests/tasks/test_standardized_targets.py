@@ -11,10 +11,10 @@ from torch import nn
 
 import esper
 from esper.leyline.errors import DataWarning, InputError
-from esper.tasks.custom_objective import StandardizedObjective, custom_objective
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification, Regression
-from esper.tolaria.bounds import bounds
+from esper.tasks.own.custom_objective import StandardizedObjective, custom_objective
+from esper.tolaria.measure.bounds import bounds
 
 SETTINGS = {"envs": 2, "steps": 3, "baselines": ["twin"], "data": {"batch_size": 16, "batches_per_step": 8}}
 MEAN, DEVIATION = (150.0, -3.0), (77.0, 0.01)
@@ -96,7 +96,7 @@ def test_classes_have_no_units():
 # What is taken home.
 
 
-@pytest.mark.parametrize("targets", [1, 2])
+@pytest.mark.parametrize("targets", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_grown_network_returns_targets_in_the_units_of_y_and_so_does_its_program(tmp_path, targets):
     task = task_of(targets)
     summary = esper.grow(task, {**SETTINGS, "steps": 12}, run=tmp_path / "r", progress=False)

@@ -9,12 +9,12 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import esper
+from esper.leyline.data.task import SENSED
 from esper.leyline.errors import InputError, UserCodeError
-from esper.leyline.source import SENSED
 from esper.store.checkpoint import flatten, unflatten
-from esper.tamiyo.baselines import RandomValid
-from esper.tasks.hosts import MLP, Transformer
-from esper.tasks.prepared import HELD
+from esper.tamiyo.rules.baselines import RandomValid
+from esper.tasks.hosts.factories import MLP, Transformer
+from esper.tasks.own.examples import HELD
 from esper.tasks.splits import Splits
 from esper.tolaria.engine import VectorizedEngine
 from populations import small_config
@@ -80,7 +80,9 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize(
+    "name", ["mappings", *(pytest.param(name, marks=pytest.mark.slow) for name in ("labels", "targets"))]
+)
 def test_a_streamed_dataset_trains_to_the_same_bits_as_in_memory_and_resumes_there(name):
     make, options, host = TASKS[name]
     kept, streamed = (esper.task("t", make(), host=host, stream=each, **options) for each in (False, True))

@@ -11,14 +11,14 @@ import torch
 
 import esper
 from esper.cli import main
+from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
-from esper.leyline.task import Split
 from esper.tasks.catalog import task_names
-from esper.tasks.hosts import Transformer
+from esper.tasks.hosts.factories import Transformer
 from esper.tasks.objectives import Classification, NextByte
 from esper.tasks.splits import Splits
 from esper.tasks.text import HOST, LENGTH, SIZES, sources, stdlib_text, text_splits, text_task, topics
-from esper.tolaria.bounds import bounds
+from esper.tolaria.measure.bounds import bounds
 
 FOLDER = Path(sysconfig.get_path("stdlib"))
 TINY = Transformer(vocabulary=256, width=8, layers=2, heads=2, length=16)
@@ -125,6 +125,7 @@ def test_the_task_is_grown_from_the_command_line_which_prints_bits_per_byte(tmp_
     assert (summary["status"], summary["metric"]) == ("finished", "neg_bits_per_byte")
 
 
+@pytest.mark.slow
 def test_a_controller_is_trained_on_the_task_from_the_command_line(tmp_path, capsys):
     small = {"data": "{batch_size: 4, batches_per_step: 1}", "reward.group_size": 2, "steps": 2}
     small["ppo"] = "{imitation_rounds: 0, validate_envs: 1}"

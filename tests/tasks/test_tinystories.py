@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from esper.cli import main
+from esper.leyline.data.task import SENSED
 from esper.leyline.errors import InputError
-from esper.leyline.source import SENSED
 from esper.tasks.catalog import get_task
 from esper.tasks.cifar import VARIABLE
 from esper.tasks.objectives import NextByte, NextToken
@@ -71,24 +71,12 @@ def test_a_large_vocabulary_leaves_fewer_windows_in_the_held_splits(tmp_path):
     assert sizes == {90: [HELD] * 3, 50_000: [41] * 3}
 
 
+@pytest.mark.slow
 def test_stories_are_grown_from_the_command_line(tmp_path, capsys):
     write_text(tmp_path)
-    small = ["--envs", "1", "--set", "data.batch_size=4", "--set", "data.batches_per_step=1", "--steps", "2"]
+    small = ["--envs", "1", "--set", "data={batch_size: 4, batches_per_step: 1}", "--steps", "2", "--json"]
     with pytest.raises(SystemExit, match="0"):
-        main(
-            [
-                "grow",
-                "tinystories",
-                *small,
-                "--baselines",
-                "none",
-                "--models",
-                "none",
-                "--run",
-                str(tmp_path / "run"),
-                "--json",
-            ]
-        )
+        main(["grow", "tinystories", *small, "--baselines", "none", "--models", "none", "--run", str(tmp_path / "run")])
     summary = json.loads(capsys.readouterr().out)
     assert (summary["status"], summary["metric"]) == ("finished", "neg_bits_per_byte")
     assert all(np.isfinite(summary["test_neg_bits_per_byte"]["grown"]))

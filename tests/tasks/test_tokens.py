@@ -6,7 +6,7 @@ import torch
 
 import esper
 from esper.leyline.errors import InputError
-from esper.tasks.hosts import GRU, Transformer
+from esper.tasks.hosts.factories import GRU, Transformer
 from esper.tasks.objectives import NextByte, NextToken
 from esper.tasks.splits import Splits
 
@@ -48,7 +48,10 @@ def test_every_split_may_be_a_stream_and_bytes_are_counted_in_bits_per_byte():
     assert isinstance(task.objective, NextByte)
 
 
-@pytest.mark.parametrize("host", [HOST, GRU(vocabulary=50, width=8, layers=1)], ids=["transformer", "gru"])
+GROWN = [HOST, pytest.param(GRU(vocabulary=50, width=8, layers=1), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("host", GROWN, ids=["transformer", "gru"])
 def test_tokens_are_grown_and_the_network_predicts_the_next(host, tmp_path):
     settings = {
         "envs": 2, "steps": 12, "data": {"batch_size": 16, "batches_per_step": 4}, "optimizer": {"lr": 0.02},

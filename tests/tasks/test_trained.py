@@ -5,7 +5,7 @@ import torch
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.tasks.hosts import MLP, ResidualMLP
+from esper.tasks.hosts.factories import MLP, ResidualMLP
 from esper.tasks.trained import SMALL, Trained, run_static, spirals_trained, train_static
 
 

@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from esper.tolaria import compiling, tracing
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.stacked import compiling
 from populations import Script, blobs, small_config, trajectory
 
 pytestmark = [
@@ -22,17 +22,17 @@ def cache(monkeypatch, tmp_path):
 
 
 def decisions():
-    from esper.leyline.actions import Op
+    from esper.leyline.lifecycle.actions import Op
 
     return {(1, 1): (Op.GERMINATE, 0, 1, 0, 2, 3), (3, 1): (Op.ADVANCE, 0), (5, 1): (Op.PRUNE, 0, 0, 0, 0, 0)}
 
 
 def test_a_grown_episode_has_the_losses_of_eager_passes_and_no_plan_is_compiled_twice(monkeypatch):
-    asked = []
+    asked, compile_graph = [], compiling.compiled
 
     def compiled(graph, tensors):
         asked.append(graph)
-        return tracing.compiled(graph, tensors)
+        return compile_graph(graph, tensors)
 
     monkeypatch.setattr(compiling, "compiled", compiled)
     (engine, *_, seen), (*_, exact) = (

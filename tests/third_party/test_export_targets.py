@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import esper
-from esper.karn.exporters.final import final_table
-from esper.karn.exporters.targets import as_markdown
+from esper.karn.export_targets import as_markdown, final_table
 from esper.leyline.errors import RunWarning
 from esper.leyline.exporters import TARGETS
 from exported import curves_of_steps
@@ -44,7 +43,7 @@ esper.grow("iris", SETTINGS, controller="random-valid", run=sys.argv[1], outputs
 KILLED_IN_STORE = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from esper.karn.exporters.to_mlflow import MLflow
+from esper.karn.export_targets import MLflow
 
 folder = Path(sys.argv[1])
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from esper.kasmina.find_sites import find_sites
-from esper.kasmina.grafted import graft
+from esper.kasmina.graft.find_sites import find_sites
+from esper.kasmina.graft.grafted import graft
 from huggingface import MODELS
 
 pytestmark = pytest.mark.third_party

@@ -7,7 +7,7 @@ import torch
 
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import InputError
-from esper.tolaria.groups import OWNER
+from esper.tolaria.live.groups import OWNER
 from loops import LIFE, SETTINGS, STAGES, equal, stages
 from populations import Script
 

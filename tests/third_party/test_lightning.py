@@ -13,11 +13,11 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.grafted import graft
+from esper.kasmina.graft.grafted import graft
 from esper.leyline.errors import InputError
-from esper.leyline.sites import Site
-from esper.leyline.streams import Vector
-from esper.runs.growth import Growth
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
 from loops import LIFE, SETTINGS, STAGES, equal, stages
 from populations import Script
 
@@ -255,7 +255,7 @@ class ByHand(Classifier):
     ("change", "sentence"),
     [
         ({"module": ByHand, "arguments": {"gradient_clip_val": None}}, "optimizes by hand"),
-        ({"budgets": 1}, "no argument 'budgets'; did you mean budget"),
+        ({"budgets": 1}, "no argument 'budgets'; did you mean 'budget'"),
         ({"optimizer": None}, "takes optimizer from the trainer"),
     ],
 )

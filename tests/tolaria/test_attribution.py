@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.leyline.keys import scalar
-from esper.leyline.view import CoalitionValues
-from esper.tolaria.attribution import attribute, banzhaf, half_width, interactions, shapley, shapley_sampled
-from esper.tolaria.coalitions import Sampled, sampled_coalitions
+from esper.leyline.data.keys import scalar
+from esper.leyline.lifecycle.view import CoalitionValues
+from esper.tolaria.measure.coalitions import (
+    SampledPermutations,
+    attribute,
+    banzhaf,
+    half_width,
+    interactions,
+    sampled_coalitions,
+    shapley,
+    shapley_sampled,
+)
 
 PLAYERS = range(1, 7)
 
@@ -242,7 +250,7 @@ def test_a_sample_of_one_pair_has_no_standard_error_and_is_refused():
 def test_values_of_other_coalitions_than_those_asked_for_are_refused():
     sampled = sampled_coalitions(5, 2, 0)
     with pytest.raises(AssertionError):
-        shapley_sampled(np.zeros((1, len(sampled.masks) + 1)), Sampled(*sampled))
+        shapley_sampled(np.zeros((1, len(sampled.masks) + 1)), SampledPermutations(*sampled))
 
 
 def saturating(n, envs=12, seed=0):

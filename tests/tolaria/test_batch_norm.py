@@ -7,13 +7,13 @@ from torch import nn
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
-from esper.leyline.actions import Actions, Op
-from esper.leyline.keys import Purpose, scalar
-from esper.leyline.slots import SlotSpec
-from esper.leyline.streams import Kind
-from esper.tasks.custom import task_from
-from esper.tolaria.data import SharedBatchIterator
+from esper.leyline.data.keys import Purpose, scalar
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.streams import Kind
+from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.stacked.data import SharedBatchIterator
 from populations import Script, small_config
 
 STEPS = 3

@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 import torch
 
-from esper.leyline.task import Split
+from esper.leyline.data.task import Split
 from esper.tasks.objectives import Classification, Regression
-from esper.tolaria.bounds import bounds, constant_metric
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.measure.bounds import bounds, constant_metric
 from populations import blobs, small_config
 
 
@@ -17,7 +17,7 @@ def test_the_floor_of_accuracy_is_the_share_of_the_most_frequent_class_and_its_c
 def test_a_constant_prediction_is_fitted_to_one_split_and_scored_on_another(monkeypatch):
     train, test = torch.tensor([1, 1, 1, 0, 2]), torch.tensor([1, 0, 0, 2] * 25)
     for at_once in (1, 7, 2**20):
-        monkeypatch.setattr("esper.tolaria.bounds.AT_ONCE", at_once)
+        monkeypatch.setattr("esper.tolaria.measure.bounds.AT_ONCE", at_once)
         assert constant_metric(Classification(3), train, Split(test, test)) == pytest.approx(0.25)
     y, held = torch.tensor([1.0, 3.0]), torch.tensor([0.0, 2.0, 7.0])
     assert constant_metric(Regression(1), y, Split(held, held)) == pytest.approx(1 - 29 / 26)  # the mean of y is 2

@@ -13,17 +13,26 @@ from scipy.stats import binom
 from torch.utils import _pytree as pytree
 
 import esper
-from esper.kasmina.certificates import BETS, MOST, Certificates, bets, chance, log_wealth, sign_test, signs
 from esper.kasmina.lifecycle import dormant
-from esper.leyline.actions import Op
+from esper.leyline.data.task import Lengths, Mixture, Room, Split
 from esper.leyline.errors import InputError
-from esper.leyline.gates import judge
-from esper.leyline.stages import Stage
-from esper.leyline.task import Lengths, Mixture, Room, Split
-from esper.leyline.trees import as_tree
-from esper.runs.cohort import cohort_of
-from esper.tolaria.certifying import set_aside
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.gates import judge
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.records import as_tree
+from esper.runs.training.cohort import cohorts_of
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.measure.certifying import (
+    BETS,
+    MOST,
+    Certificates,
+    bets,
+    chance,
+    log_wealth,
+    set_aside,
+    sign_test,
+    signs,
+)
 from esper.tolaria.reads import counted_reads
 from populations import Journalled, Script, blobs, small_config
 
@@ -447,7 +456,7 @@ def test_too_few_fresh_examples_for_any_certificate_are_refused():
 def test_a_training_refuses_certificates():
     config = small_config({"gates": {"certify": ALPHA}, "reward": {"group_size": 1}})
     with pytest.raises(InputError, match="a training plays many episodes on the same fresh examples"):
-        cohort_of(blobs(), config)
+        cohorts_of(blobs(), config)
 
 
 def test_a_network_in_a_loop_of_its_own_refuses_certificates():

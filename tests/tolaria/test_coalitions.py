@@ -7,17 +7,16 @@ import pytest
 import torch
 
 from bodies import ALL, empty, make_body, set_seed
-from esper.kasmina.export import grown_network
-from esper.leyline.actions import Op
+from esper.kasmina.network.export import grown_network
+from esper.leyline.data.task import Interface
 from esper.leyline.errors import InputError
-from esper.leyline.stages import Stage
-from esper.leyline.task import Interface
-from esper.leyline.view import CoalitionValues
-from esper.tasks.hosts import MLP
-from esper.tolaria.attribution import attribute
-from esper.tolaria.coalitions import COMPLETE, Sampling, coalitions, masks, sampled_coalitions
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import CoalitionValues
+from esper.tasks.hosts.factories import MLP
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.training import doses
+from esper.tolaria.measure.coalitions import COMPLETE, Sampling, attribute, coalitions, masks, sampled_coalitions
+from esper.tolaria.stacked.training import doses
 from populations import Script, blobs, small_config
 
 

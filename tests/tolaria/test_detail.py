@@ -5,10 +5,11 @@ import pytest
 import torch
 
 import esper
-from esper.leyline.actions import RELEVANT, Actions, Head, Op
-from esper.leyline.gates import judge
-from esper.leyline.stages import ADDED, among
-from esper.leyline.view import Estimate
+from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
+from esper.leyline.lifecycle.gates import judge
+from esper.leyline.lifecycle.stages import ADDED, among
+from esper.leyline.lifecycle.view import Estimate
+from esper.leyline.protocols import Controller
 from esper.nissa.events import rounded
 from esper.nissa.hub import Hub
 from esper.nissa.rows import (
@@ -22,11 +23,11 @@ from esper.nissa.rows import (
     SensorsRow,
     StepRow,
 )
-from esper.tamiyo.baselines import RandomValid
-from esper.tamiyo.controller import Language, Learned, Policy
-from esper.tolaria.attribution import attribute
+from esper.tamiyo.policy.controller import Language, Learned, Policy
+from esper.tamiyo.rules.baselines import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
+from esper.tolaria.measure.coalitions import attribute
 from esper.tolaria.play import Observer
 from esper.tolaria.reads import counted_reads
 from populations import GROW, Memory, Script, blobs, small_config
@@ -123,18 +124,12 @@ def test_the_counts_of_choices_are_those_of_the_masks(random_run):
 
 
 def test_a_refused_decision_says_why_and_an_unknown_one_is_told_as_it_came():
-    class Wrong:
+    class Wrong(Controller):
         def act(self, view):
             wait = Actions.wait(3)
             if view.step == 0:
                 return wait._replace(op=np.array([Op.PRUNE, 9, Op.GERMINATE]), slot=np.array([0, 0, 7]))
             return wait
-
-        def store(self, outcome):
-            pass
-
-        def update(self):
-            return {}
 
     rows, _, _ = played(Wrong(), small_config(steps=2))
     told = [(row.op, row.slot, row.carried_out, row.refusal) for row in rows(DecisionRow)]

@@ -9,15 +9,15 @@ import torch
 from sklearn.datasets import load_diabetes
 
 import esper
-from esper.leyline.actions import Actions, Op
+from esper.leyline.data.objective import selection_score
 from esper.leyline.errors import InputError
-from esper.leyline.objective import selection_score
-from esper.leyline.stages import Stage
-from esper.leyline.view import Scores
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Scores
 from esper.runs.baselines import grown_of, train_baseline
-from esper.runs.contenders import named
-from esper.runs.evaluation import run_evaluation
-from esper.tasks.hosts import MLP
+from esper.runs.evaluation.contenders import named
+from esper.runs.evaluation.evaluation import run_evaluation
+from esper.tasks.hosts.factories import MLP
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.reads import counted_reads
@@ -254,8 +254,6 @@ def test_an_evaluation_scores_the_best_networks_of_an_own_task_among_all_steps()
         [task],
         instances=2,
         seeds=1,
-        search_episodes=2,
-        opponents=(),
         baselines=(),
         settings=[{"steps": 20, "data": {"batch_size": 12, "batches_per_step": 2}, "early_stopping": {"patience": 2}}],
     )
@@ -271,6 +269,7 @@ def test_an_evaluation_scores_the_best_networks_of_an_own_task_among_all_steps()
     np.testing.assert_allclose(runs, summary["test_accuracy"]["grown"], rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_diabetes_at_four_times_the_default_length_is_no_worse_than_at_the_default():
     x, y = load_diabetes(return_X_y=True)
     y = (y - y.mean()) / y.std()

@@ -6,28 +6,27 @@ import numpy as np
 import pytest
 import torch
 
-from esper.kasmina.export import grown_network
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import build_config
+from esper.kasmina.network.export import grown_network
+from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
-from esper.leyline.stages import ADDED, Stage, among
-from esper.leyline.verdicts import Refusal
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.stages import ADDED, Stage, among
+from esper.leyline.lifecycle.verdicts import Refusal
 from esper.nissa.rows import EpisodeRow, LifecycleRow, StepRow
 from esper.simic.rewards import objective
-from esper.tamiyo.baselines import RandomValid
+from esper.tamiyo.rules.baselines import RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.fitting import check_memory
+from esper.tolaria.stacked.population import check_memory
 from populations import GROW, GROW_ZERO, Journalled, Script, assert_same, blobs, small_config, trajectory
 
 
-@pytest.mark.parametrize("decisions", [{}, GROW_ZERO])
 @pytest.mark.parametrize("stacks", [True, False])
-def test_environment_zero_is_bitwise_the_same_in_any_population(decisions, stacks):
-    alone = trajectory(small_config(envs=1), decisions, blobs(stacks=stacks))[2]
-    for envs in (2, 4, 16):
-        assert_same(trajectory(small_config(envs=envs), decisions, blobs(stacks=stacks))[2], alone)
-    assert_same(trajectory(small_config(envs=4, twin=True), decisions, blobs(stacks=stacks))[2], alone)
+def test_environment_zero_is_bitwise_the_same_in_any_population(stacks):
+    alone = trajectory(small_config(envs=1), GROW_ZERO, blobs(stacks=stacks))[2]
+    for envs in (2, 16):
+        assert_same(trajectory(small_config(envs=envs), GROW_ZERO, blobs(stacks=stacks))[2], alone)
+    assert_same(trajectory(small_config(envs=4, twin=True), GROW_ZERO, blobs(stacks=stacks))[2], alone)
 
 
 @pytest.mark.parametrize("decisions", [{}, GROW_ZERO])
@@ -398,7 +397,7 @@ def test_several_decisions_can_be_carried_out_in_one_step():
     assert view.seeds.stage[1].tolist() == [Stage.TRAINING] * 2
 
 
-@pytest.mark.parametrize("name", ["digits", "wine", "repair"])
+@pytest.mark.parametrize("name", [pytest.param("digits", marks=pytest.mark.slow), "wine", "repair"])
 def test_every_environment_of_a_task_of_ours_is_bitwise_the_same_wherever_its_row_stands(name):
     task = get_task(name)
     decisions = {(0, 1): (Op.GERMINATE, 0, 1, 0, 1, 3), (2, 1): (Op.ADVANCE, 0), (0, 2): (Op.GERMINATE, 0, 2, 2, 1, 3)}

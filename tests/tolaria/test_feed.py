@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from esper.leyline.data.keys import Purpose, key, permutations
+from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
-from esper.leyline.keys import Purpose, key, permutations
-from esper.leyline.task import Split
 from esper.leyline.text import counted
-from esper.tolaria.data import SharedBatchIterator
+from esper.tolaria.stacked.data import SharedBatchIterator
 
 CPU = torch.device("cpu")
 

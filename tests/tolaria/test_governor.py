@@ -4,21 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from esper.lab.poison import FAULTS, fingerprints, poisoned
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import build_config
+from esper.leyline.config.tree import build_config
 from esper.leyline.errors import DataFault
-from esper.leyline.stages import Stage
-from esper.leyline.verdicts import Refusal, Vital
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.verdicts import Refusal, Vital
 from esper.nissa.rows import DecisionRow, EpisodeRow, RollbackRow
 from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.schedule import load_schedule
+from esper.tamiyo.rules.schedule import load_schedule
 from esper.tasks.catalog import get_task
-from esper.tasks.custom import task_from
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
+from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.optimizer import StackedOptimizer
+from esper.tolaria.poison import FAULTS, fingerprints, poisoned
 from esper.tolaria.reads import counted_reads
+from esper.tolaria.stacked.optimizer import StackedOptimizer
 from populations import GROW, MENU, Journalled, Script, blobs, small_config
 
 BAD = 1  # the row that is broken: it grows, as `GROW` says
@@ -313,8 +313,18 @@ def test_a_metric_that_falls_far_below_its_best_is_put_back():
     assert [int(outcome.vital[1]) for outcome in client.outcomes][6:] == [Vital.GOOD, Vital.FALL, Vital.GOOD]
 
 
-@pytest.mark.parametrize("controller", ["never", "heuristic"])
-@pytest.mark.parametrize("name", ["repair", "digits", "spirals", "iris", "wine", "breast-cancer"])
+@pytest.mark.parametrize(
+    ("name", "controller"),
+    [
+        ("iris", "heuristic"),
+        ("breast-cancer", "never"),
+        *(
+            pytest.param(name, controller, marks=pytest.mark.slow)
+            for name in ("repair", "digits", "spirals", "wine")
+            for controller in ("never", "heuristic")
+        ),
+    ],
+)
 def test_the_governor_is_silent_over_a_training_that_goes_well(name, controller):
     task = get_task(name)
     config = build_config(task.defaults, {"envs": 6, "telemetry": {"level": "off"}, "controller": controller})

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from esper.leyline.errors import InputError
-from esper.tolaria.groups import Groups
+from esper.tolaria.live.groups import Groups
 
 SCHEDULERS = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),

@@ -5,8 +5,8 @@ import copy
 import numpy as np
 import pytest
 
-from esper.leyline.trees import as_tree
-from esper.tamiyo.baselines import RandomValid
+from esper.leyline.records import as_tree
+from esper.tamiyo.rules.baselines import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 

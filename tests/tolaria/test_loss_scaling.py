@@ -8,17 +8,16 @@ import torch
 from torch import nn
 
 import esper
-from esper.karn.console import trouble_lines
-from esper.kasmina.stack import Stack
-from esper.lab.poison import fingerprints, poisoned
-from esper.leyline.config import OptimizerConfig
+from esper.karn.terminal.console import trouble_lines
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.config.tree import OptimizerConfig
 from esper.leyline.errors import InputError
-from esper.leyline.verdicts import Vital
-from esper.store.checkpoint import flatten, unflatten
+from esper.leyline.lifecycle.verdicts import Vital
+from esper.store.tensors import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.optimizer import StackedOptimizer
-from esper.tolaria.precision import check_modules
-from esper.tolaria.scaling import GradScaler
+from esper.tolaria.poison import fingerprints, poisoned
+from esper.tolaria.stacked.optimizer import GradScaler, StackedOptimizer
+from esper.tolaria.stacked.training import check_modules
 from populations import GROW, GROW_ZERO, Script, assert_same, blobs, small_config, trajectory
 
 

@@ -1,4 +1,4 @@
-"""Every mode of training at its smallest, with a row that breaks, and after a thousand births and prunes."""
+"""Every mode of training at its smallest, with a row that breaks, and after hundreds of births and prunes."""
 
 import gc
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from esper.lab.poison import poisoned
-from esper.leyline.actions import Actions, Op
-from esper.leyline.verdicts import Vital
-from esper.tolaria import compiling, precision
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.verdicts import Vital
 from esper.tolaria.engine import VectorizedEngine
-from populations import GROW, Script, blobs, small_config, trajectory
+from esper.tolaria.poison import poisoned
+from esper.tolaria.stacked import compiling, training
+from populations import EARLY, Script, blobs, small_config, trajectory
 
 MODES = {
     "loop": ({"mapping": "loop"}, 1e-5),
@@ -29,7 +29,7 @@ MODES = {
 def graphs(monkeypatch):
     """Run graphs as they were traced, and multiply in bfloat16 on any processor."""
     monkeypatch.setattr(compiling, "compiled", lambda graph, tensors: graph)
-    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(training, "multiplies_bfloat16", lambda device: True)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -49,11 +49,11 @@ def test_one_environment_with_one_slot_and_one_step_has_the_losses_of_any_mode(m
 def test_a_row_that_is_put_back_goes_on_in_compiled_passes_as_in_eager_ones():
     found = []
     for mode in ("on", "off"):
-        engine, client, vitals = VectorizedEngine(blobs(), small_config(compile=mode)), Script(GROW), []
+        engine, client, vitals = VectorizedEngine(blobs(), small_config(compile=mode)), Script(EARLY), []
         view = engine.reset()
-        while view.step < 8:
+        while view.step < 5:
             actions = client.act(view)
-            if view.step == 4:
+            if view.step == 3:
                 with poisoned(engine, 1, "gradient", 1):
                     view, outcome = engine.step(actions)
             else:
@@ -62,16 +62,7 @@ def test_a_row_that_is_put_back_goes_on_in_compiled_passes_as_in_eager_ones():
         found.append((vitals, view.measurements.loss, engine.population.body.host.columns["value"].clone()))
     (vitals, loss, value), (eager_vitals, eager_loss, eager_value) = found
     assert vitals == eager_vitals
-    assert [np.flatnonzero(np.array(step) != Vital.GOOD).tolist() for step in vitals] == [
-        [],
-        [],
-        [],
-        [],
-        [1],
-        [],
-        [],
-        [],
-    ]
+    assert [np.flatnonzero(np.array(step) != Vital.GOOD).tolist() for step in vitals] == [[], [], [], [1], []]
     np.testing.assert_allclose(loss, eager_loss, rtol=1e-4)
     torch.testing.assert_close(value, eager_value, rtol=1e-4, atol=1e-5)
 
@@ -79,21 +70,26 @@ def test_a_row_that_is_put_back_goes_on_in_compiled_passes_as_in_eager_ones():
 def tensors_held():
     """Bytes of all tensors of this process."""
     gc.collect()
-    found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    found = [
+        each
+        for each in gc.get_objects()
+        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout is torch.strided
+    ]
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}.values())
 
 
-def test_a_thousand_births_and_prunes_leave_no_memory_behind():
-    envs, held = 50, []
+def test_hundreds_of_births_and_prunes_leave_no_memory_behind():
+    envs, held = 20, []
     config = small_config(envs=envs, steps=10**6, twin=False, data={"batches_per_step": 1})
     engine = VectorizedEngine(blobs(), config)
     engine.reset()
-    for cycle in range(20):
+    for cycle in range(10):
         for op in (Op.GERMINATE, Op.PRUNE):
             actions = Actions.wait(envs)
             actions.op[:], actions.slot[:], actions.blueprint[:], actions.target[:] = op, cycle % 2, 1, 3
             actions.tempo[:] = 2 if op == Op.GERMINATE else 0
             assert engine.step(actions)[1].accepted.all()
-        if cycle in (2, 3, 18, 19):
+        if cycle in (2, 3, 8, 9):
             held.append(tensors_held())
-    assert held[2:] == held[:2]
+    assert held[2] <= held[0]
+    assert held[3] <= held[1]

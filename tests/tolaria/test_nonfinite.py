@@ -9,14 +9,14 @@ import torch
 
 from esper.api import grow
 from esper.cli import main
+from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split, finite
 from esper.leyline.errors import DataWarning, InputError
-from esper.leyline.task import Instance, Lengths, Mixture, Room, Split, finite
 from esper.tasks.catalog import TASKS, get_task
-from esper.tasks.custom import task_from
-from esper.tasks.hosts import MLP
+from esper.tasks.hosts.factories import MLP
 from esper.tasks.objectives import Classification
-from esper.tolaria.data import SharedBatchIterator
+from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.stacked.data import SharedBatchIterator
 from populations import MENU, small_config
 
 PARTS = ("train", "probe", "validation", "test")

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from esper.kasmina.stack import Stack
-from esper.leyline.config import OptimizerConfig
-from esper.tolaria.optimizer import StackedOptimizer
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.config.tree import OptimizerConfig
+from esper.tolaria.stacked.optimizer import StackedOptimizer
 
 ROWS, STEPS = 4, 20
 BORN = [0, 3, 3, 11]  # the step from which each row takes part

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from esper.kasmina.host import SegmentedHost, check_host
-from esper.leyline.actions import Op
+from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split, Task
 from esper.leyline.errors import InputError
-from esper.leyline.slots import SlotSpec
-from esper.leyline.task import Instance, Lengths, Mixture, Room, Split, Task
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.slots import SlotSpec
 from esper.tasks.objectives import Classification, Regression
 from esper.tolaria.engine import VectorizedEngine
 from populations import MENU, Script, blobs, small_config

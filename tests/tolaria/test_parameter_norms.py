@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from esper.lab.poison import poisoned
-from esper.leyline.actions import Actions
+from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.progress import Silent
-from esper.leyline.stages import Stage
 from esper.nissa.events import decode, encode
 from esper.nissa.hub import Hub
 from esper.nissa.rows import GradientsRow, PhasesRow
+from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
-from esper.runs.resume import Opening
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Observer
+from esper.tolaria.poison import poisoned
 from esper.tolaria.reads import counted_reads
-from esper.tolaria.training import doses
+from esper.tolaria.stacked.training import doses
 from journals import events
 from populations import GROW, Journalled, Memory, Script, blobs, small_config
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from esper.leyline.actions import Actions
 from esper.leyline.errors import InputError
-from esper.tamiyo.baselines import Never, RandomValid
+from esper.leyline.lifecycle.actions import Actions
+from esper.tamiyo.rules.baselines import Never, RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Until, decide, planted, play
 from populations import blobs, small_config

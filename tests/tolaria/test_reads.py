@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from esper.leyline.actions import Op
+from esper.leyline.lifecycle.actions import Op
 from esper.tolaria.reads import counted_reads
 from populations import Journalled, Script, blobs, small_config
 
@@ -27,9 +27,10 @@ def grown(envs, slots, live, incubation="shadow"):
     return engine, client, view
 
 
-@pytest.mark.parametrize("envs", [1, 4, 16])
-@pytest.mark.parametrize(("slots", "live"), [(1, 0), (2, 2), (6, 5)])
-@pytest.mark.parametrize("incubation", ["shadow", "ste"])
+@pytest.mark.parametrize(
+    ("envs", "slots", "live", "incubation"),
+    [(1, 1, 0, "shadow"), (4, 2, 2, "ste"), (16, 2, 2, "shadow"), (1, 6, 5, "ste"), (3, 6, 5, "shadow")],
+)
 def test_a_step_reads_the_device_once_for_any_population(envs, slots, live, incubation):
     engine, client, view = grown(envs, slots, live, incubation)
     actions = client.act(view)

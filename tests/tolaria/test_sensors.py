@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from esper.leyline.config_sections import SENSOR_FAMILIES
-from esper.tolaria import sensors
-from esper.tolaria.sensors import (
+from esper.leyline.config.tree import SENSOR_FAMILIES
+from esper.tolaria.measure import sensors
+from esper.tolaria.measure.sensors import (
     RELU_UNITS,
     SENSORS,
     Sample,
@@ -230,7 +230,7 @@ def test_in_a_row_whose_host_offers_no_inner_features_their_sensors_are_absent(s
 def test_drift_is_the_change_relative_to_the_intact_network_and_absent_without_one(samples):
     train, held = samples
     other = draw(3, N)
-    taught = [sensors.Taught(s.stream, s.before) for s in other]
+    taught = [sensors.IntactStreams(s.stream, s.before) for s in other]
     found = sensors.growth_sensors(train, held, truth(), taught)
     names = [sensor.name for sensor in SENSORS]
     for s, (mine, intact) in enumerate(zip(train, other, strict=True)):
@@ -246,7 +246,7 @@ def test_drift_is_the_change_relative_to_the_intact_network_and_absent_without_o
 @pytest.mark.parametrize("family", SENSOR_FAMILIES)
 def test_a_family_alone_has_the_figures_that_it_has_among_all(samples, family):
     train, held = samples
-    taught = [sensors.Taught(s.stream, s.before) for s in draw(3, N)]
+    taught = [sensors.IntactStreams(s.stream, s.before) for s in draw(3, N)]
     whole = sensors.growth_sensors(train, held, truth(), taught)
     bare = [s._replace(gradient=s.gradient if family in ("gradient", "explained") else None) for s in train]
     alone = sensors.growth_sensors(bare, held if family == "explained" else [], truth(), taught, (family,))

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from esper.runs.cohort import cohort_of, sample_instances
+from esper.runs.training.cohort import cohorts_of, sample_instances
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.tamiyo.baselines import RandomValid
-from esper.tamiyo.controller import Language, Policy
-from esper.tamiyo.heuristic import Heuristic
+from esper.tamiyo.policy.controller import Language, Policy
+from esper.tamiyo.rules.baselines import RandomValid
+from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tasks.repair import repair
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
@@ -68,7 +68,7 @@ def test_two_halves_of_a_training_grow_the_instances_of_the_whole(number):
     over = {"reward": {"group_size": 4}, "ppo": {"validate_envs": 2}}
 
     def drawn(first, envs):
-        return sample_instances(cohort_of(repair(), small_config(over, envs=envs, first_instance=first)), number, 4)
+        return sample_instances(cohorts_of(repair(), small_config(over, envs=envs, first_instance=first))[0], number, 4)
 
     whole = drawn(0, 16)
     assert np.array_equal(whole, np.concatenate([drawn(0, 8), drawn(8, 8)]))

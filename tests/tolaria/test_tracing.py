@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from esper.kasmina.columns import Place
-from esper.kasmina.stack import Stack
-from esper.leyline.actions import Op
-from esper.leyline.stages import LIVE, Stage
-from esper.tolaria import compiling
-from esper.tolaria.compiling import Ready
-from esper.tolaria.tracing import Recorded, gradients, shielded
-from esper.tolaria.training import doses, shadows
+from esper.kasmina.stack.rows import Place, Stack
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.stages import LIVE, Stage
+from esper.tolaria.stacked import compiling
+from esper.tolaria.stacked.compiling import CompiledPass, CudaGraphPass, gradients, shielded
+from esper.tolaria.stacked.training import doses, shadows
 from populations import small_config, trajectory
 
 LIVE_AND_INCUBATING = {
@@ -124,7 +122,7 @@ class Tied(nn.Module):
     stacks = True
 
     def __init__(self):
-        from esper.kasmina.layers import Linear
+        from esper.kasmina.stack.layers import Linear
 
         super().__init__()
         self.first, self.second = Linear(3, 3), Linear(3, 3)
@@ -167,11 +165,11 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
     stacks = passes._stacks(route.plan)
     first = passes.inputs(route, x, y, weights, factors)
     graph, runs = passes.traced(route.plan, first)
-    recorded = Recorded(graph, first.state, again)
+    recorded = CudaGraphPass(graph, first.state, again)
 
     def passed(run, inputs):
         body.host.columns["gradient"].zero_()
-        return Ready(run, runs)(stacks, inputs.tensors), body.host.columns["gradient"].clone()
+        return CompiledPass(run, runs)(stacks, inputs.tensors), body.host.columns["gradient"].clone()
 
     kept, *_ = passed(recorded, first)
     losses = kept.clone()

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.kasmina.lifecycle import dormant
-from esper.leyline.config import GovernorConfig
-from esper.leyline.stages import Stage
-from esper.leyline.verdicts import Vital
-from esper.tolaria.vitals import History, Signs, examine, lowered
+from esper.leyline.config.tree import GovernorConfig
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.verdicts import Vital
+from esper.tolaria.governor import Signs, VitalHistory, examine, lowered
 
 CONFIG = GovernorConfig(confirm_steps=2, loss_window=4)
 ROWS = 2
@@ -31,7 +31,7 @@ def signs(**changed):
 
 def seen(*steps, config=CONFIG):
     """What is found in the last of some steps, after fresh networks."""
-    history, found = History.begin(signs(train_loss=np.nan, loss=2.0), config), None
+    history, found = VitalHistory.begin(signs(train_loss=np.nan, loss=2.0), config), None
     for step in steps:
         history, found = examine(history, step, config)
     return history, found
@@ -135,7 +135,7 @@ losses = st.lists(st.floats(0, 100) | st.just(np.nan), min_size=1, max_size=12)
 @given(losses)
 def test_the_rise_is_that_of_the_plain_formula(path):
     config = GovernorConfig(confirm_steps=1, loss_window=4, min_output_spread=0.0)
-    history, kept = History.begin(signs(train_loss=np.nan, loss=2.0), config), []
+    history, kept = VitalHistory.begin(signs(train_loss=np.nan, loss=2.0), config), []
     for loss in path:
         history, found = examine(history, signs(train_loss=loss), config)
         if np.isnan(loss):
@@ -153,7 +153,7 @@ def test_the_rise_is_that_of_the_plain_formula(path):
 @given(losses, losses)
 def test_a_row_is_judged_by_its_own_numbers_alone(one, other):
     def found(path, beside):
-        history, all_found = History.begin(signs(train_loss=np.nan), CONFIG), []
+        history, all_found = VitalHistory.begin(signs(train_loss=np.nan), CONFIG), []
         for step, loss in enumerate(path):
             now = signs(train_loss=loss)
             now.train_loss[1] = beside[step % len(beside)]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.callbacks.options import check_options
+from esper.callbacks import check_options
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
-from esper.runs.growth import Growth
-from esper.runs.growth_state import check_whole
+from esper.runs.live.growth import Growth
+from esper.runs.live.growth_state import check_whole
 from esper.store.disk import write_atomic
-from esper.tolaria.groups import without_seeds
-from esper.tolaria.live_probe import Loss
+from esper.tolaria.live.groups import without_seeds
+from esper.tolaria.live.probe import Loss
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

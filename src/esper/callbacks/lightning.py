@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.callbacks.options import check_options
-from esper.kasmina.grown import CHILD
+from esper.callbacks import check_options
+from esper.kasmina.graft.grown import CHILD
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
-from esper.runs.growth import Growth
-from esper.tolaria.live_probe import Batches, Loss
+from esper.runs.live.growth import Growth
+from esper.tolaria.live.probe import Batches, Loss
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -1,6 +1,5 @@
 """`esper docs`: the pages of the documentation, which come with the package."""
 
-import difflib
 import os
 import re
 import sys
@@ -11,6 +10,7 @@ import typer
 
 from esper.commands.options import print_columns
 from esper.leyline.errors import InputError
+from esper.leyline.text import did_you_mean
 
 
 def docs(
@@ -57,9 +57,8 @@ def find_page(given: str, pages: dict[str, Path]) -> str:
         return name
     if len(ends) == 1:
         return ends[0]
-    near = ends or difflib.get_close_matches(name, pages, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise InputError(f"there is no page {given!r}; {hint}`esper docs` lists all pages")
+    hint = did_you_mean(name, pages, first=ends, most=3, similarity=0.4)
+    raise InputError(f"there is no page {given!r}; {f'{hint} ' if hint else ''}`esper docs` lists all pages")
 
 
 def first_sentence(text: str) -> str:

@@ -79,10 +79,10 @@ def _check_rows(every_size: bool) -> Iterator[Check]:
     import torch
 
     from esper.kasmina.blueprints import BLUEPRINTS
-    from esper.kasmina.invariance import EVERY_SIZE, FEW_SIZES, blends_that_vary, segments_that_vary
-    from esper.leyline.batches import first, picked
-    from esper.leyline.streams import Kind
-    from esper.leyline.task import Task
+    from esper.kasmina.stack.invariance import EVERY_SIZE, FEW_SIZES, blends_that_vary, segments_that_vary
+    from esper.leyline.data.batches import first, picked
+    from esper.leyline.data.task import Task
+    from esper.leyline.lifecycle.streams import Kind
     from esper.tasks.catalog import TASKS, get_task
 
     sizes = EVERY_SIZE if every_size else FEW_SIZES

@@ -114,8 +114,7 @@ def _beside(out: Path) -> Iterator[Path]:
 
     Raises InputError if FILE cannot be written, and OSError with FILE as its name on a full disk.
     """
-    from esper.store.disk import replacing
-    from esper.store.full_disk import FULL
+    from esper.store.disk import FULL, replacing
 
     if out.exists() and not out.is_file():  # a pipe or a device, which cannot be replaced
         yield out

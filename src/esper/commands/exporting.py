@@ -1,12 +1,8 @@
-"""`esper export-events`: the curves of a run for TensorBoard, Weights & Biases, MLflow or trackio."""
+"""`esper export` and `export-events`: the networks of a run in another folder, and its curves in TensorBoard and others."""
 
-import os
-import select
-import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,9 +12,41 @@ from esper.commands.options import fail, say
 from esper.leyline.exporters import TARGETS
 
 if TYPE_CHECKING:
-    from esper.karn.exporters.export import Exported, More
-    from esper.karn.exporters.final import Box
+    from esper.karn.export_targets import Box
+    from esper.karn.exporters import Exported, Exporter
     from esper.karn.reader import OpenRun
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    env: Annotated[
+        int | None, typer.Option(help="Export only the network of this environment, directly into DIR.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write; RUN-networks in the current folder.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the networks in DIR.")] = False,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The task of the run, by name or path.py:function; a host of your own gets model.pt2 only with it.",
+        ),
+    ] = None,
+) -> None:
+    """Write the grown networks of a run to another folder, each with a new model.pt2 made from its verified weights."""
+    from esper.commands.networks import export_networks, how_to_name, networks_of
+    from esper.tasks.catalog import get_task
+
+    sources = networks_of(run, env)
+    target = out or Path(f"{run.resolve().name}-networks")
+    host = None if task is None else get_task(task)
+    topologies = export_networks(
+        sources, target, overwrite, host, lambda line: say(line, err=True), how_to_name(run, target, env)
+    )
+    for name, topology in topologies.items():
+        grew = ", ".join(f"{seed['blueprint']} at {seed['slot']}" for seed in topology["seeds"]) or "nothing grew"
+        say(f"{target / name}: {topology['parameters']:,} parameters, {grew}")
 
 
 def export_events(
@@ -28,33 +56,40 @@ def export_events(
         Path | None, typer.Option(metavar="FOLDER", help="Folder to write to; exports/TARGET beside the run folder.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Export further rows too, until the run ends.")] = False,
-    beside: Annotated[bool, typer.Option("--beside-run", hidden=True)] = False,
 ) -> None:
     """Export the curves, the best network and the final table of a run; `esper docs exporters` lists the curves.
 
     Nothing is exported twice: a run that was continued is continued in the target too. Nothing goes to a network, except with
     W&B if WANDB_MODE asks for it.
     """
-    from esper.karn.exporters.export import ExportError, export_run
+    from esper.karn.exporters import ExportError, begin_export
     from esper.karn.reader import open_run
 
     source = open_run(run)
-    if beside:
-        _stay_behind()
-    more: More | None = _until_told(source) if beside else _until_ended(source) if follow else None
     try:
-        exported = export_run(source, to, into, more=more, draw=network_boxes)
+        with closing(begin_export(source, to, into, patience=60.0 if follow else 0.0, draw=network_boxes)) as export:
+            while follow and source.is_written:
+                export.update()
+                time.sleep(0.5)
+            exported = export.end()
     except ExportError as error:
         fail(error, 1)
     for line in _lines(exported, source, to):
         say(line)
 
 
+def exporter(folder: Path, target: str) -> "Exporter":
+    """The exporter of a run with `telemetry.exporters`."""
+    from esper.karn.exporters import Exporter
+
+    return Exporter(folder, target, network_boxes)
+
+
 def network_boxes(run: "OpenRun", summary: Mapping[str, Any]) -> "Sequence[Box] | None":
     """The parts of the best network; None if it was not exported, or if its host is code of the user's."""
     from esper.api import load
-    from esper.karn.exporters.final import Box
-    from esper.kasmina.drawing import parts_of
+    from esper.karn.export_targets import Box
+    from esper.kasmina.network.drawing import parts_of
     from esper.leyline.errors import InputError
     from esper.store.files import MODELS
 
@@ -82,30 +117,3 @@ def _lines(exported: "Exported", run: "OpenRun", to: str) -> list[str]:
             f"{run.folder} has the status {exported.status} and no final figures: there is no image and no table"
         )
     return lines
-
-
-def _until_ended(run: "OpenRun", every: float = 0.5) -> "More":
-    def more() -> bool:
-        going = run.is_written
-        if going:
-            time.sleep(every)
-        return going
-
-    return more
-
-
-def _until_told(run: "OpenRun", every: float = 0.5) -> "More":
-    """Until the process that writes the run closes our stdin, or is gone."""
-
-    def more() -> bool:
-        told, _, _ = select.select([sys.stdin], [], [], every)
-        return not told and run.is_written
-
-    return more
-
-
-def _stay_behind() -> None:
-    """Leave the processor to the run, and end in good order if the machine ends all processes."""
-    with suppress(OSError):
-        os.nice(10)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -42,12 +42,11 @@ def heal(
 ) -> None:
     """Repair a pruned, quantised or truncated network by seeds, and compare that with the usual remedies."""
     use_one_thread()
-    from esper.leyline.reference import load_reference
-    from esper.leyline.resuming import is_reference
-    from esper.runs.healed import check_folder, healing_folder
-    from esper.runs.healing import heal as heal_network
-    from esper.runs.interrupt import ended_by_signals
-    from esper.store import full_disk
+    from esper.leyline.reference import is_reference, load_reference
+    from esper.runs.folder.interrupt import ended_by_signals
+    from esper.runs.healing.heal import heal as heal_network
+    from esper.runs.healing.healed import check_folder, healing_folder
+    from esper.store import disk
 
     note = partial(say, err=True)
     if out is not None:
@@ -59,7 +58,7 @@ def heal(
         with ExitStack() as held, warnings.catch_warnings():
             held.enter_context(ended_by_signals())  # so that the folder is unlocked
             if out is not None:  # before the trainings, whose result would be lost
-                retry = full_disk.DiskRetry(full_disk.PATIENCE, note, out, lambda: False, further=AGAIN)
+                retry = disk.DiskRetry(disk.PATIENCE, note, out, lambda: False, further=AGAIN)
                 held.enter_context(healing_folder(out, overwrite, note, retry))
             # torch warns of its own copies of graphs
             warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)
@@ -84,8 +83,7 @@ def _module(place: str) -> Any:
     """The module of a .pt2 file, with submodules, or the one that a function returns."""
     import torch
 
-    from esper.leyline.reference import load_reference
-    from esper.leyline.resuming import is_reference
+    from esper.leyline.reference import is_reference, load_reference
 
     if is_reference(place):
         made = load_reference(place, "model", "an nn.Module")

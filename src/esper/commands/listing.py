@@ -15,9 +15,9 @@ def tasks(
     ] = None,
 ) -> None:
     """List tasks with their slots and menus. cifar10 and tinystories read files of yours, and the list says what is missing."""
-    from esper.tasks.catalog import TASKS, get_task, task_names
+    from esper.tasks.catalog import get_task, task_names
 
-    for name in names or TASKS:
+    for name in names or task_names():
         try:
             task = get_task(name)
         except InputError as error:  # the files of its data are missing
@@ -32,7 +32,7 @@ def tasks(
 def _print_task(name: str, task: Any) -> None:
     import torch
 
-    from esper.leyline.task import Mixture
+    from esper.leyline.data.task import Mixture
 
     say(f"{name}: {task.summary}")
     say(f"  metric    {task.objective.metric}")
@@ -62,34 +62,33 @@ def blueprints() -> None:
 
 def controller(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="shipped, or a version of it.", show_default=False)
+        str | None, typer.Argument(metavar="[NAME]", help="A name of the list.", show_default=False)
     ] = None,
 ) -> None:
-    """List the controllers, or print the card of the shipped one: on what it was trained and measured, and where it loses."""
-    from esper.leyline.resuming import TRIALS
-    from esper.tamiyo.catalog import CONTROLLERS
-    from esper.tamiyo.shipped import NAME, card_of, is_shipped, resolved, versions
+    """List the controllers, or print what is known about one of them."""
+    from esper.tamiyo.catalog import controller_summaries, find_controller
 
     if name is None:
         own = "a function or class of your own that makes a controller (`esper docs own-controller`)"
-        tried = "tries the first choices of participation, collapse, inner-use or tree in copies of the network"
-        print_columns(
-            [("controller", "summary"), *CONTROLLERS.items(), (f"{TRIALS}RULE", tried), ("path.py:function", own)]
-        )
+        print_columns([("controller", "summary"), *controller_summaries().items(), ("path.py:function", own)])
         return
-    version = resolved(name)
-    if not is_shipped(version):
-        raise InputError(f"{name!r} has no card; give {', '.join([NAME, *versions()])}, or no name for a list of all")
-    for line in card_of(version).splitlines():
-        say(line)
+    spec = find_controller(name)
+    if spec.card is not None:
+        for line in spec.card().splitlines():
+            say(line)
+        return
+    say(f"{spec.name}: {spec.summary or 'a controller by path'}")
+    episodes = "unknown" if spec.episodes is None else f"{spec.episodes:,}" if spec.episodes else "none, it is a rule"
+    say(f"  episodes of training  {episodes}")
+    for key, value in spec.settings.items():
+        say(f"  sets                  {key}: {value}")
 
 
 def config(
     yaml: Annotated[bool, typer.Option("--yaml", help="Print the defaults as YAML, to start a file from.")] = False,
 ) -> None:
     """Print every configuration key with its default, its type and its meaning."""
-    from esper.leyline.config import Config
-    from esper.leyline.config_text import dump_config, reference
+    from esper.leyline.config.tree import Config, dump_config, reference
 
     if yaml:
         typer.echo(dump_config(Config()), nl=False)

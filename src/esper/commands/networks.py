@@ -10,7 +10,7 @@ from torch import nn
 
 from esper.api import load
 from esper.kasmina.blueprints import count
-from esper.kasmina.export import (
+from esper.kasmina.network.export import (
     FILES,
     MODEL,
     PROGRAM,
@@ -20,11 +20,11 @@ from esper.kasmina.export import (
     read_topology,
     save_network,
 )
-from esper.kasmina.sums import SUMS, check_sum, sums_of
+from esper.kasmina.network.sums import SUMS, check_sum, sums_of
+from esper.leyline.data.task import AnyTask, Task
 from esper.leyline.errors import InputError
-from esper.leyline.resuming import is_reference
-from esper.leyline.task import AnyTask, Task
-from esper.runs.resume import read_config
+from esper.leyline.reference import is_reference
+from esper.runs.folder.resume import read_config
 from esper.store.disk import find_folder, write_folder
 from esper.store.files import MODELS, check_links, is_run
 

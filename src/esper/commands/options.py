@@ -14,7 +14,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable
 
 if TYPE_CHECKING:
-    from esper.karn.report.pictures import Pictures
+    from esper.karn.report.drawing import Pictures
 
 SETTINGS, MACHINE, OUTPUT = "Settings", "Where it runs", "Output"
 """The groups of options in the help, below those that a command alone has."""
@@ -84,7 +84,7 @@ Workers = Annotated[
         "--workers",
         rich_help_panel=MACHINE,
         metavar="N",
-        help="Actors that play or grow, each a process with one thread (`esper docs actors`).",
+        help="Workers that play or grow, each a process with one thread (`esper docs actors`).",
     ),
 ]
 Devices = Annotated[
@@ -136,7 +136,7 @@ def read_layers(
 
     InputError if --set names a key that the command refuses, or if --set and options give both steps and epochs.
     """
-    from esper.leyline.config import parse_setting
+    from esper.leyline.config.tree import parse_setting
 
     parsed = [parse_setting(setting) for setting in settings or ()]
     for name in (name for setting in parsed for name in setting):
@@ -183,7 +183,7 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
     from rich.console import Console
 
     from esper.karn.report.page import report_at_end
-    from esper.runs.ranks_crew import ACTOR
+    from esper.runs.workers.transports import ACTOR
 
     if summary["status"] == ACTOR:
         return
@@ -194,8 +194,8 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
         print_table(summary, Console(), str(folder))
     if summary["status"] == "interrupted":
         from esper.calls import names_of
-        from esper.leyline.resuming import resume_command
-        from esper.runs.resume import read_config
+        from esper.leyline.reference import resume_command
+        from esper.runs.folder.resume import read_config
 
         command = resume_command(folder, names_of(summary), read_config(folder).controller)
         say(f"interrupted; continue with {command}", err=True)

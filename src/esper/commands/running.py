@@ -27,7 +27,7 @@ from esper.commands.options import (
     split_names,
     use_one_thread,
 )
-from esper.commands.watching import Watched, beside, console_beside
+from esper.commands.viewing import Watched, beside, console_beside
 from esper.leyline.errors import InputError
 
 
@@ -38,7 +38,7 @@ def grow(
         typer.Option(
             help="The name of a controller (`esper controller`), a schedule file, a file of trees, the run folder of a "
             "trained controller, or path.py:function or path.py:Class for one of your own (`esper docs own-controller`); by "
-            "default the one that `esper controller shipped` names for such hosts."
+            "default heuristic."
         ),
     ] = None,
     envs: Envs = None,
@@ -73,14 +73,13 @@ def grow(
     an earlier one.
     """
     use_one_thread()
-    from esper.karn.bars import live
-    from esper.karn.console import print_summary
-    from esper.leyline.resuming import is_own_controller
+    from esper.karn.terminal.console import print_summary
+    from esper.karn.terminal.progress import live
+    from esper.leyline.reference import is_own_controller
     from esper.runs.configuration import growth_config
+    from esper.runs.folder.resume import Opening
     from esper.runs.grow import grow as run_population
-    from esper.runs.resume import Opening
     from esper.store.disk import file_name
-    from esper.tamiyo.catalog import get_controller
     from esper.tasks.catalog import get_task
 
     chosen = get_task(task)
@@ -89,20 +88,18 @@ def grow(
     options |= {"seed": seed, "device": device, "models": models, "slots": split_names(slots)}
     options |= {"baselines": baselines, "twin": twin, "compile": compile_}
     layers = read_layers("grow", from_file, settings, options)
-    notes: list[str] = []
-    config = growth_config(chosen, *layers, tell=notes.append)
-    client = get_controller(config.controller, config)
+    config, found = growth_config(chosen, *layers)
     named = config.controller if is_own_controller(config.controller) else Path(config.controller).stem
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(named)}-s{config.seed}"
     with beside(folder, watch), live(console_beside(watch), config.steps, chosen.objective.metric) as progress:
         opening = Opening(overwrite=overwrite)
-        summary = run_population(chosen, config, client, folder, progress, opening, notes=notes)
+        summary = run_population(chosen, config, found.make(config), folder, progress, opening)
     finish(summary, folder, json_, print_summary)
 
 
 def _read_file(config_file: Path | None, task: str, controller: str | None) -> Mapping[str, Any]:
     """Read a file of settings. Raises InputError if it is of another task, or names code that the command does not name."""
-    from esper.leyline.resuming import is_own_controller
+    from esper.leyline.reference import is_own_controller
     from esper.runs.configuration import load_config_file
 
     found = {} if config_file is None else load_config_file(str(config_file))
@@ -158,18 +155,18 @@ def train(
     these overrides an earlier one.
     """
     use_one_thread()
-    from esper.karn.bars import training
-    from esper.karn.console import print_training
+    from esper.karn.terminal.console import print_training
+    from esper.karn.terminal.progress import training
     from esper.runs.configuration import load_config_file, training_configs
-    from esper.runs.crews import asked_for
-    from esper.runs.resume import Opening
-    from esper.runs.train import train as train_controller
+    from esper.runs.folder.resume import Opening
+    from esper.runs.training.train import train as train_controller
+    from esper.runs.workers.workers import worker_options
     from esper.simic.rewards import get_reward, load_reward
     from esper.store.disk import file_name
     from esper.tasks.catalog import get_task
 
     paid = get_reward if reward is None else load_reward(reward)
-    asked = asked_for(workers, devices, cluster, get_task)
+    asked = worker_options(workers, devices, cluster, get_task)
     from_file = {} if config_file is None else dict(load_config_file(str(config_file)))
     names = _training_tasks(tasks, from_file, config_file)
     chosen = [get_task(name) for name in names]
@@ -239,11 +236,11 @@ def resume(
     """
     use_one_thread()
     from esper.calls import go_on
-    from esper.karn.console import print_summary, print_training
-    from esper.runs.crews import asked_for
-    from esper.runs.resume import is_training, read_config
+    from esper.karn.terminal.console import print_summary, print_training
+    from esper.runs.folder.resume import is_training, read_config
+    from esper.runs.workers.workers import worker_options
     from esper.tasks.catalog import get_task
 
-    asked = asked_for(workers, devices, cluster, get_task)
+    asked = worker_options(workers, devices, cluster, get_task)
     summary = go_on(run, tasks or None, controller, reward, settings or (), other_data, True, asked=asked)
     finish(summary, run, json_, print_training if is_training(read_config(run)) else print_summary)

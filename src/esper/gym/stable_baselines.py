@@ -1,4 +1,4 @@
-"""A population as a vector environment of Stable-Baselines3, whose interface differs from Gymnasium's. E environments."""
+"""Offer a population as a vector environment of Stable-Baselines3, whose interface differs from Gymnasium's. E environments."""
 
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -7,12 +7,11 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from esper.gym.environments import EsperVectorEnv
-from esper.gym.population import Arrays, row
-from esper.leyline.actions import Head
+from esper.gym.environments import Arrays, EsperVectorEnv, row
 from esper.leyline.errors import InputError
-from esper.leyline.masks import allowed_of, every_decision
-from esper.leyline.view import Bools
+from esper.leyline.lifecycle.actions import Head
+from esper.leyline.lifecycle.masks import allowed_of, every_decision
+from esper.leyline.lifecycle.view import Bools
 
 try:
     from stable_baselines3.common.vec_env import VecEnv
@@ -36,14 +35,14 @@ class FlatVecEnv(VecEnv):
         super().__init__(env.num_envs, env.single_observation_space, spaces.Discrete(len(self.decisions)))
 
     def action_masks(self) -> Bools:
-        """(E, N) bool: whether each decision is valid now."""
+        """Return (E, N) bool: whether each decision is valid now."""
         view = self._population.view
         if view is None:
             raise InputError("there is no mask before the first reset()")
         return allowed_of(view.masks, self.decisions)
 
     def reset(self) -> Arrays:
-        """The first observations of an episode, with the values that were given to `seed` and `set_options`."""
+        """Return the first observations of an episode, with the values that were given to `seed` and `set_options`."""
         options = {name: [mine[name] for mine in self._options] for name in self._options[0]}
         now = self._population.begin(self._seeds[0], options)
         self._reset_seeds()
@@ -70,7 +69,7 @@ class FlatVecEnv(VecEnv):
         """Do nothing: there are no resources to free."""
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        """An attribute of this object, once for each environment. Raises AttributeError if it does not exist."""
+        """Return an attribute of this object, once for each environment. Raises AttributeError if it does not exist."""
         return [getattr(self, attr_name) for _ in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
@@ -80,7 +79,7 @@ class FlatVecEnv(VecEnv):
     def env_method(
         self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """The result of a method of this object, indexed by environment."""
+        """Return the result of a method of this object, indexed by environment."""
         found = getattr(self, method_name)(*method_args, **method_kwargs)
         return [found[env] for env in self._get_indices(indices)]
 
@@ -90,7 +89,7 @@ class FlatVecEnv(VecEnv):
 
 
 def _named(heads: Collection[str] | None) -> frozenset[Head]:
-    """The heads that are free; None frees all. InputError if one is no head, or op or slot is missing."""
+    """Return the heads that are free; None frees all. Raises InputError if one is no head, or op or slot is missing."""
     if heads is None:
         return frozenset(Head)
     names = [head.name.lower() for head in Head]

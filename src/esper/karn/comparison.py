@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from esper.karn.console import estimate
-from esper.karn.reader import fitting_files, open_run
-from esper.karn.report.model import RunModel, read_model
+from esper.karn.reader import fitting_files, open_run, read_model
+from esper.karn.run_model import RunModel
+from esper.karn.terminal.console import estimate
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import t_factor, t_interval
 from esper.leyline.text import counted, printable, rounded

@@ -13,8 +13,7 @@ from rich.text import Text
 from esper.karn.tables import actor_lines, print_line, print_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
-from esper.store.disk import write_atomic
-from esper.store.full_disk import FULL
+from esper.store.disk import FULL, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,21 +23,18 @@ FORMATS = (".png", ".svg", ".pdf")
 
 
 def print_evaluation(record: Record, console: Console) -> None:
-    """Print controllers, comparisons and the schedule search of each task, and of all tasks together."""
+    """Print controllers and comparisons of each task, and of all tasks together."""
     print_line(console, "J: the metric of a task less rent for added parameters (reward.rent)")
     for task in record["tasks"]:
         print_line(console, f"{task['task']}: {sample_words(record, task)}; J and {task['metric']} on the test split")
         _print_estimates(console, task, task["metric"], record)
-        for line in (*static_lines(record, task), *opponent_lines(task), *search_lines(task["search"])):
+        for line in (*static_lines(record, task), *group_lines(task), *task.get("lines", ())):
             print_line(console, line)
     if record["together"] is not None:
         print_line(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
         _print_estimates(console, record["together"], record["tasks"][0]["metric"], record)
-    if "search_budget" in record:
-        budget = record["search_budget"]
-        print_line(
-            console, f"search budget of each opponent: {counted(budget['episodes'], 'episode')}, {budget['reason']}"
-        )
+    for line in record.get("lines", ()):
+        print_line(console, line)
     for line in (*interval_lines(record), *actor_lines(record)):
         print_line(console, line)
     print_line(console, "interquartile mean: the mean over the middle half of the runs")
@@ -144,46 +140,15 @@ def static_lines(record: Record, task: Record) -> list[str]:
     return lines + [f"{name}: absent: {reason}" for name, reason in task.get("absent", {}).items()]
 
 
-def opponent_lines(task: Record) -> list[str]:
-    """What the columns on opponents and on several trainings of a controller mean."""
-    rows = {row["name"]: row for row in task["controllers"]}
+def group_lines(task: Record) -> list[str]:
+    """Say how many trainings the rows of a controller stand for."""
     lines = []
-    if any(row.get("share_of_headroom") for row in rows.values()):
-        lines.append(
-            "headroom: the gain of a controller over the best fixed plan, as a share of the oracle's gain; for each run, the "
-            "oracle plants what came to the highest J on the test split in the other runs of the instance"
-        )
-    if task.get("opponents"):
-        lines.append(
-            "searched: networks that were grown to train a controller or to search for it, of several trainings the most of one; "
-            "0 for a rule, - if unknown"
-        )
     for name, members in task.get("groups", {}).items():
         few = f"; fewer than {FEW_TRAININGS} say little about a further one" if len(members) < FEW_TRAININGS else ""
         lines.append(
             f"{name}: {counted(len(members), 'training')}; its intervals are over trainings and instances together{few}"
         )
     return lines
-
-
-def search_lines(search: Record) -> list[str]:
-    """The plan that the search found, a schedule as lines of a schedule file, and the cost of the search."""
-    gates = ", with permissive gates" if search["permissive_gates"] else ""
-    plants = f", which plants {search['plants']}" if search.get("plants") else ""
-    of = f" of {search['candidates']:,}" if search.get("tried", search["candidates"]) < search["candidates"] else ""
-    tried = counted(search.get("tried", search["candidates"]), "plan")
-    cost = f"{tried}{of} in {counted(search['episodes'], 'episode')}"
-    seconds = search["seconds"]
-    took = f"{seconds:,.1f} seconds" if seconds >= 0.05 else "read from the results of an earlier call"
-    entries = [
-        f"  - {{{', '.join(f'{key}: {_yaml(value)}' for key, value in entry.items())}}}" for entry in search["entries"]
-    ]
-    return [
-        f"best fixed plan{gates}: {search['plan']}{plants}",
-        *entries,
-        f"it is the best of {cost} on training instances ({took}); its J there, on the probe split: "
-        f"{_number(search['probe_objective'], '.3f')}",
-    ]
 
 
 def draw_evaluation(record: Record, path: Path) -> None:
@@ -266,10 +231,6 @@ def sample_words(record: Record, task: Record) -> str:
         part = {"heldout": "held-out"}.get(record["part"], record["part"])
         return f"{counted(task['problems'], f'{part} instance')}, each with {counted(len(record['seeds']), 'seed')}"
     return f"{counted(task['runs_of_each'], 'run')}, each from starting weights of its own"
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number(value: float | None, form: str) -> str:

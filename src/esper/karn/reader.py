@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 import numpy as np
 
+from esper.karn.run_model import BlueprintAnalytics, RunModel, Tally
 from esper.karn.schema import check_config, check_environment, check_summary
-from esper.leyline.arguments import to_path
+from esper.leyline.config.arguments import to_path
+from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, typed_line
-from esper.leyline.parsing import LARGEST_YAML, parse_json, parse_yaml
-from esper.nissa.analytics import BlueprintAnalytics, Tally
 from esper.nissa.events import RunShape, decode_lines, read_events, record
 from esper.nissa.rows import ROWS, Row, RunRow
+from esper.store.disk import open_regular, read_kept
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
-from esper.store.reading import open_regular, read_kept
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]
@@ -214,8 +214,7 @@ class OpenRun:
 
     def _repr_html_(self) -> str:
         """The head of the run's report, which a notebook shows."""
-        from esper.karn.report.model import read_model  # these import this module
-        from esper.karn.report.page import head_of
+        from esper.karn.result import head_of  # imported here because it takes rich along
 
         return head_of(read_model(self), self.folder.resolve().name)
 
@@ -227,6 +226,18 @@ class OpenRun:
         if check is not None:
             check(content, path, _MEND)
         return content
+
+
+def read_model(run: OpenRun) -> RunModel:
+    """The model of a run folder. InputError if a file of it is damaged."""
+    with fitting_files(run.folder):
+        return complete(RunModel().update(run.rows()), run)
+
+
+def complete(model: RunModel, run: OpenRun) -> RunModel:
+    """Complete a model that has the rows of a run by its other files. InputError if one of these is damaged."""
+    status = run.status_after(None if model.last is None else model.last.status)
+    return model.complete(status, run.checked_config, run.summary, run.environment)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 from pydantic import BaseModel
 
-from esper.leyline.config import BASELINES, Config, build_config
+from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 
@@ -100,6 +100,8 @@ class _ClassFigures(TypedDict):
 class _RareClasses(TypedDict):
     classes: list[str | int | float | bool]
     rare: list[str | int | float | bool]
+    examples: list[Count]
+    weighted: bool
     grown: _ClassFigures
     host: _ClassFigures | None
 

@@ -10,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import RELEVANT, Actions, Head, Ints, Op
-from esper.leyline.config import LifecycleConfig
-from esper.leyline.gates import Gates
-from esper.leyline.masks import allowed
-from esper.leyline.stages import IN_BUDGET, Stage, among
-from esper.leyline.view import Bools, Masks, Seeds, Space, Transitions
+from esper.leyline.config.tree import LifecycleConfig
+from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Ints, Op
+from esper.leyline.lifecycle.gates import Gates
+from esper.leyline.lifecycle.masks import allowed
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.view import Bools, Masks, Seeds, Space, Transitions
 
 
 class Edits(NamedTuple):

@@ -1,13 +1,137 @@
 """The computation of a slot, for one network and for populations alike."""
 
-from typing import Protocol
+import functools
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blending import blend_change
-from esper.kasmina.blueprints.vector import zero_linear
-from esper.leyline.actions import Blend
-from esper.leyline.streams import Stream
+from esper.kasmina.stack.layers import zero_linear
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.streams import Stream
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), computed as (1 + tanh(x / 2)) / 2.
+
+    torch.sigmoid computes the last elements of a tensor by another code path, so the value of a row would depend on the
+    number of rows.
+    """
+    return (1 + torch.tanh(x / 2)) / 2
+
+
+def blend_change(
+    h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | float | None, blend: Tensor | Blend | None
+) -> Tensor:
+    """Compute the change c of a slot, whose output is y = h + c.
+
+        ADD       c = alpha * delta
+        GATE      c = alpha * g * delta,           g = sigmoid(gate)
+        MULTIPLY  c = alpha * h * tanh(delta)
+
+    h, delta: (B, ...) of one network, with alpha a number and blend a `Blend`; or (n, B, ...) of rows of a population,
+    with alpha and blend (n, 1, ...). gate: of a shape that broadcasts over h; None if no row has blend GATE. alpha is
+    None if it is 1 in every row, blend is None if every row is ADD. Rows are selected and not multiplied by a mask,
+    because 0 times nan is nan.
+    """
+    change = delta
+    if isinstance(blend, Blend):
+        if blend == Blend.GATE:
+            assert gate is not None
+            change = sigmoid(gate) * delta
+        elif blend == Blend.MULTIPLY:
+            change = h * torch.tanh(delta)
+        return change if alpha is None else alpha * change
+    if gate is not None:
+        assert blend is not None
+        change = torch.where(blend.eq(Blend.GATE), sigmoid(gate) * delta, change)
+    if blend is not None:
+        change = torch.where(blend.eq(Blend.MULTIPLY), h * torch.tanh(delta), change)
+    return change if alpha is None else alpha * change
+
+
+class Rule(torch.autograd.Function):
+    """A function with gradients of its own, which `torch.func` can transform.
+
+    Subclasses define forward, setup_context and backward of torch, and `tangent`, which computes the tangent of the output from
+    those of the inputs (None for one that has none).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def tangent(ctx: Any, *tangents: Any) -> Tensor | None:
+        """Return the tangent of the output."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, *inputs: Any) -> Tensor:
+        """Apply the function."""
+        # torch.compile cannot trace a function that has a `jvp`
+        rule = cls if torch.compiler.is_dynamo_compiling() else _with_jvp(cls)
+        output: Tensor = rule.apply(*inputs)  # type: ignore[no-untyped-call]
+        return output
+
+
+@functools.cache
+def _with_jvp(rule: type[Rule]) -> type[Rule]:
+    """The same function under forward-mode differentiation too."""
+    return type(rule.__name__, (rule,), {"jvp": staticmethod(rule.tangent)})
+
+
+class Straight(Rule):
+    """Straight-through incubation: the value is h, bit for bit; the gradient goes unchanged to h and to the change.
+
+    The formula h + (c - c.detach()) is not used, because it passes a nan of the seed on to the host.
+    """
+
+    @staticmethod
+    def forward(h: Tensor, change: Tensor, rows: Tensor) -> Tensor:
+        """h (E, B, D), change (n, B, D); rows (n,) int64 are the rows of h that the changes belong to."""
+        return h.view_as(h)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Save the rows."""
+        ctx.save_for_backward(inputs[2])
+        ctx.save_for_forward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the output's gradient for h, and the rows of it that belong to the change."""
+        (rows,) = ctx.saved_tensors
+        return gradients[0], gradients[0].index_select(0, rows), None
+
+    @staticmethod
+    def tangent(ctx: Any, h: Tensor, change: Tensor, rows: None) -> Tensor:
+        """The tangent of h plus that of the change in its rows: the transpose of `backward`."""
+        return h.index_add(0, ctx.saved_tensors[0], change)
+
+
+class Proximal(Rule):
+    """Return the change c, bit for bit, and add the gradient of weight * |c|^2 / |h|^2 to that of c; h gets no gradient."""
+
+    @staticmethod
+    def forward(change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+        """change, h (B, ...); weight ()."""
+        return change.view_as(change)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Save the inputs."""
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """g + 2 weight c / |h|^2."""
+        change, h, weight = ctx.saved_tensors
+        tiny = torch.finfo(h.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
+        return gradients[0] + (2 * weight / h.square().sum().clamp(min=tiny)).to(h.dtype) * change, None, None
+
+    @staticmethod
+    def tangent(ctx: Any, change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+        """That of the change: what `backward` adds is the gradient of a term of the objective, and not of the output."""
+        return change.view_as(change)
 
 
 class Seed(nn.Module):

@@ -48,12 +48,13 @@ def warn_of_conflict(folder: str = os.path.dirname(_PACKAGE)) -> None:
         names = os.listdir(folder)
     except OSError:  # the package is in a zip archive
         return
-    for name in names:
-        if (
-            name.startswith("esper-")
-            and name.endswith(".dist-info")
-            and _has_package(os.path.join(folder, name, "RECORD"))
-        ):
+    for name in [each for each in names if each.startswith("esper-") and each.endswith(".dist-info")]:
+        try:
+            with open(os.path.join(folder, name, "RECORD"), encoding="utf-8") as file:
+                installs = any(line.startswith("esper/") for line in file)
+        except (OSError, UnicodeDecodeError):
+            continue
+        if installs:
             import warnings
 
             version = name.removeprefix("esper-").removesuffix(".dist-info")
@@ -69,11 +70,3 @@ def warn_of_conflict(folder: str = os.path.dirname(_PACKAGE)) -> None:
 
 _SHOWN: dict[str | tuple[str, type[Warning], int], int] = {}
 """The registry of the warnings module, so that the warning is shown once."""
-
-
-def _has_package(record: str) -> bool:
-    try:
-        with open(record, encoding="utf-8") as file:
-            return any(line.startswith("esper/") for line in file)
-    except (OSError, UnicodeDecodeError):
-        return False

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
+from collections.abc import Mapping
 
 from esper.leyline.text import printable
 
@@ -58,6 +59,18 @@ class ActorError(RuntimeError):
 
 class LearningError(RuntimeError):
     """An update of a policy failed, and the policy keeps its earlier weights. The command line exits with 1."""
+
+
+class RolledBack(RuntimeError):
+    """Every environment was rolled back in every step, so nothing was trained."""
+
+    def __init__(self, rollbacks: Mapping[str, int]) -> None:
+        """rollbacks: numbers of rollbacks by reason."""
+        reasons = ", ".join(f"{count} for {name}" for name, count in rollbacks.items())
+        mend = (
+            "check the metric of the task" if set(rollbacks) == {"metric"} else "lower optimizer.lr, or check the loss"
+        )
+        super().__init__(f"every environment was rolled back in every step ({reasons}), so nothing was trained: {mend}")
 
 
 class OutOfMemory(RuntimeError):

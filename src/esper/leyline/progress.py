@@ -1,9 +1,10 @@
-"""The protocols that show the progress of a run."""
+"""The progress of a run or of other work: the protocols that show it, and an estimate of how long it takes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from esper.leyline.view import View
+from esper.leyline.lifecycle.view import View
+from esper.leyline.text import duration
 
 
 class Watch(Protocol):
@@ -48,3 +49,28 @@ class Silent:
 
     def answer(self, text: str) -> None:
         """Do nothing."""
+
+
+class Pace:
+    """Counts finished parts of some work, and after the first part estimates the time of the others.
+
+        pace = Pace(3_000, "networks", print)
+        pace.add(200, seconds=14.0)    # 200 of 3,000 networks took 14 seconds; about 3 minutes for the others
+
+    A part whose results existed already is counted with `seconds=None`, and is not used for the estimate.
+    """
+
+    def __init__(self, parts: int, name: str, say: Callable[[str], None] | None) -> None:
+        self.parts, self.name, self.say = parts, name, say
+        self.done = 0
+        self._told = False
+
+    def add(self, parts: int, seconds: float | None) -> None:
+        """Count finished parts that took `seconds`; None if their results existed already."""
+        self.done += parts
+        left = self.parts - self.done
+        if seconds is None or self._told or self.say is None or left <= 0:
+            return
+        self._told = True
+        some = f"{parts:,} of {self.parts:,} {self.name} took {duration(seconds)}"
+        self.say(f"{some}; about {duration(seconds * left / parts)} for the others")

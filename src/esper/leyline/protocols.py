@@ -1,88 +1,122 @@
-"""The protocols of controllers and rewards."""
+"""The base class of controllers, and the protocol of rewards."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Actions, Op
-from esper.leyline.view import Outcome, View
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.view import Outcome, View
 
 
-@runtime_checkable
-class PolicyClient(Protocol):
-    """A controller, such as a rule, a learner or a replay. The engine calls these three methods and no others."""
+class Controller(ABC):
+    """A controller, such as a rule, a learner or a replay. A subclass defines `act`, and of the rest what it needs.
 
+    Attributes:
+        sensors_every (int): steps between measurements of the growth sensors that it needs, used if `probe.sensors_every` is
+            null; 0 for none [steps]
+        sensor_families (sequence of str): families of sensors that it reads, of those of `probe.sensors`, so that the others are
+            not computed; used if that and `probe.sensors_every` are null; empty for all
+        sensors_read (mapping): by operation, the names of the sensors of the slot that its decisions depend on, whose values the
+            events keep
+        digest (str): SHA-256 of the fitted arrays that decide, which the summary of a run keeps as `controller_digest`; empty
+            for none
+    """
+
+    sensors_every: int = 0
+    sensor_families: Sequence[str] = ()
+    sensors_read: Mapping[Op, Sequence[str]] = MappingProxyType({})
+    digest: str = ""
+
+    @abstractmethod
     def act(self, view: View) -> Actions:
         """Decide once per environment. A decision that the masks forbid is refused and changes nothing."""
-        ...
 
-    def store(self, outcome: Outcome) -> None:
+    def store(self, outcome: Outcome) -> None:  # noqa: B027 -- a default, which does nothing
         """Receive the result of the last decisions."""
-        ...
 
     def update(self) -> Mapping[str, float]:
         """Learn from the stored outcomes after a round. Returns figures for telemetry."""
-        ...
+        return {}
 
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A controller whose runs can be resumed."""
-
-    def state(self) -> dict[str, Any]:
-        """The whole state: nested dicts and lists of arrays, tensors and plain values."""
-        ...
+    def state(self) -> dict[str, Any] | None:
+        """The whole state: nested dicts and lists of arrays, tensors and plain values; None if runs cannot be resumed."""
+        return None
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state` returned. Raises ValueError or InputError if it does not fit."""
-        ...
+        raise InputError(
+            f"the controller is a {type(self).__name__}, which cannot be resumed; give it the methods state and load_state"
+        )
 
+    def reasons(self) -> Sequence[str | None] | None:
+        """The reason of each environment's last GERMINATE, PRUNE or FOSSILIZE, in one clause; None for other decisions."""
+        return None
 
-@runtime_checkable
-class Senses(Protocol):
-    """A controller that reads the growth sensors, `Measurements.sensors`."""
-
-    sensors_every: int  # steps between measurements that it needs; used if `probe.sensors_every` is null [steps]
-
-
-@runtime_checkable
-class SelectsSensors(Protocol):
-    """A controller that reads some families of growth sensors and no others, so that the others are not computed for it."""
-
-    sensor_families: Sequence[
-        str
-    ]  # those of `probe.sensors`; used if that and `probe.sensors_every` are null; empty for all
-
-
-@runtime_checkable
-class EndsSensing(Protocol):
-    """A controller that may have read all growth sensors that it needs in an episode, so that they are not measured again."""
+    def explain(self) -> Sequence[str]:
+        """Why nothing was planted so far: one sentence per reason, with the config key to change."""
+        return ()
 
     def sensing(self) -> bool:
-        """Whether it reads sensors at a later decision of the episode. Called after `act`."""
-        ...
-
-
-@runtime_checkable
-class Cites(Protocol):
-    """A controller that says which growth sensors its decisions depend on, so that the events hold their values."""
-
-    sensors_read: Mapping[Op, Sequence[str]]  # names of sensors of the slot, by operation
-
-
-@runtime_checkable
-class Extends(Protocol):
-    """A controller that makes several decisions for an environment in one step, for example to plant several seeds at once."""
+        """Whether it reads growth sensors at a later decision of the episode. Called after `act`."""
+        return True
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """The next decisions of this step, or None to begin the training of the step.
+        """The next decisions of this step, for example to plant several seeds at once, or None to begin the training of the step.
 
         view: the view after the last decisions; its measurements are those before the step. refused: (E,) a `Refusal` for each
         environment, of the last decisions of this step.
         """
-        ...
+        return None
+
+    def proposals(self, view: View) -> "Proposed | None":
+        """What is tried in copies of the environments before the next decision; None for nothing. Called before every `act`."""
+        return None
+
+    def tried(self, worth: NDArray[np.float64]) -> None:  # noqa: B027 -- a default, which does nothing
+        """Receive (n,) J on the probe split of the copies after the trial. Called before `act`."""
+
+    def package(self, view: View) -> NDArray[np.int64] | None:
+        """(E,): index of the blueprint that is still to be planted in every slot whose segment keeps the width of the stream.
+
+        -1 where something else, or nothing, is to be planted. Called after `act`. Decisions of a controller that returns None
+        are not imitated as packages (`ppo.packages`).
+        """
+        return None
+
+    def judgement(self) -> "Judgement | None":
+        """How likely the last decisions were, if it is a policy. Called after `act`."""
+        return None
+
+
+def as_controller(made: Any, subject: str = "controller is") -> Controller:
+    """Return a controller; an object of another class with the methods `act`, `store` and `update` gets the defaults of the rest.
+
+    Raises InputError with a sentence that begins with the subject if the object is no controller.
+    """
+    if isinstance(made, Controller):
+        return made
+    cls = type(made)
+    lacking = [name for name in ("act", "store", "update") if not callable(getattr(cls, name, None))]
+    if lacking or isinstance(made, type):
+        flaw = (
+            f"the class {made.__name__}"
+            if isinstance(made, type)
+            else f"a {cls.__name__} without {' and '.join(lacking)}"
+        )
+        raise InputError(
+            f"{subject} {flaw}; give an object with the methods act(view), store(outcome) and update(), or the name of a "
+            "controller (`esper docs own-controller`)"
+        )
+    # The same attributes under a subclass of the same name, so that messages and saved states name the class of the user.
+    of = type(cls.__name__, (cls, Controller), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    controller: Controller = object.__new__(of)
+    controller.__dict__ = vars(made)
+    return controller
 
 
 class Proposed(NamedTuple):
@@ -90,39 +124,13 @@ class Proposed(NamedTuple):
 
     Attributes:
         env ((n,) int64): the environment that each candidate is for
-        client (PolicyClient): decides for the n copies, in this order
+        client (Controller): decides for the n copies, in this order
         steps (int): length of the trial [steps]
     """
 
     env: NDArray[np.int64]
-    client: PolicyClient
+    client: Controller
     steps: int
-
-
-@runtime_checkable
-class Tries(Protocol):
-    """A controller that has candidates tried in copies of the environments before it decides."""
-
-    def proposals(self, view: View) -> Proposed | None:
-        """What is tried before the next decision; None for nothing. Called before every `act`."""
-        ...
-
-    def tried(self, worth: NDArray[np.float64]) -> None:
-        """Receive (n,) J on the probe split of the copies after the trial. Called before `act`."""
-        ...
-
-
-@runtime_checkable
-class Explains(Protocol):
-    """A controller that gives reasons for its decisions."""
-
-    def reasons(self) -> Sequence[str | None]:
-        """The reason of each environment's last GERMINATE, PRUNE or FOSSILIZE, in one clause; None for other decisions."""
-        ...
-
-    def explain(self) -> Sequence[str]:
-        """Why nothing was planted so far: one sentence per reason, with the config key to change."""
-        ...
 
 
 class Judgement(NamedTuple):
@@ -137,15 +145,6 @@ class Judgement(NamedTuple):
     probability: NDArray[np.float64]
     entropy: NDArray[np.float64]
     value: NDArray[np.float64]
-
-
-@runtime_checkable
-class Judges(Protocol):
-    """A controller that tells how likely its decisions were."""
-
-    def judgement(self) -> Judgement:
-        """That of the last decisions. Called after `act`."""
-        ...
 
 
 class Reward(Protocol):

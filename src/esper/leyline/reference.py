@@ -1,19 +1,21 @@
 """Code of the user's own by reference to a function: `path.py:function` or `module:function`."""
 
 import ast
-import difflib
 import importlib
 import importlib.util
 import os
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from esper.leyline.arguments import required_arguments
+from esper.leyline.config.arguments import required_arguments
 from esper.leyline.errors import InputError, UserCodeError, is_library, typed_line
+from esper.leyline.plugins import CONTROLLERS, plugins
+from esper.leyline.text import did_you_mean
 
 _READ: dict[Path, tuple[bytes, ModuleType]] = {}
 """The files that were imported, with their content: a file runs again only after it was edited."""
@@ -29,7 +31,10 @@ def load_reference(reference: str, what: str, returns: str = "it", ready: Any = 
     made = find_reference(reference, what)
     if isinstance(made, ready):
         return made
-    _check_function(reference, made, returns)
+    if not callable(made):
+        raise InputError(f"{reference} is a {type(made).__name__}; name a function that returns {returns}")
+    if needed := required_arguments(made):
+        raise InputError(f"{reference} needs the argument {needed[0]!r}; name a function that takes none")
     return _run(reference, what, made)
 
 
@@ -49,8 +54,7 @@ def find_reference(reference: str, what: str) -> Any:
     module = _run(reference, what, lambda: _read_file(Path(place)) if is_file else _import(place))
     if not hasattr(module, name):
         names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        near = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "define it there, or name another"
+        hint = did_you_mean(name, names) or "define it there, or name another"
         raise InputError(f"{place} has no function {name!r}; {hint}")
     return getattr(module, name)
 
@@ -93,13 +97,6 @@ def unnamed_function(file: str, what: str) -> str:
     places = [f"{file}:{name}" for name in names]
     shown = f", as in {places[0]}" if len(places) == 1 else f": {', '.join(places)}" if places else " of it"
     return f"{file} is a file; name the function that returns the {what}{shown}"
-
-
-def _check_function(reference: str, made: Any, returns: str) -> None:
-    if not callable(made):
-        raise InputError(f"{reference} is a {type(made).__name__}; name a function that returns {returns}")
-    if needed := required_arguments(made):
-        raise InputError(f"{reference} needs the argument {needed[0]!r}; name a function that takes none")
 
 
 def _read_file(path: Path) -> ModuleType:
@@ -155,3 +152,58 @@ def _run(reference: str, what: str, code: Callable[[], Any]) -> Any:
         ) from None
     except Exception as error:
         raise UserCodeError(f"the {what} {reference} raised {typed_line(error)}") from error
+
+
+PAID_BY = "ppo, paid by "
+"""How the config of a training names its controller if the reward was given; the name of the reward follows."""
+
+
+def is_reference(name: str) -> bool:
+    """Whether the name of a task refers to a function, `path.py:function` or `module:function`, that makes the task."""
+    return ":" in name
+
+
+def is_own_controller(name: str) -> bool:
+    """Whether the name of a controller refers to a function or a class that makes it."""
+    return is_reference(name) and name.partition(":")[0] not in plugins(CONTROLLERS)
+
+
+def own_code(controller: str) -> tuple[str, str] | None:
+    """The argument of `resume`, controller or reward, and the reference to give with it, by the `controller` of a config.
+
+    None if the controller and the reward were no references.
+    """
+    if controller.startswith(PAID_BY):
+        reward = controller.removeprefix(PAID_BY)
+        return ("reward", reward) if is_reference(reward) else None
+    return ("controller", controller) if is_own_controller(controller) else None
+
+
+def resume_command(folder: Path, tasks: Sequence[str], controller: str = "") -> str:
+    """The command that resumes a run on these tasks: `esper resume runs/mine --task path.py:function`.
+
+    controller: that of the config. The command repeats what is made by functions, because a run folder alone may not start code.
+    """
+    named = [f"--task {shlex.quote(name)}" for name in tasks if is_reference(name)]
+    if (own := own_code(controller)) is not None:
+        named.append(f"--{own[0]} {shlex.quote(own[1])}")
+    return " ".join([f"esper resume {shlex.quote(str(folder))}", *named])
+
+
+def resume_call(folder: Path, tasks: Sequence[str], made: Sequence[str] = (), controller: str = "") -> str:
+    """The call that resumes a run on these tasks: `esper.resume('runs/mine', task='path.py:function')`.
+
+    `made` lists the arguments, "task" or "controller", that were Python objects and must be given again. controller: that of the
+    config.
+    """
+    places = [name for name in tasks if is_reference(name)]
+    given = []
+    if "task" in made:
+        given.append("task=...")
+    elif places:
+        given.append(f"task={places[0]!r}" if len(places) == 1 else f"task={places!r}")
+    if "controller" in made:
+        given.append("controller=...")
+    elif (own := own_code(controller)) is not None:
+        given.append(f"{own[0]}={own[1]!r}")
+    return f"esper.resume({', '.join([repr(str(folder)), *given])})"

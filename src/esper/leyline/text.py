@@ -1,6 +1,8 @@
 """Text that is safe to print, and numbers as text."""
 
+import difflib
 import re
+from collections.abc import Iterable, Sequence
 
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f"  # control characters: a terminal executes ESC and CSI sequences
@@ -22,6 +24,23 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def either(words: Sequence[str]) -> str:
+    """Words as a choice: `a`, `a or b`, `a, b or c`."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def did_you_mean(
+    given: object, known: Iterable[str], *, first: Sequence[str] = (), most: int = 1, similarity: float = 0.6
+) -> str:
+    """The question `did you mean 'digits'?`, for a name that is not among the known ones; "" where there is nothing to suggest.
+
+    first: names to suggest in any case; where there are some, similar names are not looked for. most: the largest number of
+    similar names. similarity: the least similarity of a name, from 0 to 1 (`difflib.SequenceMatcher.ratio`).
+    """
+    near = list(first) or difflib.get_close_matches(str(given), list(known), most, similarity)
+    return f"did you mean {either([repr(name) for name in near])}?" if near else ""
+
+
 def nothing_planted(count: int, envs: int) -> str:
     """The beginning of a sentence about `count` of `envs` environments; a single one is not counted."""
     return "nothing was planted" if envs == 1 else f"nothing was planted in {count} of {counted(envs, 'environment')}"
@@ -31,3 +50,10 @@ def rounded(value: float, form: str) -> str:
     """A number in a format such as `+.3f`; a number that rounds to zero has no minus sign."""
     text = f"{value:{form}}"
     return text.replace("-", "+" if form.startswith("+") else "") if float(text.replace(",", "")) == 0 else text
+
+
+def duration(seconds: float) -> str:
+    """A time in a readable unit: `14 seconds`, `3 minutes`, `2.5 hours`."""
+    if seconds < 90:
+        return f"{seconds:.2g} seconds" if seconds < 10 else f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"

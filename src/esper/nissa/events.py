@@ -4,6 +4,7 @@ import functools
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.errors import InputError
-from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.verdicts import Vital
+from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Scores, Seeds, Space, Transitions, View
 from esper.leyline.text import counted
-from esper.leyline.verdicts import Vital
-from esper.leyline.view import Bools, Floats, Outcome, Scores, Seeds, Space, Transitions, View
 from esper.nissa.rows import (
-    READABLE,
     ROWS,
     SCHEMA,
     AnomalyRow,
@@ -30,7 +30,7 @@ from esper.nissa.rows import (
     RunRow,
     StepRow,
 )
-from esper.store.reading import open_regular
+from esper.store.disk import open_regular
 
 DIGITS = 5
 """Significant digits of measurements."""
@@ -292,11 +292,13 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0, shape: RunS
     """
     shape = shape or RunShape()
     for number, line in enumerate(lines, first):
-        if number == 0 and (version := _version(line)) not in (None, *READABLE):
-            raise InputError(
-                f"{path} holds rows of version {version}, this Esper reads the versions {READABLE[0]} to {SCHEMA}; "
-                "`esper docs events` says what changed"
-            )
+        with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # which the row below raises too
+            head = msgspec.json.decode(line, type=_Head) if number == 0 else None
+            if head is not None and head.kind == "run" and head.schema != SCHEMA:
+                raise InputError(
+                    f"{path} holds rows of version {head.schema}, this Esper reads version {SCHEMA}; read them with the "
+                    "version of Esper that environment.json beside them names"
+                )
         if line.endswith(b"\n"):
             try:
                 row = decode(line)
@@ -306,16 +308,11 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0, shape: RunS
             yield row
 
 
-def _version(line: bytes) -> int | None:
-    """The version in a run row, 1 if it has none; None if the line is not a run row."""
-    try:
-        first = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if not isinstance(first, dict) or first.get("kind") != "run":
-        return None
-    version = first.get("schema", 1)
-    return version if isinstance(version, int) else None
+class _Head(msgspec.Struct):
+    """The fields of a run row of any version."""
+
+    kind: str
+    schema: int = 1  # a run row of the first version has none
 
 
 def _short(values: Any) -> list[Any]:
@@ -348,10 +345,8 @@ def _full(values: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    if isinstance(value, np.generic):
-        return value.item()
     raise TypeError(f"a row cannot hold a {type(value).__name__}")
 
 
@@ -368,13 +363,13 @@ def _depth(kind: msgspec.inspect.Type) -> int:
     return 0
 
 
-def _depths(row: type[Row]) -> tuple[tuple[str, int], ...]:
+def _fields(row: type[Row]) -> Sequence[msgspec.inspect.Field]:
     found = msgspec.inspect.type_info(row)
     assert isinstance(found, msgspec.inspect.StructType)
-    return tuple((field.name, depth) for field in found.fields if (depth := _depth(field.type)))
+    return found.fields
 
 
-_DEPTHS = {row: _depths(row) for row in ROWS}
+_DEPTHS = {row: tuple((each.name, depth) for each in _fields(row) if (depth := _depth(each.type))) for row in ROWS}
 """Fields that hold lists of numbers, each with the depth of its lists, by kind of row."""
 
 _AXES = {"E": "environments", "S": "slots", "F": "sensors"}
@@ -383,10 +378,8 @@ _AXIS = re.compile(rf"\(([{''.join(_AXES)}](?:, [{''.join(_AXES)}])*),?\)")
 
 def _shapes(row: type[Row]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """The fields of a kind of rows that hold lists, each with the axes that its description names."""
-    found = msgspec.inspect.type_info(row)
-    assert isinstance(found, msgspec.inspect.StructType)
     shapes = []
-    for field in found.fields:
+    for field in _fields(row):
         assert isinstance(field.type, msgspec.inspect.Metadata)
         named = _AXIS.search((field.type.extra_json_schema or {})["description"])
         if named is not None:

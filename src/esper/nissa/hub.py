@@ -27,6 +27,7 @@ class Hub:
         self, outputs: Sequence[Output] = (), level: Level = "step", seq: int = 0, raise_steps: int = 0
     ) -> None:
         self.outputs = tuple(outputs)
+        self._durable = [output for output in self.outputs if isinstance(output, Durable)]
         self._takers = [
             output.write_all if isinstance(output, Durable) else partial(_write_each, output) for output in self.outputs
         ]
@@ -45,9 +46,7 @@ class Hub:
 
         A hub without outputs keeps none.
         """
-        if not self.outputs:
-            return False
-        level = self.level
+        level = self.level if self.outputs else "off"
         return level != "off" and (level != "run" or not issubclass(kind, _OF_STEPS))
 
     def begin_step(self, *, restored: bool) -> None:
@@ -79,20 +78,15 @@ class Hub:
         self.seq += len(kept)
 
     def flush(self) -> None:
-        """Flush every output to the disk."""
-        for output in self._durable():
+        for output in self._durable:
             output.flush()
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the number of rows, the mark of the first output that has a file, and the steps of a raised level."""
-        marks = [mark for output in self._durable() if (mark := output.mark()) is not None]
+        marks = [mark for output in self._durable if (mark := output.mark()) is not None]
         return {"seq": self.seq, "events": marks[0] if marks else None, "raised": self.raised}
 
-    def _durable(self) -> list[Durable]:
-        return [output for output in self.outputs if isinstance(output, Durable)]
-
     def close(self) -> None:
-        """Close every output."""
         for output in self.outputs:
             output.close()
 

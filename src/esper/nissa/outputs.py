@@ -10,8 +10,7 @@ from esper.leyline.errors import RunWarning, typed_line, warn
 from esper.nissa.events import encode
 from esper.nissa.recovery import Mark, free_path
 from esper.nissa.rows import Row
-from esper.store.disk import Retry, write_atomic, write_once
-from esper.store.full_disk import DiskFull, Unwritable
+from esper.store.disk import DiskFull, Retry, Unwritable, write_atomic, write_once
 
 
 class OutputError(OSError):
@@ -23,11 +22,9 @@ class Output(Protocol):
 
     def write(self, row: Row) -> None:
         """Keep the row."""
-        ...
 
     def close(self) -> None:
         """Free resources; no row follows."""
-        ...
 
 
 @runtime_checkable
@@ -36,15 +33,12 @@ class Durable(Output, Protocol):
 
     def write_all(self, rows: Sequence[Row]) -> None:
         """Keep all of the rows, or raise an error and keep none of them."""
-        ...
 
     def flush(self) -> None:
         """Flush what was written to the disk."""
-        ...
 
     def mark(self) -> Mark | None:
         """Length and sha256 of the rows; None if they are in no file."""
-        ...
 
 
 class Guarded:
@@ -55,21 +49,19 @@ class Guarded:
 
     def write(self, row: Row) -> None:
         """Hand the row on, unless an error was raised before."""
-        self._call(lambda output: output.write(row), "write")
+        self._call("write", row)
 
     def close(self) -> None:
         """Close the output, unless an error was raised before."""
-        self._call(lambda output: output.close(), "close")
+        self._call("close")
 
-    def _call(self, method: Callable[[Output], None], name: str) -> None:
-        output = self.output
-        if output is None:
+    def _call(self, name: str, *rows: Row) -> None:
+        if self.output is None:
             return
         try:
-            method(output)
+            getattr(self.output, name)(*rows)
         except Exception as error:  # whatever the user's code raises
-            self.output = None
-            known = type(output).__name__
+            known, self.output = type(self.output).__name__, None
             warn(
                 f"{name} of the output {known} raised {typed_line(error)}; the run goes on without this output",
                 RunWarning,
@@ -93,7 +85,6 @@ class JsonLines:
         self._changed = False  # whether another process changed the file
 
     def write(self, row: Row) -> None:
-        """Append one line."""
         self.write_all((row,))
 
     def write_all(self, rows: Sequence[Row]) -> None:
@@ -169,9 +160,8 @@ class JsonLines:
         if mine.st_size != self._length:
             self._tell(f"was changed by another process: it has {mine.st_size:,} bytes instead of {self._length:,}")
             self._changed, self._length = True, mine.st_size
-            if (
-                mine.st_size and os.pread(self._file, 1, mine.st_size - 1) != b"\n"
-            ):  # so that the next row starts a line
+            # so that the next row starts a line
+            if mine.st_size and os.pread(self._file, 1, mine.st_size - 1) != b"\n":
                 self._length += os.write(self._file, b"\n")
         try:
             there = os.stat(self.path, follow_symlinks=False)

@@ -5,12 +5,13 @@ from being resumed: the damaged file is renamed, and its valid rows are kept.
 """
 
 import hashlib
+import io
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -22,27 +23,23 @@ Mark = dict[str, Any]
 """Identifies the first rows of a file: {"bytes": their length, "sha256": their sha256}."""
 
 _LISTED = 3  # largest number of ranges in a sentence
+_AT_END = ("episode", "evaluation", "checkpoint")  # kinds of the rows that a run writes at its end, before a run row
 
 
-_AT_END = ("episode", "evaluation", "checkpoint")
-
-
-class ValidRows(NamedTuple):
-    """The content of an events.jsonl."""
-
-    rows: dict[int, bytes]  # valid rows by number, each a line
-    invalid: int  # number of lines that are not rows, or whose number is out of order
-
-
-class _Numbered(msgspec.Struct):
-    """The fields that rows of every kind and version have."""
+class _Row(msgspec.Struct):
+    """The fields that rows of every kind and version have, and the status of a run row."""
 
     seq: int
     kind: str
     status: str | None = None
 
+    @property
+    def ends(self) -> bool:
+        """Whether this is the last row of a run."""
+        return self.kind == "run" and self.status != "running"
 
-_numbered = msgspec.json.Decoder(_Numbered)
+
+_decoder = msgspec.json.Decoder(_Row)
 
 
 def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[str], None]) -> None:
@@ -57,36 +54,46 @@ def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[st
         os.rename(path, side)
         note(f"{path} is not a regular file; it was moved to {side}")
     data = path.read_bytes() if path.exists() else b""
-    if mark is not None and _is_marked(data, mark):
-        _cut(folder, int(mark["bytes"]), data, note)
-        return
-    found = read_rows(data)
-    kept = [line for number, line in found.rows.items() if number < rows]
-    whole = data.startswith(b"".join(kept))
-    if whole and len(kept) == rows:
+    length = len(data) if mark is None else int(mark["bytes"])
+    if mark is None or hashlib.sha256(memoryview(data)[:length]).hexdigest() != str(mark["sha256"]):
+        found, _ = read_rows(data)
+        kept = [line for number, line in found.items() if number < rows]
+        content = b"".join(kept)
+        length = len(content)
+        if len(kept) < rows or not data.startswith(content):
+            missing = describe_missing(found, rows)
+            where = ""
+            if data:
+                side = free_path(folder, "damaged")
+                write_atomic(side, data)
+                write_atomic(path, content)
+                where = f" and the file as it was is {side}"
+            lost = (
+                f"{'row' if rows - len(kept) == 1 else 'rows'} {missing} of {rows} cannot be read"
+                if missing
+                else "lines of it are not rows"
+            )
+            note(
+                f"{path} {'is damaged' if data else 'is missing or empty'}: {lost}; {counted(len(kept), 'whole row')} kept"
+                f"{where}; the run goes on from its checkpoint"
+            )
+            return
         if mark is not None:
             note(
                 f"{path} differs from what was written, by its sha256, though every row can be read: "
                 f"{counted(rows, 'row')}"
             )
-        _cut(folder, sum(map(len, kept)), data, note)
+    if length == len(data):
         return
-    missing = describe_ranges(missing_ranges(found.rows, rows))
-    where = ""
-    if data:
-        side = free_path(folder, "damaged")
-        write_atomic(side, data)
-        write_atomic(path, b"".join(kept))
-        where = f" and the file as it was is {side}"
-    lost = (
-        f"{'row' if rows - len(kept) == 1 else 'rows'} {missing} of {rows} cannot be read"
-        if missing
-        else "lines of it are not rows"
-    )
-    note(
-        f"{path} {'is damaged' if data else 'is missing or empty'}: {lost}; {counted(len(kept), 'whole row')} kept"
-        f"{where}; the run goes on from its checkpoint"
-    )
+    side = free_path(folder, "cut")
+    write_atomic(side, data[length:])
+    os.truncate(path, length)
+    *others, last = [_read(line.lstrip(b"\0")) for line in io.BytesIO(data[length:])]
+    if last is None or not last.ends or not all(row is not None and row.kind in _AT_END for row in others):
+        note(  # else the run ended regularly after its last checkpoint
+            f"the run had written events after the checkpoint from which it goes on; it writes them again, and the old ones are "
+            f"in {side} (nothing is lost)"
+        )
 
 
 def check_events(folder: Path) -> str | None:
@@ -96,103 +103,59 @@ def check_events(folder: Path) -> str | None:
         return f"{path} is missing; the rows of this run are lost"
     if not stat.S_ISREG(os.lstat(path).st_mode):
         return f"{path} is not a regular file; the rows of this run are lost"
-    found = read_rows(path.read_bytes())
-    count = max(found.rows, default=-1) + 1
-    missing = describe_ranges(missing_ranges(found.rows, count))
+    found, invalid = read_rows(path.read_bytes())
+    count = max(found, default=-1) + 1
+    missing = describe_missing(found, count)
     wrong = [
         *([f"missing rows: {missing}"] if missing else []),
-        *([f"{counted(found.invalid, 'line')} without a row"] if found.invalid else []),
-        *([] if count and _ends(found.rows[count - 1]) else ["its end is missing"]),
+        *([f"{counted(invalid, 'line')} without a row"] if invalid else []),
+        *([] if count and _decoder.decode(found[count - 1]).ends else ["its end is missing"]),
     ]
     return f"{path} is damaged: {'; '.join(wrong)}" if wrong else None
 
 
-def read_rows(data: bytes) -> ValidRows:
-    """The valid rows of an events.jsonl, whose numbers must rise, and the number of other lines."""
+def read_rows(data: bytes) -> tuple[dict[int, bytes], int]:
+    """The valid rows of an events.jsonl by number, each a line, and the number of lines that are not valid.
+
+    The numbers of the rows must rise. Zero bytes at the beginning of a line, which a crash of a file system may leave, are left
+    out.
+    """
     rows: dict[int, bytes] = {}
     invalid, last = 0, -1
-    for line in _lines(data):
-        number = _number(line)
-        if number is None or number <= last:
+    for each in io.BytesIO(data):
+        line = each.lstrip(b"\0")
+        row = _read(line)
+        if row is None or row.seq <= last:
             invalid += 1
         else:
-            rows[number] = line
-            last = number
-    return ValidRows(rows, invalid)
+            rows[row.seq] = line
+            last = row.seq
+    return rows, invalid
 
 
-def missing_ranges(numbers: Iterable[int], count: int) -> list[tuple[int, int]]:
-    """(first, last) of each range of integers below `count` that is missing in `numbers`, which rise."""
-    found, due = [], 0
-    for number in numbers:
-        if due < number and due < count:
-            found.append((due, min(number, count) - 1))
+def describe_missing(numbers: Collection[int], count: int) -> str:
+    """The integers below `count` that are missing in `numbers`, which rise, as text: '6, 9 to 12 and 3 more'."""
+    ranges, due = [], 0
+    for number in (*(each for each in numbers if each < count), count):
+        if due < number:
+            ranges.append((due, number - 1))
         due = number + 1
-    return [*found, (due, count - 1)] if due < count else found
-
-
-def describe_ranges(ranges: Sequence[tuple[int, int]]) -> str:
-    """The first few ranges as text: '6, 9 to 12 and 3 more'."""
     shown = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:_LISTED]]
     more = sum(last - first + 1 for first, last in ranges[_LISTED:])
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def _lines(data: bytes) -> Iterator[bytes]:
-    """Lines with their newline, without leading zero bytes, which a crash of a file system may leave."""
-    begin = 0
-    while begin < len(data):
-        end = data.find(b"\n", begin) + 1 or len(data)
-        yield data[begin:end].lstrip(b"\0")
-        begin = end
-
-
-def _number(line: bytes) -> int | None:
-    """The number of the row in a line; None if the line is not a row."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        row = _numbered.decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-    return row.seq if row.seq >= 0 else None
-
-
-def _ends(line: bytes) -> bool:
-    """Whether a row is the last row of a run."""
-    row = _numbered.decode(line)
-    return row.kind == "run" and row.status != "running"
-
-
-def _is_closing(data: bytes) -> bool:
-    """Whether the data hold exactly the rows that a run writes at its end, the last of which is a run row."""
-    *others, last = _lines(data)
-    numbers = [_number(line) for line in (*others, last)]
-    if None in numbers or not _ends(last):
-        return False
-    return all(_numbered.decode(line).kind in _AT_END for line in others)
-
-
-def _is_marked(data: bytes, mark: Mapping[str, Any]) -> bool:
-    length = int(mark["bytes"])
-    return len(data) >= length and hashlib.sha256(memoryview(data)[:length]).hexdigest() == str(mark["sha256"])
-
-
-def _cut(folder: Path, length: int, data: bytes, note: Callable[[str], None]) -> None:
-    """Move what follows the first `length` bytes to another file in the folder."""
-    if length == len(data):
-        return
-    side = free_path(folder, "cut")
-    write_atomic(side, data[length:])
-    os.truncate(folder / EVENTS, length)
-    if _is_closing(data[length:]):
-        return  # the run ended regularly after its last checkpoint
-    note(
-        f"the run had written events after the checkpoint from which it goes on; it writes them again, and the old ones are in "
-        f"{side} (nothing is lost)"
-    )
-
-
 def free_path(folder: Path, why: str) -> Path:
     """A path that does not exist, for rows that are moved: events-WHY-N.jsonl."""
     return next(path for n in itertools.count(1) if not os.path.lexists(path := folder / f"events-{why}-{n}.jsonl"))
+
+
+def _read(line: bytes) -> _Row | None:
+    """The row of a line; None if the line is not a row."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        row = _decoder.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return row if row.seq >= 0 else None

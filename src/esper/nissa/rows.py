@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from esper.leyline.stages import Stage
+from esper.leyline.lifecycle.stages import Stage
 
 if TYPE_CHECKING:
     Numbers = Sequence[float | None] | NDArray[np.floating[Any]]
@@ -42,294 +42,267 @@ else:  # the types in the file, where null stands for a list of nulls
 
 
 SCHEMA = 4
-"""Version of the rows, in every `run` row. Rows of version 1 have no such field; `esper docs events` lists what changed."""
-READABLE = (3, SCHEMA)
-"""The versions whose rows are rows of the present version too."""
+"""Version of the rows, in every `run` row; rows of another version are refused."""
+
+
+def about(text: str) -> Meta:
+    """Describe a field in the schema."""
+    return Meta(description=text)
 
 
 class Row(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
     """Fields of every row, beside `kind`."""
 
-    seq: Annotated[Whole, Meta(description="place in the file, from 0, without a gap")] = -1
-    time: Annotated[float, Meta(description="when the row was written [seconds since 1970]")] = 0.0
+    seq: Annotated[Whole, about("place in the file, from 0, without a gap")] = -1
+    time: Annotated[float, about("when the row was written [seconds since 1970]")] = 0.0
 
 
 class RunRow(Row, tag="run", kw_only=True):
     """The first and the last row of a run. A run that is resumed with a changed config has one more at that place."""
 
-    schema: Annotated[Count, Meta(description="version of the rows")] = msgspec.field(default_factory=lambda: SCHEMA)
-    status: Annotated[Literal["running", "finished", "interrupted", "failed"], Meta(description="of the run")]
-    task: Annotated[str, Meta(description="name of the task")]
-    controller: Annotated[str, Meta(description="name of the controller; ppo in a training")]
-    envs: Annotated[Count, Meta(description="environments, twins not counted")]
-    steps: Annotated[Count, Meta(description="steps of an episode")]
-    seed: Annotated[Count, Meta(description="run seed")]
-    device: Annotated[str, Meta(description="device of the networks")]
-    slots: Annotated[Sequence[str], Meta(description="(S,) names of the slots")]
-    blueprints: Annotated[Sequence[str], Meta(description="names of the menu")]
+    schema: Annotated[Count, about("version of the rows")] = msgspec.field(default_factory=lambda: SCHEMA)
+    status: Annotated[Literal["running", "finished", "interrupted", "failed"], about("of the run")]
+    task: Annotated[str, about("name of the task")]
+    controller: Annotated[str, about("name of the controller; ppo in a training")]
+    envs: Annotated[Count, about("environments, twins not counted")]
+    steps: Annotated[Count, about("steps of an episode")]
+    seed: Annotated[Count, about("run seed")]
+    device: Annotated[str, about("device of the networks")]
+    slots: Annotated[Sequence[str], about("(S,) names of the slots")]
+    blueprints: Annotated[Sequence[str], about("names of the menu")]
     host_param_counts: Annotated[
-        Integers, Meta(description="(E,) parameters of the hosts; empty in a training, whose hosts change every round")
+        Integers, about("(E,) parameters of the hosts; empty in a training, whose hosts change every round")
     ]
     changed: Annotated[
-        Sequence[str], Meta(description="settings that `esper resume --set` changed at this row, as key=value")
+        Sequence[str], about("settings that `esper resume --set` changed at this row, as key=value")
     ] = ()
-    error: Annotated[str | None, Meta(description="type and message of the error of a failed run; null otherwise")] = (
-        None
-    )
+    error: Annotated[str | None, about("type and message of the error of a failed run; null otherwise")] = None
 
 
 class PlayedRow(Row, kw_only=True):
     """Fields of every row of an episode in a training, whose rows come from several populations; other runs have none of them."""
 
     cohort: Annotated[
-        str | msgspec.UnsetType, Meta(description="`training`, or `validation` for the greedy growth after a round")
+        str | msgspec.UnsetType, about("`training`, or `validation` for the greedy growth after a round")
     ] = msgspec.UNSET
-    task: Annotated[str | msgspec.UnsetType, Meta(description="name of the population's task")] = msgspec.UNSET
-    round: Annotated[
-        Whole | msgspec.UnsetType, Meta(description="round of the training; rounds of imitation are below 0")
-    ] = msgspec.UNSET
+    task: Annotated[str | msgspec.UnsetType, about("name of the population's task")] = msgspec.UNSET
+    round: Annotated[Whole | msgspec.UnsetType, about("round of the training; rounds of imitation are below 0")] = (
+        msgspec.UNSET
+    )
     first_env: Annotated[
         Count | msgspec.UnsetType,
-        Meta(
-            description="where `shards` is above 1: number of the shard's first environment; environment e of the row is "
+        about(
+            "where `shards` is above 1: number of the shard's first environment; environment e of the row is "
             "environment first_env + e of the task"
         ),
     ] = msgspec.UNSET
 
 
-class StepRow(PlayedRow, tag="step", kw_only=True):
+class AtStepRow(PlayedRow, kw_only=True):
+    """Fields of the rows of a step."""
+
+    episode: Annotated[Count, about("counted from 0")]
+    step: Annotated[Count, about("counted from 0")]
+
+
+class EnvRow(AtStepRow, kw_only=True):
+    """Fields of the rows of one environment in a step."""
+
+    env: Annotated[Count, about("environment")]
+
+
+class SlotRow(EnvRow, kw_only=True):
+    """Fields of the rows of one slot of one environment in a step."""
+
+    slot: Annotated[str, about("name of the slot")]
+
+
+class StepRow(AtStepRow, tag="step", kw_only=True):
     """One step of every environment, to 5 digits. An environment without a `decision` row at this step chose WAIT."""
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
-    metrics: Annotated[Numbers, Meta(description="(E,) task metric on the probe split, after the step")]
-    losses: Annotated[Numbers, Meta(description="(E,) loss on the probe split, after the step")]
-    train_losses: Annotated[Numbers, Meta(description="(E,) mean loss over the batches of the step")]
-    stages: Annotated[Table, Meta(description="(E, S) stage of every slot, 0 DORMANT to 7 EMBARGOED")]
-    alphas: Annotated[Matrix, Meta(description="(E, S) dose of every slot")]
-    added_param_counts: Annotated[
-        Integers, Meta(description="(E,) parameters of the seeds in BLENDING, HOLDING or FOSSILIZED")
-    ]
-    twin_metrics: Annotated[
-        Numbers | None, Meta(description="(E,) task metric of the never-grow twins; null without twins")
-    ] = None
+    metrics: Annotated[Numbers, about("(E,) task metric on the probe split, after the step")]
+    losses: Annotated[Numbers, about("(E,) loss on the probe split, after the step")]
+    train_losses: Annotated[Numbers, about("(E,) mean loss over the batches of the step")]
+    stages: Annotated[Table, about("(E, S) stage of every slot, 0 DORMANT to 7 EMBARGOED")]
+    alphas: Annotated[Matrix, about("(E, S) dose of every slot")]
+    added_param_counts: Annotated[Integers, about("(E,) parameters of the seeds in BLENDING, HOLDING or FOSSILIZED")]
+    twin_metrics: Annotated[Numbers | None, about("(E,) task metric of the never-grow twins; null without twins")] = (
+        None
+    )
 
 
-class LifecycleRow(PlayedRow, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
+class LifecycleRow(SlotRow, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
     """One change of stage of one slot of one environment."""
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
-    env: Annotated[Count, Meta(description="environment")]
-    slot: Annotated[str, Meta(description="name of the slot")]
-    from_stage: Annotated[StageName, Meta(description="stage before")]
-    to_stage: Annotated[StageName, Meta(description="stage after")]
-    blueprint: Annotated[str | None, Meta(description="blueprint of the seed; null where the slot held none")] = None
-    alpha: Annotated[float, Meta(description="dose after the change")]
+    from_stage: Annotated[StageName, about("stage before")]
+    to_stage: Annotated[StageName, about("stage after")]
+    blueprint: Annotated[str | None, about("blueprint of the seed; null where the slot held none")] = None
+    alpha: Annotated[float, about("dose after the change")]
     why: Annotated[
-        str | None,
-        Meta(description="why the seed was planted, pruned or fossilized; null at other changes and rollbacks"),
+        str | None, about("why the seed was planted, pruned or fossilized; null at other changes and rollbacks")
     ] = None
     contribution_mean: Annotated[
-        float | None, Meta(description="contribution to the metric at that decision; null where not measured")
+        float | None, about("contribution to the metric at that decision; null where not measured")
     ] = None
-    contribution_se: Annotated[float | None, Meta(description="its standard error")] = None
-    gain_mean: Annotated[
-        float | None, Meta(description="incubation gain at that decision; null where not measured")
-    ] = None
-    gain_se: Annotated[float | None, Meta(description="its standard error")] = None
-    gate_checks: Annotated[str | None, Meta(description="result of the gate of the seed at that decision")] = None
+    contribution_se: Annotated[float | None, about("its standard error")] = None
+    gain_mean: Annotated[float | None, about("incubation gain at that decision; null where not measured")] = None
+    gain_se: Annotated[float | None, about("its standard error")] = None
+    gate_checks: Annotated[str | None, about("result of the gate of the seed at that decision")] = None
 
 
-class RollbackRow(PlayedRow, tag="rollback", kw_only=True):
+class RollbackRow(EnvRow, tag="rollback", kw_only=True):
     """One environment, or its twin, failed in a step and was restored to its last healthy snapshot."""
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
-    env: Annotated[Count, Meta(description="environment")]
-    twin: Annotated[
-        bool, Meta(description="true if the never-grow twin failed, false if the environment itself failed")
-    ]
-    reason: Annotated[str, Meta(description="the vital sign that failed")]
-    metric: Annotated[float | None, Meta(description="task metric on the probe split, before the restoration")]
-    loss: Annotated[float | None, Meta(description="loss on the probe split, before the restoration")]
-    pruned: Annotated[Sequence[str], Meta(description="slots whose seed is not in the snapshot")]
-    slot_stages: Annotated[Sequence[StageNumber], Meta(description="(S,) stage of every slot, after the restoration")]
+    twin: Annotated[bool, about("true if the never-grow twin failed, false if the environment itself failed")]
+    reason: Annotated[str, about("the vital sign that failed")]
+    metric: Annotated[float | None, about("task metric on the probe split, before the restoration")]
+    loss: Annotated[float | None, about("loss on the probe split, before the restoration")]
+    pruned: Annotated[Sequence[str], about("slots whose seed is not in the snapshot")]
+    slot_stages: Annotated[Sequence[StageNumber], about("(S,) stage of every slot, after the restoration")]
 
 
-class DecisionRow(PlayedRow, tag="decision", kw_only=True):
+class DecisionRow(EnvRow, tag="decision", kw_only=True):
     """One decision of one environment, with what it was based on: the measurements before the step, to 5 digits.
 
     Decisions to WAIT have rows at level debug only.
     """
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
-    env: Annotated[Count, Meta(description="environment")]
-    op: Annotated[str, Meta(description="operation that the controller chose")]
-    slot: Annotated[
-        str | None, Meta(description="name of the slot; null where the controller named none that exists")
-    ] = None
-    stage: Annotated[StageName | None, Meta(description="stage of the slot before the decision")] = None
+    op: Annotated[str, about("operation that the controller chose")]
+    slot: Annotated[str | None, about("name of the slot; null where the controller named none that exists")] = None
+    stage: Annotated[StageName | None, about("stage of the slot before the decision")] = None
     blueprint: Annotated[
-        str | None,
-        Meta(description="blueprint to be planted, or of the seed in the slot; null where the slot is empty"),
+        str | None, about("blueprint to be planted, or of the seed in the slot; null where the slot is empty")
     ] = None
-    blend: Annotated[str | None, Meta(description="how the seed enters the stream; null where there is no seed")] = None
-    tempo: Annotated[
-        Count | None, Meta(description="length of the ramp; null where the operation has none [steps]")
-    ] = None
-    target: Annotated[
-        float | None, Meta(description="dose at the end of the ramp; null where the operation has none")
-    ] = None
-    price: Annotated[Count | None, Meta(description="parameters of the seed; null where there is no seed")] = None
-    carried_out: Annotated[bool, Meta(description="whether the decision was carried out")]
-    refusal: Annotated[str | None, Meta(description="why it was not carried out; null where it was")] = None
-    why: Annotated[str | None, Meta(description="reason that the controller gives; null where it gives none")] = None
+    blend: Annotated[str | None, about("how the seed enters the stream; null where there is no seed")] = None
+    tempo: Annotated[Count | None, about("length of the ramp; null where the operation has none [steps]")] = None
+    target: Annotated[float | None, about("dose at the end of the ramp; null where the operation has none")] = None
+    price: Annotated[Count | None, about("parameters of the seed; null where there is no seed")] = None
+    carried_out: Annotated[bool, about("whether the decision was carried out")]
+    refusal: Annotated[str | None, about("why it was not carried out; null where it was")] = None
+    why: Annotated[str | None, about("reason that the controller gives; null where it gives none")] = None
     gate_checks: Annotated[
-        str | None, Meta(description="result of the gate that the seed must pass next; null at a stage without a gate")
+        str | None, about("result of the gate that the seed must pass next; null at a stage without a gate")
     ] = None
     margins: Annotated[
         Mapping[str, float | None],
-        Meta(
-            description="by check of that gate: how far the seed is above the limit, in the unit of the check; a check passes "
+        about(
+            "by check of that gate: how far the seed is above the limit, in the unit of the check; a check passes "
             "above 0, and null is not measured"
         ),
     ] = msgspec.field(default_factory=dict)
     contribution_mean: Annotated[
-        float | None, Meta(description="contribution of the seed to the metric; null where not measured")
+        float | None, about("contribution of the seed to the metric; null where not measured")
     ] = None
-    contribution_se: Annotated[float | None, Meta(description="its standard error")] = None
-    gain_mean: Annotated[float | None, Meta(description="incubation gain of the seed; null where not measured")] = None
-    gain_se: Annotated[float | None, Meta(description="its standard error")] = None
+    contribution_se: Annotated[float | None, about("its standard error")] = None
+    gain_mean: Annotated[float | None, about("incubation gain of the seed; null where not measured")] = None
+    gain_se: Annotated[float | None, about("its standard error")] = None
     rule_sensors: Annotated[
         Mapping[str, float | None],
-        Meta(description="by name: the sensors of the slot that the controller's rule looked at; absent for a policy"),
+        about("by name: the sensors of the slot that the controller's rule looked at; absent for a policy"),
     ] = msgspec.field(default_factory=dict)
     choice_counts: Annotated[
         Sequence[Count],
-        Meta(
-            description="(6,) number of choices that the mask left for operation, slot, blueprint, blend, tempo and target, "
+        about(
+            "(6,) number of choices that the mask left for operation, slot, blueprint, blend, tempo and target, "
             "given the choices before; 0 where the operation does not read the head"
         ),
     ]
     probabilities: Annotated[
         Numbers | None,
-        Meta(
-            description="(6,) probability that a trained policy gave to its choice of each head; null where the head is not "
+        about(
+            "(6,) probability that a trained policy gave to its choice of each head; null where the head is not "
             "read, or for other controllers"
         ),
     ] = None
     entropies: Annotated[
-        Numbers | None, Meta(description="(6,) entropy of the policy's distribution of each head [nats]; null likewise")
+        Numbers | None, about("(6,) entropy of the policy's distribution of each head [nats]; null likewise")
     ] = None
     value: Annotated[
-        float | None, Meta(description="return that the policy expected from this step on; null for other controllers")
+        float | None, about("return that the policy expected from this step on; null for other controllers")
     ] = None
 
 
-class GateRow(PlayedRow, tag="gate", kw_only=True):
+class GateRow(SlotRow, tag="gate", kw_only=True):
     """The gate that a seed must pass next gave another answer after the step than before it, or it is the first answer."""
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
-    env: Annotated[Count, Meta(description="environment")]
-    slot: Annotated[str, Meta(description="name of the slot")]
-    gate: Annotated[str, Meta(description="advance, which ends TRAINING, or fossilize, which ends HOLDING")]
-    passed: Annotated[bool, Meta(description="whether the seed passes")]
+    gate: Annotated[str, about("advance, which ends TRAINING, or fossilize, which ends HOLDING")]
+    passed: Annotated[bool, about("whether the seed passes")]
     margins: Annotated[
         Mapping[str, float | None],
-        Meta(
-            description="by check: how far the seed is above the limit; a check passes above 0, and null is not measured"
-        ),
+        about("by check: how far the seed is above the limit; a check passes above 0, and null is not measured"),
     ]
 
 
-class MeasurementRow(PlayedRow, tag="measurement", kw_only=True):
+class MeasurementRow(AtStepRow, tag="measurement", kw_only=True):
     """The measurements of every seed after a step, to 5 digits. Contributions and Shapley values are in units of the metric.
 
     A step at which no seed was measured has no row.
     """
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
     contribution_means: Annotated[
         Matrix | None,
-        Meta(
-            description="(E, S) metric minus metric without the seed, of seeds with a dose above 0; null where none was measured"
+        about(
+            "(E, S) metric minus metric without the seed, of seeds with a dose above 0; null where none was measured"
         ),
     ] = None
-    contribution_ses: Annotated[Matrix | None, Meta(description="(E, S) standard errors of the contributions")] = None
+    contribution_ses: Annotated[Matrix | None, about("(E, S) standard errors of the contributions")] = None
     gain_means: Annotated[
         Matrix | None,
-        Meta(
-            description="(E, S) loss minus loss with the seed at dose 1, of seeds in TRAINING; null where none was measured"
-        ),
+        about("(E, S) loss minus loss with the seed at dose 1, of seeds in TRAINING; null where none was measured"),
     ] = None
-    gain_ses: Annotated[Matrix | None, Meta(description="(E, S) standard errors of the gains")] = None
+    gain_ses: Annotated[Matrix | None, about("(E, S) standard errors of the gains")] = None
     participations: Annotated[
         Matrix | None,
-        Meta(description="(E, S) participation ratio of the stream at the slot / width of the stream; at level debug"),
+        about("(E, S) participation ratio of the stream at the slot / width of the stream; at level debug"),
     ] = None
     shapley_means: Annotated[
-        Matrix | None, Meta(description="(E, S) Shapley values; null at steps at which no coalitions are measured")
+        Matrix | None, about("(E, S) Shapley values; null at steps at which no coalitions are measured")
     ] = None
     shapley_ses: Annotated[
-        Matrix | None, Meta(description="(E, S) their standard errors; 0 where every coalition was measured")
+        Matrix | None, about("(E, S) their standard errors; 0 where every coalition was measured")
     ] = None
     interactions: Annotated[
-        Cube | None,
-        Meta(description="(E, S, S) Shapley interactions of pairs of seeds; null where coalitions were sampled"),
+        Cube | None, about("(E, S, S) Shapley interactions of pairs of seeds; null where coalitions were sampled")
     ] = None
 
 
-class SensorsRow(PlayedRow, tag="sensors", kw_only=True):
+class SensorsRow(AtStepRow, tag="sensors", kw_only=True):
     """The growth sensors, to 5 digits, after a step at which they were measured and due. `esper docs observation` explains each.
 
     `telemetry.sensor_rows_every` says how often they are due.
     """
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
-    sensors: Annotated[Sequence[str], Meta(description="(F,) names of the sensors")]
-    readings: Annotated[Cube, Meta(description="(E, S, F) the sensors of every slot; null where a sensor has no value")]
+    sensors: Annotated[Sequence[str], about("(F,) names of the sensors")]
+    readings: Annotated[Cube, about("(E, S, F) the sensors of every slot; null where a sensor has no value")]
 
 
 class PhasesRow(PlayedRow, tag="phases", kw_only=True):
     """Where the time of the last steps went. `telemetry.sensor_rows_every` says how many steps a row covers."""
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="last of the steps, counted from 0")]
-    covered: Annotated[Count, Meta(description="number of steps that the row covers")] = msgspec.field(
-        default_factory=lambda: 1
-    )
+    episode: Annotated[Count, about("counted from 0")]
+    step: Annotated[Count, about("last of the steps, counted from 0")]
+    covered: Annotated[Count, about("number of steps that the row covers")] = msgspec.field(default_factory=lambda: 1)
     phase_seconds: Annotated[
         Mapping[str, float],
-        Meta(
-            description="by phase: its time in all of these steps, to 4 digits; deciding is the controller, and writing the wait "
+        about(
+            "by phase: its time in all of these steps, to 4 digits; deciding is the controller, and writing the wait "
             "for the rows of the step before [seconds]"
         ),
     ]
     device_reads: Annotated[
         Count,
-        Meta(
-            description="reads of the device in all of these steps: 1 a step, and 1 more where an environment was restored"
-        ),
+        about("reads of the device in all of these steps: 1 a step, and 1 more where an environment was restored"),
     ]
 
 
-class RewardRow(PlayedRow, tag="reward", kw_only=True):
+class RewardRow(AtStepRow, tag="reward", kw_only=True):
     """The rewards that a training paid for a step, to 5 digits."""
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
-    rewards: Annotated[Numbers, Meta(description="(E,) sum of the components")]
-    components: Annotated[
-        Mapping[str, Numbers], Meta(description="by name of the component (`esper docs training`): (E,)")
-    ]
+    rewards: Annotated[Numbers, about("(E,) sum of the components")]
+    components: Annotated[Mapping[str, Numbers], about("by name of the component (`esper docs training`): (E,)")]
 
 
-class GradientsRow(PlayedRow, tag="gradients", kw_only=True):
+class GradientsRow(AtStepRow, tag="gradients", kw_only=True):
     """Gradient norms of a step before clipping, to 5 digits: of the host and of every seed, and at level debug of each parameter.
 
     A norm is the mean over the optimizer steps of the step [units of the loss / units of the parameter]. The norms of each
@@ -337,100 +310,89 @@ class GradientsRow(PlayedRow, tag="gradients", kw_only=True):
     not finite. They are left out in a step that raises the level to debug, because it was trained before, and by `esper.Growth`.
     """
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
-    host_gradients: Annotated[Numbers, Meta(description="(E,) gradient norm of the host, mean over the step")]
+    host_gradients: Annotated[Numbers, about("(E,) gradient norm of the host, mean over the step")]
     seed_gradients: Annotated[
-        Matrix, Meta(description="(E, S) gradient norm of the seed, mean over the step; null where no seed trained")
+        Matrix, about("(E, S) gradient norm of the seed, mean over the step; null where no seed trained")
     ]
     host_parameter_gradients: Annotated[
         Mapping[str, Numbers] | None,
-        Meta(description="at level debug, by the name of the parameter in the host: (E,) its gradient norm"),
+        about("at level debug, by the name of the parameter in the host: (E,) its gradient norm"),
     ] = None
     seed_parameter_gradients: Annotated[
         Mapping[str, Numbers] | None,
-        Meta(
-            description="at level debug, by `slot/name`, the name being that of the parameter in the seed: (E,) its gradient "
+        about(
+            "at level debug, by `slot/name`, the name being that of the parameter in the seed: (E,) its gradient "
             "norm; null where the environment trains no such seed"
         ),
     ] = None
 
 
-class AnomalyRow(PlayedRow, tag="anomaly", kw_only=True):
+class AnomalyRow(AtStepRow, tag="anomaly", kw_only=True):
     """A vital sign failed in a step. The level of the telemetry rises for some steps, if a higher one writes more."""
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="counted from 0")]
-    reason: Annotated[str, Meta(description="the vital sign that failed")]
-    failed_envs: Annotated[Sequence[Count], Meta(description="environments in which it failed")]
-    failed_twins: Annotated[Sequence[Count], Meta(description="environments in whose never-grow twin it failed")] = ()
-    raised_level: Annotated[
-        str | None, Meta(description="level that holds from this step on; null if it did not rise")
-    ] = None
-    raised_steps: Annotated[Count, Meta(description="steps for which it holds, this one included")] = 0
+    reason: Annotated[str, about("the vital sign that failed")]
+    failed_envs: Annotated[Sequence[Count], about("environments in which it failed")]
+    failed_twins: Annotated[Sequence[Count], about("environments in whose never-grow twin it failed")] = ()
+    raised_level: Annotated[str | None, about("level that holds from this step on; null if it did not rise")] = None
+    raised_steps: Annotated[Count, about("steps for which it holds, this one included")] = 0
 
 
 class EpisodeRow(PlayedRow, tag="episode", kw_only=True):
     """One environment at the end of an episode. The figures are those of the network that is exported."""
 
-    episode: Annotated[Count, Meta(description="counted from 0")]
-    step: Annotated[Count, Meta(description="steps taken")]
-    env: Annotated[Count, Meta(description="environment")]
-    metric: Annotated[float | None, Meta(description="task metric on the probe split")]
-    loss: Annotated[float | None, Meta(description="loss on the probe split")]
-    host_params: Annotated[Count, Meta(description="parameters of the host")]
-    added_params: Annotated[Count, Meta(description="parameters of the seeds that were kept")]
-    fossilized: Annotated[Count, Meta(description="seeds that were kept")]
-    grown: Annotated[dict[str, str], Meta(description="blueprint by slot, of the seeds that were kept")]
-    unfinished: Annotated[Sequence[str], Meta(description="slots whose seed was not kept and is left out")]
-    rollbacks: Annotated[Count, Meta(description="restorations of the environment in the episode")]
+    episode: Annotated[Count, about("counted from 0")]
+    step: Annotated[Count, about("steps taken")]
+    env: Annotated[Count, about("environment")]
+    metric: Annotated[float | None, about("task metric on the probe split")]
+    loss: Annotated[float | None, about("loss on the probe split")]
+    host_params: Annotated[Count, about("parameters of the host")]
+    added_params: Annotated[Count, about("parameters of the seeds that were kept")]
+    fossilized: Annotated[Count, about("seeds that were kept")]
+    grown: Annotated[dict[str, str], about("blueprint by slot, of the seeds that were kept")]
+    unfinished: Annotated[Sequence[str], about("slots whose seed was not kept and is left out")]
+    rollbacks: Annotated[Count, about("restorations of the environment in the episode")]
 
 
 class EvaluationRow(PlayedRow, tag="evaluation", kw_only=True):
     """An evaluation of the networks as they are exported: at the end of a run, and in a training after a round."""
 
-    split: Annotated[str, Meta(description="test or validation")]
-    metrics: Annotated[Numbers, Meta(description="(E,) task metric on the split")]
-    losses: Annotated[Numbers, Meta(description="(E,) loss on the split")]
-    objectives: Annotated[Numbers, Meta(description="(E,) J: metric or minus loss, less the rent of the parameters")]
-    twin_metrics: Annotated[Numbers | None, Meta(description="(E,) metric of the never-grow twins; null without")] = (
-        None
-    )
+    split: Annotated[str, about("test or validation")]
+    metrics: Annotated[Numbers, about("(E,) task metric on the split")]
+    losses: Annotated[Numbers, about("(E,) loss on the split")]
+    objectives: Annotated[Numbers, about("(E,) J: metric or minus loss, less the rent of the parameters")]
+    twin_metrics: Annotated[Numbers | None, about("(E,) metric of the never-grow twins; null without")] = None
 
 
 class CheckpointRow(Row, tag="checkpoint", kw_only=True):
     """A checkpoint was written. The row follows when it is complete, at the latest at the end of the run."""
 
-    steps: Annotated[Count, Meta(description="steps that were taken before it; in a training those of all rounds")]
-    file: Annotated[str, Meta(description="its folder within the run folder")]
-    bytes: Annotated[Count, Meta(description="size of its files [bytes]")]
+    steps: Annotated[Count, about("steps that were taken before it; in a training those of all rounds")]
+    file: Annotated[str, about("its folder within the run folder")]
+    bytes: Annotated[Count, about("size of its files [bytes]")]
     seconds: Annotated[
-        float | None,
-        Meta(description="duration of the writing, beside the run; null where the run was resumed from it [seconds]"),
+        float | None, about("duration of the writing, beside the run; null where the run was resumed from it [seconds]")
     ] = None
-    best: Annotated[bool, Meta(description="whether it is that of the best controller so far")] = False
+    best: Annotated[bool, about("whether it is that of the best controller so far")] = False
 
 
 class EnvironmentRow(Row, tag="environment", kw_only=True):
     """What the run began on, as in environment.json."""
 
-    versions: Annotated[Mapping[str, str | None], Meta(description="by library; null where it is not installed")]
-    platform: Annotated[str, Meta(description="operating system and processor")]
-    device: Annotated[str, Meta(description="device of the networks")]
-    device_name: Annotated[str, Meta(description="name of the device")]
-    threads: Annotated[Count, Meta(description="threads of torch")]
-    git_revision: Annotated[str | None, Meta(description="commit of the working directory; null outside a repository")]
-    command: Annotated[Sequence[str], Meta(description="command line")]
+    versions: Annotated[Mapping[str, str | None], about("by library; null where it is not installed")]
+    platform: Annotated[str, about("operating system and processor")]
+    device: Annotated[str, about("device of the networks")]
+    device_name: Annotated[str, about("name of the device")]
+    threads: Annotated[Count, about("threads of torch")]
+    git_revision: Annotated[str | None, about("commit of the working directory; null outside a repository")]
+    command: Annotated[Sequence[str], about("command line")]
 
 
 class RoundRow(Row, tag="round", kw_only=True):
     """One round of a controller's training."""
 
-    round: Annotated[Whole, Meta(description="counted from 0; rounds of imitation are below 0")]
-    seconds: Annotated[float, Meta(description="duration of the round [seconds]")]
-    figures: Annotated[
-        Mapping[str, float | None], Meta(description="by name (`esper docs training`); null where not measured")
-    ]
+    round: Annotated[Whole, about("counted from 0; rounds of imitation are below 0")]
+    seconds: Annotated[float, about("duration of the round [seconds]")]
+    figures: Annotated[Mapping[str, float | None], about("by name (`esper docs training`); null where not measured")]
 
 
 ROWS: tuple[type[Row], ...] = (

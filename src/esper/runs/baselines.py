@@ -20,17 +20,17 @@ from torch import Tensor
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.lifecycle import dormant
-from esper.kasmina.regrow import RegrownHost
-from esper.kasmina.static import Absent, Factory, Scales, Skipped, skip_places, widened
-from esper.leyline.batches import Shape, map_leaves, picked, shapes
-from esper.leyline.config import Config
+from esper.kasmina.network.grown_network import RegrownHost
+from esper.kasmina.network.static import Absent, Factory, Scales, Skipped, skip_places, widened
+from esper.leyline.config.tree import Config
+from esper.leyline.data.batches import Shape, map_leaves, picked, shapes
+from esper.leyline.data.task import AnyTask, Instance, Mixture, Room, Task
 from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory
-from esper.leyline.stages import Stage
-from esper.leyline.task import AnyTask, Instance, Mixture, Room, Task
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Floats, Seeds, take
 from esper.leyline.text import counted
-from esper.leyline.view import Floats, Seeds, take
-from esper.runs.interrupt import Interrupt
-from esper.tamiyo.baselines import Never
+from esper.runs.folder.interrupt import Interrupt
+from esper.tamiyo.rules.baselines import Never
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Until, play
 
@@ -55,39 +55,25 @@ class Spacious(Protocol):
 
     def room(self, others: Sequence[Any], outputs: int) -> Room:
         """Return the layout of rows for `others`, hosts of this class, with at least `outputs` outputs."""
-        ...
 
 
-class Grown(NamedTuple):
-    """The results of a growth on which static networks depend.
+class GrowthResult(NamedTuple):
+    """The results of a growth on which static networks depend."""
 
-    Attributes:
-        instance ((E,) int64 array): keys of the instances
-        kept (Seeds, (E, S)): the fossilized seeds; every other slot is empty
-        params ((E,) int64 array): parameters of the networks as exported
-    """
-
-    instance: Keys
-    kept: Seeds
-    params: Keys
+    instance: Keys  # (E,) keys of the instances
+    kept: Seeds  # (E, S) the fossilized seeds; every other slot is empty
+    params: Keys  # (E,) parameters of the networks as exported
 
 
-class Trained(NamedTuple):
-    """The results of static networks on the test split.
+class BaselineResult(NamedTuple):
+    """The results of static networks on the test split."""
 
-    Attributes:
-        metric ((E,) array): metric
-        loss ((E,) array): loss
-        params ((E,) int64 array): parameters
-        seconds (float or None): duration of building, training and evaluation; None for twins, which are trained with the growth
-        note (str or None): further information for a reader
-    """
-
-    metric: Floats
-    loss: Floats
-    params: Keys
+    metric: Floats  # (E,) metric
+    loss: Floats  # (E,) loss
+    params: Keys  # (E,) parameters
+    # duration of building, training and evaluation; None for twins, which are trained with the growth
     seconds: float | None
-    note: str | None = None
+    note: str | None = None  # further information for a reader
 
 
 class _Population(NamedTuple):
@@ -98,7 +84,7 @@ class _Population(NamedTuple):
     planted: Seeds | None = None  # (n, S) seeds that are in place from step 0
 
 
-def grown_of(engine: VectorizedEngine) -> Grown:
+def grown_of(engine: VectorizedEngine) -> GrowthResult:
     """Return the results of the growth of a population."""
     envs = slice(0, engine.config.envs)
     seeds: Seeds = take(engine.state.seeds, envs)
@@ -106,19 +92,19 @@ def grown_of(engine: VectorizedEngine) -> Grown:
     kept = dormant(*seeds.stage.shape)
     for name in ("stage", "blueprint", "blend", "alpha"):
         getattr(kept, name)[fossil] = getattr(seeds, name)[fossil]
-    return Grown(engine.space.instance.copy(), kept, engine.exported_params()[envs])
+    return GrowthResult(engine.space.instance.copy(), kept, engine.exported_params()[envs])
 
 
 def train_baselines(
     task: AnyTask,
     config: Config,
-    grown: Grown,
+    grown: GrowthResult,
     steps: int,
-    twin: Trained | None,
+    twin: BaselineResult | None,
     interrupt: Interrupt,
     note: Callable[[str], None],
     until: Keys | None = None,
-) -> dict[str, Trained | Absent]:
+) -> dict[str, BaselineResult | Absent]:
     """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
 
     until: as in `train_baseline`.
@@ -126,7 +112,7 @@ def train_baselines(
     After an interrupted growth, the baselines train for the steps that the growth took, if `interrupt` was rearmed. At
     a further interrupt, the baselines that are not trained yet are left out.
     """
-    found: dict[str, Trained | Absent] = {}
+    found: dict[str, BaselineResult | Absent] = {}
     told = False
     for name in config.baselines:
         if name == "twin":
@@ -147,12 +133,12 @@ def train_baselines(
     return found
 
 
-def cut_off(found: Mapping[str, Trained | Absent]) -> list[str]:
+def cut_off(found: Mapping[str, BaselineResult | Absent]) -> list[str]:
     """Return the baselines that an interrupt prevented."""
     return [name for name, trained in found.items() if trained is INTERRUPTED]
 
 
-def as_record(trained: Trained | Absent, metric: str) -> dict[str, Any]:
+def as_record(trained: BaselineResult | Absent, metric: str) -> dict[str, Any]:
     """Return a baseline as an entry of the summary: strict JSON, with null for a figure that is not finite."""
     if isinstance(trained, Absent):
         return {"absent": trained.reason}
@@ -166,13 +152,13 @@ def train_baseline(
     name: str,
     task: AnyTask,
     config: Config,
-    grown: Grown,
+    grown: GrowthResult,
     steps: int,
     *,
     until: Keys | None = None,
-    twin: Trained | None = None,
+    twin: BaselineResult | None = None,
     stop: Stop = lambda: False,
-) -> Trained | Absent:
+) -> BaselineResult | Absent:
     """Train the static networks of one baseline for `steps` steps, and evaluate them on the test split.
 
     config, grown: those of the run with which the baseline is compared.
@@ -191,9 +177,9 @@ def train_baseline(
             return populations
         if twin is None:
             nothing = np.full(len(grown.instance), np.nan)
-            result = Trained(nothing, nothing.copy(), np.zeros_like(grown.params), 0.0)
+            result = BaselineResult(nothing, nothing.copy(), np.zeros_like(grown.params), 0.0)
         else:
-            result = Trained(twin.metric.copy(), twin.loss.copy(), twin.params.copy(), 0.0)
+            result = BaselineResult(twin.metric.copy(), twin.loss.copy(), twin.params.copy(), 0.0)
         for population in populations:
             trained = _train(population, config, grown, steps, until, stop)
             if isinstance(trained, Absent):
@@ -213,7 +199,7 @@ def train_baseline(
 
 
 def _train(
-    population: _Population, config: Config, grown: Grown, steps: int, until: Keys | None, stop: Stop
+    population: _Population, config: Config, grown: GrowthResult, steps: int, until: Keys | None, stop: Stop
 ) -> tuple[Floats, Floats, Keys] | Absent:
     """Train the networks of a population; return metric and loss on the test split, and parameters, (n,) each."""
     task, instance = population.task, grown.instance[population.envs]
@@ -241,14 +227,14 @@ def _train(
     return metric, loss, engine.exported_params()
 
 
-def _same_size(task: AnyTask, grown: Grown, twins: bool) -> list[_Population]:
+def _same_size(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]:
     kept = (grown.kept.stage == Stage.FOSSILIZED).any(1)
     envs = np.flatnonzero(kept | (not twins))
     planted = Seeds._make(own[envs] for own in grown.kept)
     return [_Population(envs, task, planted)] if len(envs) else []
 
 
-def _plain(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Absent:
+def _plain(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population] | Absent:
     known: dict[tuple[int, int], Factory] = {}
     hosts: list[Factory] = []
     for key, parameters in zip(grown.instance.tolist(), grown.params.tolist(), strict=True):
@@ -302,7 +288,12 @@ def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Key
     return populations
 
 
-def _skips(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Absent:
+def _skips(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population] | Absent:
+    def padded(x: Tensor, inputs: Shape) -> Tensor:
+        """Pad one leaf of examples (B, ...) with 0 to the inputs of a larger host."""
+        missing = [wide - own for wide, own in zip(inputs, x.shape[1:], strict=True)]
+        return F.pad(x, [pad for extra in reversed(missing) for pad in (0, extra)])
+
     whole = task.room
     hosts: dict[int, Factory] = {}
     places: set[int] | None = None
@@ -314,7 +305,7 @@ def _skips(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Abse
         x = instance.read(picked(instance.train.x, slice(EXAMPLES)))
         tried = [(instance.host, x)]
         if whole is not None and places is None:
-            tried.append((whole.host, map_leaves(_padded, x, whole.inputs)))
+            tried.append((whole.host, map_leaves(padded, x, whole.inputs)))
         for host, examples in tried:
             fitting = skip_places(host, examples)
             if isinstance(fitting, Absent):
@@ -327,12 +318,6 @@ def _skips(task: AnyTask, grown: Grown, twins: bool) -> list[_Population] | Abse
     rows = [skipped[id(instances[key].host)] for key in grown.instance.tolist()]
     room = whole._replace(host=Skipped(whole.host, chosen)) if whole is not None else None
     return [_Population(np.arange(len(rows)), _with_hosts(task, grown.instance, rows, room))]
-
-
-def _padded(x: Tensor, inputs: Shape) -> Tensor:
-    """Pad one leaf of examples (B, ...) with 0 to the inputs of a larger host."""
-    missing = [wide - own for wide, own in zip(inputs, x.shape[1:], strict=True)]
-    return F.pad(x, [pad for extra in reversed(missing) for pad in (0, extra)])
 
 
 @dataclass(frozen=True)
@@ -352,15 +337,13 @@ def _with_hosts(task: AnyTask, instance: Keys, hosts: Sequence[Factory], room: R
         assert room is not None
         sample = task.sample
         return replace(
-            task,
-            room=room._replace(lengths=task.lengths),
-            sample=lambda key: sample(key)._replace(host=by_key[key]),
+            task, room=room._replace(lengths=task.lengths), sample=lambda key: sample(key)._replace(host=by_key[key])
         )
     known = {name: getattr(task, name) for name in task.__dataclass_fields__}
     return _Rowwise(**{**known, "host": hosts[0], "room": room, "hosts": by_key})
 
 
-_POPULATIONS: Mapping[str, Callable[[AnyTask, Grown, bool], list[_Population] | Absent]] = {
+_POPULATIONS: Mapping[str, Callable[[AnyTask, GrowthResult, bool], list[_Population] | Absent]] = {
     "same-size": _same_size,
     "plain": _plain,
     "skips": _skips,

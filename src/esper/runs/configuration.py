@@ -1,38 +1,31 @@
 """The config of a run, merged from those of the task, of a trained controller and of the user."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from esper.leyline.config import Config, build_config
+from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
+from esper.leyline.config.tree import Config, build_config
+from esper.leyline.data.task import AnyTask, with_steps
 from esper.leyline.errors import InputError
-from esper.leyline.length import with_steps
-from esper.leyline.parsing import LARGEST_YAML, parse_yaml
-from esper.leyline.task import AnyTask
-from esper.runs.default_controller import default_controller
-from esper.store.reading import read_named
-from esper.tamiyo.catalog import settings_of
-from esper.tamiyo.shipped import resolved
+from esper.leyline.protocols import Controller
+from esper.store.disk import read_named
+from esper.tamiyo.catalog import ControllerSpec, find_controller
 
 
-def growth_config(task: AnyTask, *asked: Mapping[str, Any], tell: Callable[[str], None] | None = None) -> Config:
-    """Return the config of a growth: the defaults of the task, the settings of a trained controller, and the layers `asked`.
+def growth_config(
+    task: AnyTask, *asked: Mapping[str, Any], controller: Controller | str | None = None
+) -> tuple[Config, ControllerSpec]:
+    """Return the config of a growth: the defaults of the task, the settings of its controller, and the layers `asked`; and the
+    controller.
 
-    Later layers take precedence. The controller is the one that the merged layers name, or else that of `default_controller`;
-    where that is `shipped`, `tell` is called with one line that says why. `shipped` becomes the name of its latest version.
-    Raises InputError for a bad key or value.
+    Later layers take precedence. A controller of None is the one that the merged layers name. Raises InputError for a bad key or
+    value.
     """
-    merged = build_config(task.defaults, *asked)
-    if "controller" in merged.model_fields_set:
-        named = resolved(merged.controller)
-    else:
-        choice = default_controller(task, merged)
-        named = choice.controller
-        if tell is not None and choice.why is not None:
-            tell(choice.why)
-    ours = {"task": task.name, "controller": named}
-    return with_steps(build_config(task.defaults, settings_of(named), *asked, ours), task)
+    spec = find_controller(build_config(task.defaults, *asked).controller if controller is None else controller)
+    named = {"task": task.name, "controller": spec.name}
+    return with_steps(build_config(task.defaults, spec.settings, *asked, named), task), spec
 
 
 def load_config_file(path: str) -> dict[str, Any]:
@@ -80,23 +73,13 @@ def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str,
         raise InputError(f"the tasks are {', '.join(names) or 'none'}; name one or more, each once")
     if preset not in PRESETS:
         raise InputError(f"the preset {preset!r} is unknown; give one of {', '.join(PRESETS)}")
-    named = {"tasks": names, "controller": "ppo"}
-    return [
-        with_steps(
-            build_config(
-                task.defaults, TRAINING, PRESETS[preset], *_of_task(asked, task.name), named | {"task": task.name}
-            ),
-            task,
-        )
-        for task in tasks
-    ]
-
-
-def _of_task(asked: Sequence[Mapping[str, Any]], task: str) -> list[Mapping[str, Any]]:
-    """Return the layers for one task. Its entry in `cohorts` takes precedence over the rest of its layer."""
-    layers: list[Mapping[str, Any]] = []
-    for layer in asked:
-        layers.append({name: value for name, value in layer.items() if name != "cohorts"})
-        own = (layer.get("cohorts") or {}).get(task, {})
-        layers.append({name: value for name, value in own.items() if name != "task"})
-    return layers
+    configs = []
+    for task in tasks:
+        layers: list[Mapping[str, Any]] = [task.defaults, TRAINING, PRESETS[preset]]
+        for layer in asked:  # the entry of a task in `cohorts` takes precedence over the rest of its layer
+            own = (layer.get("cohorts") or {}).get(task.name, {})
+            layers.append({name: value for name, value in layer.items() if name != "cohorts"})
+            layers.append({name: value for name, value in own.items() if name != "task"})
+        named = {"tasks": names, "controller": "ppo", "task": task.name}
+        configs.append(with_steps(build_config(*layers, named), task))
+    return configs

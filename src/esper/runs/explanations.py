@@ -1,21 +1,20 @@
 """Sentences that explain why nothing was planted, why seeds were not kept, and what figures rest on. E environments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Actions, Op
-from esper.leyline.config import GatesConfig
-from esper.leyline.gates import judge
-from esper.leyline.protocols import Explains, PolicyClient
-from esper.leyline.stages import Stage, among
-from esper.leyline.task import AnyTask, Task
+from esper.leyline.config.tree import GatesConfig
+from esper.leyline.data.task import AnyTask, Task
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.leyline.lifecycle.gates import judge
+from esper.leyline.lifecycle.stages import Stage, among
+from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.view import Bools, Space, View
+from esper.leyline.protocols import Controller
 from esper.leyline.text import counted, nothing_planted
-from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Bools, Space, View
 
 FEW = 30
 """Fewest examples of a split on which figures can rest without a word: below, one example is over 3 % of them."""
@@ -32,21 +31,13 @@ REFUSED: Mapping[Refusal, str] = {
 
 @dataclass
 class Attempts:
-    """Counts of the attempts to plant in an episode.
+    """Counts of the attempts to plant in an episode."""
 
-    Attributes:
-        decisions (int): number of decisions
-        allowed ((E,) int64 array): decisions at which GERMINATE was allowed
-        planted ((E,) int64 array): seeds that were planted
-        refused ((E, refusals) int64 array): refusals of GERMINATE by `Refusal`
-        allowed_last ((E, ops, S) bool array or None): the valid slots of each operation at the last decision
-    """
-
-    decisions: int
-    allowed: NDArray[np.int64]
-    planted: NDArray[np.int64]
-    refused: NDArray[np.int64]
-    allowed_last: Bools | None = None
+    decisions: int  # number of decisions
+    allowed: NDArray[np.int64]  # (E,) decisions at which GERMINATE was allowed
+    planted: NDArray[np.int64]  # (E,) seeds that were planted
+    refused: NDArray[np.int64]  # (E, refusals) refusals of GERMINATE by `Refusal`
+    allowed_last: Bools | None = None  # (E, ops, S) the valid slots of each operation at the last decision
 
     @classmethod
     def none(cls, envs: int) -> "Attempts":
@@ -69,32 +60,32 @@ class Attempts:
         self.refused[:, Refusal.NONE] = 0
 
 
-def explanations(attempts: Attempts, space: Space, client: PolicyClient, controller: str) -> list[str]:
+def explanations(attempts: Attempts, space: Space, client: Controller, controller: str) -> list[str]:
     """Return sentences that explain why nothing was planted, each with the config key that changes it.
 
-    Conditions of the engine come first, then the sentences of a controller that implements `Explains`. For other
+    Conditions of the engine come first, then the sentences of the controller (`Controller.explain`). For other
     controllers, a sentence says that they chose other operations.
     """
     if not attempts.decisions:
         return []
     envs = len(attempts.planted)
     barren = attempts.planted == 0
+    own = client.explain()
     fixed = _fixed(space)
     if fixed is not None:
-        return [_sentence(envs, envs, fixed), *_own(client)]
+        return [f"{nothing_planted(envs, envs)}: {fixed}", *own]
     sentences = []
     failed = barren & attempts.refused.any(1)
     for why, reason in REFUSED.items():
         where = failed & (attempts.refused[:, why] > 0)
         if where.any():
-            sentences.append(_sentence(int(where.sum()), envs, f"GERMINATE was refused, as {reason}"))
-    own = _own(client)
+            sentences.append(f"{nothing_planted(int(where.sum()), envs)}: GERMINATE was refused, as {reason}")
     idle = barren & ~failed & (attempts.allowed > 0)
     if idle.any() and not own:
-        chose = (
-            f"the controller ({controller}) chose another operation at every decision at which GERMINATE was allowed"
+        sentences.append(
+            f"{nothing_planted(int(idle.sum()), envs)}: the controller ({controller}) chose another operation at every decision "
+            "at which GERMINATE was allowed; name another with `controller`"
         )
-        sentences.append(_sentence(int(idle.sum()), envs, f"{chose}; name another with `controller`"))
     return [*sentences, *own]
 
 
@@ -184,16 +175,3 @@ def _fixed(space: Space) -> str | None:
     if not space.max_seeds:
         return "lifecycle.max_seeds is 0; raise it"
     return None
-
-
-def _own(client: PolicyClient) -> Sequence[str]:
-    return list(client.explain()) if isinstance(client, Explains) else []
-
-
-def _sentence(count: int, envs: int, why: str) -> str:
-    return f"{nothing_planted(count, envs)}: {why}"
-
-
-def as_tree(attempts: Attempts) -> dict[str, Any]:
-    """Return the counts as a tree of arrays, for a checkpoint."""
-    return dict(vars(attempts))

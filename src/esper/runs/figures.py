@@ -1,52 +1,51 @@
 """The final figures of a run: its networks on the test and validation splits, their sizes, and the numbers of examples."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.kasmina.regrow import RegrownHost
-from esper.leyline.config import Config
-from esper.leyline.task import AnyTask, Mixture, Split, Task, nonfinite
-from esper.leyline.view import Floats
+from esper.kasmina.network.grown_network import RegrownHost
+from esper.leyline.config.tree import Config
+from esper.leyline.data.task import AnyTask, Mixture, Split, Task, nonfinite
+from esper.leyline.lifecycle.view import Floats
 from esper.nissa.rows import EvaluationRow
-from esper.runs.split_sizes import split_sizes
 from esper.simic.rewards import objective
-from esper.tolaria.bounds import constant_metric
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked import StackedPopulation
+from esper.tolaria.measure.bounds import constant_metric
+from esper.tolaria.stacked.population import StackedPopulation
 
 Summary = dict[str, Any]
 """The final figures as in summary.json: strict JSON, with null for a quantity that was not measured."""
 
 
-class Pair(TypedDict):
-    """One quantity over environments, of the twins that do not grow (None without twins) and of the grown networks."""
-
-    host: list[float | None] | None
-    grown: list[float | None]
+Pair = dict[str, Any]
+"""One quantity over environments: of the twins that do not grow as `host`, None without twins, and of the `grown` networks."""
 
 
 def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
     """Evaluate every twin and grown network on the test and validation splits. No other function of a run reads test data."""
-    name = task.objective.metric
+    name, host_params = task.objective.metric, engine.population.body.table.host_params[: config.envs].tolist()
     test = _evaluate(engine, config, name, test_splits(engine, task))
     validation = _evaluate(engine, config, name, engine.population.data.validation_splits())
     figures: Summary = {
         "metric": name,
-        "objective_formula": _formula(name, config, int(engine.population.body.table.host_params[: config.envs].min())),
+        "objective_formula": _formula(name, config, min(host_params)),
         "regrown": isinstance(task, Task) and isinstance(task.host, RegrownHost),
         "examples": split_sizes(task, engine.space.instance),
-        "host_params": _one_or_all(engine.population.body.table.host_params[: config.envs].tolist()),
+        "host_params": host_params[0] if len(set(host_params)) == 1 else host_params,
         "grown_params": engine.exported_params()[: config.envs].tolist(),
         **{f"test_{name}": pair for name, pair in test.items()},
         **{f"validation_{name}": pair for name, pair in validation.items()},
         **_constant(task, engine.space.instance.tolist(), name),
         **_rare_classes(engine, task, config),
     }
-    return figures | {"best": _best(figures, config)}
+    # The network with the best validation score by the key `select`. A network without a score is the worst.
+    values = validation[name if config.select == "metric" else "objective"]["grown"]
+    env = max(range(config.envs), key=lambda env: (values[env] is not None, values[env] or 0.0))
+    return figures | {"best": {"env": env, "select": config.select, "validation": values[env]}}
 
 
 def evaluation_rows(figures: Summary) -> Iterator[EvaluationRow]:
@@ -67,16 +66,37 @@ def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
     return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
 
 
+def split_sizes(task: AnyTask, instance: NDArray[np.int64]) -> Summary:
+    """Return the finite examples of each split: one number where all environments share it, and E numbers for a mixture.
+
+    instance: (E,) keys of the instances.
+    """
+    sizes = {}
+    for key in set(instance.tolist()) if isinstance(task, Mixture) else [int(instance[0])]:
+        problem, test = task.instance(key), task.test_split(key)
+        assert test is not None, "a run must have a test split"
+        splits = {"train": problem.train, "probe": problem.probe, "validation": problem.validation, "test": test}
+        sizes[key] = {part: int((~nonfinite(split)).sum()) for part, split in splits.items()}
+        if problem.source is not None:
+            sizes[key]["train"] = len(problem.source)
+    if isinstance(task, Mixture):
+        return {part: [sizes[key][part] for key in instance.tolist()] for part in next(iter(sizes.values()))}
+    return sizes[int(instance[0])]
+
+
 def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
     """Return the metric, under its name, the loss and the objective J of every twin and grown network on its split."""
     metric, loss = engine.evaluate(splits)
-    host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
-    value = metric if config.reward.objective == "metric" else -loss
-    added = engine.exported_params() - host_params
-    worth = objective(
-        value, added, host_params, config.reward.rent, config.reward.rent_size
-    ) - engine.state.compute.price(engine.config)
+    worth = exported_objective(engine, metric, loss)
     return {name: _pair(metric, config), "loss": _pair(loss, config), "objective": _pair(worth, config)}
+
+
+def exported_objective(engine: VectorizedEngine, metric: Floats, loss: Floats) -> Floats:
+    """Return J (rows,) of the networks of an engine as exported, from their metric and loss on a split."""
+    config, reward = engine.config, engine.config.reward
+    host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
+    value, added = metric if reward.objective == "metric" else -loss, engine.exported_params() - host_params
+    return objective(value, added, host_params, reward.rent, reward.rent_size) - engine.state.compute.price(config)
 
 
 def _constant(task: AnyTask, instance: Sequence[int], name: str) -> Summary:
@@ -130,6 +150,8 @@ def _rare_classes(engine: VectorizedEngine, task: AnyTask, config: Config) -> Su
         "rare_classes": {
             "classes": names,
             "rare": [names[index] for index in rare.tolist()],
+            "examples": np.bincount(truth, minlength=problem.outputs)[rare].tolist(),
+            "weighted": getattr(task.objective, "class_weights", None) is not None,
             "grown": class_figures(truth, outputs[: config.envs]),
             "host": class_figures(truth, outputs[config.envs :]) if config.twin else None,
         }
@@ -165,23 +187,10 @@ def class_figures(truth: NDArray[np.int64], outputs: Floats) -> Summary:
     return {**figures, "confusion": confused.tolist() if classes <= CONFUSED else None}
 
 
-def _one_or_all(values: list[int]) -> int | list[int]:
-    """Return one value if all environments have the same, otherwise the values of the environments."""
-    return values[0] if len(set(values)) == 1 else values
-
-
 def _pair(values: Floats, config: Config) -> Pair:
     """Make a pair from values over rows, environments first and then their twins, with None for nan."""
     plain = [None if np.isnan(value) else float(value) for value in values]
-    return Pair(host=plain[config.envs :] if config.twin else None, grown=plain[: config.envs])
-
-
-def _best(figures: Summary, config: Config) -> Summary:
-    """Return the network with the best validation score by the key `select`. A network without a score is the worst."""
-    name = figures["metric"] if config.select == "metric" else "objective"
-    values = figures[f"validation_{name}"]["grown"]
-    env = max(range(len(values)), key=lambda env: (values[env] is not None, values[env] or 0.0))
-    return {"env": env, "select": config.select, "validation": values[env]}
+    return {"host": plain[config.envs :] if config.twin else None, "grown": plain[: config.envs]}
 
 
 def _formula(name: str, config: Config, smallest: int) -> str:
@@ -200,8 +209,7 @@ def compute_figures(engine: VectorizedEngine) -> Summary:
 
     Steps are those of one row of the host, summed over the environments; the share is of all that the hosts took.
     """
-    config, compute = engine.config, engine.state.compute
-    envs = slice(0, config.envs)
+    config, compute, envs = engine.config, engine.state.compute, slice(0, engine.config.envs)
     seeds, forks = float(compute.seeds[envs].sum()), float(compute.forks[envs].sum())
     if not config.reward.compute_price and not forks:
         return {}
@@ -213,7 +221,7 @@ def compute_figures(engine: VectorizedEngine) -> Summary:
             "trial_row_steps": round(forks, 3),
             "share": round((seeds + forks) / max(hosts, 1), 6),
             "price": config.reward.compute_price,
-            "paid": [round(each, 9) for each in engine.state.compute.price(engine.config)[envs].tolist()],
+            "paid": [round(each, 9) for each in compute.price(config)[envs].tolist()],
         }
     }
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from esper.kasmina.static import Absent
-from esper.leyline.config import RewardConfig
-from esper.leyline.intervals import MeanInterval, Values, differences, mean_and_error, shown, t_interval
-from esper.leyline.objective import objective
+from esper.kasmina.network.static import Absent
+from esper.leyline.config.tree import RewardConfig
+from esper.leyline.data.objective import objective
+from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
 from esper.leyline.text import counted, rounded
-from esper.runs.baselines import Trained
+from esper.runs.baselines import BaselineResult
 
 RIVALS: Mapping[str, str] = {
     "twin": "the host as it is (twin)",
@@ -27,7 +27,7 @@ RIVALS: Mapping[str, str] = {
 
 def compared_networks(
     grown: Sequence[float | None],
-    static: Mapping[str, Trained | Absent],
+    static: Mapping[str, BaselineResult | Absent],
     host_params: NDArray[Any],
     reward: RewardConfig,
 ) -> dict[str, dict[str, Any]]:
@@ -85,9 +85,13 @@ def verdict(summary: Mapping[str, Any], reward: RewardConfig) -> str:
             f"Not resolved whether growth paid: {seeds}, and no network without growth was trained beside them; "
             "--baselines twin,same-size,plain (baselines in Python) trains some."
         )
-    worth = _name_of_objective(summary["metric"], reward)
+    worth = summary["metric"] if reward.objective == "metric" else "minus the loss"
+    prices = [name for name, price in (("rent", reward.rent), ("compute", reward.compute_price)) if price]
+    if prices:
+        worth = f"J ({worth} less {' and '.join(prices)})"
     others = (
-        f"{RIVALS[name]} has {_with_gain(summary['compared'][name]['test_objective'], gain)}"
+        f"{RIVALS[name]} has {rounded(mean_and_error(summary['compared'][name]['test_objective'])[0], '.3f')} "
+        f"(growth {shown(gain, '+.3f')})"
         for name, gain in rivals.items()
     )
     clauses = [", ".join([f"{worth} is {rounded(mean_and_error(grown)[0], '.3f')} with growth", *others])]
@@ -151,15 +155,3 @@ def verdict_of_loop(kept: int, added: int, host: int, *, finished: bool) -> str:
         f"trained beside this one. To know, train the model without esper.Growth, and one of {host + added:,} parameters from "
         "the start, on the same batches, and compare all three on examples that none of them has seen."
     )
-
-
-def _name_of_objective(metric: str, reward: RewardConfig) -> str:
-    """What the line compares, in words: J, or the metric where nothing is taken off it."""
-    value = metric if reward.objective == "metric" else "minus the loss"
-    prices = [name for name, price in (("rent", reward.rent), ("compute", reward.compute_price)) if price]
-    return f"J ({value} less {' and '.join(prices)})" if prices else value
-
-
-def _with_gain(value: Values, gain: MeanInterval) -> str:
-    """The mean of others, and in brackets what growth brings beside it."""
-    return f"{rounded(mean_and_error(value)[0], '.3f')} (growth {shown(gain, '+.3f')})"

@@ -1,1 +1,1 @@
-"""Simic: the school. Rewards, attribution, and the learner that trains a controller."""
+"""Simic: learning. Rewards, rollouts, and the learner that trains a controller."""

@@ -1,4 +1,4 @@
-"""The learning controller: it samples decisions, receives rewards, and records both in a rollout. E environments."""
+"""Play the controller that learns: sample decisions, receive rewards, and record both in a rollout. E environments."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,17 +7,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Actions, Head
-from esper.leyline.config import GovernorConfig
-from esper.leyline.protocols import Judgement, Reward
-from esper.leyline.view import Floats, Outcome, View
+from esper.leyline.config.tree import GovernorConfig
+from esper.leyline.lifecycle.actions import Actions, Head
+from esper.leyline.lifecycle.view import Floats, Outcome, View
+from esper.leyline.protocols import Controller, Judgement, Reward
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
-from esper.simic.rollout import Rollout, Step, TamiyoRolloutBuffer
-from esper.tamiyo.actor import ActorOutput, RecurrentActor
+from esper.simic.rollout import Rollout, RolloutStep, TamiyoRolloutBuffer
+from esper.tamiyo.policy.actor import ActorOutput, RecurrentActor
 
 
-class SimicClient:
+class SimicClient(Controller):
     """The controller of one cohort. Several can share a learner, whose `update` then takes all their rollouts."""
 
     def __init__(self, learner: PPO, reward: Reward, penalty: float = GovernorConfig().penalty) -> None:
@@ -31,7 +31,7 @@ class SimicClient:
         self.paid: Mapping[str, Floats] = {}  # components (E,) of the rewards of the last step
 
     def act(self, view: View) -> Actions:
-        """A sampled decision per environment, recorded with its observation."""
+        """Sample a decision for every environment, and record it with its observation."""
         exploration = self.learner.exploration
         self._output = output = self.actor.act(view, exploration, greedy=False)
         self.record(view, sampled_step(output, exploration))
@@ -40,7 +40,7 @@ class SimicClient:
         return actions
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """Further sampled decisions of the step, recorded likewise; None where they are over."""
+        """Sample and record further decisions of the step; return None where no environment has one left."""
         exploration = self.learner.exploration
         output = self.actor.further(view, self._done, refused, exploration, greedy=False)
         if output is not None:
@@ -48,19 +48,15 @@ class SimicClient:
         return self._carried(view, output)
 
     def reasons(self) -> Sequence[str | None]:
-        """The packages that the last plantings belong to; None for other decisions."""
+        """Return the package that each of the last plantings belongs to; None for other decisions."""
         return self.actor.reasons
 
-    def explain(self) -> Sequence[str]:
-        """Nothing: a policy gives no reasons for what it leaves out."""
-        return []
-
     def judgement(self) -> Judgement:
-        """What the policy thought of the last decisions."""
+        """Return the probability, the entropy and the value that the policy gave to the last decisions."""
         assert self._output is not None, "act is called first"
         return self._output.judgement()
 
-    def record(self, view: View, step: Step, *, further: bool = False) -> None:
+    def record(self, view: View, step: RolloutStep, *, further: bool = False) -> None:
         """Write decisions into the rollout. further: not the first of their step."""
         envs = len(view.host_params)
         if self._buffer is None or (self._buffer.steps, self._buffer.envs) != (view.steps, envs):
@@ -84,7 +80,7 @@ class SimicClient:
         self.actor.reset(np.ones(buffer.envs, bool))
 
     def rollout(self) -> Rollout:
-        """The steps that were recorded since `clear`."""
+        """Return the steps that were recorded since `clear`."""
         return self._written().rollout()
 
     def clear(self) -> None:
@@ -93,7 +89,7 @@ class SimicClient:
             self._buffer.clear()
 
     def _carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
-        """What is carried out (`RecurrentActor.carried`); None where nothing is left to do in the step."""
+        """Return the decisions that are carried out (`RecurrentActor.carried`); None where nothing is left to do in the step."""
         actions = self.actor.carried(view, output, taught)
         self._done = self._done if actions is None else actions
         return actions
@@ -103,7 +99,7 @@ class SimicClient:
         return self._buffer
 
     def state(self) -> dict[str, Any]:
-        """The memory, the rollout so far, and the state of the reward, without the learner."""
+        """Return the memory, the rollout so far, and the state of the reward, without the learner."""
         buffer = self._buffer
         return {
             "menu": list(self.menu),
@@ -130,11 +126,11 @@ class SimicClient:
         return figures
 
 
-def sampled_step(output: ActorOutput, exploration: Mapping[Head, float]) -> Step:
-    """The step of a decision that was sampled with this exploration of each head."""
+def sampled_step(output: ActorOutput, exploration: Mapping[Head, float]) -> RolloutStep:
+    """Return the step of a decision that was sampled with this exploration of each head."""
     decision = output.decision
     shares = torch.tensor([[exploration[head] for head in Head]], dtype=torch.float64)
-    return Step(
+    return RolloutStep(
         observation=output.observation,
         actions=decision.actions,
         valid=decision.valid,

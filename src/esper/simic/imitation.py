@@ -7,18 +7,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Actions
-from esper.leyline.config import GovernorConfig
-from esper.leyline.masks import offered, only_wait
-from esper.leyline.protocols import Extends, Judgement, PolicyClient, Resumable, Reward
-from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Outcome, View
+from esper.leyline.config.tree import GovernorConfig
+from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.lifecycle.masks import offered, only_wait
+from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.view import Outcome, View
+from esper.leyline.protocols import Controller, Judgement, Reward
 from esper.simic.client import SimicClient, sampled_step
 from esper.simic.ppo import PPO
-from esper.tamiyo.actor import ActorOutput
-from esper.tamiyo.packages import as_package
-from esper.tamiyo.placement import Placement
-from esper.tamiyo.policy import GREEDY
+from esper.tamiyo.policy.actor import ActorOutput
+from esper.tamiyo.policy.distribution import GREEDY
+from esper.tamiyo.policy.packages import as_package
 
 
 class Apprentice(SimicClient):
@@ -28,18 +27,13 @@ class Apprentice(SimicClient):
     no-regret online learning", 2011, algorithm 3.1, with the mixture over environments instead of steps). The
     teacher must decide each environment from its row of the view alone. It is told of refusals of its own decisions alone.
 
-    Several decisions of a teacher in one step (`protocols.Extends`) are imitated where the policy may make several
+    Several decisions of a teacher in one step (`Controller.further`) are imitated where the policy may make several
     (`ppo.decisions_per_step`), and the policy learns to end them with WAIT. Where a teacher that plants all its seeds at once is
     about to plant every slot of a package (`ppo.packages`), its decision is that package.
     """
 
     def __init__(
-        self,
-        learner: PPO,
-        reward: Reward,
-        teacher: PolicyClient,
-        led: float,
-        penalty: float = GovernorConfig().penalty,
+        self, learner: PPO, reward: Reward, teacher: Controller, led: float, penalty: float = GovernorConfig().penalty
     ) -> None:
         """led: share of the environments that follow the teacher."""
         super().__init__(learner, reward, penalty)
@@ -60,7 +54,7 @@ class Apprentice(SimicClient):
         """Further decisions of the step; None where they are over. A teacher that makes none decides WAIT."""
         output = self.actor.further(view, self._done, refused, greedy=False)
         taught = None
-        if isinstance(self.teacher, Extends) and self.learner.policy.decisions_per_step > 1:
+        if self.learner.policy.decisions_per_step > 1:
             own = np.logical_and.reduce([mine == done for mine, done in zip(self._taught, self._done, strict=True)])
             taught = self.teacher.further(view, np.where(own, refused, Refusal.NONE).astype(refused.dtype))
         self._taught = taught or Actions.wait(len(refused))
@@ -69,8 +63,8 @@ class Apprentice(SimicClient):
     def _teach(self, view: View, output: ActorOutput, *, further: bool) -> Actions | None:
         """Record the teacher's decisions, and return what is carried out."""
         step, taught, names = sampled_step(output, GREEDY), self._taught, self.learner.policy.language.packages
-        if names and isinstance(self.teacher, Placement):
-            taught = as_package(view, taught, names, self.teacher.package(view))
+        if names and (package := self.teacher.package(view)) is not None:
+            taught = as_package(view, taught, names, package)
         taught = Actions(*(np.where(output.idle, 0, choice) for choice in taught))  # WAIT is 0 in every head
         valid = offered(only_wait(self.actor.masks(view), output.idle), taught)
         self.record(
@@ -86,12 +80,12 @@ class Apprentice(SimicClient):
 
     def state(self) -> dict[str, Any]:
         """As that of `SimicClient`, with the state of the teacher."""
-        return super().state() | {"teacher": self.teacher.state() if isinstance(self.teacher, Resumable) else {}}
+        return super().state() | {"teacher": self.teacher.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
         super().load_state(state)
-        if isinstance(self.teacher, Resumable):
+        if state["teacher"] is not None:
             self.teacher.load_state(state["teacher"])
 
     def judgement(self) -> Judgement:

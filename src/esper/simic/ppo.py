@@ -1,4 +1,4 @@
-"""Proximal policy optimisation on whole sequences (Schulman et al., 2017). T steps, E environments."""
+"""Update a policy by proximal policy optimisation on whole sequences (Schulman et al., 2017). T steps, E environments."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,19 +9,83 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.leyline.actions import RELEVANT, Head, Op
-from esper.leyline.config import PPOConfig
+from esper.leyline.config.tree import PPOConfig
+from esper.leyline.data.keys import Purpose, key, permutations
 from esper.leyline.errors import LearningError
-from esper.leyline.keys import Purpose, key, permutations
-from esper.simic.advantages import Advantages, advantages, subtract_group_mean
+from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
 from esper.simic.rollout import Rollout, take
-from esper.tamiyo.controller import Policy
-from esper.tamiyo.network import Batch
-from esper.tamiyo.observation import Observation
-from esper.tamiyo.policy import GREEDY, Judged, judge
+from esper.tamiyo.policy.controller import Policy
+from esper.tamiyo.policy.distribution import GREEDY, Judged, judge
+from esper.tamiyo.policy.network import Batch
+from esper.tamiyo.policy.observation import Observation
 
 TOLERANCE = 1e-5
 """Largest difference between the log-probabilities of a rollout and those recomputed with the same weights [nats]."""
+
+
+class Advantages(NamedTuple):
+    """The targets of the policy and of the critic, each (T, E) float32.
+
+    Attributes:
+        advantage (tensor): advantage of the decision at step t
+        target (tensor): lambda-return, the target of the critic
+        returns (tensor): discounted sum of the rewards from step t on, bootstrapped where a sequence was truncated
+    """
+
+    advantage: Tensor
+    target: Tensor
+    returns: Tensor
+
+
+def advantages(
+    reward: Tensor, value: Tensor, after: Tensor, end: Tensor, gamma: float, lam: float, idle: Tensor | None = None
+) -> Advantages:
+    """Generalised advantage estimation (Schulman et al., "High-dimensional continuous control using GAE", 2016, eq. 16).
+
+        delta_t = r_t + gamma V_{t+1} - V_t,      A_t = delta_t + gamma lam (1 - end_t) A_{t+1}
+
+    All arguments are (T, E). `end` marks the last step of a sequence. There V_{t+1} is `after`: 0 at a terminal state, V of
+    the last observation where the sequence was truncated. Elsewhere V_{t+1} is the next row of `value`, and `after` is not
+    read. The last step of a rollout must end every sequence. lam = 1 gives the Monte Carlo advantage.
+
+    idle: (T, E) bool, entries at which a row decided nothing. Its sequence is that of its other entries, and an idle one has the
+    advantage and the returns of the next.
+    """
+    assert reward.shape == value.shape == after.shape == end.shape, (reward.shape, value.shape, after.shape, end.shape)
+    idle = torch.zeros_like(end) if idle is None else idle
+    assert bool((end | idle)[-1].all()), "the last step of a rollout ends every sequence"
+    if idle.any():
+        value = value.clone()
+        for t in reversed(range(len(value) - 1)):
+            value[t] = torch.where(idle[t], value[t + 1], value[t])
+    next_value = torch.where(end, after, torch.cat([value[1:], after[-1:]]))
+    delta = reward + gamma * next_value - value
+    discount = gamma * (~end).to(reward.dtype)
+    advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
+    next_advantage, next_return = torch.zeros_like(reward[0]), torch.zeros_like(reward[0])
+    for t in reversed(range(len(reward))):
+        own = delta[t] + lam * discount[t] * next_advantage
+        next_advantage = torch.where(idle[t], next_advantage, own)
+        earned = reward[t] + torch.where(end[t], gamma * after[t], gamma * next_return)
+        next_return = torch.where(idle[t], next_return, earned)
+        advantage[t], returns[t] = next_advantage, next_return
+    return Advantages(advantage, advantage + value, returns)
+
+
+def subtract_group_mean(advantage: Tensor, group: int) -> Tensor:
+    """A_i - mean over the other members j of the group of A_j, at each step: (T, E) -> (T, E).
+
+    A group is `group` consecutive environments with the same host and data, whose random effects cancel. The baseline of an
+    environment does not depend on its own decisions, so the gradient is unbiased (Kool, van Hoof and Welling, "Buy 4 REINFORCE
+    samples, get a baseline for free!", 2019). E must be a multiple of `group`. A group of one keeps its advantage.
+    """
+    steps, envs = advantage.shape
+    assert envs % group == 0, (envs, group)
+    if group == 1:
+        return advantage
+    members = advantage.view(steps, envs // group, group)
+    others = (members.sum(2, keepdim=True) - members) / (group - 1)
+    return (members - others).view(steps, envs)
 
 
 class TrainingBatch(NamedTuple):
@@ -34,19 +98,8 @@ class TrainingBatch(NamedTuple):
     batch: Batch  # (T, E, ...)
 
 
-class Losses(NamedTuple):
-    """Scalars of one minibatch, attached to the graph."""
-
-    policy: Tensor
-    value: Tensor
-    entropy: Tensor  # summed over the heads of a decision
-    kl: Tensor  # of the old policy from the new one
-    clipped: Tensor  # share of the decisions whose ratio was clipped
-    heads: Tensor  # (heads,) mean entropy of each head over the decisions that use it; 0 where none does
-
-
 def policy_loss(log_prob: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, clip: float) -> Tensor:
-    """-mean min(r A, clip(r, 1 - c, 1 + c) A) with r = exp(log_prob - old), over steps of weight 1 (2017, equation 7).
+    """Return -mean min(r A, clip(r, 1 - c, 1 + c) A) with r = exp(log_prob - old), over steps of weight 1 (2017, equation 7).
 
     All are (T, E); weights are not all 0.
     """
@@ -56,18 +109,18 @@ def policy_loss(log_prob: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
 
 
 def value_loss(value: Tensor, target: Tensor, scale: Tensor) -> Tensor:
-    """Half the mean squared error in units of the return's standard deviation; value and target are (T, E)."""
+    """Return half the mean squared error in units of the return's standard deviation; value and target are (T, E)."""
     return 0.5 * ((value - target) / scale).square().mean()
 
 
 def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
-    """1 - Var(returns - value) / Var(returns); nan where the returns are constant."""
+    """Return 1 - Var(returns - value) / Var(returns); nan where the returns are constant."""
     variance = returns.var(correction=0)
     return torch.where(variance > 0, 1 - (returns - value).var(correction=0) / variance, torch.nan)
 
 
 def anneal(start: float, progress: float, end: float) -> float:
-    """Linear interpolation from `start` at progress 0 to `end` at progress 1."""
+    """Interpolate linearly from `start` at progress 0 to `end` at progress 1."""
     return start + (end - start) * min(max(progress, 0.0), 1.0)
 
 
@@ -104,12 +157,54 @@ class PPO:
         Raises LearningError, and restores the weights, where an advantage or a loss is not finite, or the rollouts were made
         with other weights.
         """
+        config = self.config
+        names = ["policy_loss", "value_loss", "entropy", "kl_mean", "clip_fraction", "gradient_norm"]
+        names += [f"entropy_{head.name.lower()}" for head in Head]
         with self._restored_on_failure():
             data = self._prepare(rollouts, menus)
-            figures = self._learn(data)
+            for group in self.optimizer.param_groups:
+                group["lr"] = anneal(config.lr, self._progress, config.lr / 10)
+            entropy_weight = anneal(config.entropy_weight, self._progress, config.entropy_weight / 10)
+            for part in data:
+                with torch.no_grad():
+                    off = float((self._judge(part)[0].log_prob - part.rollout.log_prob).abs().max())
+                if not off <= TOLERANCE:
+                    raise LearningError(
+                        f"log-probabilities of the rollout are off by {off:.2g} nats at unchanged weights, more than "
+                        f"{TOLERANCE:g}: the rollout was made by another policy, or a feature is not finite"
+                    )
+            rows: list[Tensor] = []  # (names,) of each minibatch
+            moved, epochs = 0.0, 0
+            for epoch in range(config.update_epochs):
+                begin = len(rows)
+                for part in self._minibatches(data, epoch):
+                    judged, value = self._judge(part)
+                    weight, old = part.weight, part.rollout.log_prob
+                    total = weight.sum().clamp(min=1)
+                    change = judged.log_prob - old
+                    # Without any choice the mean over choices is 0 / 0; the loss is then 0, and attached to the graph.
+                    policy = judged.log_prob.sum() * 0
+                    if bool(weight.any()):
+                        policy = policy_loss(judged.log_prob, old, part.advantage, weight, config.clip_range)
+                    fit = self._fit(part, value)
+                    entropy = (judged.entropy.sum(-1) * weight).sum() / total
+                    kl = (
+                        (change.exp() - 1 - change) * weight
+                    ).sum() / total  # http://joschu.net/blog/kl-approx.html, k3
+                    clipped = (((change.exp() - 1).abs() > config.clip_range).float() * weight).sum() / total
+                    norm = self._descend(policy + config.value_weight * fit - entropy_weight * entropy, epoch)
+                    # The entropy of each head is averaged over the decisions that use it.
+                    used = torch.from_numpy(RELEVANT.copy())[part.rollout.actions[Head.OP]] & (weight > 0).unsqueeze(-1)
+                    heads = (judged.entropy * used).sum((0, 1)) / used.sum((0, 1)).clamp(min=1)
+                    rows.append(torch.cat([torch.stack([policy, fit, entropy, kl, clipped, norm]), heads]).detach())
+                epochs += 1
+                moved = float(torch.stack([row[names.index("kl_mean")] for row in rows[begin:]]).mean())
+                if moved > config.target_kl:
+                    break
+            figures = dict(zip(names, torch.stack(rows).mean(0).tolist(), strict=True))
         self._update_moments(data)
         self.round += 1
-        return figures | _figures(data)
+        return figures | {"kl": moved, "epochs": float(epochs)} | _figures(data)
 
     def imitate(
         self,
@@ -142,7 +237,7 @@ class PPO:
         return {"log_likelihood": alike, "value_loss": fit} | _figures(new)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next update depends on, except the policy."""
+        """Return everything that the next update depends on, except the policy."""
         adam = self.optimizer.state_dict()
         return {
             "round": self.round,
@@ -174,7 +269,18 @@ class PPO:
             raise
 
     def _prepare(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> list[TrainingBatch]:
-        gains = [self._advantages(rollout) for rollout in rollouts]
+        config, gains = self.config, []
+        for rollout in rollouts:
+            scored = (rollout.reward, rollout.value, rollout.after, rollout.end)
+            gains.append(advantages(*scored, config.gamma, config.gae_lambda, rollout.idle))
+            if bad := (~torch.isfinite(gains[-1].advantage)).nonzero().tolist():
+                step, env = bad[-1]
+                reward, value, after = (float(field[step, env]) for field in scored[:3])
+                raise LearningError(
+                    f"the advantage of environment {env} is not finite at step {step}: its reward is {reward}, its value "
+                    f"{value:.4g}, and the value after a truncation {after:.4g}; lower optimizer.lr, because a host has "
+                    "diverged, or check the reward"
+                )
         raw = [g.advantage if self.group is None else subtract_group_mean(g.advantage, self.group) for g in gains]
         weights = [(rollout.valid[Head.OP].sum(-1) > 1).float() for rollout in rollouts]
         chosen = torch.cat([a[w > 0] for a, w in zip(raw, weights, strict=True)])
@@ -184,60 +290,19 @@ class PPO:
         # A spread under a thousandth of that of returns is rounding error, which normalisation must not amplify.
         spread = chosen.std(correction=0).clamp(min=1e-3 * float(self.policy.network.value_scale))
         scaled = [(advantage - centre) / spread for advantage in raw]
-        return [self._batch(*part) for part in zip(rollouts, gains, scaled, weights, menus, strict=True)]
-
-    def _batch(
-        self, rollout: Rollout, gains: Advantages, advantage: Tensor, weight: Tensor, menu: Sequence[str]
-    ) -> TrainingBatch:
-        """One cohort, with the idle entries of each row at its end, where they no longer interrupt the recurrence."""
-        if rollout.idle.any():
-            order = rollout.packing()
-            rollout, gains = rollout.taken(order), Advantages(*(take(x, order) for x in gains))
-            advantage, weight = take(advantage, order), take(weight, order)
-        inputs = self.policy.batch(self.policy.normalised(rollout.observations()), menu)
-        return TrainingBatch(rollout, gains, advantage, weight, inputs)
-
-    def _advantages(self, rollout: Rollout) -> Advantages:
-        config = self.config
-        scored = (rollout.reward, rollout.value, rollout.after, rollout.end)
-        gains = advantages(*scored, config.gamma, config.gae_lambda, rollout.idle)
-        bad = (~torch.isfinite(gains.advantage)).nonzero().tolist()
-        if bad:
-            step, env = bad[-1]
-            reward, value, after = (float(x[step, env]) for x in (rollout.reward, rollout.value, rollout.after))
-            raise LearningError(
-                f"the advantage of environment {env} is not finite at step {step}: its reward is {reward}, its value "
-                f"{value:.4g}, and the value after a truncation {after:.4g}; lower optimizer.lr, because a host has diverged, or "
-                "check the reward"
-            )
-        return gains
-
-    def _learn(self, data: Sequence[TrainingBatch]) -> dict[str, float]:
-        """Epochs over minibatches of sequences, until the KL divergence exceeds its target. One device read per epoch."""
-        config = self.config
-        for group in self.optimizer.param_groups:
-            group["lr"] = anneal(config.lr, self._progress, config.lr / 10)
-        self._check(data)
-        steps: list[tuple[Losses, Tensor]] = []
-        moved, epochs = 0.0, 0
-        for epoch in range(config.update_epochs):
-            begin = len(steps)
-            for part in self._minibatches(data, epoch):
-                losses = self._losses(part)
-                loss = losses.policy + config.value_weight * losses.value - self._entropy_weight() * losses.entropy
-                steps.append((losses, self._descend(loss, epoch)))
-            epochs += 1
-            moved = float(torch.stack([losses.kl.detach() for losses, _ in steps[begin:]]).mean())
-            if moved > config.target_kl:
-                break
-        rows = [torch.cat([torch.stack([*losses[:-1], norm]), losses.heads]).detach() for losses, norm in steps]
-        names = ["policy_loss", "value_loss", "entropy", "kl_mean", "clip_fraction", "gradient_norm"]
-        names += [f"entropy_{head.name.lower()}" for head in Head]
-        figures = dict(zip(names, torch.stack(rows).mean(0).tolist(), strict=True))
-        return figures | {"kl": moved, "epochs": float(epochs)}
+        data = []
+        for rollout, gain, advantage, weight, menu in zip(rollouts, gains, scaled, weights, menus, strict=True):
+            if rollout.idle.any():  # idle entries of a row go to its end, where they do not interrupt the recurrence
+                most = int((~rollout.idle).sum(0).max())
+                order = rollout.idle.byte().argsort(stable=True, dim=0)[:most]
+                rollout, gain = rollout.taken(order), Advantages(*(take(x, order) for x in gain))
+                advantage, weight = take(advantage, order), take(weight, order)
+            inputs = self.policy.batch(self.policy.normalised(rollout.observations()), menu)
+            data.append(TrainingBatch(rollout, gain, advantage, weight, inputs))
+        return data
 
     def _descend(self, loss: Tensor, epoch: int) -> Tensor:
-        """One step of the optimizer. Returns the norm of the gradient before clipping."""
+        """Take a step of the optimizer. Returns the norm of the gradient before clipping."""
         network = self.policy.network
         self.optimizer.zero_grad()
         loss.backward()
@@ -247,56 +312,19 @@ class PPO:
         self.optimizer.step()
         return norm
 
-    def _entropy_weight(self) -> float:
-        return anneal(self.config.entropy_weight, self._progress, self.config.entropy_weight / 10)
-
-    def _judge(self, rollout: Rollout, batch: Batch) -> tuple[Judged, Tensor]:
-        network = self.policy.network
-        encoded, value, _ = network(batch, network.initial(rollout.value.shape[1]), rollout.starts)
-        shares = {
-            head: rollout.exploration[..., head, None] for head in Head
-        }  # as they were when the actions were drawn
+    def _judge(self, part: TrainingBatch) -> tuple[Judged, Tensor]:
+        network, rollout = self.policy.network, part.rollout
+        encoded, value, _ = network(part.batch, network.initial(rollout.value.shape[1]), rollout.starts)
+        shares = {head: rollout.exploration[..., head, None] for head in Head}  # as when the actions were drawn
         return judge(network, encoded, rollout.actions, rollout.valid, shares), value
 
-    def _losses(self, part: TrainingBatch) -> Losses:
-        rollout, config = part.rollout, self.config
-        judged, value = self._judge(rollout, part.batch)
-        change = judged.log_prob - rollout.log_prob
-        total = part.weight.sum().clamp(min=1)
-
-        def mean(values: Tensor) -> Tensor:
-            return (values * part.weight).sum() / total
-
-        return Losses(
-            policy=policy_loss(judged.log_prob, rollout.log_prob, part.advantage, part.weight, config.clip_range)
-            if bool(part.weight.any())
-            else judged.log_prob.sum() * 0,
-            value=self._fit(part, value),
-            entropy=mean(judged.entropy.sum(-1)),
-            kl=mean(change.exp() - 1 - change),  # http://joschu.net/blog/kl-approx.html, k3
-            clipped=mean(((change.exp() - 1).abs() > config.clip_range).float()),
-            heads=_by_head(judged.entropy, rollout.actions[Head.OP], part.weight),
-        )
-
     def _fit(self, part: TrainingBatch, value: Tensor) -> Tensor:
-        """The critic's loss over the entries at which a row was not idle."""
+        """Return the loss of the critic over the entries at which a row was not idle."""
         decided = part.rollout.decided
         return value_loss(decided(value), decided(part.gains.target), self.policy.network.value_scale)
 
-    @torch.no_grad()
-    def _check(self, data: Sequence[TrainingBatch]) -> None:
-        """Raise LearningError if the current weights do not reproduce the log-probabilities of the rollout."""
-        for part in data:
-            judged, _ = self._judge(part.rollout, part.batch)
-            off = float((judged.log_prob - part.rollout.log_prob).abs().max())
-            if not off <= TOLERANCE:
-                raise LearningError(
-                    f"log-probabilities of the rollout are off by {off:.2g} nats at unchanged weights, more than "
-                    f"{TOLERANCE:g}: the rollout was made by another policy, or a feature is not finite"
-                )
-
     def _minibatches(self, data: Sequence[TrainingBatch], epoch: int) -> list[TrainingBatch]:
-        """Random minibatches of whole sequences. A minibatch holds sequences of one cohort."""
+        """Draw random minibatches of whole sequences. A minibatch holds sequences of one cohort."""
         parts = []
         for cohort, full in enumerate(data):
             envs = full.weight.shape[1]
@@ -324,13 +352,13 @@ class PPO:
 
 
 def _permutation(count: int, *parts: int) -> Tensor:
-    """A random order of `count` sequences, keyed by the seed, the update, the epoch and what is ordered."""
+    """Draw a random order of `count` sequences, keyed by the seed, the update, the epoch and what is ordered."""
     keys = key(parts[0], Purpose.MINIBATCH, *parts[1:])
     return permutations(keys, np.array([count]), torch.device("cpu"))[0]
 
 
 def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
-    """The rows of `index`, up to the last entry at which one of them decides."""
+    """Return the rows of `index`, up to the last entry at which one of them decides."""
     rollout, batch = full.rollout.rows(index), full.batch
     stop = int((~rollout.idle).sum(0).max())
 
@@ -346,15 +374,8 @@ def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
     )
 
 
-@torch.no_grad()
-def _by_head(entropy: Tensor, op: Tensor, weight: Tensor) -> Tensor:
-    """(T, E, heads) -> (heads,): mean over the decisions that use a head."""
-    relevant = torch.from_numpy(RELEVANT.copy())[op] & (weight > 0).unsqueeze(-1)
-    return (entropy * relevant).sum((0, 1)) / relevant.sum((0, 1)).clamp(min=1)
-
-
 def _figures(data: Sequence[TrainingBatch]) -> dict[str, float]:
-    """Statistics of the round over all cohorts."""
+    """Return the statistics of the round over all cohorts."""
     value = torch.cat([part.rollout.decided(part.rollout.value) for part in data])
     returns = torch.cat([part.rollout.decided(part.gains.returns) for part in data])
     op = torch.cat([part.rollout.decided(part.rollout.actions[Head.OP]) for part in data])

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Op
-from esper.leyline.arguments import takes_one_argument
-from esper.leyline.config import RewardConfig
+from esper.leyline.config.arguments import takes_one_argument
+from esper.leyline.config.tree import RewardConfig
+from esper.leyline.data.objective import growth_of
+from esper.leyline.data.objective import objective as objective
 from esper.leyline.errors import InputError
-from esper.leyline.objective import growth_of
-from esper.leyline.objective import objective as objective
+from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.stages import IN_BUDGET, LIVE, Stage, among
+from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Scores
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import find_reference
-from esper.leyline.stages import IN_BUDGET, LIVE, Stage, among
-from esper.leyline.view import Bools, Floats, Outcome, Scores
 
 Components = dict[str, Floats]
 """The components of a worth or of a reward by name, each (E,) float64."""
@@ -245,7 +245,7 @@ class Escrow:
     closes the accounts of its row without payment. Earlier payments stay, and no later seed is paid for the same increase.
 
     Experimental: the contribution is measured when a seed is kept, so keeping it late may pay more than keeping it early
-    (`esper docs benchmarks/exploits`).
+    (the page "Exploits" of esper-bench).
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -319,13 +319,24 @@ def load_reward(reference: str) -> OwnReward:
 
 
 def make_reward(make: Callable[[RewardConfig], Reward], config: RewardConfig) -> Reward:
-    """Make a reward. InputError if the user's function does not take a config alone, or returns what cannot be called."""
+    """Make a reward.
+
+    InputError if the user's function does not take a config alone, returns what cannot be called, or is a reward itself.
+    """
     if not takes_one_argument(make):
         raise InputError(
             f"the reward {name_of_reward(make)} cannot be called with one argument; give a function that takes an "
             "esper.RewardConfig and returns the reward, itself a function from an esper.Outcome to named components"
         )
-    made = make(config)
+    try:
+        made = make(config)
+    except AttributeError as error:
+        if error.obj is not config or not hasattr(Outcome, str(error.name)):
+            raise
+        raise InputError(
+            f"the reward {name_of_reward(make)} reads {error.name!r} of its argument, as a reward does of an esper.Outcome, but "
+            "it is called with an esper.RewardConfig; give the function that makes the reward, f in place of f(config)"
+        ) from error
     if not callable(made):
         raise InputError(
             f"the reward {name_of_reward(make)} returned a {type(made).__name__} for an esper.RewardConfig; return a function "

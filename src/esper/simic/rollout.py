@@ -1,4 +1,4 @@
-"""The recorded decisions of a round, from which a policy is updated. T decisions, E environments, S slots.
+"""Record the decisions of a round, from which a policy is updated. T decisions, E environments, S slots.
 
 A step of the engine has one decision, or several. A row that makes fewer than others in a step is idle for the rest of them.
 """
@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.actions import Actions, Head, Op
-from esper.tamiyo.observation import Observation
+from esper.leyline.lifecycle.actions import Actions, Head, Op
+from esper.tamiyo.policy.observation import Observation
 
 
-class Step(NamedTuple):
+class RolloutStep(NamedTuple):
     """One step of every environment, before its outcome is known.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rollout(NamedTuple):
         observation (tensors): the fields of `Observation`
         actions (tensors by head): (T, E) int64
         valid (tensors by head): (T, E, choices) bool
-        log_prob, value, starts, exploration, idle (tensors): as in `Step`
+        log_prob, value, starts, exploration, idle (tensors): as in `RolloutStep`
         reward ((T, E) tensor): reward of the step, at the last decision of the row in it; 0 at the others
         end ((T, E) bool tensor): whether the sequence ends with this step
         after ((T, E) tensor): value of the next state where the sequence is truncated after this step, else 0
@@ -65,34 +65,34 @@ class Rollout(NamedTuple):
     after: Tensor
 
     def observations(self) -> Observation:
-        """The observations as arrays, which share memory."""
+        """Return the observations as arrays, which share memory."""
         return Observation(*(field.numpy() for field in self.observation))
 
     def decided(self, values: Tensor) -> Tensor:
-        """The entries (n, ...) of a tensor (T, E, ...) at which a row was not idle."""
+        """Return the entries (n, ...) of a tensor (T, E, ...) at which a row was not idle."""
         return values[~self.idle]
 
     def copied(self) -> "Rollout":
-        """A copy, which the next round does not overwrite."""
+        """Return a copy, which the next round does not overwrite."""
         return self.rows(torch.arange(self.value.shape[1]))
 
     def tree(self) -> dict[str, Any]:
-        """The fields by name, as a tree of tensors that share memory."""
+        """Return the fields by name, as a tree of tensors that share memory."""
         return {name: list(field) if isinstance(field, tuple) else field for name, field in self._asdict().items()}
 
     @classmethod
     def of_tree(cls, tree: Mapping[str, Any]) -> "Rollout":
-        """The inverse of `tree`."""
+        """Make a rollout from its `tree`."""
         fields: list[Any] = [tuple(tree[name]) if isinstance(tree[name], list) else tree[name] for name in cls._fields]
         return cls(*fields)
 
     def rows(self, index: Tensor) -> "Rollout":
-        """The sequences of the environments in `index`, as copies."""
+        """Return copies of the sequences of the environments in `index`."""
         return self._map(lambda field: field[:, index])
 
     @classmethod
     def joined(cls, rollouts: Sequence["Rollout"]) -> "Rollout":
-        """The sequences of several rollouts, one after the other; a single rollout is returned as it is.
+        """Put the sequences of several rollouts one after the other; a single rollout is returned as it is.
 
         A rollout with fewer decisions than others is idle at the end.
         """
@@ -108,20 +108,16 @@ class Rollout(NamedTuple):
         ]
         return cls(*fields)  # type: ignore[arg-type]
 
-    def packing(self) -> Tensor:
-        """Entries (n, E) int64 in the order in which idle ones come last in each row; n is the most decisions of a row."""
-        return self.idle.byte().argsort(stable=True, dim=0)[: int((~self.idle).sum(0).max())]
-
     def taken(self, order: Tensor) -> "Rollout":
-        """The entries (n, E) of each row, as copies."""
+        """Return copies of the entries (n, E) of each row."""
         return self._map(lambda field: take(field, order))
 
     def padded(self, length: int) -> "Rollout":
-        """The rollout with idle entries at the end, of `length` entries."""
+        """Add idle entries at the end, up to `length` entries."""
         more = length - len(self.value)
         if not more:
             return self
-        whole = self._map(lambda field: torch.cat([field, field.new_zeros(more, *field.shape[1:])]))
+        whole = _enlarged(self, more)
         whole.idle[-more:] = True
         for may in whole.valid:
             may[-more:] = True
@@ -129,7 +125,7 @@ class Rollout(NamedTuple):
         return whole
 
     def steps(self, stop: int) -> "Rollout":
-        """The steps before `stop`, as views."""
+        """Return views of the steps before `stop`."""
         return self._map(lambda field: field[:stop])
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Rollout":
@@ -151,7 +147,7 @@ class TamiyoRolloutBuffer:
         self._rollout: Rollout | None = None
         self._last = torch.zeros(envs, dtype=torch.long)  # entry of the last decision of each row
 
-    def add(self, step: Step, *, further: bool = False) -> None:
+    def add(self, step: RolloutStep, *, further: bool = False) -> None:
         """Write observations and decisions. `close` adds the rewards of the step. further: not the first decision of the step."""
         self._begun += not further
         assert self._begun <= self.steps, "the buffer is full; clear() begins the next round"
@@ -183,7 +179,7 @@ class TamiyoRolloutBuffer:
         self._rollout.end[at] = True
 
     def rollout(self) -> Rollout:
-        """The steps written so far, as views."""
+        """Return views of the steps written so far."""
         assert self._rollout is not None, "nothing was written"
         return self._rollout.steps(self.length)
 
@@ -192,7 +188,7 @@ class TamiyoRolloutBuffer:
         self.length = self._begun = 0
 
     def state(self) -> dict[str, Any] | None:
-        """The steps written so far; None where there are none."""
+        """Return the steps written so far; None where there are none."""
         return self.rollout().tree() if self.length else None
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
@@ -207,16 +203,16 @@ class TamiyoRolloutBuffer:
 
 
 def take(values: Tensor, order: Tensor) -> Tensor:
-    """values (T, E, ...), order (n, E) int64 -> (n, E, ...): entry order[i, e] of row e."""
+    """Take entry order[i, e] of row e: values (T, E, ...), order (n, E) int64 -> (n, E, ...)."""
     return values[order, torch.arange(order.shape[1])]
 
 
 def _enlarged(rollout: Rollout, more: int) -> Rollout:
-    """The rollout with room for more entries at the end."""
+    """Return the rollout with room for more entries at the end."""
     return rollout._map(lambda field: torch.cat([field, field.new_zeros(more, *field.shape[1:])]))
 
 
-def _allocate(steps: int, envs: int, step: Step) -> Rollout:
+def _allocate(steps: int, envs: int, step: RolloutStep) -> Rollout:
     def like(part: NDArray[np.generic] | Tensor) -> Tensor:
         tensor = part if isinstance(part, Tensor) else torch.from_numpy(part)
         assert len(tensor) == envs, (tensor.shape, envs)

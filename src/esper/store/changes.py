@@ -9,55 +9,43 @@ not lead back from a config.yaml that was edited by hand, which therefore counts
 """
 
 import hashlib
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
+
+from esper.leyline.config.parsing import parse_json
 from esper.leyline.errors import InputError
-from esper.leyline.parsing import parse_json
-from esper.store.disk import write_atomic
+from esper.store.disk import read_kept, write_atomic
 from esper.store.files import CHANGES, CONFIG, to_json
-from esper.store.reading import read_kept
 
 _LARGEST = 2**20  # bytes of it that are read
 _MEND = "restore the original file"
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-class Entry(NamedTuple):
-    """One change of a run.
+class Entry(
+    msgspec.Struct, frozen=True, omit_defaults=True, rename={"settings": "set", "source": "from", "target": "to"}
+):
+    """One change of a run."""
 
-    Attributes:
-        time: when the change was made [seconds since 1970]
-        steps: steps that the run had taken
-        settings: the changed settings, as given to `--set`
-        source: sha256 of config.yaml before the change
-        target: sha256 of config.yaml after the change
-        noted: sentences about versions and data that differ from those at the start of the run
-        origin: versions, and fingerprints of the data, from this change on; None if they are unchanged
-    """
-
-    time: float
-    steps: int
-    settings: tuple[str, ...]
-    source: str
-    target: str
-    noted: tuple[str, ...] = ()
-    origin: Mapping[str, Any] | None = None
+    time: float  # when the change was made [seconds since 1970]
+    steps: int  # steps that the run had taken
+    settings: tuple[str, ...]  # the changed settings, as given to `--set`
+    source: _Digest  # sha256 of config.yaml before the change
+    target: _Digest  # sha256 of config.yaml after the change
+    noted: tuple[str, ...] = ()  # sentences about versions and data that differ from those at the start of the run
+    # versions, and fingerprints of the data, from this change on; None if they are unchanged
+    origin: dict[str, Any] | None = None
 
 
 class Trail(NamedTuple):
-    """The changes from the first config of a run to the present one.
+    """The changes from the first config of a run to the present one."""
 
-    Attributes:
-        run: sha256 of the first config.yaml, which identifies the run
-        entries: the changes in effect, oldest first
-    """
-
-    run: str
-    entries: list[Entry]
+    run: str  # sha256 of the first config.yaml, which identifies the run
+    entries: list[Entry]  # the changes in effect, oldest first
 
 
 def read_trail(folder: Path) -> Trail:
@@ -80,29 +68,22 @@ def record_change(folder: Path, config: str, settings: Sequence[str], steps: int
         _append(folder, Entry(time.time(), steps, tuple(settings), source, target))
 
 
-def record_origin(folder: Path, noted: Sequence[str], origin: Mapping[str, Any], steps: int) -> None:
+def record_origin(folder: Path, noted: Sequence[str], origin: dict[str, Any], steps: int) -> None:
     """Write an entry for new versions and data under an unchanged config, unless the last entry is the same."""
     digest = digest_of((folder / CONFIG).read_bytes())
     _append(folder, Entry(time.time(), steps, (), digest, digest, tuple(noted), origin))
 
 
-def _append(folder: Path, entry: Entry) -> None:
-    """Add an entry, unless the last one is the same."""
-    known = _read(folder)
-    if not known or known[-1]._replace(time=entry.time) != entry:
-        write_atomic(folder / CHANGES, to_json([_plain(each) for each in (*known, entry)]))
-
-
-def _plain(entry: Entry) -> dict[str, Any]:
-    """An entry as a JSON object."""
-    origin = {} if entry.origin is None else {"noted": entry.noted, "origin": entry.origin}
-    named = {"time": entry.time, "steps": entry.steps, "set": entry.settings, "from": entry.source, "to": entry.target}
-    return {**named, **origin}
-
-
 def digest_of(content: bytes) -> str:
     """The sha256 of the content of a config.yaml."""
     return hashlib.sha256(content).hexdigest()
+
+
+def _append(folder: Path, entry: Entry) -> None:
+    """Add an entry, unless the last one is the same."""
+    known = _read(folder)
+    if not known or msgspec.structs.replace(known[-1], time=entry.time) != entry:
+        write_atomic(folder / CHANGES, to_json(msgspec.to_builtins([*known, entry])))
 
 
 def _read(folder: Path) -> list[Entry]:
@@ -111,24 +92,6 @@ def _read(folder: Path) -> list[Entry]:
         return []
     found = parse_json(read_kept(path, _LARGEST, _MEND), path, _MEND)
     try:
-        return [_entry(entry) for entry in found]
-    except (KeyError, OverflowError, TypeError, ValueError):
+        return msgspec.convert(found, list[Entry])
+    except msgspec.ValidationError:
         raise InputError(f"{path} does not hold the changes of a run; {_MEND}") from None
-
-
-def _entry(entry: Any) -> Entry:
-    """An entry from a JSON object. KeyError, OverflowError, TypeError or ValueError if it is not one."""
-    known = Entry(
-        float(entry["time"]),
-        int(entry["steps"]),
-        tuple(map(str, entry["set"])),
-        entry["from"],
-        entry["to"],
-        tuple(map(str, entry.get("noted", ()))),
-        entry.get("origin"),
-    )
-    if not isinstance(known.origin, dict | None):
-        raise TypeError("origin is not a mapping")
-    if not _DIGEST.fullmatch(known.source) or not _DIGEST.fullmatch(known.target):
-        raise ValueError("no sha256")
-    return known

@@ -10,7 +10,6 @@ Reading executes and unpickles nothing, and follows no link.
 
 import hashlib
 import json
-import math
 import os
 import re
 import stat
@@ -21,29 +20,22 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
-from torch import Tensor
 
-from esper.leyline.config import CheckpointConfig
+from esper.leyline.config.tree import CheckpointConfig
 from esper.leyline.errors import InputError
 from esper.store.background import Background
 from esper.store.changes import read_trail
 from esper.store.disk import Retry, remove, sync_folder, write_atomic, write_folder, write_once
 from esper.store.files import CHECKPOINTS, CONFIG
-from esper.store.tensors import to_parts
-
-Tree = dict[str, Any]
-"""Nested dicts, with texts as keys, and lists of arrays, tensors, numbers, texts, booleans and None."""
+from esper.store.tensors import Tree, flatten, to_parts, unflatten
 
 FORMAT = 6
 """Version of the files of a checkpoint; other versions are refused."""
 LATEST, BEST, FACTS, TENSORS = "latest", "best", "state.json", "state.safetensors"
 _LARGEST_POINTER, _LARGEST_FACTS, _LARGEST_TENSORS = 256, 64 * 2**20, 256 * 2**30  # bytes that are read
 _NAME = re.compile(r"step-(\d{6,18})")
-_ARRAY, _TENSOR, _NUMBER = "$array", "$tensor", "$number"  # keys that replace values which JSON cannot hold
 
 
 class Damaged(Exception):
@@ -55,89 +47,10 @@ class Foreign(Damaged):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was read.
+    """A checkpoint that was read."""
 
-    Attributes:
-        number: steps that the run had taken
-        state: the state of the run
-    """
-
-    number: int
-    state: Tree
-
-
-class Written(NamedTuple):
-    """A checkpoint that is complete."""
-
-    steps: int  # that were taken before it
-    file: str  # its folder within the run folder
-    bytes: int  # size of its files
-    seconds: float | None  # duration of the writing; None for the one from which a run was resumed
-    best: bool
-
-
-class Writing(NamedTuple):
-    """A checkpoint that a thread is writing."""
-
-    path: Path
-    running: Future[None]
-    put: Callable[[], None]  # the work of the thread, to be repeated if the disk was full
-
-
-# Trees as files.
-
-
-def flatten(tree: Any, name: str = "") -> tuple[dict[str, Tensor], Any]:
-    """The arrays and tensors of a tree by dotted name, copied to the CPU, and the tree as JSON with names in their place.
-
-    `unflatten` is the bitwise inverse, except that tuples become lists. TypeError if a leaf is not allowed in a `Tree`.
-    """
-    tensors: dict[str, Tensor] = {}
-
-    def put(value: Tensor, name: str, kind: str) -> dict[str, str]:
-        assert name not in tensors, f"two leaves are called {name}"
-        tensors[name] = value
-        return {kind: name}
-
-    def walk(value: Any, name: str) -> Any:
-        match value:
-            case Tensor():
-                return put(value.detach().to("cpu", copy=True).contiguous(), name, _TENSOR)
-            case np.ndarray():
-                return put(torch.from_numpy(np.array(value, order="C")), name, _ARRAY)
-            case dict():
-                assert all(isinstance(key, str) and not key.startswith("$") for key in value), list(value)
-                return {key: walk(item, f"{name}.{key}" if name else key) for key, item in value.items()}
-            case list() | tuple():
-                return [walk(item, f"{name}.{index}" if name else str(index)) for index, item in enumerate(value)]
-            case float() if not math.isfinite(value):
-                return {_NUMBER: repr(float(value))}
-            case bool() | str() | None:
-                return value
-            case int() | float():
-                return value
-        raise TypeError(f"{name} is a {type(value).__name__}, which no checkpoint holds")
-
-    return tensors, walk(tree, name)
-
-
-def unflatten(tensors: Mapping[str, Tensor], plain: Any) -> Any:
-    """The tree from which `flatten` made its results, in new memory. KeyError if a tensor is missing."""
-    match plain:
-        case {"$tensor": str(name)}:
-            return tensors[name].clone()  # a copy, because a view of the file is not aligned
-        case {"$array": str(name)}:
-            return tensors[name].clone().numpy()
-        case {"$number": str(text)}:
-            return float(text)
-        case dict():
-            return {key: unflatten(tensors, item) for key, item in plain.items()}
-        case list():
-            return [unflatten(tensors, item) for item in plain]
-    return plain
-
-
-# Writing.
+    number: int  # steps that the run had taken
+    state: Tree  # the state of the run
 
 
 class Checkpoints:
@@ -150,15 +63,16 @@ class Checkpoints:
         self.last = 0  # steps at the last checkpoint
         self._started = time.monotonic()  # time of the last checkpoint
         self._background = Background()
-        self._writing: Writing | None = None
-        self.written: deque[Written] = (
-            deque()
-        )  # those of this process, and the one that was read, until the run has recorded them
+        # the path that a thread is writing, its future, and its work, to be repeated if the disk was full
+        self._writing: tuple[Path, Future[None], Callable[[], None]] | None = None
+        # those of this process, and the one that was read, until the run has recorded them: the steps before it, its folder
+        # within the run folder, its size in bytes, the seconds that its writing took, None for the one that was read, and `best`
+        self.written = deque[dict[str, Any]]()
 
     def due(self, number: int) -> bool:
         """Whether a checkpoint is due after `number` steps. Raises the error of the last checkpoint, if it failed."""
         config = self.config
-        if self._writing is not None and self._writing.running.done():
+        if self._writing is not None and self._writing[1].done():
             self.join()
         by_steps = config.every_steps > 0 and number - self.last >= config.every_steps
         by_time = config.every_seconds > 0 and time.monotonic() - self._started >= config.every_seconds
@@ -177,7 +91,7 @@ class Checkpoints:
             self._put(number, parts, plain, best)
 
         self.last, self._started = number, time.monotonic()
-        self._writing = Writing(self.folder / _name(number), self._background.submit(put), put)
+        self._writing = self.folder / _name(number), self._background.submit(put), put
 
     def join(self) -> None:
         """Wait until the checkpoint is written. If its thread found the disk full, try again from this thread."""
@@ -194,7 +108,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait until the thread is idle, and ignore its errors."""
         if self._writing is not None:
-            wait([self._writing.running])
+            wait([self._writing[1]])
 
     def latest(self) -> int | None:
         """Steps at the checkpoint that `latest` names; None if there is none. Waits for a checkpoint that is being written."""
@@ -241,16 +155,16 @@ class Checkpoints:
                 remove(self.folder / pointer)  # a folder of that name cannot be replaced by a file
             write_atomic(self.folder / pointer, f"{name} {_sha256(text)}\n")
         size = len(text) + sum(map(len, parts))
-        self.written.append(Written(number, f"{CHECKPOINTS}/{name}", size, time.monotonic() - begin, best))
-        self._retain(name)
-
-    def _retain(self, latest: str) -> None:
-        """Remove all checkpoints but the last `config.keep` and those that `latest` and `best` name."""
-        stay = {latest, self._best()}
-        for name in _names(self.folder)[self.config.keep :]:
-            if name not in stay:
-                os.rename(self.folder / name, self.folder / f".{name}.old")
+        self._record(number, size, time.monotonic() - begin, best)
+        # All stay but those before the last `config.keep`, and those that `latest` and `best` name.
+        for each in _names(self.folder)[self.config.keep :]:
+            if each not in (name, self._best()):
+                os.rename(self.folder / each, self.folder / f".{each}.old")
         self.sweep()
+
+    def _record(self, steps: int, size: int, seconds: float | None, best: bool) -> None:
+        file = f"{CHECKPOINTS}/{_name(steps)}"
+        self.written.append({"steps": steps, "file": file, "bytes": size, "seconds": seconds, "best": best})
 
     def _best(self) -> str | None:
         """The folder that `best` names; None if the file is missing or damaged."""
@@ -263,8 +177,6 @@ class Checkpoints:
         """Remove files and folders with temporary names."""
         for path in (*self.folder.glob(".step-*"), *self.folder.glob(".*.tmp")):
             remove(path)
-
-    # Reading.
 
     def read(self, note: Callable[[str], None]) -> Checkpoint | None:
         """The checkpoint that `latest` names; if that is damaged, the newest valid checkpoint; None if there is none.
@@ -286,7 +198,7 @@ class Checkpoints:
                 continue
             self.last, folder = found.number, self.folder / name
             size = sum(path.stat().st_size for path in folder.iterdir())
-            self.written.append(Written(found.number, f"{CHECKPOINTS}/{name}", size, None, self._best() == name))
+            self._record(found.number, size, None, self._best() == name)
             return found
         if foreign is not None:
             raise InputError(str(foreign))
@@ -341,25 +253,21 @@ class Checkpoints:
                 f"{path} is of format {facts.get('format')!r}, this Esper reads format {FORMAT}; resume with the Esper that "
                 "wrote it, or start a new run"
             )
-        try:
-            return self._filled(folder, facts)
+        try:  # malformed facts raise many kinds of errors
+            if facts["run"] != self.run:
+                raise Foreign(
+                    f"{path} belongs to another run, or {CONFIG} was changed since; restore the original {CONFIG}, or start a "
+                    "new run"
+                )
+            if _name(facts["steps"]) != name:
+                raise Damaged(f"{path} is that of another checkpoint, of step {facts['steps']}")
+            known = facts["files"][TENSORS]
+            data = _content(folder / TENSORS, _LARGEST_TENSORS, known["bytes"])
+            if _sha256(data) != known["sha256"]:
+                raise Damaged(f"{folder / TENSORS} is damaged, by its sha256")
+            return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError, SafetensorError) as error:
             raise Damaged(f"{path} and {TENSORS} beside it do not hold a checkpoint together ({error!r})") from None
-
-    def _filled(self, folder: Path, facts: Mapping[str, Any]) -> Checkpoint:
-        """The checkpoint that `facts` describe, with its arrays. Malformed facts raise many kinds of errors."""
-        if facts["run"] != self.run:
-            raise Foreign(
-                f"{folder / FACTS} belongs to another run, or {CONFIG} was changed since; restore the original {CONFIG}, or "
-                "start a new run"
-            )
-        if _name(facts["steps"]) != folder.name:
-            raise Damaged(f"{folder / FACTS} is that of another checkpoint, of step {facts['steps']}")
-        path, known = folder / TENSORS, facts["files"][TENSORS]
-        data = _content(path, _LARGEST_TENSORS, known["bytes"])
-        if _sha256(data) != known["sha256"]:
-            raise Damaged(f"{path} is damaged, by its sha256")
-        return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
 
 
 def _named(path: Path) -> tuple[str, str]:

@@ -6,19 +6,22 @@ import os
 import re
 import secrets
 import shutil
+import stat
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from esper.leyline.errors import InputError
+from esper.leyline.reference import resume_command
+from esper.store.files import is_run
 
 Content = bytes | Sequence[bytes | memoryview]
 """The content of a file, as a whole or in parts."""
 
 Retry = Callable[[Path, Callable[[], None]], None]
 """Calls a function that writes a path: once, or again as long as the disk is full."""
-
-
-WITHOUT_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Error numbers of file systems without flock."""
 
 _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
@@ -92,7 +95,7 @@ def _alone_in(folder: Path) -> Iterator[int]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
-            if error.errno not in WITHOUT_FLOCK:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
         yield descriptor
         with suppress(OSError):  # explicitly, because a forked child keeps the descriptor open
@@ -165,3 +168,128 @@ def _aside(folder: Path, part: str) -> Path:
 def file_name(text: str) -> str:
     """A text as part of a file name: letters, digits, dots and dashes, of which the last 60 are kept."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", text)[-60:].strip("-.") or "unnamed"
+
+
+def read_kept(path: Path, largest: int, mend: str) -> bytes:
+    """The content of a file that Esper wrote: a regular file, no link, of at most `largest` bytes. InputError otherwise."""
+    return _read(path, largest, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def read_named(path: Path, largest: int, mend: str) -> bytes:
+    """The content of a file that the user named, maybe a link or a pipe, of at most `largest` bytes. InputError otherwise."""
+    return _read(path, largest, mend, 0)
+
+
+def open_regular(path: Path, mend: str) -> BinaryIO:
+    """A file that Esper wrote, open for reading: a regular file, no link. InputError otherwise; never waits for a pipe."""
+    return _opened(path, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _opened(path: Path, mend: str, flags: int) -> BinaryIO:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | flags)
+    except OSError as error:
+        reason = " is a link, which is not followed" if error.errno == errno.ELOOP else f": {error.strerror}"
+        raise InputError(f"{path}{reason}; {mend}") from None
+    found = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(found) or (flags and not stat.S_ISREG(found)):
+        os.close(descriptor)
+        raise InputError(f"{path} is not a regular file; {mend}")
+    return os.fdopen(descriptor, "rb")
+
+
+def _read(path: Path, largest: int, mend: str, flags: int) -> bytes:
+    with _opened(path, mend, flags) as file:
+        found = os.fstat(file.fileno())
+        try:
+            data = file.read(min(found.st_size, largest) + 1 if stat.S_ISREG(found.st_mode) else largest + 1)
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror}; {mend}") from None
+    if len(data) > largest:
+        raise InputError(f"{path} has more than {largest:,} bytes, more than any of its kind; {mend}")
+    return data
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+EVERY = 1.0
+"""Pause between two attempts [seconds]."""
+PATIENCE = 300.0
+"""How long a command without a config waits for room [seconds]."""
+
+
+class DiskFull(OSError):
+    """The disk stayed full. The run can be resumed."""
+
+
+class Unwritable(OSError):
+    """A file could not be written for a reason other than a full disk. The run can be resumed."""
+
+
+class DiskRetry:
+    """Calls a function that writes a file until the disk has room, for at most `seconds`. One object serves a whole run.
+
+    It does not wait if `asked` returns True, because the user wants the run to end, nor after it waited in vain once.
+    `note` shows a line to the user. The command that resumes the run may need `tasks`, the names of its tasks, and `controller`,
+    that of its config. `further` says how work that is no run is done again.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        note: Callable[[str], None],
+        run: Path,
+        asked: Callable[[], bool],
+        tasks: Sequence[str] = (),
+        controller: str = "",
+        further: str = "start the run again",
+    ) -> None:
+        self.seconds, self.note, self.run, self.asked = seconds, note, run, asked
+        self.tasks, self.controller, self.further = tasks, controller, further
+        self.spent = False
+
+    def __call__(self, path: Path, write: Callable[[], None]) -> None:
+        """Call `write`, which writes `path`, again as long as the disk is full.
+
+        Raises DiskFull if the disk stays full, and Unwritable if `write` fails for another reason.
+        """
+        end = time.monotonic() + (0.0 if self.spent else self.seconds)
+        full: OSError | None = None  # the first error of a full disk
+        while True:
+            try:
+                write()
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise self._unwritable(path, error) from error
+                if full is None and time.monotonic() < end and not self.asked():
+                    self.note(
+                        f"cannot write {path}: {error.strerror}. The run waits up to {self.seconds:g} s for room: remove files "
+                        f"from the file system of {self.run.absolute()}, or raise its quota"
+                    )
+                full = full or error
+            else:
+                if full is not None:
+                    self.note(f"{path} is written; the run goes on")
+                return
+            left = end - time.monotonic()
+            if left <= 0 or self.asked():
+                self.spent = True
+                raise DiskFull(
+                    f"cannot write {path}: {full.strerror}; make room there, and {self._further()}"
+                ) from full
+            time.sleep(min(EVERY, left))
+
+    def _unwritable(self, path: Path, error: OSError) -> OSError:
+        if isinstance(error, DiskFull | Unwritable):
+            return error
+        if error.errno == errno.ENOENT and not self.run.is_dir():
+            return Unwritable(
+                f"cannot write {path}: the folder {self.run} was renamed or removed; give it its name back, or its new name to "
+                "`esper resume`, which continues after the last checkpoint"
+            )
+        mend = "raise the limit on the size of files (ulimit -f)" if error.errno == errno.EFBIG else "repair that"
+        return Unwritable(f"cannot write {path}: {error.strerror or error}; {mend}, and {self._further()}")
+
+    def _further(self) -> str:
+        if not is_run(self.run):
+            return self.further
+        return f"continue with `{resume_command(self.run, self.tasks, self.controller)}`"

@@ -1,6 +1,7 @@
 """The names of the files in a run folder, and a check for links."""
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ SUMMARY = "summary.json"
 REPORT = "report.html"
 EVALUATION = "evaluation.json"  # the record of an evaluation, in a folder that is no run
 NAMES = (CONFIG, CHANGES, ENVIRONMENT, EVENTS, SUMMARY, REPORT, MODELS, CHECKPOINTS, CONTROLLER)
-"""What Esper writes into a run folder, except the lock; `runs.contents.OWN` lists the content of its subfolders."""
+"""What Esper writes into a run folder, except the lock."""
+MARK = "# A run of Esper: `--overwrite` replaces the files of Esper in this folder.\n"
+"""The first line of the config.yaml of every run folder."""
 
 
 def to_json(value: Any) -> str:
@@ -54,3 +57,23 @@ def check_links(folder: Path) -> None:
 def is_run(folder: Path) -> bool:
     """Whether the folder holds a run, finished or not."""
     return (folder / CONFIG).is_file()
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether config.yaml is a regular file, no link, that a run wrote."""
+    path = folder / CONFIG
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MARK)) == MARK.encode()
+
+
+VARIABLE = "ESPER_CACHE"
+"""The environment variable that names the cache folder of Esper. The default is `esper` in the user's cache folder, which is
+XDG_CACHE_HOME or `.cache` in the home folder."""
+
+
+def cache_root() -> Path:
+    """The folder that ESPER_CACHE names, or `esper` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(VARIABLE) or Path(user) / "esper")

@@ -1,15 +1,23 @@
-"""Tensors as the parts of a safetensors file, without a copy of the tensors.
+"""Trees of arrays and tensors as files and as messages between processes: JSON, and the layout of a safetensors file.
 
-`safetensors.torch.save` builds the whole file in memory, and aborts the process if that memory cannot be allocated.
-safetensors reads the files that are written here.
+`safetensors.torch.save` builds the whole file in memory, and aborts the process if that memory cannot be allocated. `to_parts`
+copies no tensor, and safetensors reads what it makes. Nothing is unpickled, and the same tree has the same bytes.
 """
 
 import json
+import math
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import load
 from torch import Tensor
 
+Tree = dict[str, Any]
+"""Nested dicts, with texts as keys, and lists of arrays, tensors, numbers, texts, booleans and None."""
+
+_ARRAY, _TENSOR, _NUMBER = "$array", "$tensor", "$number"  # keys that replace values which JSON cannot hold
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -52,3 +60,66 @@ def bytes_of(tensor: Tensor) -> memoryview:
     # as_strided: a contiguous tensor of one value may have any stride, which `view` refuses
     values: memoryview = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
     return values
+
+
+def flatten(tree: Any, name: str = "") -> tuple[dict[str, Tensor], Any]:
+    """The arrays and tensors of a tree by dotted name, copied to the CPU, and the tree as JSON with names in their place.
+
+    `unflatten` is the bitwise inverse, except that tuples become lists. TypeError if a leaf is not allowed in a `Tree`.
+    """
+    tensors: dict[str, Tensor] = {}
+
+    def put(value: Tensor, name: str, kind: str) -> dict[str, str]:
+        assert name not in tensors, f"two leaves are called {name}"
+        tensors[name] = value
+        return {kind: name}
+
+    def walk(value: Any, name: str) -> Any:
+        match value:
+            case Tensor():
+                return put(value.detach().to("cpu", copy=True).contiguous(), name, _TENSOR)
+            case np.ndarray():
+                return put(torch.from_numpy(np.array(value, order="C")), name, _ARRAY)
+            case dict():
+                assert all(isinstance(key, str) and not key.startswith("$") for key in value), list(value)
+                return {key: walk(item, f"{name}.{key}" if name else key) for key, item in value.items()}
+            case list() | tuple():
+                return [walk(item, f"{name}.{index}" if name else str(index)) for index, item in enumerate(value)]
+            case float() if not math.isfinite(value):
+                return {_NUMBER: repr(float(value))}
+            case bool() | str() | None:
+                return value
+            case int() | float():
+                return value
+        raise TypeError(f"{name} is a {type(value).__name__}, which no checkpoint holds")
+
+    return tensors, walk(tree, name)
+
+
+def unflatten(tensors: Mapping[str, Tensor], plain: Any) -> Any:
+    """The tree from which `flatten` made its results, in new memory. KeyError if a tensor is missing."""
+    match plain:
+        case {"$tensor": str(name)}:
+            return tensors[name].clone()  # a copy, because a view of the file is not aligned
+        case {"$array": str(name)}:
+            return tensors[name].clone().numpy()
+        case {"$number": str(text)}:
+            return float(text)
+        case dict():
+            return {key: unflatten(tensors, item) for key, item in plain.items()}
+        case list():
+            return [unflatten(tensors, item) for item in plain]
+    return plain
+
+
+def pack(tree: Tree) -> bytes:
+    """Return a tree as bytes: 8 bytes, little-endian, the length of the JSON; the JSON; the arrays. TypeError as `flatten`."""
+    tensors, plain = flatten(tree)
+    text = json.dumps(plain, allow_nan=False).encode()
+    return b"".join([len(text).to_bytes(8, "little"), text, *to_parts(tensors)])
+
+
+def unpack(message: bytes) -> Any:
+    """Return the tree of a message of `pack`, in new memory; tuples have become lists."""
+    end = 8 + int.from_bytes(message[:8], "little")
+    return unflatten(load(message[end:]), json.loads(message[8:end]))

@@ -1,182 +1,176 @@
-"""Controllers by name or path."""
+"""Find controllers by name or path: every name becomes one object that knows its settings and how to make the controller."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from esper.leyline.config import Config
-from esper.leyline.config_input import show
+from esper.leyline.config.tree import Config
 from esper.leyline.errors import InputError
-from esper.leyline.protocols import PolicyClient, SelectsSensors, Senses
-from esper.leyline.reference import load_reference, unnamed_function
-from esper.leyline.resuming import TRIALS, is_own_controller
-from esper.tamiyo import bandit
-from esper.tamiyo.baselines import Never, RandomValid
-from esper.tamiyo.controller import FACTS, Learned, is_controller, load_policy, read_origin, read_settings
-from esper.tamiyo.heuristic import Heuristic
-from esper.tamiyo.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement, Uniform
-from esper.tamiyo.schedule import load_schedule
-from esper.tamiyo.several import Sites
-from esper.tamiyo.shipped import Shipped, episodes_of_version, is_shipped, resolved
-from esper.tamiyo.trees import SHIPPED, Trees, load_trees
-from esper.tamiyo.trials import Trials
+from esper.leyline.plugins import CONTROLLERS as GROUP
+from esper.leyline.plugins import lacking, load_plugin, plugins
+from esper.leyline.protocols import Controller, as_controller
+from esper.leyline.reference import digest_of_sources, is_own_controller, load_reference, unnamed_function
+from esper.leyline.text import did_you_mean
+from esper.store.disk import find_folder, read_named
+from esper.tamiyo.policy.controller import FACTS, WEIGHTS, Learned, load_policy, read_facts
+from esper.tamiyo.rules.baselines import Never, RandomValid
+from esper.tamiyo.rules.heuristic import Heuristic
+from esper.tamiyo.rules.schedule import load_schedule
 
 FOLDER = "controller"
 """Name of the folder, within a run folder, of the controller that was trained in the run."""
 
-CONTROLLERS: Mapping[str, str] = MappingProxyType(
+
+@dataclass(frozen=True)
+class ControllerSpec:
+    """A controller by name: how to make it, and what a run needs to know of it.
+
+    Attributes:
+        name (str): the name in the config and in records; a name that stands for the latest version becomes that version
+        make (callable): from the `Config` of a run to a new controller
+        summary (str): what it does, in one line for `esper controller`
+        settings (mapping): config keys that it sets; they take precedence over the defaults of a task, and those of the user
+            over them
+        episodes (int or None): number of episodes that it was trained or fitted with, 0 for a rule; None if unknown
+        content (callable): returns a digest of the files that decide what it does; empty for one that only the version of
+            Esper decides
+        card (callable or None): returns what `esper controller NAME` prints
+    """
+
+    name: str
+    make: Callable[[Config], Controller]
+    summary: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    episodes: int | None = 0
+    content: Callable[[], str] = str
+    card: Callable[[], str] | None = None
+
+
+CONTROLLERS: Mapping[str, ControllerSpec] = MappingProxyType(
     {
-        "never": "always waits, so the host is trained without growth",
-        "random-valid": "draws decisions uniformly from the valid ones",
-        "uniform": "plants a bypass of rank 1 at every slot in the first step, and keeps all of them",
-        "participation": "plants a bypass where the participation of the stream drops by more than half, else as uniform does",
-        "collapse": "plants a bypass around a block of dead units, else as participation does",
-        "sites": "plants a bypass around every block that stands out where several do, else as collapse or drift does",
-        "inner-use": "plants a bypass around a narrow or dead block, else as uniform does",
-        "drift": "plants a bypass where the activations leave those of the intact network, where the task has one (heal-taught)",
-        "tree": "plants what trees fitted on damaged networks expect most of, from sensors before the first step",
-        "shipped": "does what heuristic does, under a small budget what collapse or fitted trees do; card: `esper docs shipped`",
-        "heuristic": "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
+        each.name: each
+        for each in (
+            ControllerSpec("never", lambda config: Never(), "always waits, so the host is trained without growth"),
+            ControllerSpec(
+                "random-valid", lambda config: RandomValid(), "draws decisions uniformly from the valid ones"
+            ),
+            ControllerSpec(
+                "heuristic",
+                lambda config: Heuristic(config.heuristic, config.gates),
+                "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
+            ),
+        )
     }
 )
-"""Names and summaries of the built-in controllers. Paths of schedules and of trained controllers, and references to functions
-that make one, are accepted as well.
-"""
+"""The built-in controllers by name."""
 
 
-PLACEMENTS: Mapping[str, type[Placement]] = MappingProxyType(
-    {
-        "uniform": Uniform,
-        "participation": ParticipationDrop,
-        "collapse": Collapse,
-        "sites": Sites,
-        "inner-use": InnerUse,
-        "drift": DriftRise,
-    }
-)
-TREES = ".safetensors"
-"""Suffix of a file of trees."""
-KEEPS: Mapping[str, Any] = MappingProxyType({"gates": {"permissive": True}})
-"""The settings of a placement, which take precedence over the config of a task: it keeps what it planted."""
+def controller_names() -> set[str]:
+    """Return the names of built-in controllers and of those that packages add, of which none is imported."""
+    return {*CONTROLLERS, *plugins(GROUP)}
 
 
-def get_controller(name_or_path: str, config: Config | None = None) -> PolicyClient:
-    """A new controller, by name, from a schedule file, from the folder of a trained controller, or from a function or class of
-    your own, "path.py:function".
+def controller_summaries() -> dict[str, str]:
+    """Return the one-line summary of every controller that has a name: built-in ones, then those of packages."""
+    built_in = {name: spec.summary for name, spec in CONTROLLERS.items()}
+    return built_in | {name: load_plugin(GROUP, name)("").summary for name in plugins(GROUP)}
+
+
+def find_controller(name_or_path: Any) -> ControllerSpec:
+    """Find a controller: by name, as a schedule file, as the folder of a trained controller, as a function or class of your
+    own, "path.py:function", or as the controller itself.
+
+    A package adds names by entry points of the group `esper.controllers` (`esper docs plugins`); NAME:ARGUMENT passes the
+    argument to its function. Raises InputError if there is no such name, file, folder or function.
+    """
+    name = name_or_path
+    if not isinstance(name, str):
+        client = as_controller(name)
+        return ControllerSpec(type(client).__name__, lambda config: client, episodes=None)
+    if name in CONTROLLERS:
+        return CONTROLLERS[name]
+    plugin, _, argument = name.partition(":")
+    if plugin in plugins(GROUP):
+        spec: ControllerSpec = load_plugin(GROUP, plugin)(argument)
+        return spec
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml") and path.is_file():
+        return ControllerSpec(
+            name, lambda config: load_schedule(name), episodes=None, content=lambda: _digest({Path(): path})
+        )
+    if (folder := trained(name)) is not None:
+        facts = read_facts(folder)
+        episodes = facts["origin"].get("episodes")
+        return ControllerSpec(
+            name,
+            lambda config: Learned(load_policy(folder)),
+            settings=facts["settings"],
+            episodes=episodes if isinstance(episodes, int) and episodes > 0 else None,
+            content=lambda: _digest({Path(each): folder / each for each in (FACTS, WEIGHTS)}),
+        )
+    if name and path.is_dir():
+        raise InputError(
+            f"the folder {name!r} holds no trained controller, because it has no file {FOLDER}/{FACTS}; name a folder "
+            "that `esper train` wrote; the file is there after the first validation"
+        )
+    if is_own_controller(name):
+
+        def load(config: Config | None = None) -> Controller:
+            return as_controller(load_reference(name, "controller", "a controller"), f"{name} returned")
+
+        def content() -> str:
+            load()  # imports the source files of the user's own, whose digest is returned
+            return digest_of_sources()
+
+        return ControllerSpec(name, load, episodes=None, content=content)
+    if name.endswith(".py"):
+        raise InputError(unnamed_function(name, "controller"))
+    known = (*CONTROLLERS, *plugins(GROUP))
+    hint = did_you_mean(name, known) or lacking(name)
+    raise InputError(
+        f"unknown controller {name!r}; give one of {', '.join(known)}, the path of a schedule file "
+        "(.yaml or .yml), the run folder of a trained controller, which must exist, or path.py:function for one of your own"
+        + (f"; {hint}" if hint else "")
+    )
+
+
+def get_controller(name_or_path: str, config: Config | None = None) -> Controller:
+    """Make a controller, by name or path (`esper controller` lists the names).
 
     `config` has the settings of the rule `heuristic`; None takes the defaults. Raises InputError if there is no such name, file,
     folder or function.
     """
-    config = Config() if config is None else config
-    if not isinstance(name_or_path, str):
-        raise InputError(f"the controller is {show(name_or_path)}; give a name or a path as text")
-    match name_or_path:
-        case "never":
-            return Never()
-        case "random-valid":
-            return RandomValid()
-        case "heuristic":
-            return Heuristic(config.heuristic, config.gates)
-        case "tree":
-            return Trees()
-        case _ if is_shipped(resolved(name_or_path)):
-            return Shipped(name_or_path, config)
-        case _ if name_or_path in PLACEMENTS:
-            return PLACEMENTS[name_or_path]()
-        case _ if name_or_path.startswith(TRIALS):
-            name = name_or_path.removeprefix(TRIALS)
-            rule = None if is_own_controller(name) else get_controller(name, config)
-            if not isinstance(rule, Placement):
-                raise InputError(f"{name_or_path} would try candidates of {name}, which ranks none; name another rule")
-            return Trials(rule, name, config.trials)
-    if Path(name_or_path).suffix == TREES and Path(name_or_path).is_file():
-        return Trees(Path(name_or_path))
-    if Path(name_or_path).suffix == bandit.SUFFIX and Path(name_or_path).is_file():
-        return bandit.load_bandit(Path(name_or_path))
-    if Path(name_or_path).suffix in (".yaml", ".yml") and Path(name_or_path).is_file():
-        return load_schedule(name_or_path)
-    if (folder := trained(name_or_path)) is not None:
-        return Learned(load_policy(folder))
-    if name_or_path and Path(name_or_path).is_dir():
-        raise InputError(
-            f"the folder {name_or_path!r} holds no trained controller, because it has no file {FOLDER}/{FACTS}; name a folder "
-            "that `esper train` wrote; the file is there after the first validation"
-        )
-    if is_own_controller(name_or_path):
-        return load_controller(name_or_path)
-    if name_or_path.endswith(".py"):
-        raise InputError(unnamed_function(name_or_path, "controller"))
-    raise InputError(
-        f"unknown controller {name_or_path!r}; give one of {', '.join(CONTROLLERS)}, {TRIALS}NAME of one that ranks places, the "
-        "path of a schedule file (.yaml or .yml), of trees (.safetensors) or of a bandit (.bandit), the run folder of a trained "
-        "controller, which must exist, or path.py:function for one of your own"
-    )
+    return find_controller(name_or_path).make(Config() if config is None else config)
 
 
-def load_controller(reference: str) -> PolicyClient:
-    """Call the function or class at `path.py:function` or `module:function`, and return the controller that it makes.
-
-    Raises InputError if what it returns is no controller, and as `load_reference` does.
-    """
-    made = load_reference(reference, "controller", "a controller")
-    if (flaw := flaw_of_controller(made)) is not None:
-        raise InputError(
-            f"{reference} returned {flaw}; return an object with the methods act(view), store(outcome) and update()"
-        )
-    controller: PolicyClient = made
-    return controller
+def _digest(files: Mapping[Path, Path]) -> str:
+    """Return a digest of files, each under the name that stands for it."""
+    digest = hashlib.sha256()
+    for name, file in files.items():
+        if file.is_file():
+            data = read_named(file, 64 * 2**20, "give a schedule file, or the folder of a trained controller")
+            digest.update(f"{name} {len(data)} ".encode() + data)
+    return digest.hexdigest()
 
 
-def flaw_of_controller(made: Any) -> str | None:
-    """Say what an object is that is no controller; None for a controller."""
-    if isinstance(made, type):
-        return "a class"
-    lacking = [name for name in ("act", "store", "update") if not callable(getattr(made, name, None))]
-    return f"a {type(made).__name__} without {' and '.join(lacking)}" if lacking else None
-
-
-def settings_of(name_or_path: str) -> Mapping[str, Any]:
-    """The settings of a trained controller or a placement, which take precedence over the config of a task; else empty."""
-    name_or_path = name_or_path.removeprefix(TRIALS)
-    folder = trained(name_or_path)
-    if folder is not None:
-        return read_settings(folder)
-    suffixed = Path(name_or_path).suffix in (TREES, bandit.SUFFIX)
-    return KEEPS if suffixed or name_or_path in (*PLACEMENTS, "tree") or is_shipped(name_or_path) else {}
-
-
-def episodes_of(name_or_path: str) -> int | None:
-    """The number of episodes that a controller was trained with: 0 for a rule; None where its file does not say."""
-    name_or_path = name_or_path.removeprefix(TRIALS)
-    if name_or_path == "tree":
-        return load_trees(SHIPPED).episodes
-    if is_shipped(resolved(name_or_path)):
-        return episodes_of_version(resolved(name_or_path))
-    if name_or_path in CONTROLLERS:
-        return 0
-    if Path(name_or_path).suffix == TREES and Path(name_or_path).is_file():
-        return load_trees(Path(name_or_path)).episodes
-    folder = trained(name_or_path)
-    episodes = read_origin(folder).get("episodes") if folder is not None else None
-    return episodes if isinstance(episodes, int) and episodes > 0 else None
-
-
-def with_sensors(config: Config, client: PolicyClient) -> Config:
+def with_sensors(config: Config, client: Controller) -> Config:
     """The config, with `probe.sensors_every` and then `probe.sensors` set to what the controller needs where they are null."""
     if config.probe.sensors_every is not None:
         return config
-    needs: dict[str, Any] = {"sensors_every": client.sensors_every if isinstance(client, Senses) else 0}
-    if config.probe.sensors is None and isinstance(client, SelectsSensors) and client.sensor_families:
+    needs: dict[str, Any] = {"sensors_every": client.sensors_every}
+    if config.probe.sensors is None and client.sensor_families:
         needs["sensors"] = tuple(client.sensor_families)
     return config.model_copy(update={"probe": config.probe.model_copy(update=needs)})
 
 
 def trained(name_or_path: str) -> Path | None:
     """The folder of a trained controller, given it or its run folder; None where the path is neither."""
-    if name_or_path in CONTROLLERS or is_shipped(name_or_path):
+    if name_or_path in CONTROLLERS:
         return None
     inner = Path(name_or_path) / FOLDER
     if inner.is_symlink():
         raise InputError(f"{inner} is a link, which is not followed; name the folder that it leads to, if you trust it")
-    return next((path for path in (inner, Path(name_or_path)) if is_controller(path)), None)
+    return next((path for path in (inner, Path(name_or_path)) if (find_folder(path) / FACTS).is_file()), None)

@@ -1,39 +1,21 @@
 """The built-in tasks by name, and tasks by reference."""
 
-import difflib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
+from esper.leyline.data.task import AnyTask, Mixture, Task
 from esper.leyline.errors import InputError
-from esper.leyline.reference import load_reference, unnamed_function
-from esper.leyline.resuming import is_reference
-from esper.leyline.task import AnyTask, Mixture, Task
-from esper.tasks import digits, heal, heal_bytes, images, repair, small, spirals, tables, text, tinystories, trained
-from esper.tasks.healing_hosts import FULL, VECTORS
-from esper.tasks.healing_images import IMAGES
+from esper.leyline.plugins import TASKS as GROUP
+from esper.leyline.plugins import lacking, load_plugin, plugins
+from esper.leyline.reference import is_reference, load_reference, unnamed_function
+from esper.leyline.text import did_you_mean
+from esper.tasks import digits, images, repair, small, spirals, text, tinystories, trained
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
-    "repair-full": (repair.repair_full, repair.FULL),
-    "repair-tables": (tables.repair_tables, tables.SUMMARY),
-    **{
-        f"{hosts.name}{suffix}": (partial(build, hosts), summary.format(hosts))
-        for hosts in (VECTORS, FULL, IMAGES)
-        for suffix, build, summary in (
-            ("", heal.heal, heal.FROZEN),
-            ("-taught", heal.heal_taught, heal.TAUGHT),
-            ("-unfrozen", heal.heal_unfrozen, heal.UNFROZEN),
-            ("-scratch", heal.heal_scratch, heal.SCRATCH),
-            ("-eora", heal.heal_eora, heal.EORA),
-        )
-    },
-    "heal-bytes": (heal_bytes.heal_bytes, heal_bytes.SUMMARY),
-    "heal-bytes-taught": (heal_bytes.heal_bytes_taught, heal_bytes.TAUGHT),
-    "heal-bytes-unfrozen": (heal_bytes.heal_bytes_unfrozen, heal_bytes.UNFROZEN),
-    "heal-bytes-scratch": (heal_bytes.heal_bytes_scratch, heal_bytes.SCRATCH),
-    "heal-bytes-eora": (heal_bytes.heal_bytes_eora, heal_bytes.EORA),
     "digits": (digits.digits, digits.SUMMARY),
     "digits-narrow": (digits.digits_narrow, digits.NARROW),
     "spirals": (spirals.spirals, spirals.SUMMARY),
@@ -56,30 +38,41 @@ _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
 }
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType({name: build for name, (build, _) in _BUILT_IN.items()})
+"""The built-in tasks."""
 
 
 def task_names() -> dict[str, str]:
-    """Name and one-line summary of every built-in task. No data is read."""
-    return {name: summary for name, (_, summary) in _BUILT_IN.items()}
+    """Return name and one-line summary of every task that has a name: built-in ones, then those of plug-ins. Reads no data."""
+    added = {name: (inspect.getdoc(load_plugin(GROUP, name)) or "").partition("\n")[0] for name in plugins(GROUP)}
+    return {name: summary for name, (_, summary) in _BUILT_IN.items()} | added
+
+
+def is_named_task(name: str) -> bool:
+    """Return whether `get_task` knows the name without being given code."""
+    return name in TASKS or name in plugins(GROUP)
 
 
 def get_task(name: str) -> AnyTask:
-    """Build the built-in task of this name, or the task that the function at `path.py:function` or `module:function` returns.
+    """Build the task of this name, or the task that the function at `path.py:function` or `module:function` returns.
 
-    Raises InputError for an unknown name, and UserCodeError if the referenced code raises an error of its own.
+    A package adds names by entry points of the group `esper.tasks` (`esper docs plugins`). Raises InputError for an unknown
+    name, and UserCodeError if the referenced code raises an error of its own.
     """
     if is_reference(name):
         made = load_reference(name, "task", "what esper.task(...) returns", Task | Mixture)
         if not isinstance(made, Task | Mixture):
             raise InputError(f"{name} returned a {type(made).__name__}; return what esper.task(...) returns")
         return replace(made, name=name)
+    if name in plugins(GROUP):
+        build: Callable[[], AnyTask] = load_plugin(GROUP, name)
+        return build()
     if name not in TASKS:
         if name.endswith(".py"):
             raise InputError(unnamed_function(name, "task"))
-        near = difflib.get_close_matches(str(name), TASKS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        known = (*TASKS, *plugins(GROUP))
+        hint = did_you_mean(name, known) or lacking(str(name))
         raise InputError(
-            f"unknown task {name!r}; the tasks are {', '.join(sorted(TASKS))}, and path.py:function or module:function for one "
-            f"of your own{hint}"
+            f"unknown task {name!r}; the tasks are {', '.join(sorted(known))}, and path.py:function or module:function for one "
+            "of your own" + (f"; {hint}" if hint else "")
         )
     return TASKS[name]()

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from esper.leyline.data.task import Split
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, first_line
-from esper.leyline.task import Split
 from esper.leyline.text import counted
-from esper.store.reading import read_named
+from esper.store.disk import read_named
 
 VARIABLE = "ESPER_DATA"
 """The environment variable that names the folder of data sets. The default folder is `data` in the current folder."""

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from esper.leyline.task import Task
-from esper.tasks.hosts import MLP, ResidualMLP, room_for
+from esper.leyline.data.task import Task
+from esper.tasks.hosts.factories import MLP, ResidualMLP, room_for
 from esper.tasks.small import table_task
 
 _DATA = "1,797 handwritten digits of 8 x 8 pixels in 10 classes"

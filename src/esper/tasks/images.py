@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from esper.leyline.batches import Batch, picked
-from esper.leyline.task import Pixels, Split, Task, one_tensor
+from esper.leyline.data.batches import Batch, picked
+from esper.leyline.data.task import Pixels, Split, Task, one_tensor
 from esper.tasks.cifar import read_cifar10
-from esper.tasks.hosts import CNN, MAP_MENU, ResidualCNN
+from esper.tasks.hosts.factories import CNN, MAP_MENU, ResidualCNN
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import cut, dealt
 

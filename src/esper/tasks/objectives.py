@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper.leyline.task import Objective
+from esper.leyline.data.task import Objective
 
 MANY = 64
 """Classes from which on `F.cross_entropy` is faster on a CPU than the formula written out: 1.7 times at 64 and at 256."""

@@ -5,7 +5,7 @@ N examples, D features, C classes. Every random number of an instance is a hash 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from types import MappingProxyType
@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.leyline import keys
+from esper.leyline.data import keys
+from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split
 from esper.leyline.errors import InputError
-from esper.leyline.opponents import DEFAULT, PLACED, SEARCHED, Opponents, Reference
-from esper.leyline.task import Instance, Lengths, Mixture, Room, Split
-from esper.tasks.hosts import VECTOR_MENU, DamagedMLP
+from esper.tasks.hosts.factories import VECTOR_MENU, DamagedMLP
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import dealt
 
@@ -31,21 +30,6 @@ SUMMARY = (
     "sampled problems: digits, spirals, parities, checkerboards and random teachers, "
     "on MLPs that are sound, narrow, linear, frozen or slim"
 )
-FULL = "the problems of repair with every kind of blueprint for blocks of vectors in the menu, skip-mlp among them"
-FULL_MENU = (
-    *VECTOR_MENU,
-    "affine",
-    "low-rank",
-    "mlp-large",
-    "gated",
-    "bypass-mlp-small",
-    "bypass-rank-1",
-    "bypass-rank-2",
-    "bypass-rank-4",
-    "bypass-rank-8",
-    "skip-mlp",
-)
-"""Every built-in blueprint for vectors."""
 RANGES: Mapping[str, range] = MappingProxyType(
     {
         "training": range(2**20),
@@ -219,18 +203,7 @@ def repair() -> Mixture:
             "reward": {"rent": 0.1},
             "gates": {"gain_z": -1.0, "contribution_z": 0.0, "min_contribution": -0.02},
         },
-        opponents=Opponents(references={"full-menu": Reference(repair_full, SEARCHED)} | _ruled()),
     )
-
-
-def _ruled() -> dict[str, Reference]:
-    """The rules that plant what the menu of `repair` lacks."""
-    return {f"{rule}-full-menu": Reference(repair_full, rule) for rule in PLACED}
-
-
-def repair_full() -> Mixture:
-    """The instances of `repair` with FULL_MENU. A skip from the host's input may go around the damage of all blocks at once."""
-    return replace(repair(), name="repair-full", summary=FULL, menu=FULL_MENU, opponents=DEFAULT)
 
 
 def sample(key: int) -> Instance:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from esper.leyline.batches import shape_leaves, shapes
-from esper.leyline.task import Task
-from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, room_for
+from esper.leyline.data.batches import shape_leaves, shapes
+from esper.leyline.data.task import Task
+from esper.tasks.hosts.factories import MLP, VECTOR_MENU, ResidualMLP, room_for
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import scaling_of, split
 

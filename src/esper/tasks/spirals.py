@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from esper.leyline import keys
-from esper.leyline.task import Task
-from esper.tasks.hosts import MLP, VECTOR_MENU, ResidualMLP, room_for
+from esper.leyline.data import keys
+from esper.leyline.data.task import Task
+from esper.tasks.hosts.factories import MLP, VECTOR_MENU, ResidualMLP, room_for
 from esper.tasks.objectives import Classification
 from esper.tasks.splits import split
 

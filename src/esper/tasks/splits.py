@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.leyline import keys
-from esper.leyline.batches import Batch, leaf_names, leaves, picked, shapes
+from esper.leyline.data import keys
+from esper.leyline.data.batches import Batch, check_lengths, leaf_names, leaves, picked, shapes
+from esper.leyline.data.task import Scaling, Split, check_finite, nonfinite, one_tensor, which
 from esper.leyline.errors import InputError
-from esper.leyline.task import Scaling, Split, nonfinite, one_tensor, which
 from esper.leyline.text import counted
 
 _CPU = torch.device("cpu")
@@ -32,15 +32,26 @@ def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
     Raises InputError if lengths or shapes do not fit, a feature or a target is not finite, or a label is not in 0 to
     `classes` - 1.
     """
+    skip = "give the task defaults={'data': {'nonfinite': 'skip'}}"
+    fill = "preprocess=SimpleImputer().fit(the training rows of x) of scikit-learn (`esper docs tasks`)"
     for name, leaf in zip(leaf_names(shapes(x)), leaves(x), strict=True):
-        _check_leaf(name, leaf, len(y), several=not isinstance(x, Tensor))
-    _check_finite(Split(x, torch.zeros(len(y))), "features")
+        if leaf.dim() == 0:
+            raise InputError(f"{name} is a single number; give one row of features per example")
+        check_lengths(name, len(leaf), len(y))
+        # beside other tensors, one may hold a single number for each example
+        if (leaf.dim() == 1 and isinstance(x, Tensor)) or leaf[0].numel() == 0:
+            raise InputError(
+                f"{name} has shape {tuple(leaf.shape)}; give at least one feature per example, as in (N, D)"
+            )
+    for name, leaf in zip(leaf_names(shapes(x)), leaves(x), strict=True):
+        bad = nonfinite(Split(leaf, torch.zeros(len(y))))
+        check_finite(bad, name, f"drop those examples, fill in the values with {fill}, or {skip}")
     if classes is None:
         if y[0].numel() == 0:
             raise InputError(
                 f"y has shape {tuple(y.shape)}; give one target per example, as in (N,), or several, as (N, C)"
             )
-        _check_finite(Split(y, y.new_zeros(len(y))), "targets")
+        check_finite(nonfinite(Split(y, y)), "y", f"drop those examples, fill in the values, or {skip}")
         return
     below, above = ((y < 0).reshape(len(y), -1).any(1), (y >= classes).reshape(len(y), -1).any(1))
     if below.any():
@@ -51,18 +62,6 @@ def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
         raise InputError(
             f"y holds labels over {classes - 1}, in {which(above)}; number the classes from 0, or raise classes"
         )
-
-
-def _check_leaf(name: str, leaf: Tensor, examples: int, *, several: bool) -> None:
-    """Check one tensor of features (N, ...); beside others, it may hold a single number for each example."""
-    if leaf.dim() == 0:
-        raise InputError(f"{name} is a single number; give one row of features per example")
-    if len(leaf) != examples:
-        raise InputError(
-            f"{name} holds {counted(len(leaf), 'example')} and y {examples:,}; give one label or target per example"
-        )
-    if (leaf.dim() == 1 and not several) or leaf[0].numel() == 0:
-        raise InputError(f"{name} has shape {tuple(leaf.shape)}; give at least one feature per example, as in (N, D)")
 
 
 def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, int]:
@@ -125,7 +124,12 @@ def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
     assert sum(sizes) == len(y), (sizes, y.shape)
     order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(y)]), _CPU)[0]
     if not y.is_floating_point() and y.dim() == 1:
-        order = order[_positions(y[order]).argsort(stable=True)]
+        labels, positions = y[order], torch.empty(len(y), dtype=torch.float64)
+        for label in labels.unique():  # (i + 1/2) / n for the i-th of the n examples of a class
+            of_class = labels == label
+            count = int(of_class.sum())
+            positions[of_class] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+        order = order[positions.argsort(stable=True)]
     parts: tuple[Tensor, ...] = order.split(list(sizes))
     return parts
 
@@ -138,23 +142,3 @@ def scaling_of(x: Batch) -> Scaling:
     x = one_tensor(x, "scaling")
     mean, deviation = x.mean(0), x.std(0, correction=0)
     return Scaling(mean, torch.where(x.amax(0) > x.amin(0), deviation, torch.ones_like(deviation)))
-
-
-def _positions(labels: Tensor) -> Tensor:
-    """(N,) labels -> (N,) float64 positions in (0, 1): (i + 1/2) / n for the i-th of the n examples of a class."""
-    positions = torch.empty(len(labels), dtype=torch.float64)
-    for label in labels.unique():
-        of_class = labels == label
-        count = int(of_class.sum())
-        positions[of_class] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    return positions
-
-
-def _check_finite(values: Split, what: str) -> None:
-    bad = nonfinite(values)
-    if bad.any():
-        filled = " with preprocess=SimpleImputer().fit(the training rows of x) of scikit-learn (`esper docs tasks`)"
-        raise InputError(
-            f"the {what} hold NaN or infinite values, in {which(bad)}; drop those examples, fill in the values"
-            f"{filled if what == 'features' else ''}, or give the task defaults={{'data': {{'nonfinite': 'skip'}}}}"
-        )

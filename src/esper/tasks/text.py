@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from esper.leyline.data.task import Split, Task
 from esper.leyline.errors import InputError
-from esper.leyline.task import Split, Task
-from esper.tasks.hosts import SEQUENCE_MENU, Transformer
+from esper.tasks.hosts.factories import SEQUENCE_MENU, Transformer
 from esper.tasks.objectives import NextByte
 from esper.tasks.splits import Splits
 

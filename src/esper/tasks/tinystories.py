@@ -12,15 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from esper.leyline.data.task import SENSED, Split, Task
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, first_line
-from esper.leyline.source import SENSED
-from esper.leyline.task import Split, Task
 from esper.tasks.cifar import VARIABLE
-from esper.tasks.hosts import SEQUENCE_MENU, Transformer
+from esper.tasks.hosts.factories import SEQUENCE_MENU, Transformer
 from esper.tasks.objectives import NextByte, NextToken
-from esper.tasks.streamed import DatasetSource
-from esper.tasks.tokens import LEAST, Windows
+from esper.tasks.own.dataset import LEAST, DatasetSource, Windows
 
 SUMMARY = (
     "the next byte or token of short stories in English, from files of your own (`esper docs sequences`); a transformer"
@@ -68,7 +66,15 @@ def tinystories() -> Task:
             f"{LENGTH}; copy the whole file"
         )
     source = DatasetSource(windows, evenly(len(windows), TRAIN), "classification", stories.vocabulary)
-    probe, validation, test = _thirds(Windows(stories.validation, LENGTH, stories.vocabulary), stories)
+    held = Windows(stories.validation, LENGTH, stories.vocabulary)
+    third = len(held) // 3
+    if third < LEAST:
+        raise InputError(
+            f"the validation file beside {stories.origin} holds {len(stories.validation):,} tokens, and three splits take at "
+            f"least {LEAST} windows of {LENGTH} each; copy the whole file"
+        )
+    places = evenly(third, min(HELD, held.most_held)).numpy()
+    probe, validation, test = (Split(*held.stacked(start * third + places)) for start in range(3))
     return Task(
         name="tinystories",
         summary=SUMMARY,
@@ -90,18 +96,6 @@ def evenly(there: int, most: int) -> torch.Tensor:
     return torch.arange(wanted) * there // wanted
 
 
-def _thirds(windows: Windows, stories: Stories) -> list[Split]:
-    """Windows evenly apart in each third of the validation file."""
-    third = len(windows) // 3
-    if third < LEAST:
-        raise InputError(
-            f"the validation file beside {stories.origin} holds {len(stories.validation):,} tokens, and three splits take at "
-            f"least {LEAST} windows of {LENGTH} each; copy the whole file"
-        )
-    places = evenly(third, min(HELD, windows.most_held)).numpy()
-    return [Split(*windows.stacked(start * third + places)) for start in range(3)]
-
-
 def read_stories(folder: Path | None = None) -> Stories:
     """The tokens of local files, mapped or read.
 
@@ -117,12 +111,14 @@ def read_stories(folder: Path | None = None) -> Stories:
         for names in TEXTS:
             if any((place / name).exists() for name in names):
                 train, validation = (_mapped(path, np.uint8) for path in _both(place, names))
-                _check_text(train, place / names[0])
+                if SEPARATOR not in train[:SEEN].tobytes():
+                    raise InputError(
+                        f"{place / names[0]} has no {SEPARATOR.decode()} in its first {min(len(train), SEEN):,} bytes, by which "
+                        "stories are parted; give the published text, unpacked"
+                    )
                 return Stories(train, validation, 256, place / names[0])
-    for place, depth in (
-        (root / FOLDER, "**/"),
-        (root, ""),
-    ):  # the folder of data sets may hold parquet files of others
+    # the folder of data sets may hold parquet files of others
+    for place, depth in ((root / FOLDER, "**/"), (root, "")):
         files = {part: sorted(place.glob(f"{depth}{part}-*.parquet")) for part in PARQUET}
         if files["train"]:
             return _read_parquet(place, files)
@@ -149,15 +145,6 @@ def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
         return np.memmap(path, dtype, "r")
     except OSError as error:
         raise InputError(f"{path} cannot be read: {first_line(error)}; {_MEND}") from None
-
-
-def _check_text(text: NDArray[Any], path: Path) -> None:
-    """Raise InputError if a text holds no end of a story."""
-    if SEPARATOR not in text[:SEEN].tobytes():
-        raise InputError(
-            f"{path} has no {SEPARATOR.decode()} in its first {min(len(text), SEEN):,} bytes, by which stories are parted; give "
-            "the published text, unpacked"
-        )
 
 
 def _read_binary(folder: Path) -> Stories:

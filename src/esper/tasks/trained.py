@@ -10,9 +10,9 @@ from torch.func import functional_call
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
-from esper.leyline.config import build_config
-from esper.leyline.task import Task
-from esper.tasks.hosts import ResidualMLP, VectorHost, room_for
+from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Task
+from esper.tasks.hosts.factories import ResidualMLP, VectorHost, room_for
 from esper.tasks.spirals import DATA, spirals
 
 POOL = 16

@@ -1,4 +1,4 @@
-"""Early stopping: the best state of every row on its validation split, and the rows that have stopped. E rows, S slots.
+"""Stop early: keep the best state of every row on its validation split, and the rows that have stopped. E rows, S slots.
 
 The candidates of a row are its networks as exported, at reset and after each step: the host with the fossilized seeds,
 without live and incubating seeds. A row that grows stops independently of all other rows. A network that does not grow
@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.kasmina.lifecycle import uprooted
-from esper.leyline.config import Config
-from esper.leyline.stages import IN_BUDGET, Stage, among
-from esper.leyline.view import Bools, Floats, Seeds
+from esper.leyline.config.tree import Config
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.view import Bools, Floats, Seeds
+from esper.leyline.text import counted
 from esper.tolaria.population import Keeper
 
 UNDER_WAY = IN_BUDGET - {Stage.FOSSILIZED}
@@ -96,3 +97,23 @@ class EarlyStopping:
         self.score, self.latest, self.stopped = (np.array(state[name]) for name in ("score", "latest", "stopped"))
         self.stopped[(self.stopped - self.latest < self.patience)[self._environment]] = -1
         self.keeper.load_state(state["snapshot"], seeds)
+
+
+def stopping_figures(stopping: EarlyStopping | None, config: Config, steps: int) -> dict[str, Any]:
+    """Return the entries `best_step`, `stopped_early` and `stopped_because` of the summary of a run of `steps` steps.
+
+    `best_step` is the number of steps after which each network had its best validation score; 0 is before the first
+    step, and None stands for runs without early stopping.
+    """
+    if stopping is None:
+        return {"best_step": None, "stopped_early": False, "stopped_because": None}
+    best = stopping.best_step.tolist()
+    early = stopping.over and steps < config.steps
+    patience = config.early_stopping.patience
+    why = (
+        f"no validation score rose and no seed was fossilized for {counted(patience, 'step')} (early_stopping.patience)"
+        if early
+        else None
+    )
+    pair = {"host": best[config.envs : 2 * config.envs] if config.twin else None, "grown": best[: config.envs]}
+    return {"best_step": pair, "stopped_early": early, "stopped_because": why}

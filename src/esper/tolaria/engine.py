@@ -1,32 +1,33 @@
-"""The engine: a vector environment whose step edits, trains and measures a whole population. E environments, S slots.
+"""Edit, train and measure a whole population step by step: the engine, a vector environment, and its state.
 
-`VectorizedEngine` adds a population of networks to `Engine`, and copies of its rows, so both stand here, in over 450 lines.
+`Engine` plays over any population; `VectorizedEngine` trains stacked networks. E environments, S slots.
 """
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, legal, tick, transitions
-from esper.leyline.actions import Actions, Op, checked_actions
-from esper.leyline.config import Config
-from esper.leyline.gates import judge
-from esper.leyline.keys import Purpose, scalar
-from esper.leyline.length import with_steps
-from esper.leyline.masks import barred
-from esper.leyline.objective import selection_score
-from esper.leyline.protocols import PolicyClient, Proposed
-from esper.leyline.stages import IN_BUDGET, Stage
-from esper.leyline.task import AnyTask, Split
-from esper.leyline.trees import as_tree, from_tree
-from esper.leyline.verdicts import Refusal, Vital
-from esper.leyline.view import (
+from esper.leyline.config.tree import Config, EarlyStoppingConfig
+from esper.leyline.data.keys import Purpose, scalar
+from esper.leyline.data.objective import objective, selection_score
+from esper.leyline.data.task import AnyTask, Split, with_steps
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Actions, Op, checked_actions
+from esper.leyline.lifecycle.gates import judge
+from esper.leyline.lifecycle.masks import barred
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
+from esper.leyline.lifecycle.verdicts import Refusal, Vital
+from esper.leyline.lifecycle.view import (
     CoalitionValues,
     ComputeShares,
+    Estimate,
     Floats,
     Masks,
     Measurements,
@@ -34,30 +35,153 @@ from esper.leyline.view import (
     Scores,
     Seeds,
     Space,
+    Transitions,
     View,
+    map_arrays,
     read_only,
     take,
 )
-from esper.tolaria.certifying import Certifier
-from esper.tolaria.coalitions import Sampling
-from esper.tolaria.compute import Compute
+from esper.leyline.protocols import Controller, Proposed, as_controller
+from esper.leyline.records import as_tree, brief, from_tree
+from esper.nissa.events import Basis
 from esper.tolaria.early_stopping import EarlyStopping
-from esper.tolaria.fates import Fates
-from esper.tolaria.fitting import check_memory, instance_keys
-from esper.tolaria.forks import become, config_of_copies, tried
 from esper.tolaria.governor import Governor, Verdicts, preflight
-from esper.tolaria.journal import Changes, Trace
-from esper.tolaria.measuring import Measured, measure, unmeasured, without
-from esper.tolaria.play import Observer, play
-from esper.tolaria.population import Indices, Population
+from esper.tolaria.measure.certifying import Certifier
+from esper.tolaria.measure.coalitions import Sampling
+from esper.tolaria.measure.measuring import StepMeasurements, measure, unmeasured, without
+from esper.tolaria.play import Further, Observer, Until, play
+from esper.tolaria.population import Indices, ParameterNorms, Population
 from esper.tolaria.runtime import PhaseTimer, available_memory, resolve_device
-from esper.tolaria.stacked import StackedPopulation
-from esper.tolaria.state import Contributions, Opened, ParallelEnvState
+from esper.tolaria.seed_history import SeedHistory
+from esper.tolaria.stacked.population import StackedPopulation, check_memory, instance_keys
 
 P = TypeVar("P", bound=Population)
 
-Further = Callable[[View, Verdicts], tuple[Actions, Sequence[str | None] | None] | None]
-"""From a view and the verdicts on the last decisions to further decisions of the step with their reasons, or None."""
+
+@brief
+class Compute(NamedTuple):
+    """Count the compute of an episode beyond that of the hosts; the units that every row has taken since its episode began.
+
+    One unit is one training step of the host of a row. A seed of a parameters beside a host of h takes a / h units a step from
+    its planting on, whether it incubates, blends or is kept: on a stream of one width the multiplications of forward and backward
+    pass are proportional to the parameters. A copy of a row in which a candidate is tried takes 1 unit a step and that of its
+    seeds. Probes are not counted.
+
+    Attributes:
+        seeds ((R,) float64): of the seeds of the row
+        forks ((R,) float64): of copies of the row
+    """
+
+    seeds: Floats
+    forks: Floats
+
+    @classmethod
+    def none(cls, rows: int) -> "Compute":
+        """No compute."""
+        return cls(np.zeros(rows), np.zeros(rows))
+
+    def after(self, added: NDArray[np.int64], host: NDArray[np.int64], forks: Floats | None) -> "Compute":
+        """Return the compute after a further step with seeds of `added` (R,) parameters in hosts of `host` (R,), and copies."""
+        return Compute(self.seeds + added / host, self.forks if forks is None else self.forks + forks)
+
+    def share(self, steps: int) -> Floats:
+        """Return (R,) the units as a share of those that the host takes in an episode of so many steps."""
+        return (self.seeds + self.forks) / steps
+
+    def price(self, config: Config) -> Floats:
+        """Return what the compute takes from J (`reward.compute_price`) for environments (E,), or (2E,) with their twins' 0."""
+        paid: Floats = config.reward.compute_price * self.share(config.steps)[: config.envs * (2 if config.twin else 1)]
+        return paid
+
+
+@brief
+class PendingStep(NamedTuple):
+    """The decisions of a step that has begun, and the state before them.
+
+    Attributes:
+        actions ((E,) Actions): the decisions
+        refused ((E,) int8): a `Refusal` for each
+        before ((rows,) Scores): the scores after the step before
+        decided ((rows, S) Seeds): the seeds before the decisions were carried out
+    """
+
+    actions: Actions
+    refused: NDArray[np.int8]
+    before: Scores
+    decided: Seeds
+
+
+@brief
+class Contributions(NamedTuple):
+    """The last measured contribution of every seed that acts. One of a kept seed is from its trial, as it is not measured later.
+
+    Attributes:
+        metric ((E, S) Estimate): `Measurements.contribution` when it was measured last
+        loss ((E, S) Estimate): `Measurements.contribution_loss` at that time
+        age ((E, S) int32): steps since then; -1 where none was measured, or the seed is gone
+    """
+
+    metric: Estimate
+    loss: Estimate
+    age: NDArray[np.int32]
+
+    @classmethod
+    def none(cls, rows: int, slots: int) -> "Contributions":
+        """No contributions, for the start of an episode."""
+        return cls(Estimate.absent(rows, slots), Estimate.absent(rows, slots), np.full((rows, slots), -1, np.int32))
+
+    def after(self, stage: NDArray[np.int8], measured: Measurements) -> "Contributions":
+        """Return the contributions after a further step, from its measurements and the stages (E, S) of the seeds after it."""
+        fresh = measured.contribution.measured
+        last = (stage == Stage.FOSSILIZED) & ~fresh & (self.age >= 0)
+        now = np.where(fresh, 0, -1).astype(np.int32)
+        measurement = Contributions(measured.contribution, measured.contribution_loss, now)
+        kept: Contributions = map_arrays(lambda old, new: np.where(last, old, new), self, measurement)
+        return kept._replace(age=np.where(last, self.age + 1, now).astype(np.int32))
+
+
+@brief
+@dataclass
+class ParallelEnvState:
+    """The state of an engine between two steps, without the networks and their data, which the population holds.
+
+    Rows are the environments, then their twins, then a ghost, whose results are ignored, if there would be one row alone.
+    """
+
+    seeds: Seeds  # (rows, S)
+    instance: NDArray[np.int64]  # (rows,) key of a row's host, data order and initial weights
+    measurements: Measurements  # of the last step
+    coalitions: CoalitionValues | None  # of the last step at which attribution was due
+    scores: Scores  # (rows,) of the last step
+    masks: Masks  # (rows, ...) for the next decision
+    episode: int
+    step: int  # steps taken in the episode
+    compute: Compute  # (rows,) beyond that of the hosts in the steps of the episode
+    contributions: Contributions  # (rows, S) the last of every seed that acts
+    trial: Floats | None = None  # (rows,) compute of the copies that were tried since the last step
+    pending: PendingStep | None = None  # the step between `apply` and `close`
+
+
+class Changes(NamedTuple):
+    """Changes of stage between two states of the seeds, and the bases of the decisions behind them."""
+
+    transitions: Transitions
+    before: Seeds
+    after: Seeds
+    bases: dict[tuple[int, int], Basis]  # by environment and slot
+
+
+class Trace(NamedTuple):
+    """The events within a step, beside its outcome. Rows are environments, then twins."""
+
+    changes: tuple[Changes, ...]  # those of the decisions, then those of the tick
+    scores: Scores  # (rows,) before the rollback
+    found: Verdicts  # (rows,) a `Vital`
+    ticked: Seeds  # before the rollback
+    governed: Seeds  # after the rollback
+    twins: Floats | None  # (E,) metrics of the twins
+    reads: int  # number of device reads
+    parameter_norms: ParameterNorms | None  # of all rows and the ghost, before the rollback; None if not asked for
 
 
 class Engine(Generic[P]):
@@ -67,10 +191,7 @@ class Engine(Generic[P]):
     `parameter_norms` to true before a step adds the gradient norm of each parameter to the trace of this one step.
     """
 
-    trial: Callable[[Proposed], Floats] | None = (
-        None  # tries candidates in copies of the rows, where rows can be copied
-    )
-
+    trial: Callable[[Proposed], Floats] | None = None  # tries candidates in copies of rows, if they can be copied
     sensing = True  # whether growth sensors are measured where they are due; a controller may need none any more
 
     def __init__(self, population: P, config: Config) -> None:
@@ -99,38 +220,38 @@ class Engine(Generic[P]):
         early = config.early_stopping.enabled
         self.stopping = EarlyStopping(population.keeper(seeds), self.rows, self._env, config) if early else None
         self.certifier = Certifier(population, config) if config.gates.certify is not None else None
-        self.fates = Fates()
+        self.seed_history = SeedHistory()
         self.trace: Trace | None = None  # of the last step
         self.parameter_norms = False
 
     def reset(
-        self,
-        instance: NDArray[np.int64] | None = None,
-        episode: int | None = None,
-        planted: Seeds | None = None,
+        self, instance: NDArray[np.int64] | None = None, episode: int | None = None, planted: Seeds | None = None
     ) -> View:
         """Begin an episode with newly initialised hosts, empty slots and a first probe.
 
-        instance (E,) names the instances of a mixture from now on; without it they do not change. `episode` repeats an
-        episode: the same number gives the same hosts and data orders; without it the next episode begins, with other
-        hosts and orders. `planted` (E, S) are seeds that are in the slots from the start, newly initialised; without it
-        the slots are empty.
+        instance (E,) names the instances of a mixture from now on; without it they do not change. `episode` repeats an episode:
+        the same number gives the same hosts and data orders; without it the next episode begins, with other hosts and orders.
+        `planted` (E, S) are seeds that are in the slots from the start, newly initialised; without it the slots are empty.
         """
         state, population = self.state, self.population
         if instance is not None:
             state.instance = np.asarray(instance[self._env], np.int64)
         state.episode = state.episode + 1 if episode is None else episode
-        state.step, state.coalitions, state.opened = 0, None, None
+        state.step, state.coalitions, state.pending = 0, None, None
         self.sensing = True
         state.compute, state.trial = Compute.none(len(self._env)), None
-        self.fates = Fates()
+        self.seed_history = SeedHistory()
         state.seeds = dormant(*state.seeds.stage.shape)
         state.contributions = Contributions.none(*state.seeds.stage.shape)
         state.measurements = unmeasured(*state.measurements.sensors.shape)
         population.begin(state.instance, state.episode)
         self.space = _of_environments(self.population.space, self.config.envs)
         if planted is not None:
-            self._plant(planted)
+            after = copied(state.seeds)  # the slots of twins and of a ghost stay empty
+            for name in Seeds._fields:
+                getattr(after, name)[: self.config.envs] = getattr(planted, name)
+            population.edit(edits(state.seeds, after), after, state.step)
+            state.seeds = after
         with self.timer.phase("probe"):
             measured = self._measure()
         with self.timer.phase("govern"):
@@ -157,8 +278,8 @@ class Engine(Generic[P]):
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
             "certificates": None if self.certifier is None else self.certifier.snapshot(),
-            "fates": self.fates.state(),
-            **({} if state.opened is None else {"opened": as_tree(state.opened)}),
+            "fates": self.seed_history.state(),
+            **({} if state.pending is None else {"opened": as_tree(state.pending)}),
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
@@ -175,14 +296,12 @@ class Engine(Generic[P]):
         self.population.load(tree, instance, state.episode)
         self.space = _of_environments(self.population.space, self.config.envs)
         state.seeds, state.measurements, state.scores = seeds, measurements, scores
-        spent = tree.get("compute")  # absent in a checkpoint from before it was counted
-        state.compute = Compute.none(len(instance)) if spent is None else Compute(**spent)
-        worth, none = tree.get("contributions"), Contributions.none(*seeds.stage.shape)  # absent in an older one too
-        state.contributions = none if worth is None else from_tree(none, worth, "contributions")
-        state.opened = state.trial = None
+        state.compute = Compute(**tree["compute"])
+        state.contributions = from_tree(Contributions.none(*seeds.stage.shape), tree["contributions"], "contributions")
+        state.pending = state.trial = None
         if (opened := tree.get("opened")) is not None:
             actions, decided = Actions(**opened["actions"]), from_tree(seeds, opened["decided"], "opened.decided")
-            state.opened = Opened(
+            state.pending = PendingStep(
                 actions, opened["refused"], from_tree(scores, opened["before"], "opened.before"), decided
             )
         state.coalitions = None if tree["coalitions"] is None else CoalitionValues(**tree["coalitions"])
@@ -192,7 +311,7 @@ class Engine(Generic[P]):
             self.stopping.load_state(tree["early_stopping"], seeds)
         if self.certifier is not None:
             self.certifier.restore(tree["certificates"])
-        self.fates.load_state(tree["fates"])
+        self.seed_history.load_state(tree["fates"])
         return self.view()
 
     def decide(self, actions: Actions) -> Verdicts:
@@ -244,11 +363,11 @@ class Engine(Generic[P]):
         config, state = self.config, self.state
         assert state.episode >= 0, "call reset() to begin an episode"
         assert state.step < config.steps, "the episode is over; call reset() to begin the next"
-        assert state.opened is None, "call close() to end the step that apply() began"
+        assert state.pending is None, "call close() to end the step that apply() began"
         actions = checked_actions(actions, config.envs)
         before, decided = state.scores, state.seeds
         refused = self._carry_out(actions, reasons)
-        state.opened = Opened(actions, refused, before, decided)
+        state.pending = PendingStep(actions, refused, before, decided)
         return refused
 
     def _carry_out(self, actions: Actions, reasons: Sequence[str | None] | None) -> Verdicts:
@@ -256,22 +375,22 @@ class Engine(Generic[P]):
         before, measured = self.state.seeds, self.state.measurements
         refused = self.decide(actions)
         accepted = refused == Refusal.NONE
-        self.fates.note(actions.op, actions.slot, accepted, before, measured, self.config.gates, reasons)
+        self.seed_history.note(actions.op, actions.slot, accepted, before, measured, self.config.gates, reasons)
         return refused
 
     def abandon(self) -> None:
         """End a step that `apply` began and that will not be closed: list what its decisions have done already."""
         state = self.state
-        if state.opened is not None:
-            before, state.opened = state.opened.decided, None
-            self.fates.transit(transitions(before, state.seeds), before, state.seeds, self.space, state.step)
+        if state.pending is not None:
+            before, state.pending = state.pending.decided, None
+            self.seed_history.transit(transitions(before, state.seeds), before, state.seeds, self.space, state.step)
 
     def close(self) -> tuple[View, Outcome]:
         """Measure and govern, once the population is trained: tick -> probe -> govern -> close. Returns the same as `step`."""
         config, state = self.config, self.state
-        assert state.opened is not None, "call apply() to begin a step"
-        actions, refused, before, decided = state.opened
-        applied, state.opened = state.seeds, None
+        assert state.pending is not None, "call apply() to begin a step"
+        actions, refused, before, decided = state.pending
+        applied, state.pending = state.seeds, None
         spent, hosts = state.compute, self.population.host_params
         state.compute = spent.after(self.population.added_params(applied, IN_BUDGET), hosts, state.trial)
         state.trial = None
@@ -309,7 +428,16 @@ class Engine(Generic[P]):
                 compute=ComputeShares(spent.share(config.steps)[envs], state.compute.share(config.steps)[envs]),
                 contribution_age=worth.age,
             )
-            self.trace = self._traced((decided, applied, ticked), measured, found)
+            changes, step, history = [], state.step - 1, self.seed_history
+            for old, new in itertools.pairwise((decided, applied, ticked)):
+                moved = transitions(take(old, envs), take(new, envs))
+                changes.append(Changes(moved, old, new, history.transit(moved, old, new, self.space, step)))
+            history.roll_back(found[envs], ticked, state.seeds, self.space, step)
+            reads, norms = 1 + bool((found != Vital.GOOD).any()), measured.parameter_norms
+            metrics = state.scores.metric[twins] if config.twin else None
+            self.trace = Trace(
+                tuple(changes), measured.scores, found[: self.rows], ticked, state.seeds, metrics, reads, norms
+            )
         return view, outcome
 
     def view(self) -> View:
@@ -352,8 +480,9 @@ class Engine(Generic[P]):
         scores: Scores = take(state.scores, slice(0, self.rows))
         return scores
 
-    def run(self, client: PolicyClient, *observers: Observer, rounds: int = 1) -> None:
+    def run(self, client: Controller, *observers: Observer, rounds: int = 1) -> None:
         """Play whole episodes, one a round, with observers, and let the client learn after each."""
+        client = as_controller(client)
         for _ in range(rounds):
             self.reset()
             play(self, client, *observers)
@@ -361,15 +490,7 @@ class Engine(Generic[P]):
 
     # The parts of a step.
 
-    def _plant(self, planted: Seeds) -> None:
-        """Plant newly initialised seeds (E, S) in the empty slots of the environments; the slots of other rows stay empty."""
-        state, after = self.state, copied(self.state.seeds)
-        for name in Seeds._fields:
-            getattr(after, name)[: self.config.envs] = getattr(planted, name)
-        self.population.edit(edits(state.seeds, after), after, state.step)
-        state.seeds = after
-
-    def _measure(self, *, trained: bool = False, terminal: bool = False) -> Measured:
+    def _measure(self, *, trained: bool = False, terminal: bool = False) -> StepMeasurements:
         """Measure every row of the population as it is now. This is the one device read of a step."""
         probe, state = self.config.probe, self.state
         sampling = None
@@ -390,11 +511,10 @@ class Engine(Generic[P]):
             certifier=self.certifier,
         )
 
-    def _govern(self, before: Seeds, measured: Measured) -> tuple[Measured, Verdicts]:
+    def _govern(self, before: Seeds, measured: StepMeasurements) -> tuple[StepMeasurements, Verdicts]:
         """Roll back the rows that failed in this step, and save snapshots of the others.
 
-        Returns the measurements, repeated for rows that were rolled back, and the verdict on every row, (rows,) a
-        `Vital`.
+        Returns the measurements, repeated for rows that were rolled back, and the verdict on every row, (rows,) a `Vital`.
         """
         state, governor = self.state, self.governor
         found = governor.inspect(before, state.seeds, measured.signs)
@@ -418,7 +538,7 @@ class Engine(Generic[P]):
             self.stopping.observe(state.seeds, score, healthy, state.step)
         return measured, found
 
-    def _accept(self, measured: Measured) -> None:
+    def _accept(self, measured: StepMeasurements) -> None:
         """Make measurements part of the state."""
         state = self.state
         state.measurements, state.scores = measured.measurements, measured.scores
@@ -429,21 +549,8 @@ class Engine(Generic[P]):
     def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
         return legal(seeds, judge(seeds, measurements, self.config.gates), self.population.space, self.config.lifecycle)
 
-    def _traced(self, path: Sequence[Seeds], measured: Measured, found: Verdicts) -> Trace:
-        """Return what happened in the last step; `path` has the seeds before it, after the decisions and after the tick."""
-        envs, step, governed = slice(0, self.config.envs), self.state.step - 1, self.state.seeds
-        changes = []
-        for before, after in itertools.pairwise(path):
-            moved = transitions(take(before, envs), take(after, envs))
-            changes.append(Changes(moved, before, after, self.fates.transit(moved, before, after, self.space, step)))
-        self.fates.roll_back(found[envs], path[-1], governed, self.space, step)
-        twins = self.state.scores.metric[self.config.envs : self.rows] if self.config.twin else None
-        reads = 1 + bool((found != Vital.GOOD).any())
-        norms = measured.parameter_norms
-        return Trace(tuple(changes), measured.scores, found[: self.rows], path[-1], governed, twins, reads, norms)
 
-
-def _validation_score(engine: Engine[P], measured: Measured) -> Floats:
+def _validation_score(engine: Engine[P], measured: StepMeasurements) -> Floats:
     """Return (rows,) the validation scores that early stopping compares: the metric, or J, of the networks as exported."""
     assert measured.validation is not None, "early stopping asks for validation scores"
     return selection_score(measured.validation, engine.population.host_params, engine.config)
@@ -474,26 +581,54 @@ class VectorizedEngine(Engine[StackedPopulation]):
         keys = instance_keys(task, config) if instance is None else np.asarray(instance, np.int64)
         super().__init__(StackedPopulation(task, config, keys), config)
 
+    def copies(self, env: Indices) -> "VectorizedEngine":
+        """Return an engine whose environments are copies of some of this engine, env (n,), as they are between two steps.
+
+        A copy has the weights, buffers, optimizer state and seeds of its row, the row's instance, and therefore its order of data
+        and the initial weights of its next seeds: under the same decisions it becomes, bit for bit, what its row becomes. Copies
+        have no twins and no early stopping. Raises InputError with `gates.certify`, because copies would read the fresh examples
+        that the certificates are about.
+        """
+        origin, certify = self.state, self.config.gates.certify
+        if certify is not None:
+            raise InputError(
+                f"gates.certify is {certify:g}, but a trial would use up fresh examples of its rows; set it to null, "
+                "or take the rule without trials"
+            )
+        config = self.config.model_copy(
+            update={"envs": len(env), "baselines": (), "early_stopping": EarlyStoppingConfig()}
+        )
+        made = VectorizedEngine(self.population.task, config, instance=origin.instance[env])
+        population, state = made.population, made.state
+        rows = env[population.environment]
+        tree = self.population.snapshot()
+        population.load({**tree, "body": _body_of_copies(tree["body"], rows)}, origin.instance[rows], origin.episode)
+        population.body.arrange(take(origin.seeds, rows))
+        made.space = _of_environments(population.space, config.envs)
+        state.episode, state.step, state.compute = origin.episode, origin.step, Compute.none(len(rows))
+        for name in ("seeds", "measurements", "scores", "contributions"):
+            setattr(state, name, take(getattr(origin, name), rows))
+        state.masks = made._legal(state.seeds, state.measurements)
+        if self.governor.history is not None:
+            made.governor.history = take(self.governor.history, rows)
+            made.governor.keeper.take(state.seeds, np.ones(len(rows), bool), origin.step)
+        return made
+
     def trial(self, proposed: Proposed) -> Floats:
         """Try candidates in copies of the environments, which then end; the environments themselves do not change.
 
-        Returns (n,) J on the probe split of the copies after the steps of the trial. Their compute is counted in the next
-        step. Raises InputError with `gates.certify`.
+        Returns (n,) J on the probe split of the copies, as they compute after the steps of the trial. Their compute is counted in
+        the next step. Raises InputError with `gates.certify`.
         """
-        config = config_of_copies(self.config, len(proposed.env))
-        copies = VectorizedEngine(self.population.task, config, instance=self.state.instance[proposed.env])
-        become(copies, self, proposed.env)
-        worth, compute = tried(copies, proposed)
+        copies = self.copies(proposed.env)
+        state, config, envs = copies.state, copies.config.reward, slice(0, copies.config.envs)
+        begin, before = state.step, state.compute.seeds[envs].copy()
+        play(copies, proposed.client, Until(lambda: state.step - begin >= proposed.steps))
+        view = copies.view()
+        value = state.scores.metric if config.objective == "metric" else -state.scores.loss
+        compute = state.step - begin + state.compute.seeds[envs] - before
         self.state.trial = np.bincount(proposed.env, compute, len(self._env)).astype(np.float64)
-        return worth
-
-    def resume_at(self, origin: ParallelEnvState, rows: Indices) -> None:
-        """Go on from a step of an episode of other networks, `rows` of which this population has already."""
-        state, self.space = self.state, _of_environments(self.population.space, self.config.envs)
-        state.episode, state.step, state.compute = origin.episode, origin.step, Compute.none(len(self._env))
-        for name in ("seeds", "measurements", "scores", "contributions"):
-            setattr(state, name, take(getattr(origin, name), rows))
-        state.masks = self._legal(state.seeds, state.measurements)
+        return objective(value[envs], view.added_params, view.host_params, config.rent, config.rent_size)
 
     def __repr__(self) -> str:
         name, config = self.population.task.name, self.config
@@ -522,8 +657,30 @@ class VectorizedEngine(Engine[StackedPopulation]):
         return exported
 
     def export(self, env: int) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are
-        left out.
-        """
+        """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
         assert 0 <= env < self.config.envs
         return self.population.export(self.state.seeds, env)
+
+
+def _body_of_copies(body: dict[str, Any], rows: Indices) -> dict[str, Any]:
+    """Return the state of a body (`Body.state`) whose row i is the row rows[i] (R,) of the given one."""
+
+    def picked(stack: dict[str, Any], rows: Indices) -> dict[str, Any]:
+        columns = {
+            name: column.index_select(0, torch.from_numpy(rows).to(column.device))
+            for name, column in stack["columns"].items()
+        }
+        return {**stack, "columns": columns, "steps": stack["steps"][rows]}
+
+    seeds = []
+    for entry in body["seeds"]:
+        places = {env: place for place, env in enumerate(entry["envs"].tolist())}
+        copies = np.array([copy for copy, row in enumerate(rows.tolist()) if row in places], np.int64)
+        if len(copies):
+            stack = picked(entry["stack"], np.array([places[row] for row in rows[copies].tolist()]))
+            seeds.append({**entry, "envs": copies, "stack": stack})
+    return {
+        "host": picked(body["host"], rows),
+        "widths": {name: array[rows] for name, array in body["widths"].items()},
+        "seeds": seeds,
+    }

@@ -1,55 +1,52 @@
-"""The journal: an observer that writes what happens in an episode as rows of the events. E environments, S slots."""
+"""Write what happens in an episode as rows of the events. E environments, S slots."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from esper.leyline.stages import among
-from esper.leyline.verdicts import Vital
-from esper.leyline.view import Floats, Outcome, Scores, Seeds, Transitions, View
-from esper.nissa.events import Basis, anomaly_rows, episode_rows, lifecycle_rows, reward_row, rollback_rows, step_row
+from esper.leyline.config.tree import GatesConfig
+from esper.leyline.lifecycle.actions import RELEVANT, Blend, Head, Op
+from esper.leyline.lifecycle.gates import judge
+from esper.leyline.lifecycle.masks import offered
+from esper.leyline.lifecycle.stages import Stage, among
+from esper.leyline.lifecycle.verdicts import Refusal, Vital
+from esper.leyline.lifecycle.view import Floats, Outcome, Scores, Seeds, View, take
+from esper.nissa.events import (
+    anomaly_rows,
+    digits,
+    episode_rows,
+    lifecycle_rows,
+    reward_row,
+    rollback_rows,
+    rounded,
+    step_row,
+)
 from esper.nissa.hub import Hub
-from esper.nissa.rows import DecisionRow, GradientsRow, PhasesRow, PlayedRow, StepRow
-from esper.tolaria.detail import decision_rows, gate_rows, gradients_row, measurement_row, sensors_row
+from esper.nissa.rows import (
+    DecisionRow,
+    GateRow,
+    GradientsRow,
+    MeasurementRow,
+    PhasesRow,
+    PlayedRow,
+    SensorsRow,
+    StepRow,
+)
 from esper.tolaria.early_stopping import UNDER_WAY
-from esper.tolaria.governor import Verdicts
-from esper.tolaria.play import Observer, Step
-from esper.tolaria.population import ParameterNorms
-
-if TYPE_CHECKING:
-    from esper.tolaria.engine import Engine
-
+from esper.tolaria.engine import Engine, Trace
+from esper.tolaria.measure.coalitions import attribute
+from esper.tolaria.play import Decision, Observer, Step
+from esper.tolaria.population import Population
+from esper.tolaria.seed_history import GATES
 
 _SAMPLES = 30  # rows of sensors and of phases in an episode, if the config says nothing else
 
 
-class Changes(NamedTuple):
-    """Changes of stage between two states of the seeds, and the bases of the decisions behind them."""
-
-    transitions: Transitions
-    before: Seeds
-    after: Seeds
-    bases: dict[tuple[int, int], Basis]  # by environment and slot
-
-
-class Trace(NamedTuple):
-    """The events within a step, beside its outcome. Rows are environments, then twins."""
-
-    changes: tuple[Changes, ...]  # those of the decisions, then those of the tick
-    scores: Scores  # (rows,) before the rollback
-    found: Verdicts  # (rows,) a `Vital`
-    ticked: Seeds  # before the rollback
-    governed: Seeds  # after the rollback
-    twins: Floats | None  # (E,) metrics of the twins
-    reads: int  # number of device reads
-    parameter_norms: ParameterNorms | None = (
-        None  # of all rows and the ghost, before the rollback; None if not asked for
-    )
-
-
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """The population of a training to which rows belong."""
 
     cohort: str  # 'training' or 'validation'
@@ -63,16 +60,15 @@ class Source(NamedTuple):
 class Journal(Observer):
     """Write the rows of an episode.
 
-    Writes the decisions of each step, its changes of stage, its rollbacks and its measurements, and at the end of an
-    episode a row for every environment. In a training, whose rows come from several populations, every row names its
-    `source`.
+    Writes the decisions of each step, its changes of stage, its rollbacks and its measurements, and at the end of an episode a
+    row for every environment. In a training, whose rows come from several populations, every row names its `source`.
     """
 
     def __init__(
         self,
-        engine: "Engine[Any]",
+        engine: Engine[Any],
         hub: Hub,
-        source: Source | None = None,
+        source: RowSource | None = None,
         paid: Callable[[], Mapping[str, Floats]] | None = None,
     ) -> None:
         """paid: gives the components (E,) of the rewards of the last step, by name; None where no reward is paid."""
@@ -109,71 +105,176 @@ class Journal(Observer):
             rows += rollback_rows(outcome, view.space, trace.found, trace.scores, trace.ticked, trace.governed)
             rows += anomaly_rows(outcome, trace.found, (hub.level, hub.raised if hub.level != hub.asked else 0))
             if hub.wants(StepRow):
-                rows += self._of_step(step, trace, full)
+                rows += self._measured_rows(step, trace, full)
             self._write(rows)  # at once: a call of the system costs more than a row
         hub.end_step()
         if outcome.terminal and engine.stopping is None:  # else `close` writes the networks that would be exported
             assert outcome.exported is not None, "exported networks are measured at the end of an episode"
-            self._close(view, outcome.exported, view.seeds)
+            self.close(outcome.exported, view.seeds)
 
-    def _of_step(self, step: Step, trace: Trace, full: bool) -> Iterable[PlayedRow]:
+    def _measured_rows(self, step: Step, trace: Trace, full: bool) -> Iterable[PlayedRow]:
         """Yield the rows that every step has, and those that are due after so many steps."""
         outcome, view, config = step.outcome, step.after, self.engine.config
-        number = outcome.step + 1
+        measured, envs, number = view.measurements, len(view.host_params), outcome.step + 1
+        place: dict[str, Any] = {"episode": outcome.episode, "step": outcome.step}
         yield step_row(view, outcome, twin_metrics=trace.twins)
         yield from gate_rows(step.view, view, outcome, config.gates)
-        if (measured := measurement_row(view, outcome, config.probe.shapley_samples, full=full)) is not None:
-            yield measured
+        arrays = {
+            "contribution_means": measured.contribution.mean,
+            "contribution_ses": measured.contribution.se,
+            "gain_means": measured.gain.mean,
+            "gain_ses": measured.gain.se,
+            "participations": measured.participation if full else None,  # the sensors have it less often
+        }
+        if (values := view.coalitions) is not None and values.step == view.step:
+            shares = take(attribute(values, config.probe.shapley_samples), slice(0, envs))
+            arrays |= {"shapley_means": shares.shapley.mean, "shapley_ses": shares.shapley.se}
+            arrays["interactions"] = shares.interaction
+        known: dict[str, Any] = {
+            name: rounded(value) for name, value in arrays.items() if value is not None and not np.isnan(value).all()
+        }
+        if known:
+            yield MeasurementRow(**place, **known)
         due = full or number % self._sensors_every == 0
-        if due and (sensors := sensors_row(view, outcome)) is not None:
-            yield sensors
+        if due and not measured.sensor_age and np.isfinite(measured.sensors).any():
+            yield SensorsRow(**place, sensors=view.space.sensors, readings=rounded(measured.sensors))
         if self.paid is not None:
             yield reward_row(outcome, self.paid())
-        self._count(step, trace.reads)
+        spent = {name: now - self._spent.get(name, 0.0) for name, now in self.engine.timer.seconds.items()}
+        writing, self._written = self.hub.seconds - self._written, self.hub.seconds
+        for name, seconds in {"deciding": step.deciding, "writing": writing, **spent}.items():
+            self._phases[name] = self._phases.get(name, 0.0) + seconds
+        self._covered, self._reads = self._covered + 1, self._reads + trace.reads
         if full or number % self._every == 0 or outcome.terminal:
-            yield self._phases_row(outcome)
+            phases = {name: float(f"{seconds:.4g}") for name, seconds in self._phases.items()}
+            yield PhasesRow(**place, covered=self._covered, phase_seconds=phases, device_reads=self._reads)
+            self._phases, self._covered, self._reads = {}, 0, 0
         if self._gradients_due(number, full):
-            yield gradients_row(view, outcome, trace.parameter_norms)
+            host, seeds = (
+                {name: rounded(norms[:envs]) for name, norms in by_name.items()} or None
+                for by_name in trace.parameter_norms or ({}, {})
+            )
+            yield GradientsRow(
+                **place,
+                host_gradients=rounded(measured.gradient_norm),
+                seed_gradients=rounded(measured.seed_gradient_norm),
+                host_parameter_gradients=host,
+                seed_parameter_gradients=seeds,
+            )
 
     def _gradients_due(self, number: int, full: bool) -> bool:
         """Whether a step has a row of gradients. number: of the step, counted from 1; full: whether the level is debug."""
         every = self.engine.config.telemetry.gradients_every
         return number % every == 0 if every else full and every is None
 
-    def _count(self, step: Step, reads: int) -> None:
-        """Add the seconds of each phase of a step, and its reads of the device."""
-        spent = {name: now - self._spent.get(name, 0.0) for name, now in self.engine.timer.seconds.items()}
-        writing, self._written = self.hub.seconds - self._written, self.hub.seconds
-        for name, seconds in {"deciding": step.deciding, "writing": writing, **spent}.items():
-            self._phases[name] = self._phases.get(name, 0.0) + seconds
-        self._covered, self._reads = self._covered + 1, self._reads + reads
-
-    def _phases_row(self, outcome: Outcome) -> PhasesRow:
-        """Return the row of the steps that were counted, and count from 0 again."""
-        row = PhasesRow(
-            episode=outcome.episode,
-            step=outcome.step,
-            covered=self._covered,
-            phase_seconds={name: float(f"{seconds:.4g}") for name, seconds in self._phases.items()},
-            device_reads=self._reads,
-        )
-        self._phases.clear()
-        self._covered = self._reads = 0
-        return row
-
     def close(self, exported: Scores, ended: Seeds) -> None:
-        """Write the end of an episode with early stopping, from the scores of the restored networks and the seeds before that."""
-        self._close(self.engine.view(), exported, ended)
-
-    def _close(self, view: View, exported: Scores, ended: Seeds) -> None:
-        rollbacks = self.engine.governor.record.rollbacks
+        """Write the end of an episode, from the scores of the exported networks; `ended` are the seeds before early stopping."""
         unfinished = among(ended.stage, UNDER_WAY)
-        self._write(episode_rows(view, exported, self.engine.state.step, unfinished, rollbacks))
+        rollbacks = self.engine.governor.record.rollbacks
+        self._write(episode_rows(self.engine.view(), exported, self.engine.state.step, unfinished, rollbacks))
 
     def _write(self, rows: Iterable[PlayedRow]) -> None:
-        self.hub.extend(self._sourced(row) for row in rows)
-
-    def _sourced(self, row: PlayedRow) -> PlayedRow:
+        rows = list(rows)
         if self.source is not None:
-            row.cohort, row.task, row.round, row.first_env = self.source
-        return row
+            for row in rows:
+                row.cohort, row.task, row.round, row.first_env = self.source
+        self.hub.extend(rows)
+
+
+def decision_rows(
+    view: View, decision: Decision, outcome: Outcome, gates: GatesConfig, population: Population, *, full: bool = False
+) -> Iterator[DecisionRow]:
+    """Yield a row for each environment that chose another operation than WAIT. `view` is what the decision was based on.
+
+    full: also rows of decisions to WAIT, and the values of all sensors.
+    """
+    actions, space, seeds, measured = outcome.actions, view.space, view.seeds, view.measurements
+    acting = np.flatnonzero((actions.op != Op.WAIT) | full)
+    if not len(acting):
+        return
+    judged = judge(seeds, measured, gates)
+    counts = _counts(view, outcome)
+    for env in acting.tolist():
+        op, slot = int(actions.op[env]), int(actions.slot[env])
+        known, there = 0 <= op < len(Op), op != Op.WAIT and 0 <= slot < len(space.slots)
+        row: dict[str, Any] = {}  # the fields that this decision has; the others keep their defaults
+        for head, menu in ((Head.TEMPO, space.tempos), (Head.TARGET, space.targets)):
+            choice = int(actions[head][env])
+            if known and RELEVANT[op, head] and 0 <= choice < len(menu):
+                row[head.name.lower()] = menu[choice]
+        if there:
+            stage = Stage(int(seeds.stage[env, slot]))
+            row["stage"] = stage.name
+            # The seed that the decision is about: the one to be planted, or the one in the slot.
+            plants = op == Op.GERMINATE
+            chosen = actions if plants else seeds
+            index, blend = (
+                int(field[env] if plants else field[env, slot]) for field in (chosen.blueprint, chosen.blend)
+            )
+            if 0 <= index < len(space.blueprints) and 0 <= blend < len(Blend):
+                place = (np.array([each], np.int64) for each in (env, slot, index, blend))
+                row["blueprint"], row["blend"] = space.blueprints[index].name, Blend(blend).name
+                row["price"] = int(population.price(*place)[0])
+            for name in ("contribution", "gain"):
+                estimate = getattr(measured, name)
+                row[f"{name}_mean"] = digits(estimate.mean[env, slot])
+                row[f"{name}_se"] = digits(estimate.se[env, slot])
+            if stage in GATES:
+                gate = getattr(judged, GATES[stage])
+                row["gate_checks"] = gate.reason(env, slot)
+                row["margins"] = {check.name: digits(check.margin[env, slot]) for check in gate.checks}
+            read = space.sensors if full else (decision.sensors or {}).get(Op(op), ()) if known else ()
+            values = measured.sensors[env, slot].tolist()
+            row["rule_sensors"] = {
+                name: digits(values[space.sensors.index(name)]) for name in read if name in space.sensors
+            }
+        if decision.judgement is not None:
+            row["probabilities"] = rounded(decision.judgement.probability[env])
+            row["entropies"] = rounded(decision.judgement.entropy[env])
+            row["value"] = digits(decision.judgement.value[env])
+        yield DecisionRow(
+            episode=outcome.episode,
+            step=outcome.step,
+            env=env,
+            op=Op(op).name if known else str(op),
+            slot=space.slots[slot] if there else None,
+            carried_out=bool(outcome.accepted[env]),
+            refusal=Refusal(int(outcome.refused[env])).name.lower() if outcome.refused[env] else None,
+            why=decision.reasons[env] if decision.reasons is not None else None,
+            choice_counts=counts[env].tolist(),
+            **row,
+        )
+
+
+def gate_rows(before: View, after: View, outcome: Outcome, gates: GatesConfig) -> Iterator[GateRow]:
+    """Yield a row for each seed whose gate gives another answer in one view than in the view before, or has its first."""
+    waiting = among(after.seeds.stage, frozenset(GATES))
+    if not waiting.any():
+        return
+    old, new = (judge(view.seeds, view.measurements, gates) for view in (before, after))
+    for stage, name in GATES.items():
+        gate, previous = getattr(new, name), getattr(old, name)
+        stays = (before.seeds.stage == stage) & (before.seeds.blueprint == after.seeds.blueprint)
+        changed = (after.seeds.stage == stage) & ~(stays & (gate.passed() == previous.passed()))
+        passed = gate.passed()
+        for env, slot in np.argwhere(changed).tolist():
+            yield GateRow(
+                episode=outcome.episode,
+                step=outcome.step,
+                env=env,
+                slot=after.space.slots[slot],
+                gate=name,
+                passed=bool(passed[env, slot]),
+                margins={check.name: digits(check.margin[env, slot]) for check in gate.checks},
+            )
+
+
+def _counts(view: View, outcome: Outcome) -> NDArray[np.int64]:
+    """Return (E, 6) the number of valid choices for each head; 0 if the operation does not read the head or is unknown."""
+    actions, space = outcome.actions, view.space
+    known = (actions.op >= 0) & (actions.op < len(Op)) & (actions.slot >= 0) & (actions.slot < len(space.slots))
+    safe = actions._replace(op=np.where(known, actions.op, 0), slot=np.where(known, actions.slot, 0))
+    left = np.stack([valid.sum(1) for valid in offered(view.masks, safe)], 1)
+    counts: NDArray[np.int64] = np.where(RELEVANT[safe.op] & known[:, None], left, 0)
+    counts[:, Head.OP] = view.masks.op.sum(1)
+    return counts

@@ -1,30 +1,46 @@
-"""The loop that plays an episode: a controller decides, the engine steps, and observers follow. E environments."""
+"""Play an episode: a controller decides, the engine steps, and observers follow. E environments."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.actions import Actions, Op, checked_actions
 from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Actions, Op, checked_actions
+from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.view import Outcome, View
 from esper.leyline.protocols import (
-    Cites,
-    EndsSensing,
-    Explains,
-    Extends,
+    Controller,
     Judgement,
-    Judges,
-    PolicyClient,
     Proposed,
-    Tries,
 )
-from esper.leyline.verdicts import Refusal
-from esper.leyline.view import Outcome, View
 
-if TYPE_CHECKING:
-    from esper.tolaria.engine import Engine, Further
+Further = Callable[[View, NDArray[np.int8]], tuple[Actions, Sequence[str | None] | None] | None]
+"""From a view and the `Refusal`s (E,) of the last decisions to further decisions of the step with their reasons, or None."""
+
+
+class Playable(Protocol):
+    """What `play` needs of an engine."""
+
+    sensing: bool  # whether growth sensors are measured where they are due
+
+    @property
+    def trial(self) -> Callable[[Proposed], NDArray[np.float64]] | None:
+        """Try candidates in copies of the networks; None where none can be made."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the episode has ended."""
+
+    def view(self) -> View:
+        """Return what the next decision may be based on."""
+
+    def step(
+        self, actions: Actions, reasons: Sequence[str | None] | None = None, further: Further | None = None
+    ) -> tuple[View, Outcome]:
+        """Carry out decisions (E,) and train for one step."""
 
 
 class Decision(NamedTuple):
@@ -45,7 +61,9 @@ class Step(NamedTuple):
     seconds: float  # of the controller and the engine, without observers
     deciding: float  # of the controller alone
     decision: Decision  # the decision whose result is `outcome`
-    further: "Sequence[tuple[Actions, NDArray[np.int8]]]" = ()  # further decisions of the step (E,), and a `Refusal` for each
+    further: Sequence[
+        tuple[Actions, NDArray[np.int8]]
+    ] = ()  # further decisions of the step (E,), and a `Refusal` for each
 
 
 class Observer:
@@ -88,29 +106,23 @@ def planted(step: Step) -> int:
     return sum(int(np.sum((refused == Refusal.NONE) & (actions.op == Op.GERMINATE))) for actions, refused in decided)
 
 
-def decide(
-    client: PolicyClient, view: View, trial: Callable[[Proposed], NDArray[np.float64]] | None = None
-) -> Decision:
+def decide(client: Controller, view: View, trial: Callable[[Proposed], NDArray[np.float64]] | None = None) -> Decision:
     """Ask a controller, after the trials that it wants if `trial` can make them (`Engine.trial`).
 
     Raises InputError if its answer is not one whole number per environment and head, or if it asks for a trial without `trial`.
     """
-    if isinstance(client, Tries) and (proposed := client.proposals(view)) is not None:
+    if (proposed := client.proposals(view)) is not None:
         if trial is None:
             raise InputError(
                 "a trial needs copies of the network, which are not made here; take the rule without trials"
             )
         client.tried(trial(proposed))
     actions = checked_actions(client.act(view), len(view.host_params))
-    return Decision(
-        actions,
-        client.reasons() if isinstance(client, Explains) else None,
-        client.judgement() if isinstance(client, Judges) else None,
-        dict(client.sensors_read) if isinstance(client, Cites) else None,  # a plain dict can be sent to other processes
-    )
+    sensors = dict(client.sensors_read)  # a plain dict can be sent to other processes
+    return Decision(actions, client.reasons(), client.judgement(), sensors)
 
 
-def _further(client: Extends, decided: list[tuple[Actions, NDArray[np.int8]]]) -> "Further":
+def _further(client: Controller, decided: list[tuple[Actions, NDArray[np.int8]]]) -> Further:
     """Ask a controller for the further decisions of a step, with its reasons. They are added to `decided` with their verdicts."""
     asked: list[Actions] = []
 
@@ -121,14 +133,12 @@ def _further(client: Extends, decided: list[tuple[Actions, NDArray[np.int8]]]) -
         if more is None:
             return None
         asked.append(checked_actions(more, len(view.host_params)))
-        return asked[0], client.reasons() if isinstance(client, Explains) else None
+        return asked[0], client.reasons()
 
     return ask
 
 
-def play(
-    engine: "Engine[Any]", client: PolicyClient, *observers: Observer, first: Decision | None = None
-) -> Outcome | None:
+def play(engine: Playable, client: Controller, *observers: Observer, first: Decision | None = None) -> Outcome | None:
     """Play from the present state of the engine to the end of its episode, or until an observer ends the playing.
 
     `first` is the first decision, if it was made already. Returns the last outcome, or None if no step was taken. The
@@ -145,15 +155,11 @@ def play(
                 for observer in observers:
                     observer.failed(view)
                 raise
-        if isinstance(client, EndsSensing):
-            engine.sensing = client.sensing()
+        engine.sensing = client.sensing()
         decided = time.perf_counter()
         more: list[tuple[Actions, NDArray[np.int8]]] = []
         try:
-            if isinstance(client, Extends):
-                after, outcome = engine.step(decision.actions, decision.reasons, _further(client, more))
-            else:
-                after, outcome = engine.step(decision.actions, decision.reasons)
+            after, outcome = engine.step(decision.actions, decision.reasons, _further(client, more))
         except Exception:  # of the data, the loss or the metric of the user, which is raised again below
             for observer in observers:
                 observer.broken()

@@ -1,8 +1,8 @@
-"""The protocol of a population, which an engine grows, and the types of its requests and results. R rows, S slots, X branches.
+"""Define the protocol of a population, which an engine grows, and its requests and results. R rows, S slots, X branches.
 
 A population holds networks and their data. It does not know the lifecycle: every call passes in the stages of the seeds.
-`StackedPopulation` (tolaria/stacked.py) trains stacked networks, `LivePopulation` (tolaria/live.py) is one network that a
-user's own loop trains, and `FormulaPopulation` (lab/formula.py) computes its figures from formulas.
+`StackedPopulation` (tolaria/stacked/population.py) trains stacked networks, and `LivePopulation` (tolaria/live/population.py) is
+one network that a user's own loop trains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ import torch
 from numpy.typing import NDArray
 
 from esper.kasmina.lifecycle import Edits
-from esper.leyline.config import Config
-from esper.leyline.stages import ADDED, Stage
-from esper.leyline.view import Bools, Floats, Seeds, Space
-from esper.tolaria.coalitions import Coalitions
+from esper.leyline.config.tree import Config
+from esper.leyline.lifecycle.stages import ADDED, Stage
+from esper.leyline.lifecycle.view import Bools, Floats, Seeds, Space
+from esper.tolaria.measure.coalitions import Coalitions
 
 Indices = NDArray[np.int64]
 
 
-class Asked(NamedTuple):
+class ProbeRequest(NamedTuple):
     """The optional measurements of a probe, beside the figures of every row."""
 
     coalitions: Coalitions  # evaluations with some seeds at another dose
@@ -43,15 +43,12 @@ class TrainedFigures(NamedTuple):
     """The figures of one step's training."""
 
     loss: Floats  # (R,) mean over the step's batches
-    gradient_norm: (
-        Floats | None
-    )  # (R,) of the host's parameters, mean over the step's optimizer steps; None if a user's loop trains it
+    gradient_norm: Floats | None  # (R,) of the host, mean over the step's optimizer steps; None in a user's own loop
     seed_norms: list[Floats]  # (n,) the same of seeds, for each entry of `seed_owners`
     seed_owners: tuple[tuple[int, Indices], ...]  # the slot and the rows (n,) that the norms belong to
     parameter_norms: ParameterNorms | None = None  # if `train` was asked for them and the population has them
-    skipped: Indices | None = (
-        None  # (R,) updates that overflowed in float16 and were skipped; norms are then nan if all were, inf if a row is lost
-    )
+    skipped: Indices | None = None
+    """(R,) updates that overflowed in float16 and were skipped; norms are then nan if all were, inf if a row is lost."""
 
 
 class Figures(NamedTuple):
@@ -125,7 +122,7 @@ class Population(Protocol):
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
         """Train every row for one step. `parameter_norms` asks for the gradient norm of each parameter, which `probe` reads."""
 
-    def probe(self, seeds: Seeds, asked: Asked) -> Figures:
+    def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         """Measure every row as it is now. This reads the device once."""
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
@@ -147,9 +144,7 @@ class Population(Protocol):
         """Return an empty keeper for this population."""
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything that the next step depends on, as entries of a tree of arrays that share memory with the
-        population.
-        """
+        """Return everything that the next step depends on, as a tree of arrays that share memory with the population."""
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         """Restore what `snapshot` returned. Raises ValueError if it came from another population."""
@@ -158,7 +153,7 @@ class Population(Protocol):
 def row_environments(config: Config, *, ghost: bool) -> Indices:
     """Return (R,) the environment of each row: the environments, then their twins; then a ghost, if there is one.
 
-    ghost: whether a row alone runs beside a copy of itself, whose results are ignored (`fitting.needs_ghost`).
+    ghost: whether a row alone runs beside a copy of itself, whose results are ignored (`stacked.needs_ghost`).
     """
     rows = config.envs * (2 if config.twin else 1)
     return np.arange(rows if rows > 1 or not ghost else 2) % config.envs

@@ -96,10 +96,9 @@ def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
 def hold_freed_memory() -> None:
     """Make the C library keep freed blocks of up to 32 MiB instead of returning them to the system.
 
-    A pass over maps allocates megabytes and frees them at its end. Each page that the system hands out again costs a
-    page fault and is zeroed, which takes a third of a small network's training time. glibc raises its threshold to the
-    size of the largest mapped block that was freed, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). With another C library
-    this does nothing.
+    A pass over maps allocates megabytes and frees them at its end. Each page that the system hands out again costs a page fault
+    and is zeroed, which takes a third of a small network's training time. glibc raises its threshold to the size of the largest
+    mapped block that was freed, up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD). With another C library this does nothing.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 

@@ -15,10 +15,11 @@ from esper.karn.comparison import (
     result_rows,
     settings_that_differ,
 )
-from esper.karn.report.figures import Curves, Series
-from esper.karn.report.frame import Content, Section, Table, flat_settings, render, write_page
-from esper.karn.report.records import Floats, Population
-from esper.leyline.arguments import to_path
+from esper.karn.report.figures import Content, Curves, Section, Series
+from esper.karn.report.frame import flat_settings, render, write_page
+from esper.karn.result import Table
+from esper.karn.run_model import Floats, Population
+from esper.leyline.config.arguments import to_path
 from esper.leyline.text import printable
 
 COLOURS = 8

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from esper.karn.report.figures import Forest, ForestRow, Integers, with_error
-from esper.karn.report.frame import Section, Table
-from esper.karn.report.keeps import DRAWN_DECISIONS, LISTED, Decided, Decisions
-from esper.karn.report.model import RunModel
-from esper.leyline.stages import Stage
+from esper.karn.report.figures import Forest, ForestRow, Integers, Section, with_error
+from esper.karn.result import Table
+from esper.karn.run_model import DRAWN_DECISIONS, LISTED, Decided, DecisionLog, RunModel
+from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
 
 NAMED = 8
@@ -191,7 +190,7 @@ def _refusals(model: RunModel) -> Table:
     return Table(f"Decisions that were refused, {total} in all{more}", columns, rows, texts=(1, 2, 3, 6))
 
 
-def _plantings(decided: Decisions) -> Table:
+def _plantings(decided: DecisionLog) -> Table:
     rows = [
         (f"{each.step}", f"{each.env}", printable(each.slot), printable(each.blueprint), printable(each.why))
         for each in decided.plantings
@@ -201,7 +200,7 @@ def _plantings(decided: Decisions) -> Table:
     return Table(f"Plantings with their reasons{more}", columns, rows, texts=range(2, 5))
 
 
-def _decided(decided: Decisions) -> Table:
+def _decided(decided: DecisionLog) -> Table:
     trained = any(each.round is not None for each in decided.first)
     rows = [
         (

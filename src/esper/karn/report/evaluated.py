@@ -8,22 +8,22 @@ from esper.karn.evaluation import (
     compared,
     comparisons_table,
     costs_table,
+    group_lines,
     interval_lines,
     objectives_table,
-    opponent_lines,
     sample_words,
-    search_lines,
     spread,
     static_lines,
 )
-from esper.karn.report.figures import Forest, ForestRow
-from esper.karn.report.frame import Content, Section, Table, flat_settings, table_of
+from esper.karn.report.figures import Content, Forest, ForestRow, Section
+from esper.karn.report.frame import flat_settings
+from esper.karn.result import Table, table_of
 from esper.karn.tables import actor_lines
+from esper.leyline.config.parsing import parse_json
 from esper.leyline.errors import InputError
-from esper.leyline.parsing import parse_json
 from esper.leyline.text import counted, printable
+from esper.store.disk import read_kept
 from esper.store.files import EVALUATION, is_run
-from esper.store.reading import read_kept
 
 _LARGEST = 256 * 2**20  # bytes of a record that are read
 _MEND = "put back what esper eval wrote, or evaluate again with --overwrite"
@@ -70,19 +70,8 @@ def _asked(record: Record) -> list[str]:
         f"Each grew {counted(record['instances'], 'instance')} of every task ({part}, from number {record['first_instance']}) "
         f"under the run seeds {', '.join(map(str, record['seeds']))}.",
         "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
-        *_budget(record),
+        *map(printable, record.get("lines", ())),
         *(f"Grown by {line}." for line in actor_lines(record)),
-    ]
-
-
-def _budget(record: Record) -> list[str]:
-    """The search budget of the opponents, where the record has it."""
-    budget = record.get("search_budget")
-    if budget is None:
-        return []
-    episodes = counted(budget["episodes"], "episode")
-    return [
-        f"Each opponent that is searched for or fitted had {episodes} on training instances: {printable(budget['reason'])}."
     ]
 
 
@@ -101,8 +90,8 @@ def _task(record: Record, task: Record, key: str) -> Section:
         "Interquartile mean: the mean over the middle half of the runs. P(better): how probably a run of the controller has a "
         "higher J than a run of the other on the same instance.",
         *static_lines(record, task),
-        *opponent_lines(task),
-        *search_lines(task["search"]),
+        *group_lines(task),
+        *map(printable, task.get("lines", ())),
     ]
     return Section(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)
 

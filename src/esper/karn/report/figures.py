@@ -1,12 +1,14 @@
-"""The figures of a page as data. `svg.py` draws them on the page, `pictures.py` for papers. T places, E environments, N lines."""
+"""The sections and figures of a page as data, which `drawing.py` draws. T places, E environments, N lines."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 from numpy.typing import NDArray
 
-from esper.karn.report.records import Floats, SeedMark, Stay
+from esper.karn.result import Table
+from esper.karn.run_model import Floats, SeedMark, Stay
 
 Integers = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -159,6 +161,50 @@ class HeatMap(NamedTuple):
 
 
 Figure = Curves | Timeline | Forest | HeatMap
+
+
+class Section(NamedTuple):
+    """A part of the page under its own heading.
+
+    Attributes:
+        key (str): anchor
+        name (str): heading
+        lines (sentences): plain text at the beginning
+        tables (list of Table): tables
+        figures (list of Figure): drawn below the tables
+        extra (Markup): what follows them
+        notes (sentences): plain text at the end
+        papers (list of Figure): figures that are drawn as pictures alone, because the page shows the same with a slider
+    """
+
+    key: str
+    name: str
+    lines: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+    extra: Markup = Markup()
+    notes: Sequence[str] = ()
+    papers: Sequence[Figure] = ()
+
+
+class Content(NamedTuple):
+    """What a page shows, without its style and scripts.
+
+    Attributes:
+        title (str): first heading
+        heading (str): line below it
+        sections (list of Section): parts
+        data (Markup or None): JSON of the slider in the section "growth"; None without it
+        last_step (int): last place of the slider
+        missing (sentences): what the page leaves out because the run has none of it
+    """
+
+    title: str
+    heading: str
+    sections: Sequence[Section]
+    data: Markup | None = None
+    last_step: int = 0
+    missing: Sequence[str] = ()
 
 
 def percentiles(values: Floats) -> Floats:

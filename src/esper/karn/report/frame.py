@@ -1,82 +1,21 @@
 """What all pages share: sections of sentences, tables and figures in one file that makes no request to any network."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, FunctionLoader, Template
 from markupsafe import Markup
-from rich.table import Table as RichTable
 
-from esper.karn.report.figures import Figure
-from esper.karn.report.svg import draw
+from esper.karn.report.drawing import draw
+from esper.karn.report.figures import Content
 from esper.leyline.distribution import installed_version
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
 from esper.store.disk import write_atomic
-
-
-class Table(NamedTuple):
-    """A table of a section; the first cell of a row is its name, and `texts` are the columns of words, which may wrap."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    texts: Sequence[int] = ()
-
-
-def table_of(caption: str, table: RichTable) -> Table:
-    """A table that is printed elsewhere, with its header and cells as they are."""
-    columns = [printable(str(column.header)) for column in table.columns]
-    cells = [[printable(str(cell)) for cell in column.cells] for column in table.columns]
-    return Table(caption, columns, list(zip(*cells, strict=True)))
-
-
-class Section(NamedTuple):
-    """A part of the page under its own heading.
-
-    Attributes:
-        key (str): anchor
-        name (str): heading
-        lines (sentences): plain text at the beginning
-        tables (list of Table): tables
-        figures (list of Figure): drawn below the tables
-        extra (Markup): what follows them
-        notes (sentences): plain text at the end
-        papers (list of Figure): figures that are drawn as pictures alone, because the page shows the same with a slider
-    """
-
-    key: str
-    name: str
-    lines: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
-    extra: Markup = Markup()
-    notes: Sequence[str] = ()
-    papers: Sequence[Figure] = ()
-
-
-class Content(NamedTuple):
-    """What a page shows, without its style and scripts.
-
-    Attributes:
-        title (str): first heading
-        heading (str): line below it
-        sections (list of Section): parts
-        data (Markup or None): JSON of the slider in the section "growth"; None without it
-        last_step (int): last place of the slider
-        missing (sentences): what the page leaves out because the run has none of it
-    """
-
-    title: str
-    heading: str
-    sections: Sequence[Section]
-    data: Markup | None = None
-    last_step: int = 0
-    missing: Sequence[str] = ()
 
 
 def render(content: Content) -> str:

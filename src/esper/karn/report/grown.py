@@ -13,38 +13,77 @@ from esper.karn.report.figures import (
     ForestRow,
     HeatMap,
     Integers,
+    Section,
     Series,
     Timeline,
     with_error,
 )
-from esper.karn.report.frame import Section, Table
-from esper.karn.report.model import RunModel
-from esper.karn.report.records import NO_SEED, Floats, Population, Worths
-from esper.leyline.intervals import mean_and_error, t_interval
-from esper.leyline.stages import IN_BUDGET, Stage, among
+from esper.karn.result import Table
+from esper.karn.run_model import NO_SEED, Floats, Population, RunModel, Worths
+from esper.karn.terminal.console import DESCRIPTIONS
+from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted, printable
 
 DRAWN_READINGS = 48
-"""Most columns of a figure of sensors."""
+"""Most columns of a figure of sensors or seeds."""
+DRAWN_SEEDS = 12
+"""Most rows of the figure of what grew where, those that most environments had for the longest time."""
 COLOURS = 8
 """Colours of slots, phases and runs in figures; after that many they repeat."""
 BANDS = "Lines are medians over environments; bands reach from the 10th to the 90th percentile."
 
 
+def first_figures(model: RunModel) -> list[Curves | Forest | HeatMap]:
+    """What grew where over time, the metric over time beside that of the twins, and the differences from all static networks."""
+    figures: list[Curves | Forest | HeatMap] = []
+    population, head, summary = model.population, model.head, model.summary or {}
+    metric = str(summary.get("metric", "metric"))
+    if population is not None and head is not None:
+        steps = _chosen(population.steps)
+        counts = {
+            f"{blueprint} at {slot}": (population.seed[steps, :, s] == k).sum(1)
+            for s, slot in enumerate(head.slots)
+            for k, blueprint in enumerate(head.blueprints)
+            if (population.seed[:, :, s] == k).any()
+        }
+        most = sorted(counts, key=lambda name: -int(counts[name].sum()))[:DRAWN_SEEDS]
+        names = [name for name in counts if name in most]
+        if names:
+            values = np.array([counts[name] for name in names], float)
+            columns = [str(step) for step in population.steps[steps].tolist()]
+            title = "What grew where over time: environments with each seed after each step"
+            figures.append(HeatMap(title, names, columns, values, "step"))
+        grown = [Series("grown", population.metric, "grown")]
+        if population.twin is not None:
+            grown.append(Series("twin, which never grows", population.twin, "twin"))
+        title = f"{metric} on the probe split"
+        figures.append(Curves(title, population.steps.tolist(), grown, "step", metric))
+    rows = []
+    for name, static in summary.get("baselines", {}).items() if "grown_params" in summary else ():
+        values = static.get(f"test_{metric}")
+        if values is None:
+            continue
+        found = t_interval(differences(summary[f"test_{metric}"]["grown"], values))
+        if not np.isnan(found.mean):
+            style = "kept" if found.above else "pruned" if found.below else "plain"
+            what = f"{name}, {DESCRIPTIONS.get(name, 'a static network')}"
+            rows.append(ForestRow(name, found.mean, found.low, found.high, style, f"{what}: {shown(found, '+.4f')}"))
+    if rows:
+        title = "The grown networks less each static network, on the test split"
+        figures.append(Forest(title, rows, f"difference of {metric}, paired, with its 95 % interval"))
+    return figures
+
+
 def curves_section(model: RunModel) -> Section | None:
-    """Metric, loss and added parameters over the steps."""
+    """Loss and added parameters over the steps."""
     population = model.population
     if population is None:
         return None
-    metric = str((model.summary or {}).get("metric", "metric"))
     steps = population.steps.tolist()
-    grown = [Series("grown", population.metric, "grown")]
-    if population.twin is not None:
-        grown.append(Series("twin, which never grows", population.twin, "twin"))
     losses = [Series("probe", population.loss, "grown"), Series("training", population.train_loss, "third")]
     added = [Series("added", population.added.astype(float), "grown")]
     figures = [
-        Curves(f"{metric} on the probe split", steps, grown, "step", metric),
         Curves("Loss", steps, losses, "step", "loss"),
         Curves("Added parameters", steps, added, "step", "parameters"),
     ]
@@ -216,9 +255,7 @@ def sensors_section(model: RunModel) -> Section | None:
     sensed, head = model.sensed, model.head
     if sensed is None or head is None:
         return None
-    chosen = np.unique(
-        np.linspace(0, len(sensed.steps) - 1, min(len(sensed.steps), DRAWN_READINGS)).round().astype(int)
-    )
+    chosen = _chosen(sensed.steps)
     steps = sensed.steps[chosen]
     figures = []
     for s, slot in enumerate(head.slots):
@@ -241,6 +278,11 @@ def sensors_section(model: RunModel) -> Section | None:
         "The rows above the sensors count the seeds that were planted, pruned and kept since the column before.",
     ]
     return Section("sensors", "Sensors beside what was decided", lines, figures=figures)
+
+
+def _chosen(steps: Integers) -> Integers:
+    """Indices of at most `DRAWN_READINGS` steps, the first and the last among them."""
+    return np.unique(np.linspace(0, len(steps) - 1, min(len(steps), DRAWN_READINGS)).round().astype(int))
 
 
 def _counts_since(steps: Integers, at: Sequence[int]) -> list[int]:

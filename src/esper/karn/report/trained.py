@@ -1,12 +1,12 @@
 """The sections of a report on the training of a controller: learning, health, and what the policy does and reads."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from esper.karn.report.figures import Curves, Forest, ForestRow, Series
-from esper.karn.report.frame import Section
-from esper.karn.report.model import RunModel
+from esper.karn.report.figures import Curves, Forest, ForestRow, Section, Series
+from esper.karn.run_model import RunModel
 from esper.leyline.intervals import shown, t_interval
 from esper.leyline.text import counted
 from esper.nissa.rows import RoundRow
@@ -146,11 +146,11 @@ def _health_lines(model: RunModel) -> list[str]:
 def _policy(model: RunModel) -> Section:
     """What the policy decides, round by round, and which inputs its decisions depend on."""
     rounds = [row.round for row in model.rounds]
-    operations = list(dict.fromkeys(name for counts in model.operations.values() for name in counts))
+    operations = list(dict.fromkeys(name for _, counts in sorted(model.operations.items()) for name in counts))
     series = [
         Series(
             name,
-            np.array([[float(model.operations.get(number, {}).get(name, 0))] for number in rounds]),
+            np.array([[float(model.operations.get(number, Counter())[name])] for number in rounds]),
             f"run{index % COLOURS}",
         )
         for index, name in enumerate(operations)

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from esper.karn.serve.pages import error_page, login_page
 from esper.leyline.errors import InputError
-from esper.store.reading import read_named
+from esper.store.disk import read_named
 
 SHORTEST_TOKEN = 16  # characters
 LARGEST_FORM = 4096  # bytes

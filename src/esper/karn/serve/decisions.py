@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from esper.leyline.actions import Op
 from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Op
 from esper.nissa.events import decode
 from esper.nissa.rows import DecisionRow
+from esper.store.disk import open_regular
 from esper.store.files import EVENTS
-from esper.store.reading import open_regular
 
 FATES = {"yes": True, "no": False}
 OPERATIONS = tuple(op.name for op in Op if op != Op.WAIT)

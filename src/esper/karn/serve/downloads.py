@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple
 
 from esper.leyline.errors import InputError
+from esper.store.disk import open_regular
 from esper.store.files import CHANGES, CONFIG, CONTROLLER, ENVIRONMENT, EVENTS, MODELS, REPORT, SUMMARY
-from esper.store.reading import open_regular
 
 FILES = {
     CONFIG: "application/yaml",

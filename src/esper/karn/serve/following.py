@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from esper.karn.reader import Status, Tail, open_run
+from esper.karn.reader import Tail, complete, open_run
 from esper.karn.report.frame import render_content
-from esper.karn.report.model import Gathered
 from esper.karn.report.page import content_of
+from esper.karn.run_model import RunModel
 from esper.karn.serve.library import file_state
 from esper.store.files import EVENTS
 
@@ -35,12 +35,12 @@ class Shown(NamedTuple):
 
     Attributes:
         version (str): changes with the page
-        status (Status): how the run stands
+        status (str): how the run stands
         content (Markup): header and main part
     """
 
     version: str
-    status: Status
+    status: str
     content: Markup
 
 
@@ -51,7 +51,7 @@ class Followed:
         """InputError if `folder` is not a run folder."""
         self.run = open_run(folder)
         self._lock = threading.Lock()
-        self._tail, self._gathered = Tail(folder / EVENTS), Gathered()
+        self._tail, self._model = Tail(folder / EVENTS), RunModel()
         self._shown: Shown | None = None
         self._due = float("-inf")  # before this time the last page is shown again [seconds of the monotonic clock]
 
@@ -75,7 +75,7 @@ class Followed:
                 return self._shown
             self._read()  # each row once, which is not held against the next page
             start = time.monotonic()
-            model = self._gathered.model(self.run)
+            model = complete(self._model, self.run)
             content = render_content(content_of(model, self.run.folder.name))
             self._shown = Shown(version, model.status, content)
             self._due = start + max(LEAST, (time.monotonic() - start) / SHARE)
@@ -92,9 +92,8 @@ class Followed:
         restarts = self._tail.restarts
         while rows := self._tail.read(PART):
             if self._tail.restarts != restarts:  # a resume cut rows off, and all of them come again
-                self._gathered, restarts = Gathered(), self._tail.restarts
-            for row in rows:
-                self._gathered.write(row)
+                self._model, restarts = RunModel(), self._tail.restarts
+            self._model.update(rows)
 
     def _state(self) -> str:
         return hashlib.sha256(repr(file_state(self.run.folder)).encode()).hexdigest()[:16]

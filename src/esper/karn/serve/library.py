@@ -12,9 +12,9 @@ from esper.karn.reader import Status, open_run
 from esper.leyline.errors import InputError, first_line
 from esper.nissa.events import decode, decode_lines
 from esper.nissa.rows import Row, RunRow
+from esper.store.disk import open_regular
 from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
-from esper.store.reading import open_regular
 
 DEPTH = 4
 """Levels of folders below a named one in which runs are looked for."""

@@ -1,7 +1,6 @@
 """The table of blueprints, a decorator that adds a user's own, and the checks that every blueprint must pass."""
 
 import copy
-import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints import sequence as sequences
 from esper.kasmina.blueprints.vector import MLP, Affine, Factored, Gated, LinearMap, LowRank, SparseHead, SparseRows
 from esper.leyline.errors import InputError
-from esper.leyline.slots import Tap
-from esper.leyline.streams import STREAMS, Kind
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.text import did_you_mean
 
 Build = Callable[[int, int], nn.Module]
 Count = Callable[[int, int], int]
@@ -105,10 +105,8 @@ def get_blueprint(name: str, kind: Kind | None = None) -> Blueprint:
     other = [found.value for found, known in BLUEPRINTS if known == name]
     if other:
         raise InputError(f"blueprint {name!r} is for {other[0]} streams; {_names(kind)} are for {kind} streams")
-    near = difflib.get_close_matches(name, [known for _, known in BLUEPRINTS], 1)
-    raise InputError(
-        f"unknown blueprint {name!r}; {f'did you mean {near[0]!r}?' if near else f'there are {_names(kind)}'}"
-    )
+    hint = did_you_mean(name, [known for _, known in BLUEPRINTS]) or f"there are {_names(kind)}"
+    raise InputError(f"unknown blueprint {name!r}; {hint}")
 
 
 def _names(kind: Kind | None) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.vector import zero_linear
+from esper.kasmina.stack.layers import zero_linear
 
 
 def conv(reads: int, writes: int, size: int, *, groups: int = 1) -> nn.Conv2d:

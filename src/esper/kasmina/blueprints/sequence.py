@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.vector import ChosenOutputs, zero_linear
-from esper.kasmina.layers import Linear, causal_attention
+from esper.kasmina.blueprints.vector import ChosenOutputs
+from esper.kasmina.stack.layers import Linear, causal_attention, zero_linear
 
 
 class Norm(nn.Module):

@@ -9,17 +9,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blending import sigmoid
-from esper.kasmina.fused import ReLU
-from esper.kasmina.layers import Linear
-
-
-def zero_linear(reads: int, writes: int) -> Linear:
-    """Make a linear map that starts at exactly 0."""
-    layer = Linear(reads, writes)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
-    return layer
+from esper.kasmina.slot import sigmoid
+from esper.kasmina.stack.fused import ReLU
+from esper.kasmina.stack.layers import Linear, zero_linear
 
 
 class Affine(nn.Module):

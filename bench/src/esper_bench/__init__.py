@@ -1,0 +1,1 @@
+"""Benchmarks for Esper, as a package that plugs into it: tasks, opponents, fitted controllers, and streams of changing data."""

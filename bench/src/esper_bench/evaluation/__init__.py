@@ -1,0 +1,1 @@
+"""Opponents of an evaluation, and the search for the best fixed plan."""

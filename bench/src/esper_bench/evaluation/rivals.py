@@ -1,0 +1,224 @@
+"""Compare controllers with opponents: searched plans, rules that place seeds, fitted trees, references and an oracle."""
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import esper
+from esper.leyline.data.task import AnyTask
+from esper.leyline.text import counted, rounded
+from esper.runs.evaluation.contenders import RULES, Contender, named
+from esper.runs.evaluation.design import Design, Grower
+from esper.runs.evaluation.evaluation import Entry, Rivals
+from esper.runs.evaluation.record import Record
+from esper.runs.evaluation.work import References
+from esper_bench.controllers.plans import NONE, UNIFORM, Placed
+from esper_bench.evaluation.declared import FITTED, ORACLE, SEARCHED, Opponents, opponents_of
+from esper_bench.evaluation.opponents import (
+    Budget,
+    Entered,
+    check_apart,
+    check_opponents,
+    enter,
+    fitted_tree,
+    search_budget,
+)
+from esper_bench.evaluation.plan_menu import entry_line
+from esper_bench.evaluation.plan_search import Found, search_plans
+
+_ALIKE = {NONE.name: RULES[0], UNIFORM.name: "uniform"}
+"""Plans of the oracle that equal a contender, which has their figures where it takes part."""
+
+
+class Opposition(Rivals):
+    """The best fixed plan, which always takes part, and the opponents that a task declares (`opponents_of`).
+
+    names: those that take part; None for all. search_episodes: the search budget of the best fixed plan and of fitted trees;
+    None takes that of the controllers, or `plan_search.EPISODES`. declared: opponents by the name of a task, for tasks of one's
+    own.
+    """
+
+    headroom = (SEARCHED, ORACLE)
+
+    def __init__(
+        self,
+        names: Sequence[str] | None = None,
+        search_episodes: int | None = None,
+        declared: Mapping[str, Opponents] | None = None,
+    ) -> None:
+        self.wanted, self.search_episodes, self.declared = names, search_episodes, dict(declared or {})
+        self.entered: list[Entered] = []
+        self.found: list[Found] = []
+        self.elsewhere: list[dict[str, AnyTask]] = []
+        self.taught: list[bool] = []
+        self.budget: Budget
+
+    def names(self, tasks: Sequence[AnyTask]) -> Sequence[str]:
+        """Return the names of opponents that are no controllers."""
+        return (
+            SEARCHED,
+            ORACLE,
+            FITTED,
+            *dict.fromkeys(name for each in self._declared(tasks) for name in each.references),
+        )
+
+    def enter(self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]) -> None:
+        """Decide who takes part in each task. Raises InputError where a contender cannot."""
+        tasks = [design.task for design in designs]
+        declared = self._declared(tasks)
+        check_opponents(self.wanted, tasks, declared, len(designs[0].seeds))
+        self.budget = search_budget(controllers, self.search_episodes)
+        for design, own in zip(designs, declared, strict=True):
+            entered = enter(design.task, own, self.wanted, settings, len(design.seeds), self.budget)
+            check_apart(controllers, entered.rules)
+            for contender in entered.rules:
+                design.check(contender)
+            self.entered.append(entered)
+            self.taught.append("drift" in own.rules)
+            self.elsewhere.append({name: reference.task() for name, reference in entered.references.items()})
+
+    def references(self) -> References:
+        """Return the tasks of references with the functions that make them."""
+        return [
+            (task, entered.references[name].task)
+            for entered, own in zip(self.entered, self.elsewhere, strict=True)
+            for name, task in own.items()
+        ]
+
+    def count(self, at: int) -> int:
+        """Return how many opponents grow networks of their own, the best fixed plan and the plans of the oracle included."""
+        entered = self.entered[at]
+        fresh = [plan for plan in entered.plans if plan.name not in _ALIKE]
+        return 1 + len(entered.rules) + entered.fitted + len(entered.references) + len(fresh)
+
+    def searches(self, at: int) -> int:
+        """Return how many networks the searches of a task grow."""
+        entered = self.entered[at]
+        searched = [each for each in entered.references.values() if each.controller == SEARCHED]
+        return self.budget.episodes * (1 + entered.fitted + len(searched))
+
+    def told(self) -> list[str]:
+        """Return who takes no part, and the search budget."""
+        absent = [
+            f"{name} takes no part: {reason}" for entered in self.entered for name, reason in entered.absent.items()
+        ]
+        return [f"{self.budget.episodes:,} episodes for each search: {self.budget.reason}", *absent]
+
+    def grow(self, at: int, grower: Grower, folder: Path | None) -> Entry:
+        """Search for the best fixed plan, and return it with the opponents of a task."""
+        entered = self.entered[at]
+        self.found.append(self._search(grower))
+        opponents = list(entered.rules)
+        if entered.fitted:
+            opponents.append(fitted_tree(grower, self.budget, taught=self.taught[at]))
+        elsewhere = []
+        for name, reference in entered.references.items():
+            design = grower.design._replace(task=self.elsewhere[at][name])
+            own = Grower.of(design, folder, grower.watch, grower.pace, grower.actors)
+            searched = reference.controller == SEARCHED
+            contender = self._search(own).contender if searched else named(reference.controller)
+            elsewhere.append((own, contender._replace(name=name)))
+        return Entry(
+            rules=[self.found[at].contender],
+            opponents=opponents,
+            elsewhere=elsewhere,
+            plans=[(plan.contender(f"plan {plan.name}"), _ALIKE.get(plan.name)) for plan in entered.plans],
+            best_of=ORACLE if entered.plans else None,
+            absent=entered.absent,
+        )
+
+    def facts(self, at: int) -> Record:
+        """Return the plan that was found on a task, and what the search cost."""
+        found, names = self.found[at], self.entered[at]
+        choice = found.best.choice
+        search = {
+            "plan": found.best.name,
+            "plants": found.best.plants,
+            "entries": [] if isinstance(choice, Placed) else [entry_line(entry) for entry in choice],
+            "permissive_gates": "gates" in found.best.settings,
+            "probe_objective": float(found.objective),
+            "candidates": found.candidates,
+            "tried": found.tried,
+            "instances": found.instances,
+            "episodes": found.episodes,
+            "seconds": round(found.seconds, 3),
+        }
+        return {"search": search, "lines": [*_lines(names), *search_lines(search)]}
+
+    def summary(self) -> Record:
+        """Return the search budget."""
+        budget = {"episodes": self.budget.episodes, "reason": self.budget.reason}
+        line = f"search budget of each opponent: {counted(self.budget.episodes, 'episode')}, {self.budget.reason}"
+        return {"search_budget": budget, "lines": [line]}
+
+    def _declared(self, tasks: Sequence[AnyTask]) -> list[Opponents]:
+        return [self.declared.get(task.name) or opponents_of(task.name) for task in tasks]
+
+    def _search(self, grower: Grower) -> Found:
+        """Search for the best fixed plan of the task of a design."""
+        design = grower.design
+        return search_plans(
+            design.task,
+            design.settings,
+            episodes=self.budget.episodes,
+            kept=grower.kept,
+            watch=grower.watch,
+            pace=grower.pace,
+            actors=grower.actors,
+        )
+
+
+def evaluate(
+    controllers: Any = (),
+    tasks: Any = "repair",
+    *,
+    opponents: Sequence[str] | None = None,
+    search_episodes: int | None = None,
+    out: str | PathLike[str] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Compare controllers as `esper.evaluate` does, and with the best fixed plan and the opponents of every task.
+
+    opponents: names of opponents of the tasks; None for all, () for none. search_episodes: see `Opposition`. Other arguments are
+    those of `esper.evaluate`. Raises InputError before anything is grown.
+    """
+    return esper.evaluate(controllers, tasks, out=out, rivals=Opposition(opponents, search_episodes), **options)
+
+
+def _lines(entered: Entered) -> list[str]:
+    """Say what the columns on opponents mean."""
+    lines = []
+    if entered.plans:
+        lines.append(
+            "headroom: the gain of a controller over the best fixed plan, as a share of the oracle's gain; for each run, the "
+            "oracle plants what came to the highest J on the test split in the other runs of the instance"
+        )
+    lines.append(
+        "searched: networks that were grown to train a controller or to search for it, of several trainings the most of one; "
+        "0 for a rule, - if unknown"
+    )
+    return lines
+
+
+def search_lines(search: Mapping[str, Any]) -> list[str]:
+    """Return the plan that the search found, a schedule as lines of a schedule file, and the cost of the search."""
+    gates = ", with permissive gates" if search["permissive_gates"] else ""
+    plants = f", which plants {search['plants']}" if search["plants"] else ""
+    of = f" of {search['candidates']:,}" if search["tried"] < search["candidates"] else ""
+    cost = f"{counted(search['tried'], 'plan')}{of} in {counted(search['episodes'], 'episode')}"
+    seconds = search["seconds"]
+    took = f"{seconds:,.1f} seconds" if seconds >= 0.05 else "read from the results of an earlier call"
+    entries = [
+        f"  - {{{', '.join(f'{key}: {_yaml(value)}' for key, value in entry.items())}}}" for entry in search["entries"]
+    ]
+    return [
+        f"best fixed plan{gates}: {search['plan']}{plants}",
+        *entries,
+        f"it is the best of {cost} on training instances ({took}); its J there, on the probe split: "
+        f"{rounded(search['probe_objective'], '.3f')}",
+    ]
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,16 @@
+"""Shared pieces: one thread, the same start of every draw, and the fixtures that the tests of the library have too."""
+
+import pytest
+import torch
+
+from commands import elsewhere, esper  # noqa: F401  fixtures for all
+from disks import full, full_device, tmpfs  # noqa: F401  fixtures for all
+from views import allowed, random_view, view  # noqa: F401  fixtures for all
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def drawn_from_zero():
+    """Every test draws its own numbers from the same start."""
+    torch.manual_seed(0)

@@ -1,0 +1,93 @@
+"""The scripts behind the figures run in their quick form."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from esper_bench.streams.methods import find_method
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def run(name, *arguments, cwd):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPTS / name), "--quick", *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_studies_write_their_pages(tmp_path):
+    run("study_negative_controls.py", "--page", "controls.md", cwd=tmp_path)
+    assert "| iris |" in (tmp_path / "controls.md").read_text()
+    run("study_headroom.py", "--page", "headroom.md", cwd=tmp_path)
+    assert "unbiased oracle" in (tmp_path / "headroom.md").read_text()
+    run("study_exploits.py", "--page", "exploits.md", cwd=tmp_path)
+    assert "| honest |" in (tmp_path / "exploits.md").read_text()
+    run("study_certificates.py", "--page", "certificates.md", cwd=tmp_path)
+    assert "| eager | G5, certify 0.05 |" in (tmp_path / "certificates.md").read_text()
+    run("study_sandbox.py", "--page", "sandbox.md", cwd=tmp_path)
+    assert "| growth | blind | bandit | chain |" in (tmp_path / "sandbox.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_study_of_streams_tunes_measures_and_prints_a_table(tmp_path):
+    few = ["--sets", "recurring-shared", "--methods", "reset-blocks", "reactivate"]
+    run("study_streams.py", "tune", "--out", "settings.json", *few, cwd=tmp_path)
+    run("study_streams.py", "measure", "--settings", "settings.json", "--out", "figures", *few, cwd=tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "figures").iterdir()}
+    assert len(before) == 2
+    run("study_streams.py", "measure", "--settings", "settings.json", "--out", "figures", *few, cwd=tmp_path)
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "kept figures were made anew"
+    printed = run("study_streams.py", "table", "--out", "figures", "--reference", "reactivate", cwd=tmp_path)
+    assert "| reset-blocks |" in printed
+
+
+@pytest.mark.slow
+def test_a_controller_of_streams_is_fitted_and_its_file_is_a_method(tmp_path):
+    assert "generation 1: mean" in run("fit_streams.py", "fit", "search", cwd=tmp_path)
+    assert not run("fit_streams.py", "fit", "search", cwd=tmp_path), "kept generations were made anew"
+    assert "fitted" in run("fit_streams.py", "choose", "search", "own.json", cwd=tmp_path)
+    assert find_method(str(tmp_path / "own.json")).settings["fits"] > 0
+
+
+@pytest.mark.slow
+def test_a_baseline_of_streams_begins_with_its_settings_and_gets_better_ones_alone(tmp_path):
+    (tmp_path / "settings.json").write_text('{"recurring-shared": {"replay-annealed": {"drawn": 3, "lr": 0.001}}}')
+    few = ["--method", "replay-annealed", "--changes", "recurring-shared", "--settings", "settings.json"]
+    run("fit_streams.py", "fit", "search", *few, cwd=tmp_path)
+    assert np.load(tmp_path / "search" / "0.npz")["candidates"][0, 0] == pytest.approx(0.001)
+    (tmp_path / "search" / "fitted.json").write_text(
+        '{"numbers": {"lr": 0.02, "head_rate": 1, "halving": 50, "least": 0.1}}'
+    )
+    run("fit_streams.py", "choose", "search", "settings.json", *few[:4], cwd=tmp_path)
+    chosen = json.loads((tmp_path / "settings.json").read_text())["recurring-shared"]["replay-annealed"]
+    assert chosen == {"drawn": 3, "lr": 0.02, "head_rate": 1, "halving": 50, "least": 0.1}
+
+
+@pytest.mark.slow
+def test_the_study_of_controllers_goes_on_where_it_was_left(tmp_path):
+    run("study_controller.py", "--out", "study", "--page", "controller.md", "--json", "controller.json", cwd=tmp_path)
+    assert "Not run" not in (tmp_path / "controller.md").read_text()
+    results = json.loads((tmp_path / "controller.json").read_text())
+    assert set(results) == {"evaluate", "quick", "others", "leave-out", "ablation", "trainings"}
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("*.*")}
+    run("study_controller.py", "--out", "study", "--page", "controller.md", cwd=tmp_path)
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "kept results were made anew"
+
+
+@pytest.mark.slow
+def test_the_study_of_the_heuristic_sets_its_settings_beside_each_other_and_figures_beside_those_of_before(tmp_path):
+    rows = [line.split(" | ") for line in run("study_heuristic.py", "training", cwd=tmp_path).splitlines()[3:]]
+    assert rows[0][0] == "| the config's settings"
+    assert rows[0][2] == "+0.0000"
+    assert len({row[1] for row in rows}) > 3
+    run("study_heuristic.py", "heldout", "--out", "figures.json", cwd=tmp_path)
+    table = run("study_heuristic.py", "compare", "figures.json", "figures.json", cwd=tmp_path)
+    assert "+0.000 [+0.000, +0.000]" in table.splitlines()[-1]

@@ -1,1 +1,0 @@
-"""Exporters: the curves, the network and the final table of a run, written for other programs that show runs."""

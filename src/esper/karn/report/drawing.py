@@ -1,0 +1,410 @@
+"""Figures as shapes, which are written as SVG on the page and painted by matplotlib for papers: one layout for both.
+
+SVG is written by hand, because a page has tens of figures with thousands of cells that can be walked through and say what they
+are. matplotlib takes 0.2 s for a figure, and a page that follows a run would be made of them again and again.
+Every text from outside is escaped. Colours are CSS variables of the page and follow its theme.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from markupsafe import Markup
+
+from esper.karn.report.figures import (
+    Content,
+    Curves,
+    Figure,
+    Forest,
+    HeatMap,
+    Timeline,
+    describe,
+    describe_mark,
+    percentiles,
+)
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.text import printable
+from esper.store.disk import write_atomic
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 64, 16, 12, 34
+"""Size of a figure and of the margins around its axes [px]."""
+NAMES = 260
+"""Width of the names of estimates [px]."""
+LETTER = 6.6
+"""Width of a letter of a name, about [px]."""
+LINE = 20
+"""Height of the title of a picture and of a line of its legend [px]."""
+INCHES, DOTS = 6.5, 200
+"""Width of a picture, that of a page's text [inches], and the dots per inch of a PNG."""
+FORMATS = ("png", "pdf", "svg")
+
+Places = Sequence[tuple[float, float]]
+
+
+class Shape(NamedTuple):
+    """A part of a figure.
+
+    Attributes:
+        kind (str): rect, from corner to corner; line; polygon; circle around a place; or text at a place
+        points (pairs of float): its places [px]
+        style (str): CSS classes; the last one that has a colour gives that of a picture
+        text (str): of a text
+        words (str): what it says when it is pointed at, or walked to where it is a `stay`
+        opacity (float): of its area
+        anchor (str): which part of a text is at its place
+        room (float): most width of a text, which is squeezed into it [px]
+        turned (bool): whether a text reads from bottom to top
+        radius (float): of a circle [px]
+    """
+
+    kind: Literal["rect", "line", "polygon", "circle", "text"]
+    points: Places
+    style: str
+    text: str = ""
+    words: str = ""
+    opacity: float = 1.0
+    anchor: Literal["start", "middle", "end"] = "start"
+    room: float = float("inf")
+    turned: bool = False
+    radius: float = 3.0
+
+
+class Drawing(NamedTuple):
+    """A figure as shapes.
+
+    Attributes:
+        title (str): of the SVG
+        words (str): what a screen reader says of it
+        height (float): [px]; the width is `WIDTH`
+        shapes (list of Shape): what is drawn, the topmost last
+        kind (str): CSS class
+        legend (pairs of str): style and name of each line; empty if there is none on the page
+        keys (pairs of str): those of a picture, which stands alone
+    """
+
+    title: str
+    words: str
+    height: float
+    shapes: Sequence[Shape]
+    kind: str = "chart"
+    legend: Sequence[tuple[str, str]] = ()
+    keys: Sequence[tuple[str, str]] = ()
+
+
+def lay_out(figure: Figure) -> Drawing:
+    """The shapes of a figure that has data."""
+    match figure:
+        case Curves():
+            return _curves(figure)
+        case Timeline():
+            return _timeline(figure)
+        case Forest():
+            return _forest(figure)
+        case HeatMap():
+            return _heat_map(figure)
+
+
+def _curves(figure: Curves) -> Drawing:
+    """Medians over the last axis with bands."""
+    x, height, shown = figure.x, figure.height, figure.measured
+    quantiles = [percentiles(each.values) for each in shown]
+    low, high = (float(pick([pick(q[np.isfinite(q)]) for q in quantiles])) for pick in (min, max))
+    if high - low < 1e-12:
+        low, high = low - 0.5, high + 0.5
+    across = _scale(min(x), max(x) if max(x) > min(x) else min(x) + 1, LEFT, WIDTH - RIGHT)
+    up = _scale(low, high, height - BOTTOM, TOP)
+    shapes = []
+    for value in _ticks(low, high):
+        shapes.append(Shape("line", [(LEFT, up(value)), (WIDTH - RIGHT, up(value))], "grid"))
+        shapes.append(Shape("text", [(LEFT - 6, up(value) + 4)], "tick", f"{value:,.4g}", anchor="end"))
+    shapes += _x_axis(_ticks(min(x), max(x)), across, height, figure.x_name)
+    shapes.append(Shape("text", [(12, height / 2)], "name", figure.y_name, turned=True))
+    for each, (bottom, middle, top) in zip(shown, quantiles, strict=True):
+        if each.values.shape[1] > 1:
+            there = [(across(v), up(b), up(t)) for v, b, t in zip(x, bottom, top, strict=True) if np.isfinite(b + t)]
+            outline = [(a, t) for a, _, t in there] + [(a, b) for a, b, _ in reversed(there)]
+            shapes.append(Shape("polygon", outline, f"band {each.style}", opacity=0.18))
+        places = [(across(value), up(q)) for value, q in zip(x, middle, strict=True) if np.isfinite(q)]
+        shapes.append(Shape("line", places, f"line {each.style}"))
+        if len(places) == 1:
+            shapes.append(Shape("circle", places, f"dot {each.style}"))
+    ends = [(each.name, q[1][np.isfinite(q[1])][-1]) for each, q in zip(shown, quantiles, strict=True)]
+    last = "; ".join(f"{name} ends at {value:.4g}" for name, value in ends)
+    legend = [(each.style, each.name) for each in shown]
+    keys = legend if len(legend) > 1 else ()
+    return Drawing(figure.name, f"{figure.name}: {last}", height, shapes, "chart lines", legend, keys)
+
+
+def _timeline(figure: Timeline) -> Drawing:
+    envs = figure.envs
+    row = max(5, min(18, 720 // max(envs, 1)))
+    height = TOP + row * envs + BOTTOM
+    across = _scale(figure.first, figure.last, LEFT, WIDTH - RIGHT)
+    cells: list[tuple[tuple[int, int, bool], Shape]] = []  # a mark lies above the stay that begins at its step
+    for stay in figure.stays:
+        left, right, top = across(stay.start), across(stay.stop), TOP + row * stay.env
+        corners = [(left, top), (left + max(right - left - 0.5, 1), top + row - 1)]
+        dose = 0.35 + 0.65 * stay.alpha if stay.stage in (Stage.BLENDING, Stage.HOLDING) else 1.0
+        words, style = describe(stay, figure.name), f"stay stage{int(stay.stage)}"
+        cells.append(((stay.env, stay.start, False), Shape("rect", corners, style, words=words, opacity=dose)))
+    for mark in figure.marks:
+        size = max(2.0, min(4.5, (row - 1) / 2))
+        x, y = across(mark.step) + size, TOP + row * mark.env + (row - 1) / 2
+        points = [(x - size, y - size), (x - size, y + size), (x + size, y)]  # a triangle that points to what follows
+        if not mark.planted:
+            points = [(x, y - size), (x + size, y), (x, y + size), (x - size, y)]
+        style = f"stay mark {'planted' if mark.planted else 'removed'}"
+        words = describe_mark(mark, figure.name)
+        cells.append(((mark.env, mark.step, True), Shape("polygon", points, style, words=words)))
+    shapes = [shape for _, shape in sorted(cells)]
+    for env in range(0, envs, max(1, envs // 32)):
+        shapes.append(Shape("text", [(LEFT - 6, TOP + row * env + row - 1)], "tick", str(env), anchor="end"))
+    shapes += _x_axis(_ticks(figure.first, figure.last), across, height, "step")
+    place = min(TOP + row * envs / 2 + LETTER * 5.5, height - 4.0)  # the name may be longer than the figure is high
+    shapes.append(Shape("text", [(14, place)], "name", "environment", turned=True))
+    count = len({stay.env for stay in figure.stays})
+    words = f"stages of slot {figure.name}: seeds in {count} of {envs} environments"
+    lasting = [stage for stage in Stage if stage not in (Stage.DORMANT, Stage.GERMINATED, Stage.PRUNED)]
+    keys = [(f"stage{int(stage)}", stage.name) for stage in lasting]
+    keys += [("planted", "GERMINATED (a triangle)"), ("removed", "PRUNED (a diamond)")]
+    return Drawing(f"slot {figure.name}", words, height, shapes, "chart timeline", keys=keys)
+
+
+def _forest(figure: Forest) -> Drawing:
+    height = TOP + 16 * len(figure.rows) + BOTTOM
+    known = [value for each in figure.rows for value in (each.value, each.low, each.high) if np.isfinite(value)]
+    low, high = min(0.0, *known), max(0.0, *known)
+    across = _scale(low, high if high > low else low + 1, NAMES, WIDTH - RIGHT)
+    shapes = [Shape("line", [(across(0), TOP), (across(0), height - BOTTOM)], "zero")]
+    for index, each in enumerate(figure.rows):
+        y, words = TOP + 16 * index + 8, each.words
+        name = Shape("text", [(NAMES - 8, y + 4)], "tick", each.name, words, anchor="end", room=NAMES - 12)
+        shapes.append(name)
+        if np.isfinite(each.low + each.high):
+            shapes.append(
+                Shape("line", [(across(each.low), y), (across(each.high), y)], f"bar {each.style}", words=words)
+            )
+        shapes.append(Shape("circle", [(across(each.value), y)], f"dot {each.style}", words=words, radius=3.5))
+    shapes += _x_axis(_ticks(low, high), across, height, figure.unit, NAMES, "+.3g")
+    return Drawing(figure.name, f"{figure.name}: {len(figure.rows)} values", height, shapes)
+
+
+def _heat_map(figure: HeatMap) -> Drawing:
+    left, row = min(NAMES, 24 + int(LETTER * max(map(len, figure.rows)))), 18
+    height = TOP + row * len(figure.rows) + BOTTOM
+    wide = (WIDTH - RIGHT - left) / len(figure.columns)
+    digits = 4 if wide >= 52 else 3 if wide >= 44 else 2
+    shapes = []
+    for r, (name, values, shades) in enumerate(zip(figure.rows, figure.values, figure.shades, strict=True)):
+        y = TOP + row * r
+        shapes.append(Shape("text", [(left - 6, y + 13)], "tick", name, anchor="end", room=left - 8))
+        for c, (column, value, shade) in enumerate(zip(figure.columns, values, shades, strict=True)):
+            x, absent = left + wide * c, bool(np.isnan(value))
+            words = f"{name}, {figure.column_name} {column}: {'not measured' if absent else f'{value:.4g}'}"
+            corners = [(x, y), (x + wide - 1, y + row - 1)]
+            opacity = 0.0 if absent else float(0.06 + 0.7 * shade)
+            shapes.append(Shape("rect", corners, "stay cell", words=words, opacity=opacity))
+            if wide >= 36 and not absent:
+                number, middle = f"{value:.{digits}g}", [(x + wide / 2, y + 13)]
+                shapes.append(Shape("text", middle, "name through", number, anchor="middle", room=wide - 4))
+    every = int(np.ceil(34 / wide))
+    for c in range(0, len(figure.columns), every):
+        place, room = [(left + wide * (c + 0.5), height - 18)], wide * every - 4
+        shapes.append(Shape("text", place, "tick", figure.columns[c], anchor="middle", room=room))
+    shapes += _x_axis([], float, height, figure.column_name, left)
+    words = f"{figure.name}: {len(figure.rows)} rows by {len(figure.columns)} columns"
+    return Drawing(figure.name, words, height, shapes, "chart timeline")
+
+
+def _x_axis(
+    ticks: Sequence[float],
+    across: Callable[[float], float],
+    height: float,
+    name: str,
+    left: float = LEFT,
+    form: str = "g",
+) -> list[Shape]:
+    shapes = [
+        Shape("text", [(across(value), height - 18)], "tick", format(value, form), anchor="middle") for value in ticks
+    ]
+    return [*shapes, Shape("text", [((left + WIDTH - RIGHT) / 2, height - 3)], "name", name, anchor="middle")]
+
+
+def _scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
+    """From values between low and high to places between start and stop."""
+    return lambda value: start + (value - low) / (high - low) * (stop - start)
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """At most about six round values from low to high."""
+    if not high > low:
+        return [low]
+    raw = (high - low) / 5
+    power = 10.0 ** np.floor(np.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
+    return [round(k * step, 12) for k in range(int(np.ceil(low / step - 1e-9)), int(np.floor(high / step + 1e-9)) + 1)]
+
+
+def draw(figure: Figure) -> Markup:
+    """A figure under its heading as SVG; a sentence in its place if there is nothing to draw."""
+    heading = f"<h3>{_text(figure.name)}</h3>"
+    if figure.absent is not None:
+        return Markup(f'{heading}<p class="absent">{figure.absent[0].upper()}{figure.absent[1:]}.</p>')
+    drawing = lay_out(figure)
+    walks = "timeline" in drawing.kind  # the arrow keys walk through its cells
+    role = 'role="group" tabindex="0"' if walks else 'role="img"'
+    key = '<span class="key"><i class="swatch {}"></i>{}</span>'
+    legend = "".join(key.format(style, _text(name)) for style, name in drawing.legend)
+    return Markup(
+        f'{heading}<svg class="{drawing.kind}" viewBox="0 0 {WIDTH} {drawing.height:g}" {role} '
+        f'aria-label="{_text(drawing.words)}"><title>{_text(drawing.title)}</title>'
+        f"{''.join(map(_svg, drawing.shapes))}</svg>" + (f'<p class="legend">{legend}</p>' if legend else "")
+    )
+
+
+def _svg(shape: Shape) -> str:
+    (x, y), style = shape.points[0], shape.style
+    words, inner = _text(shape.words), ""
+    tag = "polyline" if shape.kind == "line" else shape.kind
+    if shape.words and "cell" not in style:
+        inner = f"<title>{words}</title>"
+    match shape.kind:
+        case "rect":
+            right, bottom = shape.points[1]
+            place = f'x="{x:.1f}" y="{y:g}" width="{right - x:.1f}" height="{bottom - y:g}"'
+        case "line" | "polygon":
+            place = 'points="{}"'.format(" ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points))
+        case "circle":
+            place = f'cx="{x:.1f}" cy="{y:.1f}" r="{shape.radius}"'
+        case "text":
+            inner += _text(shape.text)
+            style += f" {shape.anchor}" if shape.anchor != "start" else ""
+            place = f'transform="translate({x:g} {y:.1f}) rotate(-90)"' if shape.turned else f'x="{x:.1f}" y="{y:.1f}"'
+            if LETTER * len(shape.text) > shape.room:
+                place += f' textLength="{shape.room:.0f}" lengthAdjust="spacingAndGlyphs"'
+    if shape.opacity != 1.0 and "band" not in style:
+        place += f' fill-opacity="{shape.opacity:.2f}"'
+    if "stay" in style:
+        place += f' tabindex="-1" data-words="{words}"'
+    return f'<{tag} class="{style}" {place}>{inner}</{tag}>' if inner else f'<{tag} class="{style}" {place}/>'
+
+
+def _text(value: object) -> str:
+    """A text from outside as SVG or HTML text."""
+    return escape(printable(value))
+
+
+class Pictures(NamedTuple):
+    """What was drawn and what was not.
+
+    Attributes:
+        paths (list of Path): the files that were written, in the order of the page
+        absent (sentences): figures that there are no data for, with the reason
+    """
+
+    paths: list[Path]
+    absent: list[str]
+
+
+def write_pictures(content: Content, folder: Path, form: str = "png") -> Pictures:
+    """Write every figure of a page to a file of its own, and return their paths.
+
+    The files are named after their place, section and figure, such as `03-curves-loss.png`. `form` is png, pdf or svg. Raises
+    InputError if the folder cannot be written or `form` is unknown.
+    """
+    if form not in FORMATS:
+        raise InputError(f"unknown format of pictures {form!r}; choose one of {', '.join(FORMATS)}")
+    paths: list[Path] = []
+    absent = list(content.missing)
+    figures = [(section, figure) for section in content.sections for figure in (*section.figures, *section.papers)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for section, figure in figures:
+            if figure.absent is not None:
+                absent.append(f"{section.name}, {figure.name}: {figure.absent}")
+                continue
+            stem = re.sub(r"[^a-z0-9]+", "-", figure.name.split(":")[0].lower()).strip("-")[:48] or "figure"
+            path = folder / f"{len(paths) + 1:02}-{section.key}-{stem}.{form}"
+            write_atomic(path, _painted(figure.name, lay_out(figure), form))
+            paths.append(path)
+    except OSError as error:
+        raise InputError(f"cannot write pictures to {folder}: {error.strerror}; name another folder") from None
+    return Pictures(paths, absent)
+
+
+def _painted(title: str, drawing: Drawing, form: str) -> bytes:
+    """A drawing with its title and its keys as the content of a file, the same for the same data."""
+    from matplotlib import patches, rc_context  # imported here because it takes 1 s; without pyplot it opens no window
+    from matplotlib.figure import Figure as Picture
+    from matplotlib.lines import Line2D
+
+    shapes = [Shape("text", [(4, -6)], "name", title), *drawing.shapes]
+    x, y = float(LEFT), drawing.height + LINE / 2
+    for style, name in drawing.keys:
+        wide = 1.2 * LETTER * len(name) + 30  # many are capitals
+        if x + wide > WIDTH:
+            x, y = float(LEFT), y + LINE
+        shapes.append(Shape("rect", [(x, y - 9), (x + 10, y + 1)], style))
+        shapes.append(Shape("text", [(x + 15, y)], "name", name))
+        x += wide
+    bottom = y + LINE / 2 if drawing.keys else drawing.height
+    pixel = INCHES / WIDTH  # [inches]
+    with rc_context({"svg.hashsalt": "esper"}):
+        picture = Picture(figsize=(INCHES, (bottom + LINE) * pixel))
+        axes = picture.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(bottom, -LINE))
+        axes.axis("off")
+        for shape in shapes:
+            points, colour = shape.points, _colour(shape.style)
+            area: dict[str, Any] = {"facecolor": colour, "alpha": shape.opacity, "linewidth": 0}
+            match shape.kind:
+                case "rect":
+                    (left, top), (right, low) = points
+                    axes.add_patch(patches.Rectangle((left, top), right - left, low - top, **area))
+                case "polygon":
+                    axes.add_patch(patches.Polygon(points, **area))
+                case "circle":
+                    axes.add_patch(patches.Circle(points[0], shape.radius, **area))
+                case "line":
+                    across, up = zip(*points, strict=True)
+                    width = 0.6 if shape.style in ("grid", "zero") else 1.3
+                    dashed = shape.style in ("zero", "line twin")
+                    axes.add_line(Line2D(across, up, color=colour, linewidth=width, linestyle="--" if dashed else "-"))
+                case "text":
+                    size = 12 * min(1.0, shape.room / max(LETTER * len(shape.text), 1)) * 72 * pixel
+                    axes.text(
+                        *points[0],
+                        printable(shape.text),
+                        fontsize=size,
+                        color=colour,
+                        ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
+                        rotation=90 if shape.turned else 0,
+                        rotation_mode="anchor",
+                        parse_math=False,
+                    )
+        content = io.BytesIO()
+        date = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(form, {})
+        picture.savefig(content, format=form, dpi=DOTS, metadata=date)
+    return content.getvalue()
+
+
+def _colour(style: str) -> str:
+    colours = _colours()
+    return next(colours[name] for name in reversed(style.split()) if name in colours)
+
+
+@cache
+def _colours() -> Mapping[str, str]:
+    """The colours of the classes of report.css in the light theme."""
+    css = (files("esper.karn.report") / "report.css").read_text(encoding="utf-8")
+    named = dict(re.findall(r"--(\w+): (#\w{6})", css[: css.index("@media")]))
+    runs = {run: named[name] for run, name in re.findall(r"\.(run\d) \{ --run: var\(--(\w+)\)", css)}
+    own = {"plain": "grown", "cell": "grown", "grid": "rule", "zero": "soft", "tick": "soft", "name": "ink"}
+    own |= {"through": "ink", "planted": "ink", "removed": "pruned"}
+    return {**named, **runs, **{name: named[colour] for name, colour in own.items()}}

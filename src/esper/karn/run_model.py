@@ -1,0 +1,908 @@
+"""One model of a run, made from its rows one by one: report, watch, serve, compare and exporters show what it holds.
+
+T steps, E environments, S slots, K blueprints. A quantity that a run did not measure, or did not record, is None or nan, never 0.
+"""
+
+import math
+import re
+from array import array
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
+
+from esper.leyline.intervals import mean_and_error
+from esper.leyline.lifecycle.stages import Stage
+from esper.nissa.rows import (
+    DecisionRow,
+    EpisodeRow,
+    EvaluationRow,
+    GradientsRow,
+    LifecycleRow,
+    MeasurementRow,
+    PhasesRow,
+    PlayedRow,
+    RollbackRow,
+    RoundRow,
+    Row,
+    RunRow,
+    SensorsRow,
+    StepRow,
+)
+
+Floats = NDArray[np.float64]
+NO_SEED = -1
+NAN = float("nan")
+
+DRAWN_DECISIONS = 60
+"""Most decisions that the figure of contributions shows; the largest contributions and the smallest."""
+LISTED = 200
+"""Most rows of a table of single decisions or rollbacks."""
+POINTS = 512
+"""Most points of a live curve; when it has twice as many, every second one is dropped."""
+LOGGED = 12
+"""Last events of each environment that are kept."""
+TIMED = 32
+"""Last steps or rounds from which the pace is worked out."""
+EMPTY = frozenset({Stage.DORMANT, Stage.PRUNED, Stage.EMBARGOED})
+"""Stages of a slot without a seed."""
+
+
+class Stay(NamedTuple):
+    """A run of steps in which one slot of one environment is in one stage.
+
+    Attributes:
+        env (int): environment
+        slot (int): index of the slot
+        start (int): first step
+        stop (int): one past the last step
+        stage (Stage): the stage
+        blueprint (str or None): the seed in the slot
+        alpha (float): the dose at the end of the stay
+        why (str or None): why the seed was planted, kept or pruned, where the stay begins with that
+    """
+
+    env: int
+    slot: int
+    start: int
+    stop: int
+    stage: Stage
+    blueprint: str | None
+    alpha: float
+    why: str | None
+
+
+class SeedMark(NamedTuple):
+    """A seed that was planted (GERMINATED) or removed (PRUNED). Neither stage lasts as long as a step.
+
+    Attributes:
+        env (int): environment
+        slot (int): index of the slot
+        step (int): step
+        planted (bool): true if it was planted, false if it was removed
+        blueprint (str or None): the seed
+        why (str or None): the reason
+    """
+
+    env: int
+    slot: int
+    step: int
+    planted: bool
+    blueprint: str | None
+    why: str | None
+
+
+class Population(NamedTuple):
+    """The steps of an episode.
+
+    Attributes:
+        steps ((T,) int): numbers of the steps
+        metric ((T, E) float): task metric on the probe split
+        loss ((T, E) float): loss on the probe split
+        train_loss ((T, E) float): mean loss over the batches of the step
+        twin ((T, E) float or None): metric of the networks that never grow; None without twins
+        added ((T, E) int): parameters of the seeds in BLENDING, HOLDING or FOSSILIZED
+        stage ((T, E, S) int8): stage of every slot
+        alpha ((T, E, S) float): dose of every slot
+        seed ((T, E, S) int): index of the blueprint in the slot, NO_SEED if there is none
+    """
+
+    steps: NDArray[np.int64]
+    metric: Floats
+    loss: Floats
+    train_loss: Floats
+    twin: Floats | None
+    added: NDArray[np.int64]
+    stage: NDArray[np.int8]
+    alpha: Floats
+    seed: NDArray[np.int64]
+
+
+class Worths(NamedTuple):
+    """What seeds were worth, of the episode of the population. R rows, in the order in which they were measured.
+
+    Attributes:
+        steps ((R,) int): numbers of the steps
+        contribution ((R, E, S) float): contribution of every seed to the metric
+        shapley ((E, S) float or None): the last Shapley value of every seed, after the last step at which coalitions were
+            measured there; None if they never were
+        interaction ((E, S, S) float or None): the last interaction of every pair of seeds; None likewise
+    """
+
+    steps: NDArray[np.int64]
+    contribution: Floats
+    shapley: Floats | None
+    interaction: Floats | None
+
+
+class Sensed(NamedTuple):
+    """The growth sensors, of the episode of the population. R rows, F sensors.
+
+    Attributes:
+        steps ((R,) int): steps after which they were measured
+        names (names): (F,) the sensors
+        medians ((R, S, F) float): medians over environments
+    """
+
+    steps: NDArray[np.int64]
+    names: Sequence[str]
+    medians: Floats
+
+
+class Times(NamedTuple):
+    """Where the time went, of the episode of the population. R rows.
+
+    Attributes:
+        steps ((R,) int): last step of each row
+        seconds (mapping): by phase, (R,) seconds
+    """
+
+    steps: NDArray[np.int64]
+    seconds: Mapping[str, Floats]
+
+
+class Refused(NamedTuple):
+    """A decision that was not carried out: the reason (`esper.Refusal`), and what the controller chose for which environment."""
+
+    reason: str
+    env: int
+    op: str
+    slot: str | None
+    blueprint: str | None
+
+
+class Cell(NamedTuple):
+    """One slot of one environment as it is now.
+
+    Attributes:
+        stage (Stage): its stage
+        alpha (float): its dose
+        blueprint (str or None): the seed in it
+        contribution (float): contribution of the seed to the metric; nan if it was not measured
+        error (float): its standard error
+    """
+
+    stage: Stage
+    alpha: float
+    blueprint: str | None
+    contribution: float
+    error: float
+
+
+class Decided(NamedTuple):
+    """A decision to keep or to remove a seed, and what was measured for it.
+
+    Attributes:
+        round (int or None): round of a training; None in other runs
+        env (int): environment
+        step (int): step
+        slot (str): name of the slot
+        blueprint (str): name of the blueprint
+        kept (bool): whether the seed was kept
+        contribution (float): contribution to the metric; nan if it was not measured
+        error (float): its standard error
+        why (str): the reason
+    """
+
+    round: int | None
+    env: int
+    step: int
+    slot: str
+    blueprint: str
+    kept: bool
+    contribution: float
+    error: float
+    why: str
+
+
+class Planting(NamedTuple):
+    """A decision to plant a seed: where, when, which, and the reason in words."""
+
+    env: int
+    step: int
+    slot: str
+    blueprint: str
+    why: str
+
+
+@dataclass
+class DecisionLog:
+    """Plantings, keeps and prunes of a run; of a training those of its episodes, without those of validations.
+
+    All are counted, and those that a page shows are held, so that memory is bounded.
+
+    Attributes:
+        total (int): keeps and prunes
+        measured (int): those with a contribution
+        first (list of Decided): the first `LISTED`
+        kept (list of pairs): slot and step of every keep outside of trainings
+        planted (int): plantings outside of trainings
+        plantings (list of Planting): the first `LISTED` of them
+        idle (int): prunes of seeds in TRAINING whose gain was exactly 0, so that switching them on changed no loss
+    """
+
+    total: int = 0
+    measured: int = 0
+    first: list[Decided] = field(default_factory=list)
+    kept: list[tuple[str, int]] = field(default_factory=list)
+    planted: int = 0
+    plantings: list[Planting] = field(default_factory=list)
+    idle: int = 0
+    _ends: list[Decided] = field(default_factory=list)
+
+    def write(self, row: LifecycleRow) -> None:
+        """Count a row if it is a decision to plant, to keep or to remove a seed, and not one of a validation."""
+        if row.cohort not in (UNSET, "training"):
+            return
+        if row.to_stage == "GERMINATED" and row.cohort is UNSET and row.why:
+            self.planted += 1
+            if len(self.plantings) < LISTED:
+                self.plantings.append(Planting(row.env, row.step, row.slot, row.blueprint or "", row.why))
+        if row.to_stage not in ("FOSSILIZED", "PRUNED") or not row.blueprint or not row.why:
+            return
+        decided = Decided(
+            row.round if isinstance(row.round, int) else None,
+            row.env,
+            row.step,
+            row.slot,
+            row.blueprint,
+            row.to_stage == "FOSSILIZED",
+            NAN if row.contribution_mean is None else row.contribution_mean,
+            NAN if row.contribution_se is None else row.contribution_se,
+            row.why,
+        )
+        self.total += 1
+        self.idle += row.to_stage == "PRUNED" and row.gain_mean == 0 and row.gain_se == 0
+        if len(self.first) < LISTED:
+            self.first.append(decided)
+        if decided.kept and row.cohort is UNSET:
+            self.kept.append((decided.slot, decided.step))
+        if not math.isnan(decided.contribution):
+            self.measured += 1
+            self._ends.append(decided)
+            if len(self._ends) > 8 * DRAWN_DECISIONS:
+                self._ends = self.ends
+
+    @property
+    def ends(self) -> list[Decided]:
+        """The largest contributions and then the smallest, `DRAWN_DECISIONS` at most; of equal ones the earlier comes first."""
+        ordered = sorted(self._ends, key=lambda each: -each.contribution)  # stable, so parts give the ends of the whole
+        half = DRAWN_DECISIONS // 2
+        return ordered if len(ordered) <= DRAWN_DECISIONS else ordered[:half] + ordered[-half:]
+
+
+class Tally(NamedTuple):
+    """What became of the seeds of one blueprint at one slot.
+
+    Attributes:
+        blueprint (str): name of the blueprint
+        slot (str): name of the slot
+        tried (int): seeds planted
+        kept (int): seeds fossilized
+        pruned (int): seeds removed by a decision or by a rollback
+        contribution (float): mean contribution to the metric when a seed was kept or removed; nan if never measured
+        error (float): standard error of that mean over seeds; nan with fewer than two
+        measured (int): number of seeds over which that mean is taken
+        params_bought (int or None): parameters of the seeds that were kept; None if the run has no decision rows
+        steps_to_keep (float): mean number of steps from planting to keeping; nan if none was kept
+    """
+
+    blueprint: str
+    slot: str
+    tried: int
+    kept: int
+    pruned: int
+    contribution: float
+    error: float
+    measured: int
+    params_bought: int | None
+    steps_to_keep: float
+
+
+class _Seed(NamedTuple):
+    """A seed that is in a slot."""
+
+    blueprint: str
+    step: int  # at which it was planted
+    kept: bool
+    params: int | None
+
+
+class BlueprintAnalytics:
+    """Counts what became of each blueprint at each slot; it can be an output of a run (`esper.grow(..., outputs=[...])`).
+
+    Two objects share nothing.
+    """
+
+    def __init__(self) -> None:
+        self._seeds: dict[tuple[object, ...], _Seed] = {}  # of the slots that are not empty
+        self._counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self._measured: dict[tuple[str, str], array[float]] = defaultdict(lambda: array("d"))
+        self._waited: dict[tuple[str, str], array[int]] = defaultdict(lambda: array("l"))
+        self._prices: dict[tuple[object, ...], int] = {}  # of the decisions to plant that were carried out
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Self:
+        """The analytics of all rows of a run."""
+        found = cls()
+        for row in rows:
+            found.write(row)
+        return found
+
+    def write(self, row: Row) -> None:
+        """Count a row."""
+        match row:
+            case DecisionRow(op="GERMINATE", carried_out=True, slot=str(slot), price=int(price)):
+                self._prices[_place(row, row.env, slot)] = price
+            case LifecycleRow(to_stage="GERMINATED" | "FOSSILIZED" | "PRUNED", blueprint=str(blueprint)):
+                self._move(row, blueprint)
+            case RollbackRow(twin=False):
+                for slot in row.pruned:
+                    seed = self._seeds.pop(_place(row, row.env, slot), None)
+                    if seed is None:
+                        continue
+                    count = self._counts[seed.blueprint, slot]
+                    count["PRUNED"] += 1
+                    if seed.kept:  # in the same step
+                        count["FOSSILIZED"] -= 1
+                        count["params"] -= seed.params or 0
+                        self._waited[seed.blueprint, slot].pop()
+            case EpisodeRow():
+                for slot in (*row.grown, *row.unfinished):  # the next episode begins with empty slots
+                    self._seeds.pop(_place(row, row.env, slot), None)
+
+    def close(self) -> None:
+        """Nothing is to be closed."""
+
+    def tallies(self) -> list[Tally]:
+        """One for each blueprint and slot, that which was tried most first."""
+        found = [
+            Tally(
+                *key,
+                count["GERMINATED"],
+                count["FOSSILIZED"],
+                count["PRUNED"],
+                *mean_and_error(self._measured[key]),
+                len(self._measured[key]),
+                count["params"] if count["priced"] == count["GERMINATED"] else None,
+                mean_and_error(self._waited[key])[0],
+            )
+            for key, count in self._counts.items()
+        ]
+        return sorted(found, key=lambda tally: (-tally.tried, tally.slot, tally.blueprint))
+
+    def _move(self, row: LifecycleRow, blueprint: str) -> None:
+        key, place = (blueprint, row.slot), _place(row, row.env, row.slot)
+        count = self._counts[key]
+        count[row.to_stage] += 1
+        if row.to_stage == "GERMINATED":
+            price = self._prices.pop(place, None)
+            count["priced"] += price is not None
+            self._seeds[place] = _Seed(blueprint, row.step, False, price)
+            return
+        if row.contribution_mean is not None:
+            self._measured[key].append(row.contribution_mean)
+        seed = self._seeds.pop(place, None)
+        if row.to_stage == "FOSSILIZED" and seed is not None:
+            self._waited[key].append(row.step - seed.step)
+            count["params"] += seed.params or 0
+            self._seeds[place] = seed._replace(kept=True)
+
+
+def _place(row: PlayedRow, env: int, slot: str) -> tuple[object, ...]:
+    """A slot of an environment in an episode."""
+    return row.cohort, row.task, row.round, getattr(row, "episode", None), env, slot
+
+
+class Curve:
+    """Values over steps or rounds, at most `POINTS` to 2 `POINTS` of them. Which are kept does not depend on how they come in."""
+
+    def __init__(self) -> None:
+        self.x: list[float] = []
+        self.y: list[tuple[float, ...]] = []
+        self._every, self._count = 1, 0
+
+    def add(self, x: float, *y: float) -> None:
+        """The values at one place."""
+        if self._count % self._every == 0:
+            self.x.append(x)
+            self.y.append(y)
+        self._count += 1
+        if len(self.x) >= 2 * POINTS:
+            self.x, self.y, self._every = self.x[::2], self.y[::2], 2 * self._every
+
+
+class Point(NamedTuple):
+    """The values of the exported curves at one place (`esper docs exporters`).
+
+    Attributes:
+        kind (str): kind of the row: step, gradients or round
+        x (int): `step` of the row in a grown run; number of rounds before this one in a training; it never decreases
+        time (float): when the row was written [seconds since 1970]
+        values (mapping): by name of the curve; a quantity that was not measured is missing
+    """
+
+    kind: str
+    x: int
+    time: float
+    values: Mapping[str, float]
+
+
+class Quantity(NamedTuple):
+    """A quantity of every environment, of which quartiles and the best value over environments are curves.
+
+    Attributes:
+        field (str): field of the row
+        name (str): prefix of the names of the exported curves
+        live (str or None): name of the live curve; None if there is none
+        best (callable or None): the best of the values; None where none is better than another
+    """
+
+    field: str
+    name: str
+    live: str | None
+    best: Callable[[Floats], np.float64] | None
+
+
+OF_STEPS = (
+    Quantity("metrics", "metric", "metric", np.max),
+    Quantity("twin_metrics", "twin_metric", "metric of the twins", np.max),
+    Quantity("losses", "loss", "loss", np.min),
+    Quantity("train_losses", "train_loss", None, np.min),
+    Quantity("added_param_counts", "added_params", "added parameters", None),
+)
+"""The quantities of step rows."""
+OF_GRADIENTS = (Quantity("host_gradients", "host_gradient", None, None),)
+OF_EPISODES = (
+    Quantity("metric", "metric", None, np.max),
+    Quantity("loss", "loss", None, np.min),
+    Quantity("added_params", "added_params", None, None),
+)
+"""Those of the networks at the end of an episode, which a training exports for each of its populations."""
+COUNTED: Mapping[str, str] = {"GERMINATED": "seeds/planted", "FOSSILIZED": "seeds/kept", "PRUNED": "seeds/pruned"}
+"""The changes of stage that are counted, and the names of their curves."""
+_LONGEST = 60  # characters of a task's name in the name of a curve
+
+
+class RunModel:
+    """A run as its rows and its other files tell it.
+
+    `write` takes the rows in order, as they come or from a finished file; `complete` takes in the other files, and works out what
+    needs all steps (`karn.reader.complete` calls it with the files of a folder).
+
+    Attributes:
+        rows (int): number of rows so far
+        head (RunRow or None): the first row of the events; None if there are none
+        last (RunRow or None): the last `run` row
+        changed (list of str): settings that were changed when the run was resumed
+        episode, step (int): of the last step row; -1 before it
+        curves (mapping): by name, over steps, the 10th, the 50th and the 90th percentile over environments; in a training over
+            rounds
+        counts (mapping): seeds planted, kept and pruned so far, and rollbacks, by name of the curve; 0 in a training
+        decided (DecisionLog): plantings, keeps and prunes
+        refused (mapping): number of refused decisions by reason
+        refusals (mapping): by what was refused, how often, and the first step and the last of it
+        operations (mapping): in a training, the decisions other than WAIT of each round by operation
+        rollbacks (list of RollbackRow): all
+        rounds (list of RoundRow): of a training
+        validated (mapping): in a training, J of the networks of each validation by round
+        status (str): how the run stands; this and all that follow are those of the last call of `complete`
+        config, summary, environment (mappings): the files of the folder; None if they are missing
+        population (Population or None): the last episode with steps; None if step rows were not recorded
+        stays (list of Stay), marks (list of SeedMark): of that episode
+        worths (Worths or None): likewise; None if no seed was measured
+        sensed (Sensed or None): likewise; None if no sensors were measured
+        times (Times or None): likewise; None if no times were recorded
+        tallies (list of Tally): of all episodes but those of validations, the blueprint that was tried most first
+        params (mapping): of the seeds planted in these, mean number of parameters by blueprint and slot
+    """
+
+    def __init__(self, rounds: range | None = None, history: bool = True) -> None:
+        """`rounds` are those of a training, of which the ones of imitation are below 0; None for other runs.
+
+        history: whether every step of an episode is held, which `complete` needs; without it memory is bounded.
+        """
+        self.planned, self.history = rounds, history
+        self.rows = 0
+        self.head: RunRow | None = None
+        self.last: RunRow | None = None
+        self.changed: list[str] = []
+        self.episode = self.step = -1
+        self.curves: dict[str, Curve] = {}
+        self.counts = dict.fromkeys((*COUNTED.values(), "rollbacks"), 0)
+        self.decided = DecisionLog()
+        self.refused: Counter[str] = Counter()
+        self.refusals: dict[Refused, tuple[int, int, int]] = {}
+        self.operations: dict[int, Counter[str]] = {}
+        self.rollbacks: list[RollbackRow] = []
+        self.rounds: list[RoundRow] = []
+        self.validated: dict[int, Sequence[float | None]] = {}
+
+        # The state of the population now.
+        nothing = np.zeros((0, 0))
+        self._stages = nothing.astype(np.int64)  # (E, S), as the next three
+        self._alphas: Floats = nothing
+        self._contributions: Floats = nothing
+        self._errors: Floats = nothing
+        self._seeds: dict[tuple[int, str], str | None] = {}
+        self._logs: dict[int, deque[str]] = {}
+        self._times: deque[float] = deque(maxlen=TIMED)
+
+        # The history of the episode.
+        self._steps: list[tuple[Any, ...]] = []  # the fields of Population but the last
+        self._changes: list[LifecycleRow] = []  # of that episode, and of later ones
+        self._measured_episode = -1  # of the next four
+        self._measured: list[tuple[int, Floats]] = []  # step, contributions
+        self._worth: dict[str, Floats] = {}  # the last Shapley values and interactions
+        self._sensed: list[tuple[int, Sequence[str], Floats]] = []  # step, names, medians
+        self._phases: list[tuple[int, Mapping[str, float]]] = []  # step, seconds
+
+        self._analytics = BlueprintAnalytics()
+        self._prices: dict[tuple[str, str], tuple[int, int]] = {}  # seeds and their parameters, by blueprint and slot
+        self._episodes: dict[tuple[str, str], list[EpisodeRow]] = {}  # of the present round, by cohort and task
+        self._task_names: dict[str, str] = {}  # as they are in the names of curves
+
+    def update(self, rows: Iterable[Row]) -> Self:
+        """Take in rows, in order."""
+        for row in rows:
+            self.write(row)
+        return self
+
+    def write(self, row: Row) -> Point | None:
+        """Take in the next row. Returns the point that it adds to the exported curves; None if it adds none."""
+        self.rows += 1
+        cohort = row.cohort if isinstance(row, PlayedRow) else UNSET  # UNSET outside of a training
+        if cohort in (UNSET, "training"):
+            self._analytics.write(row)
+        match row:
+            case RunRow():
+                if self.head is None or row.status == "running":
+                    self._times.clear()
+                self.head, self.last = self.head or row, row
+                self.changed += row.changed
+            case RoundRow():
+                return self._write_round(row)
+            case StepRow() if cohort is UNSET:  # a training shows its rounds instead
+                return self._write_step(row)
+            case GradientsRow() if cohort is UNSET:
+                return Point("gradients", row.step, row.time, self._spreads(row, OF_GRADIENTS, row.step))
+            case LifecycleRow():
+                self._write_change(row)
+            case DecisionRow():
+                self._write_decision(row)
+            case MeasurementRow() | SensorsRow() | PhasesRow() if cohort is UNSET:
+                self._write_measurement(row)
+            case RollbackRow():
+                self.rollbacks.append(row)
+                if cohort is UNSET and not row.twin:
+                    self.counts["rollbacks"] += 1
+                    self._log(
+                        row.env, f"step {row.step}: restored to its last snapshot: {row.reason.replace('_', ' ')}"
+                    )
+            case EpisodeRow(cohort=str(cohort), task=str(task)):
+                self._episodes.setdefault((cohort, task), []).append(row)
+            case EpisodeRow():
+                grown = ", ".join(f"{name} at {slot}" for slot, name in row.grown.items()) or "nothing"
+                self._log(row.env, f"end of episode {row.episode}: grew {grown}")
+            case EvaluationRow(cohort="validation", round=int(number)):
+                self.validated[number] = [*self.validated.get(number, []), *row.objectives]  # a row for each task
+        return None
+
+    def _write_round(self, row: RoundRow) -> Point:
+        self.rounds.append(row)
+        self._times.append(row.time)
+        values = {}
+        for name, value in row.figures.items():
+            if value is not None:
+                self.curves.setdefault(name.replace("_", " "), Curve()).add(row.round, value, value, value)
+                values[f"round/{name}"] = float(value)
+        for (cohort, task), rows in self._episodes.items():
+            ended = [each for each in rows if each.round == row.round]
+            for quantity in OF_EPISODES:
+                name = f"{cohort}/{self._task_name(task)}/{quantity.name}"
+                values |= _spread(name, quantity.best, [getattr(each, quantity.field) for each in ended])[0]
+        self._episodes.clear()
+        return Point("round", len(self.rounds) - 1, row.time, values)
+
+    def _task_name(self, task: str) -> str:
+        """The name of a task with the characters that every target of an export accepts; each task has a name of its own."""
+        if task not in self._task_names:
+            base = re.sub(r"[^A-Za-z0-9_-]+", "_", task)[-_LONGEST:] or "_"
+            taken, name, count = set(self._task_names.values()), base, 1
+            while name in taken:
+                count += 1
+                name = f"{base}-{count}"
+            self._task_names[task] = name
+        return self._task_names[task]
+
+    def _write_step(self, row: StepRow) -> Point:
+        if row.episode != self.episode:
+            self.curves.clear()
+            self._steps = []
+        self.episode, self.step = row.episode, row.step
+        self._stages, self._alphas = np.array(row.stages, np.int8), np.array(row.alphas, np.float64)
+        # a measurement row follows if a seed was measured
+        self._contributions, self._errors = np.full((2, *self._stages.shape), np.nan)
+        self._times.append(row.time)
+        if self.history:
+            figures = (_floats(values) for values in (row.metrics, row.losses, row.train_losses))
+            twin = None if row.twin_metrics is None else _floats(row.twin_metrics)
+            added = np.array(row.added_param_counts, np.int64)
+            self._steps.append((row.step, *figures, twin, added, self._stages, self._alphas))
+        return Point("step", row.step, row.time, self._spreads(row, OF_STEPS, row.step) | self.counts)
+
+    def _spreads(self, row: Row, quantities: Iterable[Quantity], x: int) -> dict[str, float]:
+        """The values of the exported curves of some quantities; those of the live curves are added to these."""
+        found: dict[str, float] = {}
+        for field_, name, live, best in quantities:
+            values, ends = _spread(name, best, getattr(row, field_) or ())
+            found |= values
+            if live is not None and ends:
+                self.curves.setdefault(live, Curve()).add(x, *ends)
+        return found
+
+    def _write_change(self, row: LifecycleRow) -> None:
+        self.decided.write(row)
+        if row.cohort is not UNSET:
+            return  # a training has no step rows that its changes would be drawn with
+        self._seeds[row.env, row.slot] = row.blueprint
+        if row.to_stage in COUNTED:
+            self.counts[COUNTED[row.to_stage]] += 1
+        seed, why = f"{row.blueprint} " if row.blueprint else "", f": {row.why}" if row.why else ""
+        self._log(row.env, f"step {row.step}: {seed}at {row.slot} {row.from_stage} to {row.to_stage}{why}")
+        if self.history:
+            if self._changes and self._steps and self._changes[-1].episode != row.episode:
+                self._changes = [change for change in self._changes if change.episode >= self.episode]
+            self._changes.append(row)
+
+    def _write_decision(self, row: DecisionRow) -> None:
+        if row.op == "GERMINATE" and row.carried_out and row.price is not None and row.cohort in (UNSET, "training"):
+            key = row.blueprint or "", row.slot or ""
+            count, params = self._prices.get(key, (0, 0))
+            self._prices[key] = count + 1, params + row.price
+        if row.cohort == "training" and isinstance(row.round, int) and row.op != "WAIT":
+            self.operations.setdefault(row.round, Counter())[row.op] += 1
+        if row.cohort is not UNSET:
+            return
+        if row.refusal is not None:
+            self.refused[row.refusal] += 1
+            refused = Refused(row.refusal, row.env, row.op, row.slot, row.blueprint)
+            count, first, _ = self.refusals.get(refused, (0, row.step, row.step))
+            self.refusals[refused] = count + 1, first, row.step
+            where = row.slot or "no slot"
+            self._log(row.env, f"step {row.step}: {row.op} at {where} refused: {row.refusal.replace('_', ' ')}")
+        if row.probabilities is not None and row.value is not None:
+            chosen = next((value for value in row.probabilities if value is not None), None)
+            sure = "" if chosen is None else f", probability {chosen:.2f}"
+            said = f"step {row.step}: the policy chose {row.op} at {row.slot}{sure}, value {row.value:+.3f}"
+            self._log(row.env, said)
+
+    def _write_measurement(self, row: MeasurementRow | SensorsRow | PhasesRow) -> None:
+        """Measurements, sensors and times of a step, which comes before or after the row of that step."""
+        if isinstance(row, MeasurementRow) and row.contribution_means is not None and row.contribution_ses is not None:
+            self._contributions, self._errors = _floats(row.contribution_means), _floats(row.contribution_ses)
+        if not self.history:
+            return
+        if row.episode != self._measured_episode:
+            self._measured_episode = row.episode
+            self._measured, self._sensed, self._phases, self._worth = [], [], [], {}
+        match row:
+            case PhasesRow():
+                self._phases.append((row.step, row.phase_seconds))
+            case SensorsRow():
+                self._sensed.append((row.step, row.sensors, _medians(_floats(row.readings))))
+            case MeasurementRow():
+                if row.contribution_means is not None:
+                    self._measured.append((row.step, _floats(row.contribution_means)))
+                for name, values in (("shapley", row.shapley_means), ("interaction", row.interactions)):
+                    if values is not None:
+                        found = _floats(values)
+                        before = self._worth.get(name, np.full(found.shape, np.nan))
+                        self._worth[name] = np.where(np.isfinite(found), found, before)
+
+    def _log(self, env: int, words: str) -> None:
+        self._logs.setdefault(env, deque(maxlen=LOGGED)).append(words)
+
+    @property
+    def slots(self) -> Sequence[str]:
+        """Names of the slots."""
+        return () if self.head is None else self.head.slots
+
+    @property
+    def envs(self) -> int:
+        """Environments of the last step row; 0 before the first."""
+        return len(self._stages)
+
+    def state(self, env: int, slot: int) -> tuple[Stage, float]:
+        """Stage and dose of one slot of one environment as it is now."""
+        return Stage(int(self._stages[env, slot])), float(self._alphas[env, slot])
+
+    def cell(self, env: int, slot: int) -> Cell:
+        """One slot of one environment as it is now."""
+        stage, alpha = self.state(env, slot)
+        seed = None if stage in EMPTY else self._seeds.get((env, self.slots[slot]))
+        value = error = NAN
+        if seed is not None and env < len(self._contributions):
+            value, error = float(self._contributions[env, slot]), float(self._errors[env, slot])
+        return Cell(stage, alpha, seed, value, error)
+
+    def log(self, env: int) -> list[str]:
+        """The last events of an environment, the newest first."""
+        return list(reversed(self._logs.get(env, ())))
+
+    def done(self) -> tuple[int, int]:
+        """Steps that are done, and those of the episode; rounds in a training."""
+        if self.planned is not None:
+            return (self.rounds[-1].round - self.planned.start + 1 if self.rounds else 0), len(self.planned)
+        return self.step + 1, 0 if self.head is None else self.head.steps
+
+    def seconds_left(self) -> float:
+        """Time until the end of the episode or the training at the pace of the last steps or rounds; nan if unknown [seconds]."""
+        done, whole = self.done()
+        if not whole or len(self._times) < 2 or self.last is None or self.last.status != "running":
+            return NAN
+        return float(np.median(np.diff(self._times))) * max(whole - done, 0)
+
+    def complete(
+        self,
+        status: str,
+        config: Mapping[str, Any],
+        summary: Mapping[str, Any] | None,
+        environment: Mapping[str, Any] | None,
+    ) -> Self:
+        """Take in the other files of the run, and work out what needs all steps so far. Further rows and calls may follow."""
+        assert self.history
+        self.status, self.config, self.summary, self.environment = status, config, summary, environment
+        self.tallies = self._analytics.tallies()
+        self.params = {key: params / count for key, (count, params) in self._prices.items()}
+        self.population: Population | None = None
+        self.stays: list[Stay] = []
+        self.marks: list[SeedMark] = []
+        if self.head is not None and self._steps:
+            shown = [row for row in self._changes if row.episode == self.episode]
+            self.population = _population(self.head, self._steps, shown)
+            self.stays = _stays(self.population, self.head, shown)
+            self.marks = _marks(self.head, shown, self.rollbacks)
+        self.worths: Worths | None = None
+        if self._measured:
+            steps, values = zip(*self._measured, strict=True)
+            shapley, interaction = self._worth.get("shapley"), self._worth.get("interaction")
+            self.worths = Worths(np.array(steps), np.array(values), shapley, interaction)
+        self.sensed: Sensed | None = None
+        if self._sensed:
+            steps, names, medians = zip(*self._sensed, strict=True)
+            self.sensed = Sensed(np.array(steps), names[0], np.array(medians))
+        self.times: Times | None = None
+        if self._phases:
+            steps, spent = zip(*self._phases, strict=True)
+            phases = dict.fromkeys(name for each in spent for name in each)
+            seconds = {name: np.array([each.get(name, np.nan) for each in spent]) for name in phases}
+            self.times = Times(np.array(steps), seconds)
+        return self
+
+
+def _population(head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Iterable[LifecycleRow]) -> Population:
+    numbers, metric, loss, train_loss, twins, added, stages, alphas = zip(*steps, strict=True)
+    stage = np.array(stages)
+    seed = np.full(stage.shape, NO_SEED)
+    at = {step: index for index, step in enumerate(numbers)}
+    slots = {name: index for index, name in enumerate(head.slots)}
+    names = {name: index for index, name in enumerate(head.blueprints)}
+    for row in changes:
+        if row.step in at:
+            known = names.get(row.blueprint, NO_SEED) if row.blueprint is not None else NO_SEED
+            seed[at[row.step] :, row.env, slots[row.slot]] = known
+    return Population(
+        np.array(numbers),
+        np.array(metric),
+        np.array(loss),
+        np.array(train_loss),
+        None if any(twin is None for twin in twins) else np.array(twins),
+        np.array(added),
+        stage,
+        np.array(alphas),
+        np.where(np.isin(stage, list(EMPTY)), NO_SEED, seed),
+    )
+
+
+def _stays(population: Population, head: RunRow, changes: Iterable[LifecycleRow]) -> list[Stay]:
+    """The stays of every slot but those in DORMANT, by environment, slot and step."""
+    slots = {name: index for index, name in enumerate(head.slots)}
+    reasons = {(row.env, slots[row.slot], row.step): row.why for row in changes if row.why is not None}
+    stays = []
+    steps, envs, count = population.stage.shape
+    for env in range(envs):
+        for slot in range(count):
+            stage, seed = population.stage[:, env, slot], population.seed[:, env, slot]
+            cuts = np.flatnonzero((np.diff(stage) != 0) | (np.diff(seed) != 0)) + 1
+            for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), steps], strict=True):
+                if stage[first] == Stage.DORMANT:
+                    continue
+                start = int(population.steps[first])
+                stays.append(
+                    Stay(
+                        env,
+                        slot,
+                        start,
+                        int(population.steps[last - 1]) + 1,
+                        Stage(int(stage[first])),
+                        head.blueprints[int(seed[first])] if seed[first] != NO_SEED else None,
+                        float(population.alpha[last - 1, env, slot]),
+                        reasons.get((env, slot, start)),
+                    )
+                )
+    return stays
+
+
+def _marks(head: RunRow, changes: Iterable[LifecycleRow], rollbacks: Iterable[RollbackRow]) -> list[SeedMark]:
+    """The plantings and removals of an episode, whose changes of stage are `changes`; a rollback may remove seeds too."""
+    slots, episode = {name: index for index, name in enumerate(head.slots)}, -1
+    planted: dict[tuple[int, str], list[tuple[int, str | None]]] = {}
+    marks = []
+    for row in changes:
+        episode = row.episode
+        if row.to_stage in ("GERMINATED", "PRUNED"):
+            began = row.to_stage == "GERMINATED"
+            if began:
+                planted.setdefault((row.env, row.slot), []).append((row.step, row.blueprint))
+            marks.append(SeedMark(row.env, slots[row.slot], row.step, began, row.blueprint, row.why))
+    for lost in rollbacks:
+        for slot in lost.pruned if lost.episode == episode and lost.cohort is UNSET and not lost.twin else ():
+            why = f"lost in a rollback ({lost.reason}), without a decision of the controller"
+            seeds = [seed for step, seed in planted.get((lost.env, slot), ()) if step <= lost.step]
+            marks.append(SeedMark(lost.env, slots[slot], lost.step, False, seeds[-1] if seeds else None, why))
+    return marks
+
+
+def _spread(
+    name: str, best: Callable[[Floats], np.float64] | None, values: Sequence[float | None]
+) -> tuple[dict[str, float], tuple[float, ...]]:
+    """Summarise the values (E,) that are not None; empty if there are none.
+
+    Returns the median, the quartiles (linear interpolation) and the best by name of their curve, and the 10th, the 50th and the
+    90th percentile.
+    """
+    known = np.array([value for value in values if value is not None], np.float64)
+    if not known.size:
+        return {}, ()
+    lowest, low, middle, high, highest = np.percentile(known, (10, 25, 50, 75, 90)).tolist()
+    shown = {f"{name}/median": middle, f"{name}/q25": low, f"{name}/q75": high}
+    if best is not None:
+        shown[f"{name}/best"] = float(best(known))
+    return shown, (lowest, middle, highest)
+
+
+def _floats(values: Any) -> Floats:
+    """Numbers with None for what was not measured, as an array with nan."""
+    return np.array(values, np.float64)
+
+
+def _medians(values: Floats) -> Floats:
+    """(E, ...) -> (...) medians of the finite values; nan where there are none."""
+    known = np.isfinite(values)
+    filled = np.where(known.any(0), values, 0.0)  # numpy warns of a median of no values
+    return np.where(known.any(0), np.nanmedian(np.where(np.isfinite(filled), filled, np.nan), axis=0), np.nan)

@@ -1,0 +1,1 @@
+"""Shows runs in the terminal."""

@@ -1,0 +1,379 @@
+"""The tables and lines that `esper grow`, `esper train` and `esper resume` print at their end."""
+
+import io
+import math
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from esper.karn.tables import actor_lines, print_line, print_table
+from esper.leyline.intervals import differences, mean_and_error, spread
+from esper.leyline.text import counted, printable, rounded
+
+_WIDE = 11
+"""Width of the column of parameters, so that the table fits into 80 columns [characters]."""
+
+
+def print_training(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
+    """Print the summary of a training."""
+    best, last = summary["best_validation_objective"], summary["last_rounds"]
+    if best is None:
+        print_line(
+            console, f"{counted(summary['rounds_done'], 'round')}; no controller was validated, so none was kept"
+        )
+    else:
+        place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
+        print_line(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
+        print_line(console, "J: the metric of the task less rent for added parameters (reward.rent)")
+    for line in trouble_lines(summary):
+        print_line(console, line)
+    figures = {name: value for name, value in last.items() if value is not None}
+    if figures:
+        print_line(
+            console, "last rounds: " + ", ".join(f"{name.replace('_', ' ')} {v:.3g}" for name, v in figures.items())
+        )
+    if summary["controller_share"] is not None:
+        print_line(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
+    for line in actor_lines(summary):
+        print_line(console, line)
+    if best is not None and folder is not None:
+        print_line(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
+
+
+def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
+    """Print the summary of a run: grown networks beside static ones, the verdict, and at most `MOST_LINES` lines.
+
+    Everything else is in the report and in summary.json.
+    """
+    print_line(console, heading_line(summary))
+    print_table(console, comparison_table(summary))
+    if "verdict" in summary:
+        print_line(console, summary["verdict"])
+    for line in closing_lines(summary, folder):
+        print_line(console, line)
+
+
+MOST_LINES = 8
+"""Lines that are printed below the verdict."""
+
+
+def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
+    """At most `MOST_LINES` lines: how the table is to be read, what grew, what a reader must not miss, and where the rest is."""
+    reading = f"J = {summary['objective_formula']}"
+    if summary.get("baselines"):
+        over = ", paired over environments, with its 95 % t interval; ± standard error" if summary["envs"] > 1 else ""
+        reading = f"difference: grown less the network of the row{over}; {reading}"
+    else:
+        reading = f"no static network was trained for comparison; --baselines (the key baselines) names some; {reading}"
+    reading = "; ".join([reading, *_few_environments(summary)])
+    grown, seeds = grown_lines(summary)[:-1], grown_lines(summary)[-1]
+    more = f", and {len(grown) - SHOWN_GROWN} more" if len(grown) > SHOWN_GROWN else ""
+    host = "; the host is a network that was grown before, with its seeds" if summary.get("regrown") else ""
+    grew = ", ".join(line.strip() for line in grown[:SHOWN_GROWN]) + more + host
+    why = summary.get("explanations", [])
+    others = f" (and {counted(len(why) - 1, 'more reason')})" if len(why) > 1 else ""
+    absent = [
+        f"{name}: absent: {each['absent']}" for name, each in summary.get("baselines", {}).items() if "absent" in each
+    ]
+    warnings = [*(line for line in split_lines(summary) if line.startswith("warning")), *rare_class_lines(summary)]
+    rest = "everything else: " + (
+        "summary.json and `esper report`" if folder is None else f"esper report {shlex.quote(folder)}"
+    )
+    found = [
+        [reading],
+        [grew],
+        ["; ".join([seeds, *trouble_lines(summary)])],
+        [f"why: {why[0]}{others}"] if why else [],
+        ["; ".join(absent)] if absent else [],
+        ["; ".join(warnings)] if warnings else [],
+        ["; ".join([best_line(summary), *early_stopping_lines(summary)])],
+        [f"took: {summary['seconds']:.1f} seconds; " + ("" if folder is None else f"run folder: {folder}; ") + rest],
+    ]
+    return [line for lines in found for line in lines]
+
+
+SHOWN_GROWN = 4
+"""Kinds of grown seeds by slot that are printed; the report has all of them."""
+
+
+def print_error(summary: Mapping[str, Any], console: Console) -> None:
+    """Print the error of a failed run."""
+    print_line(console, f"error: {summary['error']['message']}")
+
+
+def heading_line(summary: Mapping[str, Any]) -> str:
+    """One line with task, controller, environments, steps, seed, device and status."""
+    length = f"{summary['steps_done']} of {counted(summary['steps'], 'step')}"
+    epochs = summary.get("epochs_done")
+    if epochs is not None:
+        shown = f"{epochs:,.1f}".removesuffix(".0") if epochs >= 1 else f"{epochs:.2g}"
+        length += f" ({shown} {'epoch' if epochs == 1 else 'epochs'})"
+    names = f"{summary['task']}, {summary['controller']}: {counted(summary['envs'], 'environment')}"
+    status = "" if summary["status"] == "finished" else f", {summary['status']}"
+    return f"{names}, {length}, run seed {summary['seed']}, {summary['device']}{status}"
+
+
+def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
+    """Whether a summary that was read from a file is complete enough to be printed, and to be shown in a report."""
+    try:
+        (print_training if trained else print_summary)(summary, Console(file=io.StringIO()), "")
+        if not trained:
+            assert [*table_notes(summary), *objective_lines(summary), *explanation_lines(summary), time_line(summary)]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return False
+    return True
+
+
+def comparison_table(summary: Mapping[str, Any]) -> Table:
+    """Table of the grown networks and of each static network, with the paired difference, grown less static.
+
+    Metrics are means ± standard error. Differences are means with a 95 % t interval over environments.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    metric = summary["metric"]
+    for index, name in enumerate(("", f"test {printable(metric)}", "difference [95 %]", "parameters", "seconds")):
+        table.add_column(Text(name), justify="right" if index else "left", no_wrap=True)
+    grown = summary[f"test_{metric}"]["grown"]
+    _add(table, "grown", estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))
+    for name, static in summary.get("baselines", {}).items():
+        values = static.get(f"test_{metric}")
+        if values is None:
+            _add(table, name, "absent", "", [], None)
+            continue
+        paired = spread(differences(grown, values), "+.3f")
+        _add(table, name, estimate(values, ".4f"), paired, static["params"], static["seconds"])
+    if "constant" in summary:
+        values = summary["constant"][f"test_{metric}"]
+        _add(table, "constant", estimate(values, ".4f"), spread(differences(grown, values), "+.3f"), [], None)
+    return table
+
+
+def _add(table: Table, name: str, metric: str, paired: str, params: Sequence[int], seconds: float | None) -> None:
+    mean, error = mean_and_error(params)
+    size = f"{mean:,.0f} ± {error:,.0f}" if error > 0 else f"{mean:,.0f}" if params else ""
+    if len(size) > _WIDE:
+        size = f"{mean:,.0f}"
+    time = "" if seconds is None else f"{seconds:,.1f}" if seconds < 1000 else f"{seconds:,.0f}"
+    table.add_row(*map(Text, (printable(name), metric, paired, size, time)))
+
+
+DESCRIPTIONS: Mapping[str, str] = {
+    "twin": "the host alone",
+    "same-size": "the grown network with its seeds from step 0",
+    "plain": "a new host of at least the grown size, without bottlenecks",
+    "skips": "the host with an identity skip around every segment where one fits",
+}
+"""A description of each baseline."""
+
+FEW = 4
+"""With fewer environments, a line says that the intervals are wide."""
+
+
+def _growth_seconds(summary: Mapping[str, Any]) -> float | None:
+    """Time of the steps of the population, twins included [seconds]; None if unknown."""
+    eps = summary["env_steps_per_second"]
+    return None if eps is None else summary["rows"] * summary["steps_done"] / eps
+
+
+def table_notes(summary: Mapping[str, Any]) -> list[str]:
+    """Lines that explain the figures of the table, and the baselines that are absent."""
+    lines = []
+    if summary["envs"] > 1:
+        lines.append("figures: mean ± standard error of the mean, over environments")
+    if summary.get("baselines"):
+        interval = ", and its 95 % t interval" if summary["envs"] > 1 else ""
+        lines.append(
+            f"difference: grown less the static network of the row, paired over environments: the mean{interval}"
+        )
+        lines.append(
+            f"static networks: {'; '.join(f'{name} is {DESCRIPTIONS[name]}' for name in summary['baselines'])}"
+        )
+    else:
+        lines.append("no static network was trained for comparison; --baselines (the key baselines) names some")
+    if "constant" in summary:
+        lines.append(
+            "constant: the most frequent class of the train split, or its mean target, as the prediction for everything"
+        )
+    if summary["metric"] == "r2":
+        lines.append(
+            "r2: the share of the variance that is explained; 1 is perfect, 0 is as good as predicting the mean"
+        )
+    lines += _few_environments(summary)
+    if "twin" in summary.get("baselines", {}):
+        lines.append(
+            "the twins train in the same population as the grown networks; the seconds of the grown networks are those of both"
+        )
+    for name, static in summary.get("baselines", {}).items():
+        lines += [
+            f"{name}: {'absent: ' * ('absent' in static)}{static[key]}" for key in ("absent", "note") if key in static
+        ]
+    return lines
+
+
+def _few_environments(summary: Mapping[str, Any]) -> list[str]:
+    """A line that says that there is no interval, or a wide one, where there are few environments."""
+    if summary["envs"] == 1:
+        return ["one environment gives no interval; --envs 16 (envs=16 in Python) gives one"]
+    if summary["envs"] < FEW:
+        return [f"intervals over {summary['envs']} environments are wide; --envs 16 (envs=16 in Python) narrows them"]
+    return []
+
+
+def objective_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with the formula of J, its values, and the best network."""
+    objective = summary["test_objective"]
+    worth = f"J on the test split: grown {estimate(objective['grown'], '.4f')}"
+    if objective["host"] is not None:
+        paired = differences(objective["grown"], objective["host"])
+        worth += f", twin {estimate(objective['host'], '.4f')}, difference {estimate(paired, '+.4f')}"
+    return [
+        f"J = {summary['objective_formula']}: the metric less rent for added parameters (reward.rent)",
+        worth,
+        best_line(summary),
+    ]
+
+
+def best_line(summary: Mapping[str, Any]) -> str:
+    """A line with the best network, and how it was chosen."""
+    best = summary["best"]
+    name = summary["metric"] if best["select"] == "metric" else "J"
+    value = "" if best["validation"] is None else f", {best['validation']:.4f}"
+    return f"best: environment {best['env']}, by validation {name}{value} (select={best['select']})"
+
+
+def grown_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with what grew where, most frequent first, and with how many seeds came to which end."""
+    envs, seeds = summary["envs"], summary["seeds"]
+    counts = Counter((blueprint, slot) for grown in summary["grown"] for slot, blueprint in grown.items())
+    lines = [f"{blueprint} at {slot} in {count} of {envs}" for (blueprint, slot), count in counts.most_common()]
+    lines = [f"grew: {line}" if index == 0 else f"      {line}" for index, line in enumerate(lines)] or [
+        "grew: nothing"
+    ]
+    names = ("germinated", "fossilized", "pruned", "unfinished", *(("discarded",) if seeds["discarded"] else ()))
+    fates = ", ".join(f"{seeds[name]} {name}" for name in names)
+    left_out = "; unfinished seeds are left out of the networks" if seeds["unfinished"] else ""
+    if seeds["discarded"]:
+        left_out += "; discarded ones were fossilized after the best step"
+    return [*lines, f"seeds: {fates}{left_out}"]
+
+
+def rare_class_lines(summary: Mapping[str, Any]) -> list[str]:
+    """A line with the balanced accuracy where a class is rare, which the accuracy hardly counts, and with what helps it."""
+    found = summary.get("rare_classes")
+    if found is None:
+        return []
+    shown, rest = found["rare"][:SHOWN_GROWN], len(found["rare"]) - SHOWN_GROWN
+    names = ", ".join(map(printable, shown)) + (f" and {rest} more" if rest > 0 else "")
+    tested = counted(sum(found["examples"]), "test example")
+    line = f"rare classes ({names}; {tested}): balanced accuracy {estimate(found['grown']['balanced_accuracy'], '.4f')} grown"
+    if found["host"] is not None:
+        line += f", {estimate(found['host']['balanced_accuracy'], '.4f')} twin"
+    mend = (
+        "more examples of them help"
+        if found["weighted"]
+        else "esper.task(..., class_weights='balanced') weighs them like others"
+    )
+    return [f"{line}; {mend}; F1, ROC AUC and confusion matrix are in the report"]
+
+
+def early_stopping_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with the steps to which early stopping restored the networks, and the reason why it ended the run."""
+    best = summary["best_step"]
+    if best is None:
+        return []
+    first, last = min(best["grown"]), max(best["grown"])
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    lines = [f"networks: restored to their best by the validation split, of {steps}"]
+    return [*lines, f"stopped early: {summary['stopped_because']}"] if summary["stopped_early"] else lines
+
+
+def explanation_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with the reasons why nothing was planted, or why planned operations were not carried out."""
+    return [f"why: {sentence}" for sentence in summary.get("explanations", [])]
+
+
+def trouble_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Lines with the number of rollbacks and of refused operations by reason, and of updates that overflowed in float16."""
+    lines = []
+    for kind, label in (("rollbacks", "rolled back"), ("refused", "refused")):
+        reasons = [f"{count:,} {name.replace('_', ' ')}" for name, count in summary[kind].items()]
+        lines += [f"{label}: {', '.join(reasons)}"] if reasons else []
+    if any((skipped := summary.get("skipped_updates", {"grown": []}))["grown"]):
+        counts, updates = skipped["grown"], skipped["updates"]
+        worst = max(range(len(counts)), key=counts.__getitem__)
+        line = f"skipped: {sum(counts):,} of {updates * len(counts):,} updates, whose gradients overflowed in float16"
+        many = f"; environment {worst} skipped {counts[worst]:,} of {updates:,}, so set amp to bf16 or off"
+        lines.append(line + many * (counts[worst] > updates / 2))
+    return lines
+
+
+def estimate(values: Sequence[float | None] | None, form: str) -> str:
+    """Mean and standard error of the values that are not None, as 0.9866 ± 0.0021."""
+    mean, error = mean_and_error(values)
+    if math.isnan(mean):
+        return "-"
+    return rounded(mean, form) if math.isnan(error) else f"{rounded(mean, form)} ± {error:{form.lstrip('+')}}"
+
+
+def time_line(summary: Mapping[str, Any]) -> str:
+    """A line with where the time of a run went."""
+    eps, growing = summary["env_steps_per_second"], _growth_seconds(summary)
+    static = sum(static.get("seconds") or 0.0 for static in summary.get("baselines", {}).values())
+    took = f"took: {summary['seconds']:.1f} seconds"
+    if growing is not None:
+        twins = ", twins included" if summary["rows"] > summary["envs"] else ""
+        took += f", {growing:.1f} of them for {counted(summary['steps_done'], 'step')} of {counted(summary['rows'], 'network')}"
+        took += (
+            f"{twins} ({eps:,.0f} environment steps per second), the rest for setting up, evaluating and exporting them"
+        )
+    return took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")
+
+
+FEW_EXAMPLES = 30
+"""A warning is shown for splits with fewer examples."""
+
+
+def split_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The size of the test split, what the intervals cover, and warnings about small splits; empty if the sizes are unknown."""
+    sizes = summary.get("examples")
+    if sizes is None:
+        return []
+    test, several = sizes["test"], summary["envs"] > 1
+    if isinstance(test, int):
+        line = f"test split: {counted(test, 'example')}"
+        if several:
+            line += (
+                ", the same for every environment; intervals and ± cover the choice of starts, not of these examples"
+            )
+    else:
+        line = f"test split: {_sizes(test)}"
+        if several:
+            line = (
+                f"test splits: {_sizes(test)}, for every environment another problem with examples of its own; intervals and ± "
+                "cover the choice of problems, examples and starts together"
+            )
+    return [line, *_small_splits(sizes)]
+
+
+def _sizes(sizes: list[int]) -> str:
+    low, high = min(sizes), max(sizes)
+    return counted(low, "example") if low == high else f"{low:,} to {high:,} examples"
+
+
+def _small_splits(sizes: Mapping[str, Any]) -> list[str]:
+    """A warning for a test split and a probe split with few examples."""
+    lines = []
+    for part, why in (
+        ("test", "the test figures and their differences may be quite different on other examples"),
+        ("probe", "the gates decide on it, so seeds may be kept or pruned by chance"),
+    ):
+        least = sizes[part] if isinstance(sizes[part], int) else min(sizes[part])
+        if least < FEW_EXAMPLES:
+            lines.append(f"warning: the {part} split has only {counted(least, 'example')}; {why}")
+    return lines

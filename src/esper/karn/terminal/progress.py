@@ -1,0 +1,220 @@
+"""The progress of a run: a bar in a terminal, plain lines elsewhere, and the argument `progress` of Python calls."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, Self
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.text import Text
+
+from esper.karn.streams import steady
+from esper.karn.tables import print_line
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Seeds, View
+from esper.leyline.progress import Pace, Progress, Silent, Watch
+from esper.leyline.text import counted, printable
+
+Shown = Literal["auto"] | bool
+"""Whether progress is shown on stderr: "auto" shows it where stderr is a terminal, and in a notebook."""
+
+
+class AnswersOnly(Silent):
+    """Shows only the answer to Ctrl-C, which explains why the run does not end at once."""
+
+    def __init__(self, console: Console) -> None:
+        console.file = steady(console.file)
+        self._console = console
+
+    def answer(self, text: str) -> None:
+        """Print a line."""
+        print_line(self._console, text)
+
+
+def growth_progress(shown: Any, steps: int, metric: str) -> AbstractContextManager[Watch]:
+    """The progress display of a population, to be entered while the run lasts."""
+    console = Console(stderr=True)
+    if is_shown(shown, console):
+        return live(console, steps, metric)
+    return nullcontext(Silent() if shown is False else AnswersOnly(console))
+
+
+def training_progress(shown: Any) -> AbstractContextManager[Progress]:
+    """The progress display of a training, to be entered while the run lasts."""
+    console = Console(stderr=True)
+    return training(console) if is_shown(shown, console) else nullcontext(Silent())
+
+
+def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
+    """A function that prints a line of an evaluation; None if nothing is shown."""
+    if not is_shown(shown, Console(stderr=True)) or sys.stderr is None:
+        return None
+    stream = steady(sys.stderr)
+    return lambda line: print(printable(line), file=stream)
+
+
+def is_shown(shown: Any, console: Console) -> bool:
+    """Whether progress is shown on this console. InputError if `shown` is neither "auto" nor a bool."""
+    if isinstance(shown, bool):
+        return shown
+    if shown != "auto":
+        raise InputError(f"progress is {shown!r}; give 'auto', True or False")
+    return console.is_jupyter or bool(console.file.isatty())
+
+
+SHOWN = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+
+
+class Bar:
+    """A progress bar, for a terminal."""
+
+    def __init__(self, console: Console, steps: int, metric: str) -> None:
+        self._metric = metric
+        self._progress = RichProgress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=console,
+        )
+        self._task = self._progress.add_task("grow", total=steps, figures="")
+
+    def step(self, view: View, speed: float, rollbacks: int) -> None:
+        """Advance the bar to the step of the view."""
+        self._progress.update(self._task, completed=view.step, figures=figures(view, speed, self._metric, rollbacks))
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(printable(text), markup=False, highlight=False)
+
+    answer = note
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+
+class Lines:
+    """Plain lines, for a file or a pipe: the first step, the last step, and one step every few seconds between them."""
+
+    def __init__(
+        self,
+        console: Console,
+        steps: int,
+        metric: str,
+        seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._steps, self._metric = console, steps, metric
+        self._seconds, self._clock = seconds, clock
+        self._due = -math.inf
+
+    def step(self, view: View, speed: float, rollbacks: int) -> None:
+        """Print a line if the step is the first, the last, or due."""
+        now = self._clock()
+        if now >= self._due or view.step == self._steps:
+            self._due = now + self._seconds
+            self.note(f"step {view.step}/{self._steps}  {figures(view, speed, self._metric, rollbacks)}")
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        print_line(self._console, text)
+
+    answer = note
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Nothing is open."""
+
+
+class Rounds:
+    """The progress of a training: one line per round, which a terminal shows in place of the one before."""
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._started = clock()
+        self._pace: Pace | None = None
+        self._status = console.status("growing the first round") if console.file.isatty() else None
+
+    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
+        """Show the figures of a round; the line of a validated round stays in a terminal."""
+        line = round_line(number, rounds, figures)
+        if self._status is None or "validation_objective" in figures:
+            self.note(line)
+        if self._status is not None:
+            self._status.update(Text(line))
+        if self._pace is None:
+            self._pace = Pace(rounds - number, "rounds", self.note)
+            self._pace.add(1, self._clock() - self._started)
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        print_line(self._console, text)
+
+    def __enter__(self) -> Self:
+        self._started = self._clock()
+        if self._status is not None:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
+def training(console: Console) -> Rounds:
+    """The progress display of a training. Output that cannot be written is dropped."""
+    console.file = steady(console.file)
+    return Rounds(console)
+
+
+def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
+    """One line with return, speed, entropy and other figures of a round."""
+    shown = [
+        ("return", "return", ".3f"),
+        ("env_steps_per_second", "environment steps per second", ",.0f"),
+        ("explained_variance", "explained variance", ".2f"),
+        ("entropy", "entropy", ".2f"),
+        ("log_likelihood", "log-likelihood", ".2f"),
+        ("kept", "seeds kept", ".2f"),
+        ("validation_objective", "validation J", ".4f"),
+        ("waiting_seconds", "seconds lost in waiting", ".1f"),
+    ]
+    parts = [f"{label} {format(figures[name], form)}" for name, label, form in shown if name in figures]
+    if figures.get("rollbacks"):
+        parts.append(f"{figures['rollbacks']:.0f} rolled back")
+    place = f"round {number + 1}/{rounds}" if number >= 0 else f"imitation, {-number - 1} to go"
+    return "  ".join([place, *parts])
+
+
+def live(console: Console, steps: int, metric: str) -> Bar | Lines:
+    """A bar in a notebook or in a terminal that can move its cursor; lines elsewhere. Unwritable output is dropped."""
+    if not console.is_jupyter:
+        console.file = steady(console.file)
+    bar = console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal)
+    return Bar(console, steps, metric) if bar else Lines(console, steps, metric)
+
+
+def figures(view: View, speed: float, metric: str, rollbacks: int = 0) -> str:
+    """One line with speed, mean metric on the probe split, number of seeds by stage, and rollbacks, if any."""
+    mean = float(np.mean(view.measurements.metric))
+    seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
+    broken = f"  {counted(rollbacks, 'rollback')}" if rollbacks else ""
+    return f"{speed:,.0f} env steps/s  {printable(metric)} {mean:.4f}  seeds: {seeds}{broken}"
+
+
+def by_stage(seeds: Seeds) -> dict[str, int]:
+    """The number of seeds of the population in each stage of `SHOWN`, without zeros."""
+    counts = np.bincount(seeds.stage.ravel(), minlength=len(Stage))
+    return {stage.name.lower(): int(counts[stage]) for stage in SHOWN if counts[stage]}

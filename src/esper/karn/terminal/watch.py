@@ -1,0 +1,439 @@
+"""`esper watch`: a window on a run in the terminal. It reads the run folder alone, so the run does not notice it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.segment import Segment
+from rich.style import Style
+from rich.text import Text
+
+from esper.karn.reader import OpenRun, Tail
+from esper.karn.run_model import LISTED, RunModel
+from esper.leyline.distribution import pip_install
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.text import counted, printable
+from esper.nissa.rows import RollbackRow
+from esper.store.files import EVENTS, is_run
+
+try:
+    from textual.app import App, ComposeResult
+    from textual.binding import Binding, BindingType
+    from textual.containers import Horizontal, Vertical, VerticalScroll
+    from textual.events import Click
+    from textual.geometry import Region, Size
+    from textual.message import Message
+    from textual.scroll_view import ScrollView
+    from textual.strip import Strip
+    from textual.widgets import Footer, Static
+except ModuleNotFoundError:
+    raise InputError(f"esper watch needs textual, which is not installed; run {pip_install('tui')}") from None
+
+SIGNS: Mapping[Stage, tuple[str, str, str]] = {
+    Stage.DORMANT: (".", "grey62", "the slot is empty"),
+    Stage.GERMINATED: ("g", "white", "the seed was built in this step and has not run yet"),
+    Stage.TRAINING: ("t", "yellow", "the seed trains, and does not change the output of the host"),
+    Stage.BLENDING: ("b", "cyan", "alpha moves along a ramp to its target"),
+    Stage.HOLDING: ("h", "magenta", "alpha is at its target, and the seed is on trial"),
+    Stage.FOSSILIZED: ("F", "green", "the seed is a permanent part of the network"),
+    Stage.PRUNED: ("x", "red", "the seed was removed in this step"),
+    Stage.EMBARGOED: ("e", "grey62", "the slot is empty and cannot be planted yet"),
+}
+"""The letter and the colour of each stage in the grid, and what the stage means."""
+
+CELL = 3
+"""Width of a cell of the grid: the letter of the stage, the dose in tenths, a space [characters]."""
+PART = 2**22
+"""Events that are read at once [bytes]."""
+MARGIN = 5
+"""Width of the numbers of the environments in front of the grid [characters]."""
+
+
+PLAIN, BOLD = Style(), Style(bold=True)
+
+
+@cache
+def style(colour: str, chosen: bool) -> Style:
+    """The style of a cell."""
+    return Style(color=colour, reverse=chosen, bold=chosen)
+
+
+def dose(stage: Stage, alpha: float) -> str:
+    """A dose as one character: 0 to 9 for tenths, * for 1; a space where the seed does not act."""
+    if stage not in (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED) or math.isnan(alpha):
+        return " "
+    return "*" if alpha >= 1 else str(min(int(alpha * 10), 9))
+
+
+class Grid(ScrollView, can_focus=True):
+    """The population: a line for each environment, a cell for each slot."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(key, f"go({env}, {slot})", words, show=False)
+        for key, env, slot, words in (
+            ("up", -1, 0, "environment above"),
+            ("down", 1, 0, "environment below"),
+            ("left", 0, -1, "slot to the left"),
+            ("right", 0, 1, "slot to the right"),
+            ("pageup", -10, 0, "ten environments up"),
+            ("pagedown", 10, 0, "ten environments down"),
+            ("home", -(10**6), 0, "first environment"),
+            ("end", 10**6, 0, "last environment"),
+        )
+    ]
+
+    class Moved(Message):
+        """Another environment or slot is chosen."""
+
+    def __init__(self) -> None:
+        super().__init__(id="grid")
+        self.model = RunModel(history=False)
+        self.env = self.slot = 0
+        self._drawn: dict[int, list[Segment]] = {}  # the lines of environments that are on the screen
+
+    def show(self, model: RunModel) -> None:
+        """Draw what differs between the state of a model and the screen."""
+        self.model = model
+        self.env, self.slot = min(self.env, max(model.envs - 1, 0)), min(self.slot, max(len(model.slots) - 1, 0))
+        size = Size(MARGIN + CELL * len(model.slots), max(model.envs, 1))
+        if size != self.virtual_size:
+            self.virtual_size = size
+            self.refresh()
+            return
+        for y in range(self.size.height):
+            env = y + self.scroll_offset.y
+            if self._line(env) != self._drawn.get(env):
+                self.refresh_line(env)
+
+    def render_line(self, y: int) -> Strip:
+        """One line of what is visible."""
+        if y == 0:
+            shown = range(self.scroll_offset.y, self.scroll_offset.y + self.size.height)
+            self._drawn = {env: line for env, line in self._drawn.items() if env in shown}
+        env = y + self.scroll_offset.y
+        line = self._drawn[env] = self._line(env)
+        strip = Strip(line).crop_extend(self.scroll_offset.x, self.scroll_offset.x + self.size.width, PLAIN)
+        return strip.apply_style(self.rich_style)  # the background of the other parts
+
+    def _line(self, env: int) -> list[Segment]:
+        """One line of the whole grid. Every segment has a style: without colours, textual reads the style of each."""
+        if env >= self.model.envs:
+            return [Segment("" if self.model.envs or env else "no step yet", PLAIN)]
+        segments = [Segment(f"{env:>{MARGIN - 1}} ", BOLD if env == self.env else PLAIN)]
+        for slot in range(len(self.model.slots)):
+            stage, alpha = self.model.state(env, slot)
+            sign, colour, _ = SIGNS[stage]
+            chosen = (env, slot) == (self.env, self.slot)
+            segments += [
+                Segment(sign + dose(stage, alpha), style(colour, chosen)),
+                Segment(" ", PLAIN),
+            ]
+        return segments
+
+    def action_go(self, env: int, slot: int) -> None:
+        """Choose another environment or slot."""
+        self.choose(self.env + env, self.slot + slot)
+
+    def choose(self, env: int, slot: int) -> None:
+        """Choose an environment and a slot; the nearest there is."""
+        self.env = max(0, min(env, self.model.envs - 1))
+        self.slot = max(0, min(slot, len(self.model.slots) - 1))
+        self.scroll_to_region(Region(MARGIN + CELL * self.slot, self.env, CELL, 1), animate=False)
+        self.refresh()
+        self.post_message(self.Moved())
+
+    def on_click(self, event: Click) -> None:
+        """Choose the cell under the mouse."""
+        self.choose(event.y + self.scroll_offset.y, (event.x + self.scroll_offset.x - MARGIN) // CELL)
+
+
+class Watch(App[None]):
+    """The window: a header, the population, curves, and the chosen environment in detail."""
+
+    CSS = """
+    #head { height: 3; padding: 0 1; }
+    #left { width: 40%; min-width: 20; max-width: 60; }
+    #names { height: 1; }
+    #curve { height: 45%; min-height: 6; padding: 0 1; }
+    #detail { height: 1fr; padding: 0 1; border-top: solid $primary; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("c", "next_curve", "next curve"),
+        Binding("a", "troubles", "rollbacks"),
+        Binding("question_mark", "explain", "explain", key_display="?"),
+    ]
+    TITLE = "esper watch"
+    ENABLE_COMMAND_PALETTE = False
+
+    def __init__(self, folder: Path, every: float = 0.5) -> None:
+        super().__init__()
+        self.folder, self.every = folder, every
+        self.run_folder: OpenRun | None = None
+        self.tail = Tail(folder / EVENTS)
+        self.model = RunModel(history=False)
+        self.state = "waiting"
+        self.view = "detail"  # or troubles, or explain
+        self.figure = 0
+        self._restarts = 0
+        self._shown: dict[str, str] = {}  # the text of each part
+
+    def compose(self) -> ComposeResult:
+        """The widgets."""
+        yield Static(id="head", markup=False)
+        with Horizontal():
+            with Vertical(id="left"):
+                yield Static(id="names", markup=False)
+                yield Grid()
+            with Vertical():
+                yield Static(id="curve", markup=False)
+                with VerticalScroll(id="detail", can_focus=False):
+                    yield Static(id="words", markup=False)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        """Look at the folder now, and again and again."""
+        self.grid.focus()
+        self.look()
+        self.set_interval(self.every, self.look)
+
+    @property
+    def grid(self) -> Grid:
+        """The population."""
+        return self.query_one(Grid)
+
+    def look(self) -> None:
+        """Take in what was written since the last time."""
+        if not self.query("#head"):  # the timer may fire while the window closes
+            return
+        if self.run_folder is None:
+            if not is_run(self.folder):
+                self.show(f"waiting for a run in {self.folder}")
+                return
+            self.run_folder = OpenRun(self.folder)
+            self.model = self._new_model()
+        rows, before = self.tail.read(PART), self.state
+        if self.tail.restarts != self._restarts:
+            self._restarts, self.model = self.tail.restarts, self._new_model()
+        self.model.update(rows)
+        self.state = self._status()
+        if rows or self.state != before:
+            self.grid.show(self.model)
+            self.show(None)
+        if rows:
+            self.call_later(self.look)  # a long run is read in parts, and keys are answered between them
+
+    def on_resize(self) -> None:
+        """Draw the curve in the room that it has now."""
+        if self.run_folder is not None:
+            self.call_after_refresh(self.show, None)
+
+    def _status(self) -> str:
+        """The status of the run. A run whose process is gone although its rows do not say so was killed."""
+        assert self.run_folder is not None
+        if self.model.last is not None and self.model.last.status != "running":
+            return self.model.last.status
+        if self.model.last is None and self.run_folder.summary is not None:
+            return str(self.run_folder.summary.get("status", "finished"))
+        return "running" if self.run_folder.is_written else "killed"
+
+    def _new_model(self) -> RunModel:
+        assert self.run_folder is not None
+        config = self.run_folder.config
+        if not config.get("tasks"):
+            return RunModel(history=False)
+        ppo: Mapping[str, Any] = config.get("ppo") or {}
+        rounds = range(-int(ppo.get("imitation_rounds", 0)), int(ppo.get("rounds", 0)))
+        return RunModel(rounds, history=False)
+
+    # What is shown.
+
+    def show(self, waiting: str | None) -> None:
+        """Write every text that has changed."""
+        self._say("#head", waiting or self.head())
+        self._say("#names", " " * MARGIN + "".join(f"{slot % 100:<{CELL}}" for slot in range(len(self.model.slots))))
+        room = self.query_one("#curve", Static).content_size
+        self._say("#curve", self.curve(room.width or 40, room.height or 8))
+        self._say("#words", "\n".join(map(printable, self.words())))
+
+    def _say(self, part: str, words: str) -> None:
+        """Write a text if it has changed. Only the last part takes the height that its text needs."""
+        before = self._shown.get(part)
+        if words == before:
+            return
+        self._shown[part] = words
+        target = self.query_one(part, Static)
+        room = target.content_size.width
+        grown = before is None or _long_lines(words, room) != _long_lines(before, room)
+        target.update(Text(words), layout=grown and part == "#words")
+
+    def head(self) -> str:
+        """Three lines: what runs, how far it is, and what became of the seeds."""
+        model, head = self.model, self.model.head
+        name = printable(self.folder.resolve().name)
+        if head is None:
+            return f"{name}: {self.state}; no events yet (telemetry.level: off writes none)"
+        done, whole = model.done()
+        unit = "round" if model.planned is not None else "step"
+        share = min(done / whole, 1.0) if whole else 0.0
+        left = model.seconds_left()
+        bar = "#" * round(20 * share) + "-" * (20 - round(20 * share))
+        ahead = "" if math.isnan(left) or self.state != "running" else f", about {_duration(left)} left"
+        assert model.last is not None
+        failed = f": {printable(model.last.error)}" if model.last.error else ""
+        planted, kept, pruned = (model.counts[f"seeds/{fate}"] for fate in ("planted", "kept", "pruned"))
+        return (
+            f"{name}: {printable(head.task)}, {printable(head.controller)}, {counted(head.envs, 'environment')}, "
+            f"{head.device}: {self.state}{failed}\n"
+            f"[{bar}] {unit} {done} of {whole}{ahead}\n"
+            f"seeds: {planted} planted, {kept} kept, {pruned} pruned; {counted(len(model.rollbacks), 'rollback')}"
+        )
+
+    def curve(self, width: int, height: int) -> str:
+        """The chosen figure, drawn over steps or rounds."""
+        names = list(self.model.curves)
+        if not names:
+            return "no figures yet"
+        self.figure %= len(names)
+        name = names[self.figure]
+        curve = self.model.curves[name]
+        median = [y[1] for y in curve.y]
+        lines = (
+            [median] if self.model.planned is not None else [median, [y[0] for y in curve.y], [y[2] for y in curve.y]]
+        )
+        bands = "" if self.model.planned is not None else " (median, 10th and 90th percentile)"
+        title = f"{printable(name)}{bands}: {median[-1]:.4g}  {self.figure + 1}/{len(names)}"
+        return "\n".join([title[:width], *plot(curve.x, lines, width, max(height - 1, 3))])
+
+    def words(self) -> list[str]:
+        """The panel below the curve."""
+        if self.view == "troubles":
+            return [
+                f"rollbacks: {len(self.model.rollbacks)}, the newest first",
+                *map(_trouble, reversed(self.model.rollbacks[-LISTED:])),
+            ]
+        if not self.model.envs:
+            if self.model.planned is not None:
+                return ["A training shows its curves; c shows the next one."]
+            return ["No step yet. With telemetry.level: run there are no step rows, and so no grid."]
+        return self.explained() if self.view == "explain" else self.detailed()
+
+    def detailed(self) -> list[str]:
+        """The chosen environment: its slots, and its last events with their reasons."""
+        env, model = self.grid.env, self.model
+        lines = [f"environment {env}, step {model.step}"]
+        for slot, name in enumerate(model.slots):
+            cell = model.cell(env, slot)
+            mark = ">" if slot == self.grid.slot else " "
+            if cell.blueprint is None:
+                lines.append(f"{mark} {slot} {name}: {cell.stage.name}")
+                continue
+            worth = (
+                "" if math.isnan(cell.contribution) else f", contribution {cell.contribution:+.4f} ± {cell.error:.4f}"
+            )
+            lines.append(f"{mark} {slot} {name}: {cell.stage.name}, {cell.blueprint}, alpha {cell.alpha:.2g}{worth}")
+        return [*lines, "", *(model.log(env) or ["nothing happened here yet"])]
+
+    def explained(self) -> list[str]:
+        """What the chosen cell means."""
+        env, slot, model = self.grid.env, self.grid.slot, self.model
+        cell = model.cell(env, slot)
+        return [
+            f"environment {env}, slot {model.slots[slot]}: {cell.stage.name}: {SIGNS[cell.stage][2]}.",
+            "",
+            "A cell is the letter of the stage and the dose alpha in tenths (* is 1):",
+            *(f"  {sign}  {stage.name}: {words}" for stage, (sign, _, words) in SIGNS.items()),
+            "",
+            "contribution: the metric of the network minus that without the seed, with its standard error.",
+            "A seed is kept (FOSSILIZED) or pruned by the controller; the events of an environment say why.",
+            "Arrows move through the grid. Press ? again to return.",
+        ]
+
+    # Keys.
+
+    def on_grid_moved(self) -> None:
+        """Show the environment that was chosen."""
+        self.show(None)
+
+    def action_next_curve(self) -> None:
+        """Show the next figure."""
+        self.figure += 1
+        self.show(None)
+
+    def action_troubles(self) -> None:
+        """Show the rollbacks, or the environment again."""
+        self._toggle("troubles")
+
+    def action_explain(self) -> None:
+        """Explain the chosen cell, or show the environment again."""
+        self._toggle("explain")
+
+    def _toggle(self, view: str) -> None:
+        self.view = "detail" if self.view == view else view
+        self.show(None)
+
+
+def _long_lines(words: str, width: int) -> list[str]:
+    """What the height of a text depends on: an empty text for each line that fits, and the lines that are wrapped."""
+    return [line if len(line) > width else "" for line in words.split("\n")]
+
+
+def _trouble(row: RollbackRow) -> str:
+    twin = " (twin)" if row.twin else ""
+    lost = f", lost {', '.join(row.pruned)}" if row.pruned else ""
+    return f"step {row.step}, environment {row.env}{twin}: {row.reason.replace('_', ' ')}{lost}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+"""The bit of each dot of a braille character (Unicode, block U+2800)."""
+
+
+def plot(x: Sequence[float], lines: Sequence[Sequence[float]], width: int, height: int) -> list[str]:
+    """Curves over a common axis as `height` lines of at most `width` characters, with the ends of both axes.
+
+    x (N), lines: values (N) each; nan where a line has none.
+    """
+    label = 9
+    across, up = 2 * max(width - label - 1, 1), 4 * max(height - 1, 1)
+    values = [np.asarray(line, np.float64) for line in lines]
+    finite = np.concatenate([line[np.isfinite(line)] for line in values]) if values else np.zeros(0)
+    if not len(x) or not finite.size:
+        return ["nothing was measured yet".ljust(width)[:width], *[""] * (height - 1)]
+    low, high = float(finite.min()), float(finite.max())
+    if high - low < 1e-12:
+        low, high = low - 0.5, high + 0.5
+    first, last = float(min(x)), float(max(x))
+    cells = np.zeros((up // 4, across // 2), np.int64)
+    for line in values:
+        known = np.isfinite(line)
+        places = (np.asarray(x, np.float64)[known] - first) / max(last - first, 1e-12) * (across - 1)
+        levels = (high - line[known]) / (high - low) * (up - 1)
+        for column, row in zip(*_joined(places, levels), strict=True):
+            cells[row // 4, column // 2] |= DOTS[row % 4, column % 2]
+    shown = ["".join(chr(0x2800 + int(cell)) for cell in row) for row in cells]
+    names = [""] * len(shown)
+    names[0], names[-1] = f"{high:.4g}", f"{low:.4g}"
+    axis = f"{first:g}".ljust(across // 2 - len(f"{last:g}")) + f"{last:g}"
+    return [*(f"{name:>{label}} {row}" for name, row in zip(names, shown, strict=True)), " " * (label + 1) + axis]
+
+
+def _joined(places: NDArray[np.float64], levels: NDArray[np.float64]) -> tuple[list[int], list[int]]:
+    """The dots of a line through points, in columns and rows."""
+    columns, rows = [], []
+    for index in range(len(places)):
+        start = max(index - 1, 0)
+        count = int(max(abs(places[index] - places[start]), abs(levels[index] - levels[start]))) + 1
+        columns += np.rint(np.linspace(places[start], places[index], count + 1)).astype(int).tolist()
+        rows += np.rint(np.linspace(levels[start], levels[index], count + 1)).astype(int).tolist()
+    return columns, rows

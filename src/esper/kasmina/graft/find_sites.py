@@ -1,0 +1,695 @@
+"""Find the places in a module where seeds can be planted, by one forward and one backward pass on an example."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+
+from esper.kasmina.graft.recording import (
+    Graph,
+    Recording,
+    floats,
+    mapped,
+    on_aliases,
+    record,
+    run,
+    submodules,
+    tensors,
+    untouched,
+)
+from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
+from esper.leyline.text import counted
+
+_CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+_LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, *_CONVOLUTIONS)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+_KEEPS_FEATURES = re.compile(
+    r"(Relu|LeakyRelu|Prelu|Rrelu|Gelu|Silu|Mish|Elu|Celu|Selu|Tanh|Sigmoid|LogSigmoid|Softplus|Softsign|Softshrink|Hard\w+|"
+    r"Threshold|Clamp\w*|Abs|Sin|Cos|Exp|Pow|Mul|NativeDropout|\w*(BatchNorm|LayerNorm|GroupNorm|RmsNorm|RMSNorm)|"
+    r"(Max|Avg|Mean|AdaptiveAvg|AdaptiveMax)Pool\w*|ToCopy|Alias|Clone)Backward\d*$"
+)
+"""Names of the autograd nodes whose output has the features of their input, which no weight mixes."""
+
+UNKNOWN_STREAM = "an unknown kind of stream"
+"""How the reason begins for which a submodule is left out whose output has a form on which no seed can grow."""
+
+
+class Candidates:
+    """Rules about the submodules of a module, by dotted path, applied to a recorded run."""
+
+    def __init__(
+        self, module: nn.Module, recording: Recording, weights: dict[str, Tensor], examples: int, example: Any
+    ) -> None:
+        self._loss, self._calls, self._examples = recording.loss, recording.calls, examples
+        given = next(tensors(example))
+        self._input = tuple(given.shape) if given.is_floating_point() else None
+        self._modules = submodules(module)
+        self._graph = Graph(recording.loss, weights.values())
+        self._layers = self._find_layers()
+        self._inner = {path: [layer for layer in self._layers if _within(layer, path)] for path in self._calls}
+        ends = {call.edge.node for layer in self._layers for call in self._calls[layer] if call.edge is not None}
+        self._behind = self._graph.before_products(ends)
+        self._head_weights = {
+            id(p): layer for layer in self._layers if self._is_head(layer) for p in self._modules[layer].parameters()
+        }
+
+    def _find_layers(self) -> list[str]:
+        """Return the submodules that multiply a stream by a weight themselves, in the order of their calls."""
+        factors = self._graph.factors
+        known = [path for path in self._calls if isinstance(self._modules[path], _LAYERS)]
+        others = [
+            path
+            for path in self._calls
+            if not isinstance(self._modules[path], (*_EMBEDDINGS, ParametrizationList))
+            and any(id(p) in factors for p in self._modules[path].parameters(recurse=False))
+            and not any(_within(path, layer) for layer in known)
+        ]
+        owners = {
+            path for path in (*known, *others) if not any(path != other and _within(other, path) for other in others)
+        }
+        return [path for path in self._calls if path in owners]
+
+    # Sites, best choice first.
+
+    def choices(self) -> Iterator[dict[str, str]]:
+        """Yield sets of candidates with the reason for each, the best set first."""
+        for layers in (2, 1):
+            for same_shape in (True, False):
+                blocks = self._blocks(layers, same_shape)
+                if blocks:
+                    yield blocks | self._inner_layers(blocks) | self._outer_layers(blocks)
+        yield {path: f"a {self._kind(path)} outside of any repeated block" for path in self._layers}
+
+    def _blocks(self, layers: int, same_shape: bool) -> dict[str, str]:
+        """Return the repeated blocks with at least `layers` layers.
+
+        A block is left out if it lies inside another one, or is itself made of repeated blocks.
+        """
+        groups: dict[Any, list[str]] = {}
+        for path, inner in self._inner.items():
+            if len(inner) >= layers and path not in self._layers:
+                groups.setdefault(_signature(self._modules[path]), []).append(path)
+        chains = [self._repeated(group, same_shape) for group in groups.values()]
+        repeated = {path: chain for chain in chains for path in chain}
+        blocks = {path: group for path, group in repeated.items() if not self._is_made_of(path, repeated)}
+        return {
+            path: f"one of {len(group)} blocks of {self._kind(path)} that run one after the other"
+            if len(group) > 1
+            else f"a {self._kind(path)} that runs {len(self._calls[path])} times, one after the other"
+            for path, group in blocks.items()
+            if not any(path != other and _within(path, other) for other in blocks)
+        }
+
+    def _repeated(self, group: list[str], same_shape: bool) -> list[str]:
+        """Return the members of a group that run before or after another member.
+
+        With `same_shape`, return none unless two such members return the same shape.
+        """
+        pairs = [
+            (first, second)
+            for first in group
+            for second in group
+            if (first == second or not (_within(first, second) or _within(second, first)))
+            and self._follows(second, first)
+        ]
+        if same_shape and not any(self._calls[first][0].left == self._calls[second][0].left for first, second in pairs):
+            return []
+        return [path for path in group if any(path in pair for pair in pairs)]
+
+    def _follows(self, second: str, first: str) -> bool:
+        """Whether a call of `second` depends on a call of `first`."""
+        nodes = {call.edge.node for call in self._calls[first] if call.edge is not None}
+        return any(
+            nodes & self._ancestors.get(call.edge.node, set()) for call in self._calls[second] if call.edge is not None
+        )
+
+    @cached_property
+    def _ancestors(self) -> dict[Node, set[Node]]:
+        calls = (
+            call
+            for path, inner in self._inner.items()
+            if inner and path not in self._layers
+            for call in self._calls[path]
+        )
+        return self._graph.ancestors({call.edge.node: None for call in calls if call.edge is not None})
+
+    def _is_made_of(self, path: str, repeated: Collection[str]) -> bool:
+        """Whether a repeated block is a stage: it consists mostly of one other block, or holds two of one class in sequence."""
+        parts = [other for other in repeated if other != path and _within(other, path)]
+        whole = self._edges(path)
+        if any(2 * len(self._inner[part]) > len(self._inner[path]) and self._edges(part) == whole for part in parts):
+            return True
+        return any(
+            _signature(self._modules[first]) == _signature(self._modules[second])
+            and not _within(first, second)
+            and self._calls[second][0].source is not None
+            and self._calls[second][0].source == self._calls[first][-1].edge
+            for first in parts
+            for second in parts
+            if first != second
+        )
+
+    def _inner_layers(self, blocks: Collection[str]) -> dict[str, str]:
+        """Return the layers inside the blocks that widen or narrow the stream."""
+        found = {}
+        for path in self._layers:
+            block = next((block for block in blocks if _within(path, block)), None)
+            call = self._calls[path][0]
+            if block is None or call.entered is None or call.left is None:
+                continue
+            axis = self._features(path, len(call.left))
+            before, after = call.entered[axis], call.left[axis]
+            if before != after:
+                found[path] = f"{'widens' if after > before else 'narrows'} {before} to {after} in {block}"
+        return found
+
+    def _outer_layers(self, blocks: Collection[str]) -> dict[str, str]:
+        """Return the layers outside of the blocks that are behind a narrow place."""
+        outer = (path for path in self._layers if not any(_within(path, block) for block in blocks))
+        return {path: f"a {self._kind(path)} outside of the blocks" for path in outer if self._behind_narrow(path)}
+
+    # Submodules that are not sites.
+
+    def sifted(self, choice: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+        """Split a set of candidates: the sites with their reasons, and all other submodules with parameters with theirs."""
+        left_out = {path: reason for path in self._modules if (reason := self._refusal(path, choice)) is not None}
+        chosen: dict[str, str] = {}
+        places: dict[tuple[GradientEdge | None, ...], str] = {}
+        for path, why in choice.items():
+            other = places.get(self._edges(path))
+            if path not in left_out and other is not None:
+                left_out[path] = f"returns what {other} returns"
+            elif path not in left_out:
+                places[self._edges(path)] = path
+                chosen[path] = why + self._remarks(path)
+        for path in self._without_gradient(chosen):
+            left_out[path] = "the gradient of the loss is zero there"
+            del chosen[path]
+        for path in self._modules:
+            if path not in chosen and path not in left_out:
+                left_out[path] = self._beside(path, choice)
+        named = [path for path, each in self._modules.items() if _has_parameters(each)]
+        return {path: chosen[path] for path in self._calls if path in chosen}, {
+            path: left_out[path] for path in named if path in left_out
+        }
+
+    def _refusal(self, path: str, choice: Collection[str]) -> str | None:
+        """Return why a submodule cannot be a site, or None if it can."""
+        module = self._modules[path]
+        if path not in choice and any(_within(other, path) for other in choice):
+            return "contains blocks or layers that were considered instead"
+        if isinstance(module, _EMBEDDINGS):
+            return "an embedding"
+        if path not in self._calls:
+            return "does not run on the example"
+        if not self._inner[path]:
+            return "a normalisation alone" if "Norm" in self._kind(path) else "has no layer that multiplies by a weight"
+        nodes = [edge.node for edge in self._edges(path) if edge is not None]
+        if not nodes:
+            return "its output needs no gradient: torch.no_grad, a reentrant checkpoint, or no floating-point numbers"
+        if not any(node in self._graph.nodes for node in nodes):
+            return "the loss does not depend on its output"
+        if self._is_head(path) and self._widths(path) is None:
+            return "a head: its output reaches the loss without another layer"
+        tied = next((self._head_weights[id(p)] for p in module.parameters() if id(p) in self._head_weights), None)
+        if tied is not None and not _within(tied, path):
+            return f"shares a parameter with the head {tied}"
+        stream = self.stream(path)
+        return stream if isinstance(stream, str) else None
+
+    def _beside(self, path: str, choice: Collection[str]) -> str:
+        """Return why a submodule that could be a site was not chosen."""
+        if any(other != path and _within(path, other) for other in choice):
+            return "a layer of a block that keeps the width" if path in self._layers else "a part of a block"
+        return "outside of the repeated blocks"
+
+    def _is_head(self, path: str) -> bool:
+        """Whether the output of a submodule reaches the loss without passing another layer."""
+        nodes = [edge.node for edge in self._edges(path) if edge is not None and edge.node in self._graph.nodes]
+        return bool(nodes) and not any(node in self._behind for node in nodes)
+
+    def _without_gradient(self, paths: Collection[str]) -> list[str]:
+        """Return the outputs that the gradient of the loss does not reach."""
+        edges = [(path, edge) for path in paths for edge in self._edges(path) if edge is not None]
+        if not edges:
+            return []
+        try:
+            gradients = torch.autograd.grad(
+                self._loss, [edge for _, edge in edges], retain_graph=True, allow_unused=True
+            )
+        except RuntimeError as error:  # raised by a node of the graph, such as a reentrant checkpoint
+            if is_out_of_memory(error):
+                raise
+            mend = (
+                "checkpoints with use_reentrant=False" if "heckpoint" in str(error) else "a loss whose backward() runs"
+            )
+            raise InputError(
+                f"the module cannot run backward on the example: {typed_line(error)}; use {mend}"
+            ) from error
+        reached = {
+            path
+            for (path, _), each in zip(edges, gradients, strict=True)
+            if each is not None and bool(each.count_nonzero())
+        }
+        return [path for path in paths if path not in reached]
+
+    # Spans.
+
+    def span(self, path: str) -> str:
+        """Return the submodule whose input a bypass at a site reads: `path`, or one in front of a narrow place there.
+
+        Narrow is a place with fewer features than in front of the first layer and behind the second: what a seed computes
+        from the input of the first is more units of the pair. Before a head, few outputs need many units too, so that the
+        place in front decides alone; a head without a layer directly in front of it is spanned together with the network: "".
+        """
+        return path if (widths := self._widths(path)) is None else widths[0]
+
+    def _widths(self, path: str) -> tuple[str, int, int, int] | None:
+        """Return what is spanned with a layer behind a narrow place, and the widths in front of, at and behind the place."""
+        if path not in self._layers or len(self._calls[path]) != 1:
+            return None
+        call, head = self._calls[path][0], self._is_head(path)
+        if call.entered is None or call.left is None:
+            return None
+        axis, rank = self._features(path, len(call.left)), len(call.left)
+        between, after, at, found = call.entered[axis], call.left[axis], path, None
+        while (first := self._pair(at)) is not None or head:
+            read = self._input if first is None else self._calls[first][0].entered
+            if read is None or not rank == len(call.entered) == len(read) or not (head or between < after):
+                break
+            if read[axis] > between:
+                found = first or "", read[axis], between, after
+            if first is None:
+                break
+            between, at = max(between, read[axis]), first
+        return found
+
+    def _pair(self, path: str) -> str | None:
+        """Return the layer that feeds a layer, with only elementwise functions, normalisations, pooling and dropout between.
+
+        Of several layers that read the same input, as the two of a gated pair, the first is returned.
+        """
+        ends = {
+            calls[0].edge: layer for layer in self._layers if layer != path and len(calls := self._calls[layer]) == 1
+        }
+        dropouts = (path for path in self._calls if isinstance(self._modules[path], nn.modules.dropout._DropoutNd))
+        through = {call.edge: call.source for each in dropouts for call in self._calls[each] if call.edge is not None}
+        source = self._calls[path][0].source
+        waiting, found, seen = [source] if source is not None else [], set(), set()
+        while waiting:
+            edge = waiting.pop()
+            if edge in ends:
+                found.add(ends[edge])
+            elif (entered := through.get(edge)) not in (None, edge):
+                waiting.append(entered)
+            elif not _KEEPS_FEATURES.match(edge.node.name()):
+                return None
+            elif edge not in seen:
+                seen.add(edge)
+                for node, at in edge.node.next_functions:
+                    if node is None and edge.node.name().startswith("Mul"):  # a factor that may be any tensor
+                        return None
+                    if node is not None and not node.name().endswith("AccumulateGrad"):
+                        waiting.append(GradientEdge(node, at))
+        if len({self._calls[layer][0].source for layer in found}) != 1:
+            return None
+        return next(layer for layer in self._layers if layer in found)
+
+    def _behind_narrow(self, path: str) -> str:
+        """Return the reason for a site behind a narrow place; empty where there is none."""
+        widths = self._widths(path)
+        return "" if widths is None else "a bypass reads {} features past a place of {}".format(*widths[1:3])
+
+    # Streams.
+
+    def stream(self, path: str) -> Stream | str:
+        """Return the stream that a submodule returns, or a sentence that says why it is not a known kind of stream."""
+        calls = self._calls[path]
+        shapes = {(call.entered, call.left) for call in calls}
+        if len(shapes) > 1:
+            return f"runs {len(calls)} times with different shapes"
+        entered, left = calls[0].entered, calls[0].left
+        if left is None or entered is None:
+            return f"{'returns' if left is None else 'reads'} no floating-point tensor"
+        if len(left) == 3 and self._positions_first(path):
+            return "its axes are (L, B, C), because batch_first is False"
+        if left[0] != self._examples or entered[0] != self._examples:
+            return f"its first axis is not the batch, which has {counted(self._examples, 'example')}"
+        axis = self._features(path, len(left))
+        kind = next(
+            (each for each in STREAMS.values() if (len(left), axis - len(left)) == (each.axes + 1, each.features)), None
+        )
+        if kind is None:
+            return f"{UNKNOWN_STREAM}, {_axes(len(left), axis)}; known are (B, C), (B, C, H, W) and (B, L, C)"
+        if len(entered) != len(left):
+            return f"reads a stream with {len(entered)} axes and returns one with {len(left)}"
+        return kind(left[axis])
+
+    def _features(self, path: str, rank: int) -> int:
+        """Return the axis of the features in an output with `rank` axes, judged by the layers inside that return as many axes."""
+        layers = [layer for layer in self._inner[path] if len(self._calls[layer][0].left or ()) == rank]
+        first = [layer for layer in layers if isinstance(self._modules[layer], _CONVOLUTIONS)]
+        if rank < 3 or not first:
+            return rank - 1
+        if len(first) == len(layers):
+            return 1
+        shape = self._calls[path][0].left or ()
+        widths = {(self._calls[layer][0].left or ())[1 if layer in first else -1] for layer in layers}
+        if (shape[1] in widths) != (shape[-1] in widths):
+            return 1 if shape[1] in widths else rank - 1
+        return 1 if rank == 4 else rank - 1
+
+    def _positions_first(self, path: str) -> bool:
+        """Whether a submodule, or a neighbour of a layer, reads (L, B, C)."""
+        around = path.rpartition(".")[0] if path in self._layers else path
+        return any(
+            getattr(each, "batch_first", True) is False
+            for other, each in self._modules.items()
+            if other in self._calls and (not around or _within(other, around))
+        )
+
+    def _remarks(self, path: str) -> str:
+        calls = self._calls[path]
+        several = f"; runs {len(calls)} times" if len(calls) > 1 else ""
+        narrow = self._behind_narrow(path)
+        return (
+            (f"; {narrow}" if narrow else "")
+            + several
+            + "; its stream is the first floating-point tensor of what it returns" * calls[0].bundled
+        )
+
+    def _edges(self, path: str) -> tuple[GradientEdge | None, ...]:
+        return tuple(call.edge for call in self._calls[path])
+
+    def _kind(self, path: str) -> str:
+        return type(self._modules[path]).__name__
+
+
+def _within(path: str, other: str) -> bool:
+    """Whether a dotted path is equal to another one or lies inside it."""
+    return path == other or path.startswith(other + ".")
+
+
+def _signature(module: nn.Module) -> Any:
+    """Return what blocks of one kind share: the class, and for an nn.Sequential the signatures of its modules."""
+    if type(module) is nn.Sequential:
+        return (nn.Sequential, *map(_signature, module))
+    return type(module)
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    return not isinstance(module, lists) and next(module.parameters(), None) is not None
+
+
+def _axes(rank: int, features: int) -> str:
+    """Write the axes of an output in words: (B, C, *, *, *)."""
+    return f"(B, {', '.join('C' if axis == features else '*' for axis in range(1, rank))})"
+
+
+_NOISE = 16
+"""Differences of at most this many units in the last place of the largest value count as rounding."""
+
+
+def causal_paths(module: nn.Module, example: Any, paths: Collection[str]) -> set[str]:
+    """Return the submodules among `paths` whose output (B, L, C) follows an input that the network reads causally.
+
+    The last position of each sequence of the example, (B, L) or (B, L, C), is changed, and the module is run again in
+    evaluation mode. The network reads that input causally if later positions of the streams or of the output change and
+    earlier ones do not. If the module fails on the changed input, nothing is known, and all streams count as causal.
+    """
+    if not paths:
+        return set()
+    causal: set[str] = set()
+    with untouched(module):
+        for each in module.modules():
+            each.training = False
+        usual = _streams(module, example, paths)
+        for length, other in _changed(example):
+            try:
+                streams = _streams(module, other, paths)
+            except InputError:
+                return set(paths)
+            effects = {path: _effect(x, streams[path], length) for path, x in usual.items() if path in streams}
+            if not any(early for early, _ in effects.values()):
+                causal.update(path for path in paths if path in effects and effects[path][1])
+    return causal
+
+
+def _streams(module: nn.Module, example: Any, paths: Collection[str]) -> dict[str, Tensor]:
+    """Return the sequences that the submodules at `paths` and the module itself, at path "", compute.
+
+    Every call starts from the same random state.
+    """
+    found: dict[str, Tensor] = {}
+
+    def keep(path: str, output: Any) -> None:
+        for index, x in enumerate(floats(output)):
+            if x.dim() == 3 and (index == 0 or not path):
+                found[path if index == 0 else f"/{index}"] = x.detach().clone()
+
+    hooks = [
+        module.get_submodule(path).register_forward_hook(lambda _, __, output, path=path: keep(path, output))
+        for path in paths
+    ]
+    try:
+        with untouched(module):
+            keep("", run(module, example))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _effect(usual: Tensor, changed: Tensor, length: int) -> tuple[bool, bool]:
+    """Return whether early and whether late positions of a stream change when the last of `length` input positions does.
+
+    A stream may be longer or shorter than the input. Its late positions are those that begin in the last position of
+    the input.
+    """
+    if usual.shape != changed.shape:
+        return True, True
+    cut = usual.shape[1] * (length - 1) // length
+    moved = (usual.float() - changed.float()).abs().amax((0, 2)) > _NOISE * torch.finfo(
+        usual.dtype
+    ).eps * usual.abs().max()
+    return bool(moved[:cut].any()), bool(moved[cut:].any())
+
+
+def _changed(example: Any) -> Iterator[tuple[int, Any]]:
+    """Yield, for each sequence and axis, the example with the last position of the sequence changed, and its length."""
+    for x in tensors(example):
+        if x.dim() not in (2, 3) or x.dtype == torch.bool:
+            continue
+        for axis in range(1, x.dim() if x.is_floating_point() else 2):
+            if x.shape[axis] >= 2:
+                yield x.shape[axis], mapped(example, partial(_swapped, x, _with_other_end(x, axis)))
+
+
+def _swapped(old: Tensor, new: Tensor, x: Tensor) -> Tensor:
+    """Return `new` in place of `old`, and any other x unchanged."""
+    return new if x is old else x
+
+
+def _with_other_end(x: Tensor, axis: int) -> Tensor:
+    """Return x with other values at the last position of an axis; integers are replaced by values that x has elsewhere."""
+    changed = x.detach().clone()
+    last = changed.select(axis, x.shape[axis] - 1)
+    if x.is_floating_point():
+        last.mul_(-1).add_(1)
+        return changed
+    known = x.unique()
+    if len(known) == 1:
+        last.add_(1 if int(known[0]) == 0 else -1)
+    else:
+        last.copy_(known[(torch.searchsorted(known, last.contiguous()) + 1) % len(known)])
+    return changed
+
+
+_SHOWN = 3
+"""Largest number of modules that the table names for one reason to leave modules out."""
+
+
+class FoundSites(Mapping[str, Site]):
+    """Sites by name, in the order in which the network runs them, with the reasons. Prints as a table.
+
+    Attributes:
+        why (dict[str, str]): for the name of each site, the reason why it was chosen
+        left_out (dict[str, str]): for the dotted path of each other submodule, the reason why it is not a site
+    """
+
+    def __init__(self, network: str, sites: Iterable[Site], why: dict[str, str], left_out: dict[str, str]) -> None:
+        """`network`: the name of the module's class."""
+        self._network = network
+        self._sites = {site.name: site for site in sites}
+        self.why = why
+        self.left_out = left_out
+
+    def __getitem__(self, name: str) -> Site:
+        return self._sites[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sites)
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __repr__(self) -> str:
+        rows = [("site", "around", "stream", "causal", "why")]
+        for name, site in self.items():
+            stream = f"{type(site.stream).__name__}({site.stream.width})"
+            rows.append((name, site.around, stream, "yes" if site.causal else "no", self.why[name]))
+        sizes = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join([*(cell.ljust(size) for cell, size in zip(row, sizes, strict=False)), row[-1]]) for row in rows
+        ]
+        return "\n".join([f"{counted(len(self), 'site')} in {self._network}", *lines, *self._left_out_lines()])
+
+    def _left_out_lines(self) -> list[str]:
+        if not self.left_out:
+            return []
+        by_reason: dict[str, list[str]] = {}
+        for path, reason in self.left_out.items():
+            by_reason.setdefault(reason, []).append(path)
+        return ["left out", *(f"  {reason}: {_listed(paths)}" for reason, paths in by_reason.items())]
+
+
+class NoSiteError(InputError):
+    """A module has no site. `found` says why, without what to do about it; `left_out` is that of `FoundSites`."""
+
+    def __init__(self, found: str, left_out: Mapping[str, str]) -> None:
+        forms = any(reason.startswith(UNKNOWN_STREAM) for reason in left_out.values())
+        mend = "give an esper.Site for a submodule that returns (B, C), (B, C, H, W) or (B, L, C)"
+        if forms:
+            mend += ", or let one return such a stream, for example by x.transpose(1, 2) at the end of its forward"
+        super().__init__(f"{found}; {mend}")
+        self.found, self.left_out = found, left_out
+
+
+def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None = None) -> FoundSites:
+    """Find the sites of a module: its repeated blocks, and the layers in them that widen or narrow a stream.
+
+    Blocks are submodules of one class that run one after the other. If no block repeats, every layer that multiplies by
+    a weight (Linear, convolutions, recurrent layers) is a candidate. A bypass reads the input of the submodule, unless that
+    is a narrow place between two layers: then it reads what the layer in front of the place reads (`Site.around`). The
+    stream of a submodule that returns a tuple is the first floating-point tensor in it. A site needs a stream of shape
+    (B, C), (B, C, H, W) or (B, L, C), and a gradient of the loss. Heads that are not behind a narrow place, embeddings,
+    normalisations, submodules that share a parameter with a head, and submodules that do not run are left out.
+
+    The module runs forward and backward once, in its present mode. If a sequence flows through it, it runs a few more
+    times, in evaluation mode, to see whether the sequence looks ahead. The module and the random generators are
+    restored afterwards, bit for bit.
+
+    Args:
+        module: any module that runs eagerly, with floating-point weights
+        example: a tensor for module(x), a tuple or list for module(*x), or a mapping for module(**x); B examples, B first
+        loss: a function of the output that returns one number; by default, the squared distance of every floating-point tensor
+            of the output from fixed numbers
+
+    Raises:
+        InputError: if the module cannot be examined, cannot run on the example, or has no site
+    """
+    _check_module(module)
+    examples = _examples(example)
+    return on_aliases(module, lambda weights: _found(module, example, loss, weights, examples))
+
+
+def _found(
+    module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None, weights: dict[str, Tensor], examples: int
+) -> FoundSites:
+    recording = record(module, example, loss)
+    candidates = Candidates(module, recording, weights, examples, example)
+    for choice in candidates.choices():
+        chosen, left_out = candidates.sifted(choice)
+        if chosen:
+            break
+    else:
+        raise NoSiteError(_nothing(module, left_out), left_out)
+    streams = {path: stream for path in chosen if isinstance(stream := candidates.stream(path), Stream)}
+    causal = causal_paths(module, example, [path for path, each in streams.items() if each.kind == Kind.SEQUENCE])
+    sites = [Site(path, path, candidates.span(path), stream, path in causal) for path, stream in streams.items()]
+    return FoundSites(type(module).__name__, sites, chosen, left_out)
+
+
+def is_quantised(weight: Tensor) -> bool:
+    """Whether a weight has too few bits to be trained: integers, or floating-point numbers of 8 bits."""
+    whole = not (weight.is_floating_point() or weight.is_complex())
+    return weight.is_quantized or whole or weight.dtype.itemsize == 1
+
+
+def _listed(paths: list[str]) -> str:
+    more = len(paths) - _SHOWN
+    return ", ".join(paths[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _examples(example: Any) -> int:
+    """Return B, the size of the first axis of the first tensor of the example. Raises InputError if there is none."""
+    if not isinstance(example, Tensor | tuple | list | Mapping):
+        raise InputError(
+            f"the example is a {type(example).__name__}; give a tensor, a tuple of arguments or a mapping of named arguments"
+        )
+    sizes = [x.shape[0] for x in tensors(example) if x.dim() > 0]
+    if not sizes or sizes[0] == 0:
+        raise InputError(
+            "the example holds no examples; give at least one tensor whose first axis is a batch, as in torch.randn(2, 8)"
+        )
+    return sizes[0]
+
+
+def _check_module(module: nn.Module) -> None:
+    """Raise InputError if the module cannot be recorded, or its weights cannot have a gradient."""
+    if not isinstance(module, nn.Module):
+        raise InputError(f"module is a {type(module).__name__}; give an nn.Module")
+    for path, each in module.named_modules():
+        where = f"{path!r} of {type(module).__name__}" if path else type(module).__name__
+        if isinstance(each, torch.jit.ScriptModule):
+            raise InputError(f"{where} is a torch.jit module, whose code is fixed; give the module before torch.jit")
+        if type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None:
+            raise InputError(
+                f"{where} is compiled, and a compiled module cannot be recorded; find its sites before torch.compile"
+            )
+        if isinstance(each, nn.parallel.DistributedDataParallel):
+            raise InputError(
+                f"{where} is wrapped in DistributedDataParallel; give the module before it is wrapped, its .module"
+            )
+        if type(each).__module__.startswith("torch.ao.nn.quantized"):
+            raise InputError(
+                f"{where} is a quantised {type(each).__name__}; give the module with floating-point weights"
+            )
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(value):
+            raise InputError(
+                f"{name} of {type(module).__name__} takes its size from the first input; run the module once before"
+            )
+        if value.is_meta:
+            raise InputError(
+                f"{name} of {type(module).__name__} is on the meta device; give the module with its numbers"
+            )
+        if value.is_quantized or (isinstance(value, nn.Parameter) and is_quantised(value)):
+            kind = str(value.dtype).removeprefix("torch.")
+            raise InputError(
+                f"{name} of {type(module).__name__} is quantised ({kind}); give the module with floating-point weights"
+            )
+    if next(module.parameters(), None) is None:
+        raise InputError(f"{type(module).__name__} has no parameters; give a network that can be trained")
+
+
+def _nothing(module: nn.Module, left_out: dict[str, str]) -> str:
+    """Say in one sentence why the module has no site."""
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in left_out.items():
+        by_reason.setdefault(reason, []).append(path)
+    common = sorted(by_reason.items(), key=lambda item: -len(item[1]))[:_SHOWN]
+    reasons = (
+        "; ".join(f"{_listed(paths)} ({reason})" for reason, paths in common) or "it has no submodule with parameters"
+    )
+    return f"no site found in {type(module).__name__}: {reasons}"

@@ -1,0 +1,457 @@
+"""Sites in any module: its submodules get classes that run a seed behind them, in place (`graft/grown.py`). B examples."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.graft.find_sites import UNKNOWN_STREAM, FoundSites, NoSiteError, find_sites, is_quantised
+from esper.kasmina.graft.grown import (
+    CHILD,
+    POINT,
+    Point,
+    has_own_files,
+    is_grafted,
+    restore,
+    root_of,
+    sites_of,
+    source_of,
+    stream_of,
+    swap,
+    wire_between,
+)
+from esper.kasmina.graft.planted import Bank, Mode, Planted, Seat
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.streams import STREAMS, Stream
+from esper.leyline.text import did_you_mean
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def graft(
+    module: M,
+    sites: Literal["auto"] | Sequence[str] | Mapping[str, Site] = "auto",
+    *,
+    example: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> M:
+    """Give a network sites at which `esper.Growth` can plant seeds; in place, and returns the network.
+
+        esper.graft(model, example=x)
+        print(model.sites)
+
+    sites: 'auto' takes those that `esper.find_sites(module, example, loss)` finds, a list of names those of them, and a mapping
+    of names to `esper.Site` just these, without an example.
+
+    A seed at a site changes what the submodule `after` returns: the tensor, or the first floating tensor in a structure of
+    tuples, lists, mappings and dataclasses. It reads that tensor, or what the submodule `around` was given first, or what the
+    network was given first. Without a seed the network computes what it did, bit for bit. A submodule that is called several
+    times in a pass has its seed behind every call; one that is not called takes no part in the pass, and neither does its seed.
+    Within `torch.utils.checkpoint` a seed can read what was computed within it.
+
+    Raises InputError if a site cannot be: its submodule is not there, is scripted or quantised, or cannot have a seed.
+    """
+    _check_network(module)
+    if not isinstance(sites, Mapping):
+        sites = _found(module, sites, example, loss)
+    _check_sites(sites)
+    paths = dict(module.named_modules(remove_duplicate=False))
+    taken: dict[int, str] = {}
+    for name, site in sites.items():
+        after = _submodule(paths, site.after, name)
+        _check_submodule(module, site.after, after, name)
+        _check_submodule(module, site.around, _submodule(paths, site.around, name), name)
+        if id(after) in taken:
+            raise InputError(
+                f"sites {taken[id(after)]!r} and {name!r} are both behind {site.after!r}; a submodule can have one site"
+            )
+        if isinstance(getattr(after, CHILD, None), Planted):
+            raise InputError(f"submodule {site.after!r} of site {name!r} holds a seed that was kept; choose another")
+        if isinstance(getattr(after, CHILD, None), nn.Module):
+            raise InputError(
+                f"submodule {site.after!r} of site {name!r} has a child named {CHILD!r} already; choose another"
+            )
+        taken[id(after)] = name
+    root = swap(module)
+    root.sites = dict(sites) if type(sites) is dict else sites
+    for name, site in sites.items():
+        after, around = paths[site.after], paths[site.around]
+        point = swap(after)
+        point.site = name
+        if after is not module:
+            point.input = wire_between(root, root)
+        if around is not after:
+            encloses = not site.around or site.after.startswith(f"{site.around}.")
+            source = swap(around)
+            point.before = wire_between(source, source if encloses else root)
+    for path, part in _with_own_files(module):
+        if any(site.after == path or site.after.startswith(f"{path}." if path else "") for site in sites.values()):
+            swap(part)
+    return module
+
+
+def ungraft(module: M) -> M:
+    """Take the sites of a grafted network away, with the seeds at them; in place, and returns the network.
+
+    A seed that an earlier growth kept stays.
+    """
+    for name in sites_of(module):
+        if _at(module, name)[1].planted:
+            uproot(module, name)
+    trim(module)
+    return module
+
+
+def plant(module: nn.Module, name: str, planted: Planted | Bank) -> None:
+    """Put a seed, or the seats of a bank, at a free site."""
+    after, point = _at(module, name)
+    assert not point.planted, "a site holds one seed"
+    setattr(after, CHILD, planted)
+    point.planted = True
+    _count_readers(point, planted, 1)
+
+
+def uproot(module: nn.Module, name: str) -> None:
+    """Take away what is at a site."""
+    after, point = _at(module, name)
+    _count_readers(point, getattr(after, CHILD), -1)
+    delattr(after, CHILD)
+    point.planted = False
+
+
+def planted_at(module: nn.Module, name: str) -> Planted | Seat | None:
+    """The seed at a site; None where it is free."""
+    after, point = _at(module, name)
+    found: Planted | Bank | None = getattr(after, CHILD) if point.planted else None
+    return found.taken() if isinstance(found, Bank) else found
+
+
+def holders(module: nn.Module) -> dict[str, Planted | Bank]:
+    """By the dotted name of a submodule the seed behind it, or the seats; a submodule with several names has several entries."""
+    named = module.named_modules(remove_duplicate=False)
+    return {path: held for path, part in named if isinstance(held := getattr(part, CHILD, None), Planted | Bank)}
+
+
+def acting(module: nn.Module) -> dict[str, Planted | Seat]:
+    """The seeds that change what a network computes, those of earlier growths too, by the first name of their submodule."""
+    found: dict[str, Planted | Seat] = {}
+    for path, held in holders(module).items():
+        seed = held.taken() if isinstance(held, Bank) else held
+        if seed is not None and seed.mode == Mode.ON and not any(seed is other for other in found.values()):
+            found[path] = seed
+    return found
+
+
+def bank_at(module: nn.Module, name: str) -> Bank | None:
+    """The seats at a site; None where there are none."""
+    after, point = _at(module, name)
+    found = getattr(after, CHILD) if point.planted else None
+    return found if isinstance(found, Bank) else None
+
+
+def _count_readers(point: Point, planted: Planted | Bank, change: int) -> None:
+    """Let the wires of a site know how many seeds read them."""
+    for each in planted.all() if isinstance(planted, Bank) else (planted,):
+        wire = source_of(point, each.reads)
+        if wire is not None:
+            wire.readers += change
+
+
+def trim(module: nn.Module) -> None:
+    """Take the free sites of a network away: every submodule without a part in what a seed computes gets its own class again.
+
+    A part that has a `save_pretrained` keeps the grown class while it holds a seed, so that it saves the seed too.
+    """
+    root_of(module).sites = None
+    saving = {
+        id(part) for _, part in _with_own_files(module) if any(isinstance(inner, Planted) for inner in part.modules())
+    }
+    for part in list(module.modules()):
+        point: Point | None = part.__dict__.get(POINT)
+        if point is not None:
+            if not point.planted:
+                point.site = point.before = point.input = None
+            point.records = tuple(wire for wire in point.records if wire.readers)
+            point.bounds = tuple(wire for wire in point.bounds if wire.readers)
+            if not (point.planted or point.records or point.bounds or id(part) in saving):
+                restore(part)
+
+
+def _with_own_files(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The outermost parts of a network that have a `save_pretrained`, by name."""
+    found: list[tuple[str, nn.Module]] = []
+    for path, part in module.named_modules():
+        if has_own_files(type(part)) and not any(path.startswith(f"{outer}." if outer else "") for outer, _ in found):
+            found.append((path, part))
+    return found
+
+
+# What is refused.
+
+
+def _found(
+    module: nn.Module, names: Literal["auto"] | Sequence[str], example: Any, loss: Callable[[Any], Tensor] | None
+) -> Mapping[str, Site]:
+    """The sites of a network that `find_sites` finds, or those of them that are named."""
+    if names != "auto" and (isinstance(names, str) or not isinstance(names, Sequence)):
+        raise InputError(f"sites is {names!r}; give 'auto', a list of names, or a mapping of names to esper.Site")
+    if example is None:
+        raise InputError(
+            "sites are found by running the module on an example; give one, as esper.graft(module, example=x), or give each "
+            "site as an esper.Site"
+        )
+    if names == "auto":
+        return free_sites(module, find_sites(module, example, loss))
+    found: Mapping[str, Site]
+    try:
+        found = find_sites(module, example, loss)
+        left_out: Mapping[str, str] = found.left_out
+    except NoSiteError as error:
+        found, left_out = {}, error.left_out
+    for name in names:
+        if name not in found:
+            reason = left_out.get(name)
+            mend = "give it as an esper.Site, or another"
+            if reason is None:
+                hint = did_you_mean(name, found or left_out, most=3, similarity=0.0)
+                raise InputError(
+                    f"{name!r} is not a site that find_sites finds; {mend}" + (f": {hint}" if hint else "")
+                )
+            if reason.startswith(UNKNOWN_STREAM):  # at which no esper.Site can be either
+                others = f", or give a site that it finds: {', '.join(found)}" if found else ""
+                mend = f"no seed grows on a stream of this form: let the submodule return one that is known{others}"
+            raise InputError(f"{name!r} is not a site that find_sites finds: {reason}; {mend}")
+    return {name: found[name] for name in names}
+
+
+def _at(module: nn.Module, name: str) -> tuple[nn.Module, Point]:
+    """The submodule of a site, and its point. InputError if the submodule is not the grafted one any more."""
+    path = sites_of(module)[name].after
+    try:
+        after = module.get_submodule(path)
+        point: Point = after.__dict__[POINT]
+    except (AttributeError, KeyError):
+        raise InputError(
+            f"submodule {path!r} of site {name!r} was replaced after the model was grafted; put the grafted submodule back, and "
+            "load new weights into it by its load_state_dict"
+        ) from None
+    return after, point
+
+
+def _check_sites(sites: Any) -> None:
+    """InputError if sites are not a mapping of names to sites."""
+    if not isinstance(sites, Mapping) or not sites:
+        raise InputError(f"sites is {sites!r}; give at least one, as {{'block': esper.Site('block', ...)}}")
+    for name, site in sites.items():
+        if not isinstance(site, Site):
+            raise InputError(f"site {name!r} is a {type(site).__name__}; give an esper.Site")
+        if site.name != name:
+            raise InputError(f"site {name!r} is named {site.name!r}; give it one name")
+        if not isinstance(site.stream, Stream) or type(site.stream) not in STREAMS.values():
+            raise InputError(
+                f"site {name!r} has stream {site.stream!r}; give esper.Vector(width), esper.Map(width) or esper.Sequence(width)"
+            )
+
+
+def _check_network(module: nn.Module) -> None:
+    """InputError if a network is not a plain module."""
+    if not isinstance(module, nn.Module):
+        raise InputError(f"graft was given a {type(module).__name__}; give an nn.Module")
+    name = type(module).__name__
+    if is_grafted(module):
+        raise InputError(f"the {name} is grafted already; call esper.ungraft(module) first")
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(f"the {name} is scripted by torch.jit; graft the module that it was made from")
+    if name == "OptimizedModule":
+        raise InputError("the module is compiled; graft the module itself, and then call torch.compile(module)")
+    if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(f"the module is wrapped in {name}; graft the module itself, before it is wrapped")
+
+
+def _submodule(paths: Mapping[str, nn.Module], path: str, site: str) -> nn.Module:
+    if path not in paths:
+        others = ", ".join(map(repr, sorted(paths, key=len)[1:4]))
+        hint = did_you_mean(path, paths, most=3) or f"give a name such as {others}"
+        raise InputError(f"site {site!r} names submodule {path!r}, which is not there; {hint}")
+    return paths[path]
+
+
+def _check_submodule(root: nn.Module, path: str, module: nn.Module, site: str) -> None:
+    """InputError if a submodule cannot have a grown class, or is not called in every mode."""
+    of = f"submodule {path!r} of site {site!r}"
+    if isinstance(module, torch.jit.ScriptModule):
+        raise InputError(f"{of} is scripted by torch.jit, so that its forward cannot change; choose another")
+    if "quantized" in type(module).__module__ or any(map(is_quantised, module.parameters())):
+        raise InputError(f"{of} is quantised and cannot train; graft the network before it is quantised")
+    if "forward" in module.__dict__:
+        raise InputError(
+            f"{of} has a forward of its own in place of its class's; remove that first, or choose another submodule"
+        )
+    if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise InputError(f"{of} is a {type(module).__name__}, which is never called; name one of its parts")
+    if fused := _fused(root, path):
+        raise InputError(f"{of} is {fused}")
+
+
+def free_sites(module: nn.Module, found: FoundSites) -> FoundSites:
+    """The sites that `find_sites` found in a module, without those that `graft` refuses. Raises NoSiteError if none is left."""
+    refused = {name: reason for name, site in found.items() if (reason := _not_now(module, site.after))}
+    kept = [site for name, site in found.items() if name not in refused]
+    if not kept:
+        reasons = "; ".join(f"{name} ({reason})" for name, reason in refused.items())
+        raise NoSiteError(f"no free site found in {type(module).__name__}: {reasons}", found.left_out | refused)
+    return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused)
+
+
+def _not_now(root: nn.Module, path: str) -> str:
+    """Return why a submodule cannot be a site although its stream is one; empty if it can."""
+    if isinstance(getattr(root.get_submodule(path), CHILD, None), Planted):
+        return "holds a seed that was kept"
+    return _fused(root, path)
+
+
+def _fused(root: nn.Module, path: str) -> str:
+    """Why a submodule is not called in evaluation mode, although it is in training mode; empty where it is."""
+    parts = path.split(".")
+    for depth in range(1, len(parts)):
+        parent = root.get_submodule(".".join(parts[:depth]))
+        if isinstance(parent, nn.TransformerEncoderLayer | nn.MultiheadAttention):
+            name = ".".join(parts[:depth])
+            return (
+                f"within an nn.{type(parent).__name__}, which skips its parts in evaluation mode; use {name!r} itself"
+            )
+    return ""
+
+
+class Reading(NamedTuple):
+    """The measurements of one site in a pass.
+
+    Attributes:
+        calls (int): number of calls of the submodule
+        widths (dict): the width that a seed reads at each `Tap`, 0 if it cannot read it
+    """
+
+    calls: int
+    widths: Mapping[Tap, int]
+
+
+def call(network: nn.Module, given: Any) -> Any:
+    """Return the output of a network for an input: a tuple or list holds its arguments, a mapping its named arguments."""
+    if isinstance(given, Mapping):
+        return network(**given)
+    return network(*given) if isinstance(given, tuple | list) else network(given)
+
+
+@contextmanager
+def undisturbed(*networks: nn.Module) -> Iterator[None]:
+    """Set networks to evaluation mode without compilation; modes, buffers and random states are restored on exit.
+
+    torch's fused attention, which skips the submodules of a layer, is off.
+    """
+    modes = [(part, part.training) for network in networks for part in network.modules()]
+    buffers = [(buffer, buffer._version, buffer.clone()) for network in networks for buffer in network.buffers()]
+    devices = sorted({weight.device.index for network in networks for weight in network.parameters() if weight.is_cuda})
+    fused = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        for network in networks:
+            network.eval()
+        with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
+        for part, training in modes:
+            part.training = training
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@torch.no_grad()
+def survey(module: nn.Module, run: Callable[[], Any]) -> dict[str, Reading]:
+    """Return the `Reading` of every site of a grafted network, whose sites are free, by name, for the pass that `run` makes.
+
+    The network is not changed. Raises InputError if no forward pass calls a site, if its stream differs from the
+    declared one, or if its submodule runs whatever children it has.
+    """
+    tapes: dict[nn.Module, _Calls] = {part: _Calls() for part in module.modules() if POINT in part.__dict__}
+    for part, tape in tapes.items():
+        point: Point = part.__dict__[POINT]
+        point.tape = tape
+        if point.site is not None and not point.planted:  # a seed of an earlier growth stays where it is
+            setattr(part, CHILD, _Tripwire(point.site))
+    try:
+        with undisturbed(module):
+            run()
+    finally:
+        for part in tapes:
+            part.__dict__[POINT].tape = None
+            if isinstance(part._modules.get(CHILD), _Tripwire):
+                delattr(part, CHILD)
+    return {name: _reading(module, site, tapes) for name, site in sites_of(module).items()}
+
+
+class _Calls:
+    """The first input and the output of a submodule, for every call."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self._given: list[tuple[Tensor, int] | None] = []
+
+    def begin(self, given: Tensor | None) -> None:
+        self._given.append(None if given is None else (given, given._version))
+
+    def end(self, output: Any) -> None:
+        self.outputs.append(output)
+
+    def first(self) -> Tensor | None:
+        """The input of the submodule in its first call; None if that is not a floating tensor, or was changed in place."""
+        given = self._given[0] if self._given else None
+        return given[0] if given is not None and given[0]._version == given[1] else None
+
+
+class _Tripwire(nn.Module):
+    """A probe in the place of a seed, to find submodules whose forward runs all of their children and would run a seed too."""
+
+    def __init__(self, site: str) -> None:
+        super().__init__()
+        self.site = site
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError(
+            f"the submodule of site {self.site!r} runs every child that it has, so it cannot hold a seed; choose another"
+        )
+
+
+def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -> Reading:
+    """Return the reading of a site. Raises InputError if it cannot be a site."""
+    tape = tapes[module.get_submodule(site.after)]
+    if not tape.outputs:
+        raise InputError(
+            f"site {site.name!r} is behind {site.after!r}, which no forward pass in evaluation mode calls; choose another"
+        )
+    here = stream_of(tape.outputs[0])
+    stream: type[Stream] = type(site.stream)
+    if stream.width_of(here) != site.stream.width:
+        found = f"shape {tuple(here.shape)}" if isinstance(here, Tensor) else f"a {type(here).__name__}"
+        raise InputError(
+            f"site {site.name!r} has a {stream.kind} of width {site.stream.width}, but {site.after!r} returns {found}; "
+            f"streams are {', '.join(f'{each.__name__} {1 + each.axes}-D' for each in STREAMS.values())}"
+        )
+    before = tapes[module.get_submodule(site.around)].first()
+    taps = {Tap.HERE: here, Tap.BEFORE: before, Tap.INPUT: tapes[module].first()}
+    return Reading(len(tape.outputs), {tap: _width(site, here, given) for tap, given in taps.items()})
+
+
+def _width(site: Site, here: Tensor, given: Any) -> int:
+    """Return the width at which a seed reads a tensor, 0 if it cannot: at a causal site the positions must be the same."""
+    stream = type(site.stream)
+    width = stream.width_of(given)
+    if width and (given.shape[0] != here.shape[0] or (site.causal and given.shape[1] != here.shape[1])):
+        return 0
+    return width

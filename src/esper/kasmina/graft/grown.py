@@ -1,0 +1,617 @@
+"""Grown classes: subclasses of a module's own class that run a seed after its forward, and can be pickled. B examples.
+
+A grafted submodule keeps its parameters, its name and its place. Its class is replaced by a subclass that calls the
+original `forward` and then the seed, which is a child of the submodule. The keys of `state_dict`, `isinstance`,
+`copy.deepcopy`, pickling, `torch.compile` and `torch.export` therefore go on working. A forward hook would be ignored
+by a network that is compiled already, and a wrapper would rename the parameters.
+"""
+
+import copy
+import copyreg
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import fields, is_dataclass, replace
+from fnmatch import fnmatchcase
+from threading import Lock
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from esper.kasmina.graft.planted import Bank, Planted
+from esper.kasmina.graft.recording import floats
+from esper.kasmina.slot import Rule
+from esper.leyline.errors import GrowthWarning, InputError, warn
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.text import did_you_mean
+
+CHILD = "esper"
+"""Name of the child of a submodule that holds its seed."""
+POINT = "_esper_point"
+_HERE, _BEFORE, _INPUT = (tap.value for tap in (Tap.HERE, Tap.BEFORE, Tap.INPUT))
+
+
+class Tape(Protocol):
+    """An observer of the calls of a submodule."""
+
+    def begin(self, given: Tensor | None) -> None:
+        """Called before the forward; `given` is its first floating tensor."""
+
+    def end(self, output: Any) -> None:
+        """Called after the forward with its output, in front of any seed."""
+
+
+_OUTSIDE, _AMONG, _ALONE = -1, -2, -3
+"""Where a thread is: outside of any pass, in a forward pass, or in the one whose value is in `only`; >= 0 in a backward pass."""
+_LOCK = Lock()
+"""Held while a wire counts its passes."""
+
+
+class Wire:
+    """Carries the input of one submodule to the seeds that read it, within one forward pass of one thread.
+
+    A pass opens a wire when it enters the submodule that bounds it, and closes it when it leaves, also by an exception
+    (`_forward_of`). A pass within a pass has a value of its own. What `torch.utils.checkpoint` computes again in a backward
+    pass, outside of any forward pass, is there for that backward pass alone.
+
+    Dynamo follows attributes, but neither threads nor context variables. While it traces a pass from the opening to the
+    closing, the value is in `carried`, for which the graph has the tensor itself. A part of a pass that is compiled by itself
+    uses `only`, which belongs to one pass: the one that was opened while there was no other. Once there are others, it uses
+    `held`, which breaks its graph.
+
+    readers: number of seeds that read it. held: of each thread, where it is, as the number of its backward pass or one of those
+    above, and the value. passes: number of open forward passes. shared: whether another pass was opened since there was none.
+    traced: whether a pass is open in a trace.
+    """
+
+    def __init__(self, readers: int = 0) -> None:
+        self.readers = readers
+        self.held: ContextVar[tuple[int, Tensor | None]] = ContextVar("held", default=(_OUTSIDE, None))
+        self.passes, self.shared, self.traced = 0, False, False
+        self.only: Tensor | None = None
+        self.carried: Tensor | None = None
+
+    def __reduce__(self) -> tuple[type["Wire"], tuple[int]]:
+        """A copy has as many readers, and is in no pass."""
+        return Wire, (self.readers,)
+
+    def put(self, value: Tensor | None) -> None:
+        """Take the input of the submodule; outside of any pass there is nothing to take it for."""
+        if self.traced:
+            self.carried = value
+        elif (torch.compiler.is_dynamo_compiling() and not self.shared) or (place := self.held.get()[0]) == _ALONE:
+            self.only = value
+        elif place == _AMONG:
+            self.held.set((_AMONG, value))
+        elif (number := torch._C._current_graph_task_id()) != _OUTSIDE:
+            self.held.set((number, value))
+
+    def get(self) -> Tensor | None:
+        """The value of this pass; None if there is none."""
+        if self.traced:
+            return self.carried
+        if torch.compiler.is_dynamo_compiling() and not self.shared:
+            return self.only
+        place, value = self.held.get()
+        if place == _ALONE:
+            return self.only
+        return value if place in (_AMONG, torch._C._current_graph_task_id()) else None
+
+
+class Point:
+    """The state of a grafted submodule, beside its own.
+
+    site: the name of the site behind it, or None. planted: whether a seed is there. before: the wire with what
+    `Tap.BEFORE` reads; None for its own input. input: the wire with the network's input; None at the network itself.
+    records: the wires that take its input when it is called. bounds: the wires that hold within one call of it.
+    sites: those of the whole network, at the network itself. tape: observes its calls while the network is measured.
+    asked: the mode that the submodule was last set to while it is held in evaluation mode; None if it is not held.
+    anchor: a leaf () that its outputs depend on if nothing else of them requires a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.site: str | None = None
+        self.planted = False
+        self.before: Wire | None = None
+        self.input: Wire | None = None
+        self.records: tuple[Wire, ...] = ()
+        self.bounds: tuple[Wire, ...] = ()
+        self.sites: Mapping[str, Site] | None = None
+        self.tape: Tape | None = None
+        self.asked: bool | None = None
+        self.anchor: Tensor | None = None
+
+
+def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the first floating tensor among the arguments of a call, positional before named; None if there is none."""
+    return next(floats((args, kwargs)), None)
+
+
+def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the `forward` of a grown class. It has the argument names of the original."""
+
+    def forward(self: nn.Module, *args: Any, _esper_opened: bool = False, **kwargs: Any) -> Any:
+        point: Point = self._esper_point  # type: ignore[assignment]
+        if point.bounds and not _esper_opened and any(wire.readers for wire in point.bounds):
+            return bounded(self, point, args, kwargs)
+        for wire in point.records:
+            if wire.readers:
+                wire.put(first_tensor(args, kwargs))
+        if point.tape is not None:
+            point.tape.begin(first_tensor(args, kwargs))
+        output = original(self, *args, **kwargs)
+        if point.tape is not None:
+            point.tape.end(output)
+        if point.planted:
+            output = _grown(self, point, first_tensor(args, kwargs), output)
+        if point.anchor is not None and torch.is_grad_enabled():
+            output = pytree.tree_map_only(Tensor, functools.partial(_anchored, point.anchor), output)
+        return output
+
+    def bounded(self: nn.Module, point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Apart from `forward`, because dynamo compiles no part of a function that has a `finally`.
+        wires = [wire for wire in point.bounds if wire.readers]
+        if torch.compiler.is_dynamo_compiling():
+            outer = [(wire, wire.traced, wire.carried) for wire in wires]
+            for wire in wires:
+                wire.traced, wire.carried = True, None
+            try:
+                return forward(self, *args, _esper_opened=True, **kwargs)
+            finally:
+                for wire, traced, carried in outer:
+                    wire.traced, wire.carried = traced, carried
+        # Nothing is called here that dynamo could compile by itself, as if there were no other threads.
+        tokens = []
+        for wire in wires:
+            with _LOCK:
+                wire.shared = shared = wire.passes > 0
+                wire.passes += 1
+            if wire.held.get()[0] > _OUTSIDE:
+                wire.held.set((_OUTSIDE, None))  # that backward pass is over
+            tokens.append(wire.held.set((_AMONG if shared else _ALONE, None)))
+            if not shared:
+                wire.only = None
+        try:
+            return forward(self, *args, _esper_opened=True, **kwargs)
+        finally:
+            for wire, token in zip(wires, tokens, strict=True):
+                if wire.held.get()[0] == _ALONE:
+                    wire.only = None
+                wire.held.reset(token)
+                with _LOCK:
+                    wire.passes -= 1
+
+    # torch.compile counts what it compiled by code object, and gives up at a limit that all classes would share.
+    for function in (bounded, forward):
+        function.__code__ = function.__code__.replace(co_name=f"forward of {original.__qualname__}")
+    return functools.update_wrapper(forward, original)
+
+
+def _grown(module: nn.Module, point: Point, own: Tensor | None, output: Any) -> Any:
+    """Return the output of a submodule with the change of its seed."""
+    planted: Planted | Bank = getattr(module, CHILD)
+    if isinstance(planted, Bank):
+        h = grown = stream_of(output)
+        for seat in planted.runs():
+            grown = seat(grown, h, _read(point, seat.reads, own, h))
+        return output if grown is h else _replaced(output, h, grown)
+    if not planted.runs:
+        return output
+    h = stream_of(output)
+    return _replaced(output, h, planted(h, _read(point, planted.reads, own, h)))
+
+
+def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
+    """What a seed reads at a tap of this value. InputError if the pass has not computed it."""
+    if tap == _HERE:
+        return h
+    wire = source_of(point, tap)
+    read = own if wire is None else wire.get()
+    if read is None:
+        raise InputError(
+            f"the seed at site {point.site!r} reads tap {tap!r}, which this pass has not computed: either the "
+            "submodule is called outside the forward pass of the network, or torch.utils.checkpoint computes it anew; let "
+            "the site's `around` be within what is checkpointed, or choose blueprints that read 'here'"
+        )
+    return read
+
+
+def stream_of(output: Any) -> Any:
+    """Return the stream at a site: the output of its submodule, or its first floating tensor at any depth of a structure."""
+    return next(floats(output), output)
+
+
+def _replaced(output: Any, h: Tensor, grown: Tensor) -> Any:
+    """Return the output of a submodule with another stream in every place where the stream is."""
+    if isinstance(output, Tensor):
+        return grown if output is h else output
+    if isinstance(output, Mapping):
+        changed: Any = copy.copy(output)
+        for name, entry in output.items():
+            changed[name] = _replaced(entry, h, grown)
+        return changed
+    if isinstance(output, tuple | list):
+        entries = [_replaced(entry, h, grown) for entry in output]
+        return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
+    if is_dataclass(output) and not isinstance(output, type):
+        named = {field.name: _replaced(getattr(output, field.name), h, grown) for field in fields(output)}
+        return replace(output, **named)
+    return output
+
+
+def source_of(point: Point, tap: str) -> Wire | None:
+    """Return the wire of the tap of this value; None if the tap reads the input of the submodule itself."""
+    if tap == _BEFORE:
+        return point.before
+    return point.input if tap == _INPUT else None
+
+
+def is_grafted(module: nn.Module) -> bool:
+    """Whether a network has sites."""
+    point = module.__dict__.get(POINT)
+    return point is not None and point.sites is not None
+
+
+def sites_of(module: nn.Module) -> Mapping[str, Site]:
+    """Return the sites of a grafted network, by name. Raises InputError if it is not grafted."""
+    sites = root_of(module).sites
+    assert sites is not None
+    return sites
+
+
+def root_of(module: nn.Module) -> Point:
+    """Return the point of a grafted network. Raises InputError if it is not grafted."""
+    if not is_grafted(module):
+        raise InputError(f"the {type(module).__name__} has no sites; call esper.graft(module, sites) first")
+    point: Point = module.__dict__[POINT]
+    return point
+
+
+def prefix_behind(path: str) -> str:
+    """Return the first part of the names of the seed behind a submodule in a `state_dict`."""
+    return f"{path}.{CHILD}." if path else f"{CHILD}."
+
+
+def check_tensors(
+    saved: Mapping[str, Tensor],
+    mine: Mapping[str, Tensor],
+    source: str,
+    target: str,
+    mend: str,
+    *,
+    dtypes: bool = True,
+) -> None:
+    """InputError if tensors of a source, in words, have other names, shapes or dtypes than those of a target."""
+    for name in (*saved, *mine):
+        pair = saved.get(name), mine.get(name)
+        shapes = [None if each is None else tuple(each.shape) for each in pair]
+        kinds = [None if each is None else each.dtype for each in pair]
+        theirs, own = shapes if shapes[0] != shapes[1] or not dtypes else kinds
+        if theirs != own:
+            raise InputError(f"{source} has {name!r} as {theirs}, where {target} has {own}; {mend}")
+
+
+# Frozen networks.
+
+
+class _Anchor(Rule):
+    """Return a tensor, bit for bit, that requires a gradient; the gradient reaches no parameter."""
+
+    @staticmethod
+    def forward(value: Tensor, leaf: Tensor) -> Tensor:
+        """value (...); leaf () requires a gradient. Returns a copy, because a loss may work in place, which a view forbids."""
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        """Save nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        """Return None for both inputs."""
+        return None, None
+
+    @staticmethod
+    def tangent(ctx: Any, value: Tensor, leaf: Tensor) -> Tensor:
+        """That of the value."""
+        return value.clone()
+
+
+def _anchored(leaf: Tensor, value: Tensor) -> Tensor:
+    if value.requires_grad or not value.is_floating_point():
+        return value
+    return _Anchor.of(value, leaf)
+
+
+def anchor(module: nn.Module, anchored: bool) -> None:
+    """Make the outputs of a grafted network require a gradient, or not, even if nothing in the network does."""
+    like = next(module.parameters())
+    root_of(module).anchor = torch.zeros((), device=like.device, requires_grad=True) if anchored else None
+
+
+def hold(module: nn.Module) -> None:
+    """Keep a submodule in evaluation mode, whatever mode it is set to, until `let_go`."""
+    point = swap(module)
+    point.asked, module.training = module.training, False
+
+
+def let_go(module: nn.Module) -> None:
+    """Set a held submodule to the mode that was last asked for."""
+    point: Point = module.__dict__[POINT]
+    assert point.asked is not None, "the submodule must be held"
+    module.training, point.asked = point.asked, None
+
+
+def _train_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the `train` of a grown class, which only records the mode while the submodule is held."""
+
+    @functools.wraps(original)
+    def train(self: nn.Module, mode: bool = True) -> Any:
+        returned = original(self, mode)
+        point: Point = self._esper_point  # type: ignore[assignment]
+        if point.asked is not None:
+            point.asked, self.training = mode, False
+        return returned
+
+    return train
+
+
+# Classes.
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def grown_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of grafted modules of a class; made once for each."""
+    if original not in _CLASSES:
+        body: dict[str, Any] = {
+            "__module__": original.__module__,
+            "__doc__": original.__doc__,
+            "__reduce_ex__": _reduce,
+            "forward": _forward_of(original.forward),
+            "train": _train_of(original.train),
+            "_esper_original": original,
+        }
+        if not hasattr(original, "sites"):
+            body["sites"] = property(_sites)
+        if has_own_files(original):
+            body["save_pretrained"] = _save_pretrained_of(original)
+        if issubclass(original, nn.Sequential):
+            body |= {"__iter__": _own_children, "__len__": _count_children, "__getitem__": _child}
+        _CLASSES[original] = type(f"Grown{original.__name__}", (original,), body)
+    return _CLASSES[original]
+
+
+def has_own_files(kind: type[nn.Module]) -> bool:
+    """Whether networks of a class write themselves to a folder, as those of Hugging Face do, from which the class loads them."""
+    return hasattr(kind, "save_pretrained")
+
+
+def _save_pretrained_of(original: type[nn.Module]) -> Callable[..., Any]:
+    """Make the `save_pretrained` of a grown class: `from_pretrained` knows no seeds, so they are written beside the host."""
+    save: Callable[..., Any] = original.save_pretrained  # type: ignore[attr-defined]
+
+    @functools.wraps(save)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        from esper.kasmina.network.saving import save_beside  # which imports this module
+
+        given = inspect.signature(save).bind(self, *args, **kwargs).arguments
+        if given.get("push_to_hub"):
+            raise InputError(
+                "save_pretrained(push_to_hub=True) would upload the host without its seeds; call model.push_to_hub, or upload "
+                "the folder that save_pretrained has written"
+            )
+        kind = type(self)
+        if kind is grown_class(original):
+            self.__class__ = original  # its name is written to the folder
+        try:
+            returned = save(self, *args, **kwargs)
+        finally:
+            self.__class__ = kind
+        if given.get("is_main_process", True):
+            save_beside(self, list(given.values())[1])
+        return returned
+
+    return save_pretrained
+
+
+def _sites(self: nn.Module) -> Mapping[str, Site]:
+    """Return the sites of a grafted network. Raises AttributeError on its submodules, as for any attribute that is not there."""
+    if not is_grafted(self):
+        raise AttributeError("only the grafted network itself has sites")
+    return sites_of(self)
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """Return what pickling and copying need: the original class, which can be found by its name, in place of the grown one."""
+    original: type[nn.Module] = type(self)._esper_original  # type: ignore[attr-defined]
+    grown = grown_class(original)
+    reduced: Any = super(grown, self).__reduce_ex__(protocol)
+    make, arguments, *rest = reduced
+    if make is copyreg.__newobj__ and arguments[0] is grown:  # type: ignore[attr-defined]
+        arguments = (original, *arguments[1:])
+    return (_remake, (original, make, arguments), *rest)
+
+
+def _remake(original: type[nn.Module], make: Callable[..., nn.Module], arguments: tuple[Any, ...]) -> nn.Module:
+    """Rebuild a module of the grown class from what rebuilds one of the original class."""
+    module = make(*arguments)
+    module.__class__ = grown_class(original)
+    return module
+
+
+def _own_children(self: nn.Sequential) -> Iterator[nn.Module]:
+    """Iterate over the modules of an nn.Sequential that its forward runs, without the seed."""
+    return iter([child for name, child in self._modules.items() if name != CHILD])
+
+
+def _count_children(self: nn.Sequential) -> int:
+    return len(self._modules) - (CHILD in self._modules)
+
+
+def _child(self: nn.Sequential, index: Any) -> Any:
+    """Return an entry of an nn.Sequential, or a slice of it, without the seed."""
+    if isinstance(index, slice):
+        named = [(name, child) for name, child in self._modules.items() if name != CHILD]
+        part = nn.Sequential()
+        for name, child in named[index]:
+            part.add_module(name, child)
+        return part
+    return list(self)[index]
+
+
+def swap(module: nn.Module) -> Point:
+    """Give a module its grown class, if it does not have it; return its point."""
+    point: Point | None = module.__dict__.get(POINT)
+    if point is None:
+        point = module.__dict__[POINT] = Point()
+        module.__class__ = grown_class(type(module))
+    return point
+
+
+def restore(module: nn.Module) -> None:
+    """Restore the original class of a module."""
+    if module.__dict__.pop(POINT, None) is None:
+        return
+    kind = type(module)
+    original: type[nn.Module] | None = getattr(kind, "_esper_original", None)
+    if original is None:
+        raise InputError(f"a grafted {kind.__name__} was given another class since; ungraft before that")
+    module.__class__ = original if kind is grown_class(original) else _without_growth(kind, grown_class(original))
+
+
+_WITHOUT: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _without_growth(kind: type[nn.Module], grown: type[nn.Module]) -> type[nn.Module]:
+    """A class that was made from a grown one, as `fully_shard` does, as if it had been made from the original; made once."""
+    if grown not in kind.__bases__:
+        raise InputError(f"a grafted module was given the class {kind.__name__} since; ungraft before that")
+    if kind in _WITHOUT:
+        return _WITHOUT[kind]
+    original: type[nn.Module] = grown._esper_original  # type: ignore[attr-defined]
+    bases = tuple(original if base is grown else base for base in kind.__bases__)
+    body = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    _WITHOUT[kind] = type(kind.__name__.replace(grown.__name__, original.__name__), bases, body)
+    return _WITHOUT[kind]
+
+
+def wire_between(source: Point, until: Point) -> Wire:
+    """Return the wire from a point, which holds within one call of the point `until`; one for each pair."""
+    for wire in source.records:
+        if wire in until.bounds:
+            return wire
+    wire = Wire()
+    source.records += (wire,)
+    until.bounds += (wire,)
+    return wire
+
+
+Freeze = Literal["host", "none"] | Sequence[str]
+
+
+class Frozen:
+    """The part of a network that does not train, until `release`.
+
+    Its parameters require no gradient. Its normalisation layers with running statistics, such as BatchNorm, stay in
+    evaluation mode whatever mode the network is set to: in training mode they would update those statistics in every
+    pass and normalise by the batch, so the host would change. Other layers, such as Dropout, follow the network's mode.
+
+    If no parameter of the network requires a gradient, its outputs are made to require one that reaches no parameter,
+    so that `loss.backward()` in a training loop does not fail while there is no seed.
+    """
+
+    def __init__(self, network: nn.Module, freeze: Freeze) -> None:
+        """freeze: 'none', 'host', or names of submodules or parameters, with the wildcards of fnmatch.
+
+        Raises InputError if a name matches nothing.
+        """
+        self.network = network
+        whole, names = _names(freeze)
+        if not whole:
+            _check_names(network, names)
+        matched = {name for name in _named(network) if whole or _within(name, names)}
+        self._before = [
+            (parameter, parameter.requires_grad)
+            for name, parameter in network.named_parameters(remove_duplicate=False)
+            if name in matched
+        ]
+        for parameter, _ in self._before:
+            parameter.requires_grad_(False)
+            parameter.grad = None  # an optimizer moves every parameter that has a gradient
+        norms = [(name, part) for name, part in network.named_modules() if isinstance(part, _NormBase)]
+        self._held = [part for name, part in norms if name in matched and part.track_running_stats]
+        for part in self._held:
+            hold(part)
+        self._buffers = {name: buffer for name, buffer in network.named_buffers() if name in matched}
+        self._versions: dict[str, int] = {}
+        self._warned = False
+        self.note()
+        anchor(network, not any(parameter.requires_grad for parameter in network.parameters()))
+
+    def note(self) -> None:
+        """Record the present buffers as those that later checks expect."""
+        self._versions = {name: buffer._version for name, buffer in self._buffers.items()}
+
+    def check(self) -> None:
+        """Warn once if a forward pass has written to a frozen buffer."""
+        written = [name for name, buffer in self._buffers.items() if buffer._version != self._versions[name]]
+        if written and not self._warned:
+            self._warned = True
+            warn(
+                f"the model is frozen, but its buffer {written[0]!r} was written to since the last decision; put the submodule "
+                "that it belongs to into evaluation mode after each model.train()",
+                GrowthWarning,
+            )
+
+    def release(self) -> None:
+        """Make everything trainable that was trainable before."""
+        for parameter, trained in self._before:
+            parameter.requires_grad_(trained)
+        for part in self._held:
+            let_go(part)
+        anchor(self.network, False)
+
+
+def _names(freeze: Any) -> tuple[bool, tuple[str, ...]]:
+    """Return whether the whole host freezes, or else the names that freeze."""
+    if freeze in ("host", "none"):
+        return freeze == "host", ()
+    if isinstance(freeze, str) or not isinstance(freeze, list | tuple) or not all(isinstance(n, str) for n in freeze):
+        raise InputError(
+            f"freeze is {freeze!r}; give 'host', 'none', or a list of names of submodules or parameters, as ['layers.*']"
+        )
+    return False, tuple(freeze)
+
+
+def _named(network: nn.Module) -> Iterator[str]:
+    """Yield the names of all submodules, parameters and buffers, without that of the network itself."""
+    for named in (network.named_modules, network.named_parameters, network.named_buffers):
+        for name, _ in named(remove_duplicate=False):
+            if name:
+                yield name
+
+
+def _within(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a name, or the name of a submodule around it, matches a pattern."""
+    parts = name.split(".")
+    around = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return any(fnmatchcase(each, pattern) for each in around for pattern in patterns)
+
+
+def _check_names(network: nn.Module, patterns: Sequence[str]) -> None:
+    """Raise InputError if a pattern matches nothing that can be frozen."""
+    known = list(dict.fromkeys(_named(network)))
+    trained: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        if not any(_within(name, [pattern]) for name in trained):
+            near = did_you_mean(pattern, known, most=3, similarity=0.4)
+            raise InputError(
+                f"freeze has {pattern!r}, which matches no submodule with parameters and no parameter; "
+                + (near or f"give a name such as {', '.join(map(repr, known[:3]))}")
+            )

@@ -1,0 +1,356 @@
+"""The seed at a site of a grafted module: what it reads, how it acts now, and how it incubates. B examples."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.slot import Proximal, Rule, Seed, Straight, sigmoid, slot_change, slot_output
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.streams import STREAMS, Kind
+
+
+class Mode(StrEnum):
+    """How a seed takes part in a forward pass.
+
+    Attributes:
+        OFF: the seed does not run; the output of the site is the very tensor that the submodule returned
+        STRAIGHT: the output has the values that the submodule returned, and the gradient reaches the seed as well
+        ON: the seed acts at its dose `alpha`
+    """
+
+    OFF = "off"
+    STRAIGHT = "straight"
+    ON = "on"
+
+
+class Recipe(NamedTuple):
+    """What a seed is built from again when its network is loaded.
+
+    Attributes:
+        site (Site): the site that it was planted at, in the network that was grafted
+        blueprint (str): name of its blueprint
+        reads (int): width of what it reads
+    """
+
+    site: Site
+    blueprint: str
+    reads: int
+
+
+_BLENDS = {blend.name: blend for blend in Blend}
+
+
+class Planted(nn.Module):
+    """A seed in a network, with its dose.
+
+    The dose is a buffer, so that a compiled network reads it anew in every pass. What a compiled network is specialised to are
+    `mode`, `attached`, `tap` and `blend`. A pass reads them as plain strings: torch.compile takes two members of an enumeration
+    that are the same object for one thing, and does not notice when one of the two places gets another member.
+
+    reads: the value of the tap. kind: of the stream. attached: whether the gradient of the seed reaches what it reads.
+    recipe: what it is built from again; None where nobody knows.
+    alpha (): the dose in mode ON, a buffer.
+    pull (): weight of |c|^2 / |h|^2 in the objective of a seed in mode STRAIGHT, a buffer that is not saved.
+    """
+
+    alpha: Tensor
+    pull: Tensor
+
+    def __init__(self, seed: Seed, tap: Tap, blend: Blend, kind: Kind) -> None:
+        super().__init__()
+        like = next(seed.parameters())
+        self.seed = seed
+        if blend != Blend.GATE:
+            del self.seed.gate  # a parameter that no loss depends on
+        self.kind, self.attached = kind, True
+        self.recipe: Recipe | None = None
+        self.reads, self._blend, self._mode = tap.value, blend.name, Mode.OFF.value
+        self.register_buffer("alpha", like.detach().new_zeros(()))
+        self.register_buffer("pull", like.detach().new_zeros(()), persistent=False)
+
+    @property
+    def mode(self) -> Mode:
+        """How the seed takes part in a pass."""
+        return Mode(self._mode)
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        self._mode = mode.value
+
+    @property
+    def tap(self) -> Tap:
+        """What the seed reads."""
+        return Tap(self.reads)
+
+    @property
+    def blend(self) -> Blend:
+        """How the change of the seed enters the stream."""
+        return _BLENDS[self._blend]
+
+    @property
+    def runs(self) -> bool:
+        """Whether the seed takes part in a pass at all."""
+        return self._mode != "off"
+
+    def forward(self, h: Tensor, u: Tensor) -> Tensor:
+        """The stream behind the site: h (B, ...) in front of the seed, u (B, ...) what the seed reads."""
+        stream, blend = STREAMS[self.kind], _BLENDS[self._blend]
+        if self._mode == "on":
+            read = u if self.attached else u.detach()
+            return slot_output(stream, h, read, self.seed, self.alpha, blend).to(h.dtype)
+        if self._mode == "off" or not torch.is_grad_enabled():
+            return h
+        base = h.detach()
+        read = stream.fitted(u.detach(), base)
+        change = slot_change(stream, base, read, self.seed, None, blend, gated=blend == Blend.GATE)
+        change = Proximal.of(change.to(h.dtype), base, self.pull)
+        same = Straight.of(h, change, torch.arange(len(h), device=h.device))
+        return same.clone()  # a module behind it may work in place, which the view of a Function does not allow
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer moves, in their order."""
+        return list(self.parameters())
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors of the seed by name, the gate only where it is used."""
+        weights: dict[str, Tensor] = self.seed.state_dict()
+        return weights
+
+    @property
+    def learns(self) -> bool:
+        """Whether gradients reach its parameters."""
+        return next(self.parameters()).requires_grad
+
+    def learn(self, learns: bool) -> None:
+        """Whether gradients reach its parameters from now on; where they do not, those that are there are dropped."""
+        self.requires_grad_(learns)
+        if not learns:
+            self.zero_grad()
+
+    def extra_repr(self) -> str:
+        """What `print` shows beside the seed."""
+        return f"tap={self.tap.value}, blend={self.blend.name}, mode={self.mode.value}"
+
+
+ON, STRAIGHT, ATTACHED, GATE, MULTIPLY = range(5)
+"""Entries of `Seat.switch`."""
+
+
+class Seat(nn.Module):
+    """The place of a seed of one blueprint. With equal weights it computes what a `Planted` does, value by value.
+
+    taken: whether a seed is planted here; a seat that is free leaves the stream as it is. mode, attached, learns, recipe: as
+    those of a `Planted`; the first two are kept in `switch` as well, where a pass reads them.
+
+    switch (5,): bool, whether the seed acts, whether it learns straight-through, whether its gradient reaches what it reads, and
+    whether its blend is GATE or MULTIPLY; a buffer that is not saved, like `pull` ().
+    alpha (): the dose in mode ON, a buffer.
+    """
+
+    alpha: Tensor
+    pull: Tensor
+    switch: Tensor
+
+    def __init__(self, seed: Seed, tap: Tap, kind: Kind) -> None:
+        super().__init__()
+        like = next(seed.parameters())
+        self.seed, self.tap, self.kind, self.reads = seed, tap, kind, tap.value
+        self.blend, self.taken, self.learns = Blend.ADD, False, False
+        self.recipe: Recipe | None = None
+        self._mode, self._attached = Mode.OFF, True
+        self.register_buffer("alpha", like.detach().new_zeros(()))
+        self.register_buffer("pull", like.detach().new_zeros(()), persistent=False)
+        self.register_buffer("switch", torch.zeros(5, dtype=torch.bool, device=like.device), persistent=False)
+
+    @property
+    def mode(self) -> Mode:
+        """How the seed takes part in a pass."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: Mode) -> None:
+        if mode != self._mode:
+            self._mode = mode
+            self._set()
+
+    @property
+    def attached(self) -> bool:
+        """Whether the gradient of the seed reaches what it reads."""
+        return self._attached
+
+    @attached.setter
+    def attached(self, attached: bool) -> None:
+        if attached != self._attached:
+            self._attached = attached
+            self._set()
+
+    @torch.no_grad()
+    def take(self, planted: Planted) -> None:
+        """Let a seed of the same blueprint be planted here, with its weights."""
+        own, theirs = (dict((*each.named_parameters(), *each.named_buffers())) for each in (self.seed, planted.seed))
+        for name, tensor in own.items():
+            if name in theirs:
+                tensor.copy_(theirs[name])
+            else:
+                tensor.zero_()  # the gate of a seed that blends otherwise
+        self.blend, self.taken, self.learns = planted.blend, True, True
+        self.pull.zero_()
+        self._set()
+
+    @torch.no_grad()
+    def free(self) -> None:
+        """Let the seed do nothing from now on."""
+        self.taken, self.learns, self._mode, self._attached, self.blend = False, False, Mode.OFF, True, Blend.ADD
+        for parameter in self.parameters():
+            parameter.grad = None
+        self.alpha.zero_()
+        self.pull.zero_()
+        self._set()
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that an optimizer moves, in their order: the gate only where it is used."""
+        return list((self.seed if self.blend == Blend.GATE else self.seed.delta).parameters())
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors of the seed by name, the gate only where it is used."""
+        return {
+            name: tensor
+            for name, tensor in self.seed.state_dict().items()
+            if self.blend == Blend.GATE or not name.startswith("gate.")
+        }
+
+    def learn(self, learns: bool) -> None:
+        """Whether gradients stay on its parameters from now on; where they do not, those that are there are dropped."""
+        self.learns = learns
+        if not learns:
+            for parameter in self.parameters():
+                parameter.grad = None
+
+    def drops(self, parameter: Tensor) -> bool:
+        """Whether a gradient of a parameter is of no use: an optimizer would move what it is for, or clip by it."""
+        if not self.learns or self._mode == Mode.OFF:
+            return True
+        return self.blend != Blend.GATE and any(parameter is p for p in self.seed.gate.parameters())
+
+    def planted(self) -> Planted:
+        """The seed on its own, with the same parameters."""
+        planted = Planted(self.seed, self.tap, self.blend, self.kind).train(self.training)
+        planted.mode, planted.attached, planted.recipe = self._mode, self._attached, self.recipe
+        planted.alpha.copy_(self.alpha)
+        return planted
+
+    def forward(self, y: Tensor, h: Tensor, u: Tensor) -> Tensor:
+        """The stream (B, ...) behind this seat: y is behind the seat before it, h in front of all seats, u what it reads."""
+        stream = STREAMS[self.kind]
+        on, straight, attached, gated, multiplied = self.switch.unbind()
+        base = _Valve.of(h, on)
+        read = stream.fitted(_Valve.of(u, on & attached), base)
+        delta = self.seed.delta(read)
+        gate = stream.spread(self.seed.gate(stream.gated(read)))
+        change = torch.where(gated, sigmoid(gate) * delta, delta)
+        change = torch.where(multiplied, base * torch.tanh(delta), change)
+        change = torch.where(straight, torch.ones_like(self.alpha), self.alpha) * change
+        pull = torch.where(straight, self.pull, torch.zeros_like(self.pull))
+        change = Proximal.of(change.to(h.dtype), h.detach(), pull)
+        return _Join.of(y, change, on, straight)
+
+    def _set(self) -> None:
+        values = (
+            self._mode == Mode.ON,
+            self._mode == Mode.STRAIGHT,
+            self._attached,
+            self.blend == Blend.GATE,
+            self.blend == Blend.MULTIPLY,
+        )
+        with torch.no_grad():
+            self.switch.copy_(torch.tensor(values))
+
+    def extra_repr(self) -> str:
+        """What `print` shows beside the seed."""
+        return f"tap={self.tap.value}, {f'blend={self.blend.name}, mode={self._mode.value}' if self.taken else 'free'}"
+
+
+class Bank(nn.Module):
+    """The seats at one site, by the name of their blueprint; a seed is planted in at most one of them."""
+
+    def __init__(self, seats: Mapping[str, Seat]) -> None:
+        super().__init__()
+        self.seats = nn.ModuleDict(seats)
+
+    def all(self) -> list[Seat]:
+        """Every seat, in the order of the menu."""
+        return [seat for seat in self.seats.values() if isinstance(seat, Seat)]
+
+    def seat(self, blueprint: str) -> Seat:
+        """The seat of a blueprint."""
+        seat = self.seats[blueprint]
+        assert isinstance(seat, Seat)
+        return seat
+
+    def taken(self) -> Seat | None:
+        """The seat in which a seed is planted."""
+        return next((seat for seat in self.all() if seat.taken), None)
+
+    def runs(self) -> list[Seat]:
+        """The seats that run in a pass: all of them, but for a pass without compilation or gradients those that act."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return self.all()
+        return [seat for seat in self.all() if seat.mode == Mode.ON]
+
+
+class _Valve(Rule):
+    """A tensor, bit for bit, whose gradient passes where `open` () is true and is 0 elsewhere."""
+
+    @staticmethod
+    def forward(value: Tensor, passes: Tensor) -> Tensor:
+        """value (...); passes () bool."""
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Save whether it is open."""
+        ctx.save_for_backward(inputs[1])
+        ctx.save_for_forward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradient or 0, selected and not multiplied: 0 times nan is nan."""
+        (passes,) = ctx.saved_tensors
+        return torch.where(passes, gradients[0], torch.zeros_like(gradients[0])), None
+
+    @staticmethod
+    def tangent(ctx: Any, value: Tensor, passes: None) -> Tensor:
+        """The tangent or 0."""
+        return torch.where(ctx.saved_tensors[0], value, torch.zeros_like(value))
+
+
+class _Join(Rule):
+    """y + c where a seed acts, and y elsewhere; c gets the gradient where it acts or learns straight-through."""
+
+    @staticmethod
+    def forward(y: Tensor, change: Tensor, on: Tensor, straight: Tensor) -> Tensor:
+        """y, change (B, ...); on, straight () bool."""
+        return torch.where(on, y + change, y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Save whether the change gets the gradient."""
+        learns = inputs[2] | inputs[3]
+        ctx.save_for_backward(learns)
+        ctx.save_for_forward(learns)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """The gradient for y, and for the change that or 0."""
+        (learns,) = ctx.saved_tensors
+        return gradients[0], torch.where(learns, gradients[0], torch.zeros_like(gradients[0])), None, None
+
+    @staticmethod
+    def tangent(ctx: Any, y: Tensor, change: Tensor, on: None, straight: None) -> Tensor:
+        """The tangent of y, plus that of the change or 0."""
+        return y + torch.where(ctx.saved_tensors[0], change, torch.zeros_like(change))

@@ -1,0 +1,338 @@
+"""Record one run of a module on an example: the submodules that ran, their streams, and what a loss depends on.
+
+The module is not changed: `on_aliases` runs it with aliases of its parameters and copies of its buffers, and its
+attributes, its training mode and the random generators are restored afterwards.
+"""
+
+import random
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.func import functional_call
+
+from esper.kasmina.graft.planted import Planted
+from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+
+Result = TypeVar("Result")
+
+_PRODUCT = re.compile(r"[Mm]m|[Mm]v|Conv|[Ll]inear|Rnn")
+"""Names of the autograd nodes that multiply by a weight."""
+
+_RESHAPE = re.compile(
+    r"^(T|Transpose|Permute|View|UnsafeView|Reshape|ReshapeAlias|ToCopy|Expand|Unsqueeze|Clone|Alias)Back"
+)
+"""Names of the autograd nodes that can lie between a parameter and the node that multiplies by it."""
+
+
+Stream = tuple[tuple[int, ...] | None, GradientEdge | None]
+"""Shape of a stream and its place in the autograd graph, at the time of the call."""
+
+
+class Call(NamedTuple):
+    """One call of a submodule. A stream is the first floating-point tensor of the input or of the output.
+
+    Attributes:
+        entered (tuple[int, ...] | None): shape of the input stream, or None if there is none
+        source (GradientEdge | None): the input stream in the autograd graph; None if it needs no gradient
+        left (tuple[int, ...] | None): shape of the output stream, or None if there is none
+        edge (GradientEdge | None): the output stream in the autograd graph; None if it needs no gradient
+        bundled (bool): whether the output is a structure that holds the stream, and not a tensor
+    """
+
+    entered: tuple[int, ...] | None
+    source: GradientEdge | None
+    left: tuple[int, ...] | None
+    edge: GradientEdge | None
+    bundled: bool
+
+
+class Recording(NamedTuple):
+    """The record of one forward pass.
+
+    Attributes:
+        calls (dict[str, list[Call]]): by dotted path, in the order in which the submodules first returned
+        loss (Tensor): () the loss, with its graph
+    """
+
+    calls: dict[str, list[Call]]
+    loss: Tensor
+
+
+def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result]) -> Result:
+    """Call work(weights) while `weights`, aliases of the parameters that need a gradient, replace the parameters by name.
+
+    Copies replace the buffers. Everything else that running a module changes is restored afterwards (`untouched`). Raises
+    InputError if the module writes into a parameter.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), untouched(module):
+        weights = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in module.named_parameters()}
+        versions = {name: weight._version for name, weight in weights.items()}
+        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        replaced = {f"module.{name}": value for name, value in (weights | copies).items()}
+        result: Result = functional_call(_Work(module, work), replaced, (weights,))
+    for name, version in versions.items():
+        if weights[name]._version != version:
+            raise InputError(
+                f"the forward of {type(module).__name__} writes into its parameter {name!r}; keep what changes in a buffer"
+            )
+    return result
+
+
+class _Work(nn.Module):
+    """Work on a module, wrapped as a module, which is what `functional_call` takes."""
+
+    def __init__(self, module: nn.Module, work: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.work = work
+
+    def forward(self, weights: dict[str, Tensor]) -> Any:
+        return self.work(weights)
+
+
+def record(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None) -> Recording:
+    """Run the module once on the example and record every call of a submodule.
+
+    Without a loss, the loss is `distance` of the output. Raises InputError if the module cannot run on the example, or
+    if the loss is not a number that depends on the module.
+    """
+    calls: dict[str, list[Call]] = {}
+
+    def note(path: str, entered: Stream, output: Any) -> None:
+        calls.setdefault(path, []).append(Call(*entered, *_stream(output), not isinstance(output, Tensor)))
+
+    with _listening(module, note):
+        output = run(module, example)
+    return Recording(calls, _checked_loss(module, output, loss))
+
+
+def run(module: nn.Module, example: Any) -> Any:
+    """Run the module on the example: a tensor is the argument, a tuple or list the arguments, a mapping the named arguments.
+
+    Raises InputError if the module cannot run on it.
+    """
+    given = mapped(example, lambda x: x.detach().clone())  # the module may change its input in place
+    try:
+        if isinstance(given, Mapping):
+            return module(**given)
+        return module(*given) if isinstance(given, list) else module(given)
+    except Exception as error:  # a user's module can raise any error; its first line gives the reason
+        if is_out_of_memory(error):
+            raise
+        shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors(example))
+        raise InputError(
+            f"{type(module).__name__} cannot run on the example ({shown or type(example).__name__}): {typed_line(error)}; give a "
+            "tensor for module(x), a tuple for module(*x) or a mapping for module(**x)"
+        ) from error
+
+
+@contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Restore what running a module can change: attributes of every submodule, training modes and random generators."""
+    saved = [(each, {key: _contents(value) for key, value in vars(each).items()}) for each in module.modules()]
+    devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  the global generator is the one to restore
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        for each, attributes in saved:
+            vars(each).clear()
+            vars(each).update({key: _restored(value, contents) for key, (value, contents) in attributes.items()})
+
+
+def submodules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the submodules of a module by dotted path, without the module itself and without seeds that are planted in it."""
+    seeds = tuple(f"{path}." for path, each in module.named_modules() if isinstance(each, Planted))
+    return {path: each for path, each in module.named_modules() if path and not f"{path}.".startswith(seeds)}
+
+
+@contextmanager
+def _listening(module: nn.Module, note: Callable[[str, Stream, Any], None]) -> Iterator[None]:
+    """Call note(path, input stream, output) after every call of a submodule."""
+    handles = []
+    entered: list[Stream] = []  # a stack, because calls nest
+    for path, each in submodules(module).items():
+
+        def before(_: nn.Module, arguments: Any, named: Any) -> None:
+            entered.append(_stream((arguments, named)))
+
+        def after(_: nn.Module, arguments: Any, output: Any, path: str = path) -> None:
+            note(path, entered.pop(), output)
+
+        handles.append(each.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(each.register_forward_hook(after))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def floats(structure: Any) -> Iterator[Tensor]:
+    """Return the floating-point tensors of a structure, in order."""
+    return (x for x in tensors(structure) if x.is_floating_point())
+
+
+def tensors(structure: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a structure of tuples, lists, mappings and dataclasses, in order."""
+    if isinstance(structure, Tensor):
+        yield structure
+    elif isinstance(structure, Mapping):
+        for value in structure.values():
+            yield from tensors(value)
+    elif isinstance(structure, tuple | list):
+        for value in structure:
+            yield from tensors(value)
+    elif is_dataclass(structure) and not isinstance(structure, type):
+        for field in fields(structure):
+            yield from tensors(getattr(structure, field.name))
+
+
+def mapped(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the structure with each tensor replaced by `change` of it, in the order of `tensors`."""
+    if isinstance(structure, Tensor):
+        return change(structure)
+    if isinstance(structure, Mapping):
+        return {key: mapped(value, change) for key, value in structure.items()}
+    if isinstance(structure, tuple | list):
+        return [mapped(value, change) for value in structure]
+    if is_dataclass(structure) and not isinstance(structure, type):
+        return replace(
+            structure, **{field.name: mapped(getattr(structure, field.name), change) for field in fields(structure)}
+        )
+    return structure
+
+
+def distance(output: Any) -> Tensor:
+    """() the sum over the floating-point tensors of the output of the mean of (x - cos(k))^2, where k counts the elements.
+
+    The mean of x^2 would have no gradient behind a normalisation, nor at outputs that are zero.
+    """
+    terms = []
+    for x in floats(output):
+        wanted = torch.arange(x.numel(), dtype=torch.float32, device=x.device).cos().view(x.shape)
+        terms.append((x.float() - wanted).square().mean())
+    if not terms:
+        raise InputError(
+            f"the output of the module, a {type(output).__name__}, holds no floating-point tensor; give loss=, a function of the "
+            "output that returns one number"
+        )
+    return torch.stack(terms).sum()
+
+
+def _checked_loss(module: nn.Module, output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    try:
+        value = (loss or distance)(output)
+    except InputError:
+        raise
+    except Exception as error:  # a user's function can raise any error; its first line gives the reason
+        raise InputError(
+            f"the loss cannot take the output of the module: {typed_line(error)}; correct the loss"
+        ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise InputError(f"the loss is {what}; return a tensor with one number")
+    if value.grad_fn is None:
+        raise InputError(
+            f"the loss does not depend on the parameters of {type(module).__name__}: it has no gradient; run the forward without "
+            "torch.no_grad() and without detach()"
+        )
+    return value
+
+
+def _stream(structure: Any) -> Stream:
+    x = next(floats(structure), None)
+    if x is None:
+        return None, None
+    return tuple(x.shape), get_gradient_edge(x) if x.requires_grad else None
+
+
+def _contents(value: Any) -> tuple[Any, Any]:
+    """Yield an attribute, and what it holds if it is a dictionary or a list."""
+    return value, dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else None
+
+
+def _restored(value: Any, contents: Any) -> Any:
+    if isinstance(value, dict):
+        value.clear()
+        value.update(contents)
+    elif isinstance(value, list):
+        value[:] = contents
+    return value
+
+
+class Graph:
+    """The autograd graph of a loss."""
+
+    def __init__(self, loss: Tensor, weights: Iterable[Tensor]) -> None:
+        """`weights`: the parameters."""
+        self._order = _inputs_first(loss.grad_fn)
+        matrices = {id(weight) for weight in weights if weight.dim() >= 2}
+        self._products = {node: _factors(node) & matrices for node in self._order if _PRODUCT.search(node.name())}
+        self.nodes = set(self._order)
+
+    @property
+    def factors(self) -> set[int]:
+        """The ids of the parameters with two axes or more that multiply a stream."""
+        return set().union(*self._products.values())
+
+    def before_products(self, layers: Collection[Node]) -> set[Node]:
+        """Return the nodes that reach the loss through a multiplication by a parameter or through one of `layers`."""
+        found: set[Node] = set()
+        for node in reversed(self._order):
+            if node in found or node in layers or self._products.get(node):
+                found.update(following for following, _ in node.next_functions if following is not None)
+        return found
+
+    def ancestors(self, nodes: Collection[Node]) -> dict[Node, set[Node]]:
+        """Return, for each of `nodes`, the others that it depends on."""
+        place = {node: index for index, node in enumerate(nodes)}
+        masks: dict[Node, int] = {}
+        reached: dict[Node, set[Node]] = {}
+        for node in self._order:
+            mask = 0
+            for following, _ in node.next_functions:
+                if following is not None:
+                    mask |= masks[following]
+            if node in place:
+                reached[node] = {other for other, index in place.items() if mask >> index & 1}
+                mask |= 1 << place[node]
+            masks[node] = mask
+        return reached
+
+
+def _inputs_first(root: Node | None) -> list[Node]:
+    """Return all nodes under the root, each after those that it depends on."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    waiting: list[tuple[Node, bool]] = [(root, False)] if root is not None else []
+    while waiting:
+        node, done = waiting.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            waiting.append((node, True))
+            waiting.extend((each, False) for each, _ in node.next_functions if each is not None and each not in seen)
+    return order
+
+
+def _factors(node: Node) -> set[int]:
+    """Yield the ids of the leaves that a node takes, unchanged or transposed, reshaped or cast."""
+    found = set()
+    for each, _ in node.next_functions:
+        while each is not None and _RESHAPE.match(each.name()) and each.next_functions:
+            each = each.next_functions[0][0]
+        if each is not None and each.name().endswith("AccumulateGrad"):
+            found.add(id(each.variable))  # type: ignore[attr-defined]
+    return found

@@ -1,0 +1,1 @@
+"""Holds what a user takes home: a grown network, how it is saved, exported, drawn and grown further."""

@@ -1,0 +1,471 @@
+"""Save grown networks as plain PyTorch modules: one folder each, which loads where only torch is installed."""
+
+import dataclasses
+import inspect
+import io
+import json
+import logging
+import math
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import count, drawn_with, get_blueprint
+from esper.kasmina.graft.cut import CutHost
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost, as_host
+from esper.kasmina.network.sums import SUMS, check_sum, sums_of
+from esper.kasmina.slot import Seed
+from esper.kasmina.stack.body import Body
+from esper.leyline.config.parsing import parse_json
+from esper.leyline.data.batches import (
+    Batch,
+    arguments,
+    cast,
+    leaf_names,
+    map_leaves,
+    shape_leaves,
+    shapes_from_json,
+    shapes_to_json,
+)
+from esper.leyline.data.preprocess import preprocess_from_json
+from esper.leyline.data.task import Interface, Label, Scaling
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
+from esper.leyline.lifecycle.view import Seeds
+from esper.store.disk import Retry, find_folder, read_kept, write_folder, write_once
+
+FORMATS = (2, 3, 4)
+"""Formats of topology.json that are read. The lowest one that can describe the network is written: 4 if `predict` takes raw
+features, which a transformer of the user makes numbers of; else 2 if an example is one tensor of floating-point numbers, or of
+bytes that the network standardizes, and has one label or any targets; else 3."""
+MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
+FILES = frozenset({MODEL, TOPOLOGY, PROGRAM, SUMS})
+"""Names of the files that the folder of a network may contain."""
+_LARGEST_TOPOLOGY = 2**20  # largest topology.json that is read, in bytes
+_LARGEST_EXAMPLE = 2**26  # numbers in the examples with which a host is cut into segments
+_LARGEST_HEADER = 2**22  # largest header (names and shapes) of model.safetensors that is read, in bytes
+
+
+_Dtype = Literal["uint8", "int8", "int16", "int32", "int64", "bool", "float16", "bfloat16", "float32", "float64"]
+_Shape = list[PositiveInt]
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _SavedHost(_Saved):
+    name: str
+    arguments: dict[str, Any]
+
+
+class _SavedSeed(_Saved):
+    slot: str
+    after: int
+    blueprint: str
+    blend: Literal["add", "gate", "multiply"]
+    alpha: float = Field(gt=0, le=1)
+    reads: PositiveInt
+    writes: PositiveInt
+
+
+def _names(classes: list[Label]) -> list[Label]:
+    if len(classes) < 2 or len({type(name) for name in classes}) > 1 or len(set(classes)) < len(classes):
+        raise ValueError("classes must be two or more different names of one type")
+    return classes
+
+
+class _SavedTopology(_Saved):
+    """The content of topology.json."""
+
+    format: int
+    host: _SavedHost | None  # None if the factory has no name that a file can hold
+    dtype: Literal["float16", "bfloat16", "float32", "float64"]
+    input: _Shape | list[_Shape] | dict[str, _Shape]  # shape of one example, or of each of its tensors
+    standardize: list[PositiveInt] | None  # shape of the mean and of the deviation
+    classes: Annotated[list[str | int | float | bool], AfterValidator(_names)] | None  # in the order of the outputs
+    target: list[PositiveInt]  # shape of one example's y
+    columns: list[str] | None  # names of the features
+    restore: list[PositiveInt] | None = None  # the same for targets; None if they are raw
+    preprocess: dict[str, Any] | None = None  # what `predict` does with raw features first
+    example: _Dtype | list[_Dtype] | dict[str, _Dtype]  # dtype of one example, or of each of its tensors
+    parameters: int
+    host_parameters: int
+    seeds: list[_SavedSeed]
+    unfinished: list[str]
+
+
+def grown_network(
+    factory: Callable[[], nn.Module], body: Body, seeds: Seeds, env: int, interface: Interface
+) -> tuple[GrownNetwork, dict[str, Any]]:
+    """Return the network of an environment on the CPU in evaluation mode, and its topology.
+
+    The network takes and returns what the interface says, so it includes the scaling that was done outside the host. It
+    contains only fossilized seeds; `topology["unfinished"]` names the slots of seeds that were left out.
+    """
+    with drawn_with(0):
+        host = factory()
+    assert isinstance(host, SegmentedHost)
+    body.host.read(env, host.to(body.dtype))
+    modules, grafts, grown, unfinished = [], [], [], []
+    for s, slot in enumerate(body.slots):
+        stage = Stage(seeds.stage[env, s])
+        if stage in IN_BUDGET and stage != Stage.FOSSILIZED:
+            unfinished.append(slot.name)
+        if stage != Stage.FOSSILIZED:
+            continue
+        blueprint, blend = int(seeds.blueprint[env, s]), Blend(seeds.blend[env, s])
+        entry, alpha = body.layout.menu[blueprint], float(seeds.alpha[env, s])
+        reads, writes = body.table.widths_of(env, s, blueprint)
+        seed = body.seed_module(seeds, env, s)
+        modules.append(_trim(seed, blend))
+        grafts.append(Graft(slot.after, entry.tap, blend, alpha, slot.kind, entry.name))
+        grown.append(
+            {
+                "slot": slot.name,
+                "after": slot.after,
+                "blueprint": entry.name,
+                "blend": blend.name.lower(),
+                "alpha": alpha,
+                "reads": reads,
+                "writes": writes,
+            }
+        )
+    network = GrownNetwork(host, modules, grafts, interface, _original(factory)).to("cpu", body.dtype).eval()
+    topology = {
+        "format": _format(interface),
+        "host": _saved_host(factory),
+        "dtype": str(body.dtype).removeprefix("torch."),
+        "input": shapes_to_json(interface.inputs),
+        "standardize": None if interface.scaling is None else list(interface.scaling.mean.shape),
+        "classes": None if interface.classes is None else list(interface.classes),
+        "target": list(interface.target),
+        "columns": None if interface.columns is None else list(interface.columns),
+        "parameters": count(network),
+        "host_parameters": int(body.table.host_params[env]),
+        "seeds": grown,
+        "unfinished": unfinished,
+    }
+    if interface.target_scaling is not None:
+        topology["restore"] = list(interface.target_scaling.mean.shape)
+    if interface.preprocess is not None:
+        topology["preprocess"] = interface.preprocess.model_dump(mode="json")
+    return network, topology
+
+
+def _format(interface: Interface) -> int:
+    """Return the lowest format version that can describe what a network takes and returns."""
+    if interface.preprocess is not None:
+        return 4
+    several = leaf_names(interface.inputs) != ["x"]
+    whole = interface.whole is not None and interface.scaling is None
+    return 3 if several or whole or (interface.classes is not None and interface.target) else 2
+
+
+def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch:
+    """Return two examples of zeros with the shapes and dtypes of a topology.
+
+    Raises InputError if they would hold more than `largest` numbers.
+    """
+    inputs = shapes_from_json(topology["input"])
+    if sum(math.prod(shape) for shape in shape_leaves(inputs)) > largest:
+        raise InputError(f"{folder / TOPOLOGY} is damaged at 'input': {topology['input']}; export the network again")
+    made = [
+        torch.zeros(2, *shape, dtype=dtype)
+        for shape, dtype in zip(shape_leaves(inputs), _dtypes(topology), strict=True)
+    ]
+    if isinstance(inputs, dict):
+        return dict(zip(inputs, made, strict=True))
+    return tuple(made) if leaf_names(inputs) != ["x"] else made[0]
+
+
+def _dtypes(topology: Mapping[str, Any]) -> list[torch.dtype]:
+    """Return the dtype of each tensor of an example."""
+    example = topology["example"]
+    names = list(example.values()) if isinstance(example, dict) else example if isinstance(example, list) else [example]
+    return [getattr(torch, name) for name in names]
+
+
+def _named(factory: object) -> Any:
+    """Return the dataclass by which a file names the hosts of a factory, or None if there is none."""
+    made = getattr(factory, "architecture", factory)  # of the hosts that a factory fills with weights
+    known = dataclasses.is_dataclass(made) and not isinstance(made, type)
+    return made if known and isinstance(getattr(type(made), "name", None), str) else None
+
+
+def _saved_host(factory: object) -> dict[str, Any] | None:
+    named = _named(factory)
+    return None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)}
+
+
+def _original(factory: object) -> Callable[[], nn.Module] | None:
+    """Return the named factory of the original host, without any seed, or None if no file can name it."""
+    found: Callable[[], nn.Module] | None = factory.original if isinstance(factory, RegrownHost) else _named(factory)
+    return found
+
+
+def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
+    """Return a seed without the gate, unless its blend is GATE."""
+    if blend != Blend.GATE:
+        del seed.gate
+    return seed
+
+
+def save_network(
+    folder: Path,
+    network: nn.Module,
+    topology: Mapping[str, Any],
+    example: Batch,
+    retry: Retry = write_once,
+    untraceable: str | None = None,
+) -> str | None:
+    """Write model.safetensors, topology.json, model.pt2 and SHA256SUMS, the sha256 of each, as a folder.
+
+    model.pt2 is a program for any batch size that needs only torch. The folder replaces a network of the same name;
+    after a crash it holds the old network or the new one. torch.export.load of a program can execute code, so load only
+    programs that you trust.
+
+    example (B, ...) with B >= 2 fixes the shapes and dtypes of an input; floating-point tensors are cast to the dtype
+    of the network. A network that torch.export cannot trace is written without a program. The return value is then the
+    reason, and None otherwise. `untraceable` is the reason if it is known beforehand.
+    """
+    example = cast(example, getattr(torch, topology["dtype"]))
+    program, failure = (None, untraceable) if untraceable is not None else _program(network, example)
+    dtypes = map_leaves(lambda leaf: str(leaf.dtype).removeprefix("torch."), example)
+    stored_topology = {**topology, "example": dtypes}
+    # Copies, because safetensors refuses a weight that two layers share.
+    weights = network.state_dict().items()
+    files = {
+        MODEL: save({name: value.clone(memory_format=torch.contiguous_format) for name, value in weights}),
+        TOPOLOGY: (json.dumps(stored_topology, indent=2, allow_nan=False) + "\n").encode(),
+    }
+    if program is not None:
+        files[PROGRAM] = program
+    files[SUMS] = sums_of(files)
+    strange = {path.name for path in folder.iterdir()} - FILES if folder.exists() else ()
+    if strange:
+        raise InputError(f"{folder} holds {', '.join(sorted(strange))} beside a network; name another folder")
+
+    def put() -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        write_folder(folder, files)
+
+    retry(folder, put)
+    return failure
+
+
+def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | None]:
+    """Return (the program of a network for any batch size, None), or (None, the reason why torch.export cannot trace it).
+
+    torch.export prints graphs and warnings to stderr when it fails. They are dropped, because the reason is enough
+    here.
+    """
+    disabled, stored = logging.root.manager.disable, io.BytesIO()
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            batch = torch.export.Dim("batch", min=1)
+            positional, named = arguments(example)
+            axes: Any = tuple({0: batch} for _ in positional)
+            if named:
+                axes = {name: {0: batch} for name in named}
+            elif len(positional) > 1:  # the names in the signature of GrownNetwork.forward
+                axes = (axes[0], axes[1:])
+            with _taking(network, named):
+                program = torch.export.export(network, positional, named, dynamic_shapes=axes)
+            torch.export.save(program, stored)
+    except Exception as error:  # torch.export raises errors of many kinds; the trained weights are saved in any case
+        return None, (str(error).splitlines() or [type(error).__name__])[0]
+    finally:
+        logging.disable(disabled)
+    return stored.getvalue(), None
+
+
+@contextmanager
+def _taking(network: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Show torch.export a forward with named parameters, because it cannot vary the batch size of arguments in `**named`."""
+    if not names:
+        yield
+        return
+
+    def forward(**named: Tensor) -> Any:
+        return type(network).forward(network, **named)
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    network.forward = forward
+    try:
+        yield
+    finally:
+        del network.forward
+
+
+def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
+    """Rebuild a saved network from topology.json and model.safetensors; `host` makes a host of the saved architecture.
+
+    Raises InputError, naming the file, if a file is missing or damaged, or does not fit the host.
+    """
+    folder = find_folder(folder)
+    topology = read_topology(folder)
+    with drawn_with(0):
+        base = host()
+    original = base.original if isinstance(base, GrownNetwork) else _named(host)
+    if isinstance(base, GrownNetwork):
+        base = as_host(base)
+    if isinstance(base, nn.Module) and not isinstance(base, SegmentedHost):
+        example = example_of(folder, topology, _LARGEST_EXAMPLE)
+        base = CutHost(host, example.float() if topology["standardize"] and isinstance(example, Tensor) else example)()
+    if not isinstance(base, SegmentedHost):
+        raise InputError(f"the host factory returned a {type(base).__name__}; return an nn.Module, or a grown network")
+    modules, grafts, slots = [], [], {slot.after: slot for slot in base.slots}
+    scaled = [shape for name in ("standardize", "restore") if (shape := topology.get(name)) is not None]
+    parameters = count(base) + sum(2 * math.prod(shape) for shape in scaled)
+    check_size(folder, parameters)
+    for seed in topology["seeds"]:
+        slot = slots.get(seed["after"])
+        if slot is None or seed["writes"] != slot.width:
+            lacks = "no slot" if slot is None else f"no slot of width {seed['writes']}"
+            raise InputError(
+                f"{folder / TOPOLOGY} has a seed behind segment {seed['after']}, where the host has {lacks}; "
+                "give the factory of the host that was grown"
+            )
+        entry, blend = get_blueprint(seed["blueprint"], slot.kind), Blend[seed["blend"].upper()]
+        gate = seed["reads"] if blend == Blend.GATE else 1  # a gate that _trim removes need not be wide
+        parameters += entry.parameters(seed["reads"], seed["writes"]) + gate
+        check_size(folder, parameters)
+        modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
+        grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"], slot.kind, entry.name))
+    network = GrownNetwork(base, modules, grafts, _interface(folder, topology), original)
+    network = network.to(getattr(torch, topology["dtype"]))
+    try:
+        _check_tensors(folder / MODEL, network)
+        check_sum(folder / MODEL)
+        network.load_state_dict(load_file(folder / MODEL))
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{folder / MODEL}: {error.strerror or error}; export the network again") from None
+    except Exception as error:  # of safetensors or load_state_dict: the file does not fit
+        reason = str(error).splitlines()[-1].strip()
+        raise InputError(
+            f"{folder / MODEL} does not fit the network of {TOPOLOGY}: {reason}; give the host that it was grown with, or export "
+            "it again"
+        ) from None
+    return network.eval()
+
+
+def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
+    """Return what a saved network takes and returns; means and deviations are read later.
+
+    Raises InputError if the entries of the topology do not fit together.
+    """
+    inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
+    shapes, example = shapes_from_json(inputs), topology["example"]
+    several = leaf_names(shapes) != ["x"]
+    alike = example.keys() == inputs.keys() if isinstance(inputs, dict) and isinstance(example, dict) else not several
+    if isinstance(inputs, list) and several:
+        alike = isinstance(example, list) and len(example) == len(inputs)
+    if not alike or (not several and not isinstance(example, str)):
+        raise InputError(
+            f"{folder / TOPOLOGY} has examples of shape {inputs} and dtype {example}; export the network again"
+        )
+    if shape is not None and (
+        several
+        or len(shape) != len(inputs)
+        or any(own not in (1, whole) for own, whole in zip(shape, inputs, strict=True))
+    ):
+        raise InputError(
+            f"{folder / TOPOLOGY} has a mean of shape {shape} for inputs of shape {inputs}; export the network again"
+        )
+    restored, target = topology.get("restore"), topology["target"]
+    if restored is not None and restored != target:
+        raise InputError(
+            f"{folder / TOPOLOGY} has a mean of shape {restored} for targets of shape {target}; export the network again"
+        )
+    scaling, target_scaling = (
+        None if size is None else Scaling(torch.zeros(size), torch.ones(size)) for size in (shape, restored)
+    )
+    classes, columns = (None if names is None else tuple(names) for names in (classes, topology["columns"]))
+    whole = tuple(None if dtype.is_floating_point else dtype for dtype in _dtypes(topology))
+    before = topology.get("preprocess")
+    return Interface(
+        shapes,
+        scaling,
+        classes,
+        tuple(target),
+        columns,
+        target_scaling,
+        whole if any(whole) else None,
+        None
+        if before is None
+        else preprocess_from_json(before, -1 if several else math.prod(inputs), str(folder / TOPOLOGY)),
+    )
+
+
+def _check_tensors(path: Path, network: nn.Module) -> None:
+    """Raise ValueError if a file of weights, judged by its header, has other tensors than a network.
+
+    A file that is larger than the tensors of the network is not opened, because the whole of it would be mapped into
+    memory.
+    """
+    wanted = network.state_dict()
+    size, most = path.stat().st_size, sum(each.nbytes for each in wanted.values()) + _LARGEST_HEADER
+    if size > most:
+        raise ValueError(f"it has {size:,} bytes, and the network takes at most {most:,}")
+    with safe_open(path, "pt") as file:
+        if odd := sorted(wanted.keys() ^ set(file.keys())):
+            raise ValueError(f"tensor {odd[0]} is {'missing' if odd[0] in wanted else 'unknown'}")
+        for name, tensor in wanted.items():
+            shape = file.get_slice(name).get_shape()
+            if shape != list(tensor.shape):
+                raise ValueError(f"tensor {name} is {tuple(shape)}, the network has {tuple(tensor.shape)}")
+
+
+def check_size(folder: Path, parameters: int) -> None:
+    """Raise InputError if model.safetensors is missing, or has less than one byte per parameter.
+
+    This check runs before the network is built, so a topology cannot ask for much more memory than its weights take on
+    disk.
+    """
+    path = find_folder(folder) / MODEL
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InputError(f"{path} is a link or not a regular file, and is not read; put the file itself in its place")
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{folder / MODEL}: {error.strerror}; export the network again") from None
+    if parameters > size:
+        raise InputError(
+            f"{folder / MODEL} does not fit the network of {TOPOLOGY}: it holds {size:,} bytes, and {TOPOLOGY} asks for "
+            f"{parameters:,} parameters; export it again"
+        )
+
+
+def read_topology(folder: Path) -> dict[str, Any]:
+    """Read topology.json of an exported network. Raises InputError if it is missing, damaged or of another format."""
+    path = find_folder(folder) / TOPOLOGY
+    data = read_kept(path, _LARGEST_TOPOLOGY, "give a folder that `esper grow` or `esper export` wrote")
+    topology = parse_json(data, path, "export the network again")
+    if not isinstance(topology, dict) or topology.get("format") not in FORMATS:
+        found = topology.get("format") if isinstance(topology, dict) else None
+        known = ", ".join(map(str, FORMATS))
+        raise InputError(f"{path} has format {found!r}, but this version of Esper reads the formats {known}")
+    try:
+        _SavedTopology.model_validate(topology)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; export the network again") from None
+    check_sum(path)
+    return topology

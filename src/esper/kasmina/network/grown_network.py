@@ -1,0 +1,304 @@
+"""A grown network as one plain module that takes raw features and predicts labels as the task had them. B examples, C outputs."""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from esper.kasmina.host import Chain, SegmentedHost, calling
+from esper.kasmina.slot import Seed, slot_output
+from esper.leyline.data.batches import Batch, batch_of, first, map_leaves, run
+from esper.leyline.data.task import Interface, Scaling
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.sites import Taps
+from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.streams import STREAMS, Kind
+
+CHUNK = 4096
+"""Largest number of examples in one pass of `predict`."""
+
+
+class Graft(NamedTuple):
+    """A fossilized seed of one network.
+
+    Attributes:
+        after (int): index of the segment whose output it changes
+        tap (Tap): what it reads
+        blend (Blend): how its change enters the stream
+        alpha (float): the dose that it has for good
+        kind (Kind): the kind of the stream
+        blueprint (str): name of its blueprint; empty if it is not known
+    """
+
+    after: int
+    tap: Tap
+    blend: Blend
+    alpha: float
+    kind: Kind
+    blueprint: str = ""
+
+
+class _Scaled(nn.Module):
+    """A mean and a standard deviation as buffers."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, scaling: Scaling) -> None:
+        super().__init__()
+        self.register_buffer("mean", scaling.mean.detach().clone())
+        self.register_buffer("deviation", scaling.deviation.detach().clone())
+
+    @property
+    def scaling(self) -> Scaling:
+        """The mean and the deviation, on the device that they are on."""
+        return Scaling(self.mean, self.deviation)
+
+
+class Standardize(_Scaled):
+    """(x - mean) / deviation of examples x (B, ...) of any dtype, in the dtype of its buffers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B, ...)."""
+        return self.scaling.read(x)
+
+
+class Restore(_Scaled):
+    """z * deviation + mean of outputs z (B, ...), whose mean and deviation have the shape of one example's y."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        """(B, ...) -> (B, ...)."""
+        return self.scaling.restore(z)
+
+
+class GrownNetwork(nn.Module):
+    """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, ..., C).
+
+    It is called as the first segment of its host is: network(x), network(*batch) or network(**batch), with the batches
+    of the task. It takes features as the task was given them, or as its `preprocess` made them. If the task
+    standardizes features, the first module, `standardize`, does so. It returns targets as the task was given them. If
+    hosts return standardized targets, the last module, `restore`, undoes the standardization.
+
+    inputs: shape of one example, or of each of its tensors if there are several.
+    classes: the labels as the task was given them, in the order of the outputs; None if the outputs are values.
+    target: shape of one example's y.
+    columns: the names of the features if the task was given a data frame, else None.
+    original: the factory of the host without any seed if a file can name it, else None.
+    """
+
+    def __init__(
+        self,
+        host: SegmentedHost,
+        seeds: Sequence[nn.Module],
+        grafts: Sequence[Graft],
+        interface: Interface,
+        original: Callable[[], nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        self.standardize = None if interface.scaling is None else Standardize(interface.scaling)
+        self.segments = host.segments
+        self.slots, self.stacks, self.draws = host.slots, host.stacks, host.draws  # to grow it further
+        self.seeds = nn.ModuleList(seeds)
+        self.grafts = tuple(grafts)
+        self.restore = None if interface.target_scaling is None else Restore(interface.target_scaling)
+        self.interface, self.inputs = interface, interface.inputs
+        self.classes = interface.classes
+        self.target = interface.target
+        self.columns = interface.columns
+        self.original = original
+
+    def forward(self, x: Tensor | None = None, /, *others: Tensor, **named: Tensor) -> Tensor:
+        """(B, ...) -> (B, ..., C): the logit of every class, or the value of every target."""
+        batch = batch_of(() if x is None else (x, *others), named)
+        if self.standardize is not None:
+            assert isinstance(batch, Tensor), "only a single tensor is standardized"
+            batch = self.standardize(batch)
+        y = run_segments(batch, self.segments, self.seeds, self.grafts)
+        return y if self.restore is None else self.restore(y)
+
+    def describe(self) -> str:
+        """Return the segments and the seeds as text, a line each in the order in which they run, with layers and parameters."""
+        from esper.kasmina.network.drawing import describe  # which imports this module
+
+        return describe(self)
+
+    def predict(self, x: Any) -> NDArray[Any]:
+        """Predict the label (B,) of each example, or its labels (B, ...), as the task's y had them; for a regression,
+        the targets.
+
+        x: (B, ...) features as the task was given them, in a tensor, an array, a list or a data frame, whose columns
+        are taken by name; a tuple or a mapping of these if the task's examples are one; raw where the task had a `preprocess`.
+        Dropout is off, and the network stays in its mode.
+
+        Raises InputError if x does not fit the network, or is not finite.
+        """
+        output = self._outputs(x)
+        if self.classes is not None:
+            labels: NDArray[Any] = np.array(self.classes)[output.argmax(-1)]
+            return labels
+        return output if self.target else output.reshape(len(output))
+
+    def predict_proba(self, x: Any) -> NDArray[Any]:
+        """Predict (B, ..., C) the probability of each class, in the order of `classes`: the softmax of the outputs.
+
+        x: as for `predict`. Raises InputError if x does not fit the network or is not finite, or if the network does
+        not predict classes.
+        """
+        if self.classes is None:
+            raise InputError("the network predicts values, which have no probabilities; use predict(x)")
+        found: NDArray[Any] = torch.from_numpy(self._outputs(x)).softmax(-1).numpy()
+        return found
+
+    @torch.no_grad()
+    def _outputs(self, x: Any) -> NDArray[Any]:
+        """Compute (B, ..., C) outputs in evaluation mode, on the CPU."""
+        weight = next((value for value in self.state_dict().values() if value.is_floating_point()), torch.zeros(()))
+        examples = self.interface.read(x, weight.dtype)
+        count = len(first(examples))
+        modes = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            parts = [run(self, _piece(examples, start, weight.device)).cpu() for start in range(0, count, CHUNK)]
+        finally:
+            for module, training in modes.items():
+                module.training = training
+        joined = torch.cat(parts)
+        output: NDArray[Any] = (joined.float() if joined.dtype == torch.bfloat16 else joined).numpy()
+        if self.classes is not None and output.shape[1:] != (*self.target, len(self.classes)):
+            raise InputError(
+                f"the network has outputs of shape {output.shape[1:]}, but {len(self.classes)} classes; export it again"
+            )
+        return output
+
+
+def _piece(examples: Batch, start: int, device: torch.device) -> Batch:
+    """Return at most `CHUNK` examples from index `start` on, on a device."""
+    piece: Batch = map_leaves(lambda leaf: leaf[start : start + CHUNK].to(device), examples)
+    return piece
+
+
+def run_segments(x: Batch, segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft]) -> Tensor:
+    """Run segments one after the other, each with the seed that is grafted behind it: (B, ...) -> (B, ...)."""
+
+    def grown(site: int, taps: Taps[Batch]) -> Batch:
+        graft, seed = grafts[site], cast(Seed, seeds[site])
+        read = {Tap.HERE: taps.here, Tap.BEFORE: taps.before, Tap.INPUT: taps.input}[graft.tap]
+        stream, h, u = STREAMS[graft.kind], cast(Tensor, taps.here), cast(Tensor, read)
+        return slot_output(stream, h, u, seed, graft.alpha, graft.blend)
+
+    return cast(Tensor, Chain(len(segments), [graft.after for graft in grafts]).run(calling(segments), x, grown))
+
+
+class GraftedSegments(nn.Module):
+    """Segments of a grown network with the seeds behind them, as one segment: leaves (B, ...) -> (B, ...)."""
+
+    def __init__(self, segments: Sequence[nn.Module], seeds: Sequence[nn.Module], grafts: Sequence[Graft]) -> None:
+        super().__init__()
+        self.segments = nn.ModuleList(segments)
+        self.seeds = nn.ModuleList(seeds)
+        self.grafts = tuple(grafts)
+
+    def forward(self, x: Tensor | None = None, /, *others: Tensor, **named: Tensor) -> Tensor:
+        """Leaves (B, ...) -> (B, ...)."""
+        batch = batch_of(() if x is None else (x, *others), named)
+        return run_segments(batch, self.segments, self.seeds, self.grafts)
+
+
+class RegrownHost:
+    """A factory of hosts that are copies of one grown network.
+
+    The network is loaded once, so that a run does not need the files of an earlier run until its end.
+    """
+
+    def __init__(self, network: GrownNetwork) -> None:
+        self._host = as_host(network)
+        self.original = network.original
+        self._ungrown = Ungrown(network)
+        self.scaling = _scaling(network.standardize)  # of the features that the host reads; None if it takes them raw
+        self.target_scaling = _scaling(network.restore)  # of the targets that the host returns; None if they are raw
+
+    def __call__(self) -> SegmentedHost:
+        """Make a host with weights of its own, equal to those of the network."""
+        return copy.deepcopy(self._host)
+
+    @property
+    def ungrown(self) -> Callable[[], nn.Module]:
+        """A factory of the host that was grown first, without any seed: the named factory, or one of the segments."""
+        return self.original or self._ungrown
+
+
+class Ungrown:
+    """A factory of copies of the host that a network grew from, without any seed of this run or of earlier ones."""
+
+    def __init__(self, network: GrownNetwork) -> None:
+        parts = [_flat(segment) for segment in network.segments]
+        last = np.cumsum([len(part) for part in parts]) - 1  # index of the last segment of each part
+        slots = [replace(slot, after=int(last[slot.after])) for slot in network.slots]
+        self._host = SegmentedHost([segment for part in parts for segment in part], slots)
+        self._host.stacks, self._host.draws = network.stacks, network.draws
+
+    def __call__(self) -> SegmentedHost:
+        """Make a host with weights of its own, equal to the weights that the host had when its growth ended."""
+        return copy.deepcopy(self._host)
+
+
+def _flat(segment: nn.Module) -> list[nn.Module]:
+    """Return the segments of the first host that are inside a segment of a regrown one, in order."""
+    if isinstance(segment, GraftedSegments):
+        return [part for inner in segment.segments for part in _flat(inner)]
+    return [segment]
+
+
+def as_host(network: GrownNetwork) -> SegmentedHost:
+    """Return the network as a host with free slots, which reads and returns standardized values if the network does.
+
+    A seed becomes part of the segment that it was grafted behind. A seed that reads the input needs everything that
+    enters the first segment, so all segments up to it become one; the slots between them are gone (`lost_slots`).
+    """
+    merged = _merged(network)
+    segments = []
+    runs = [(0, merged), *((index, index) for index in range(merged + 1, len(network.segments)))]
+    for start, last in runs:
+        chosen = [
+            (seed, graft._replace(after=graft.after - start))
+            for seed, graft in zip(network.seeds, network.grafts, strict=True)
+            if start <= graft.after <= last
+        ]
+        if start == last and not chosen:
+            segments.append(network.segments[start])
+        else:
+            seeds, grafts = [seed for seed, _ in chosen], [graft for _, graft in chosen]
+            segments.append(GraftedSegments(list(network.segments[start : last + 1]), seeds, grafts))
+    host = SegmentedHost(segments, [_moved(slot, network, merged) for slot in network.slots if slot.after >= merged])
+    host.stacks = network.stacks and all(
+        getattr(seed.get_submodule("delta"), "stacks", False) for seed in network.seeds
+    )
+    host.draws = network.draws or any(getattr(seed, "draws", True) for seed in network.seeds)
+    return host
+
+
+def _scaling(module: Standardize | Restore | None) -> Scaling | None:
+    return None if module is None else Scaling(*(values.clone() for values in module.scaling))
+
+
+def lost_slots(network: GrownNetwork) -> list[str]:
+    """Return the names of the slots that `as_host` has no place for."""
+    return [slot.name for slot in network.slots if slot.after < _merged(network)]
+
+
+def _merged(network: GrownNetwork) -> int:
+    """Return the index of the last segment that becomes part of the first one."""
+    return max((graft.after for graft in network.grafts if graft.tap == Tap.INPUT), default=0)
+
+
+def _moved(slot: SlotSpec, network: GrownNetwork, merged: int) -> SlotSpec:
+    """Return a slot of the network at its place in the host; a segment with grafted seeds offers no inner features."""
+    grafted = merged > 0 and slot.after == merged
+    grafted = grafted or any(graft.after == slot.after for graft in network.grafts)
+    return replace(slot, after=slot.after - merged, inner=None if grafted else slot.inner)

@@ -1,0 +1,307 @@
+"""Static networks derived from a host: the host with identity skips, and the host widened without its bottlenecks.
+
+B examples. A factory is a callable that returns a freshly drawn `SegmentedHost`.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.host import SegmentedHost, dtype_of
+from esper.kasmina.stack.layers import Linear
+from esper.leyline.data.batches import Batch, cast, run, stream_of
+from esper.leyline.lifecycle.slots import SlotSpec
+
+Factory = Callable[[], nn.Module]
+
+WIDEST = 2**20
+"""Largest width of a layer of a widened network; a network that needs a larger one is not built."""
+
+
+@runtime_checkable
+class Scales(Protocol):
+    """A factory that knows the plain network of its kind."""
+
+    def plain(self, parameters: int) -> Factory:
+        """Return the factory of its plain network: no bottleneck, and the smallest width for at least `parameters` parameters."""
+        ...
+
+
+class Absent(NamedTuple):
+    """The reason why a static network cannot be derived from a host."""
+
+    reason: str  # one sentence
+
+
+class Skip(nn.Module):
+    """y = x + f(x), for a segment f whose output has the shape of its input."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.stacks = bool(getattr(inner, "stacks", False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, ...) -> (B, ...), or (E, B, ...) -> (E, B, ...) where the segment stacks."""
+        y: Tensor = x + self.inner(x)
+        return y
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """The hosts of another factory, with the same initial weights and a skip around some segments."""
+
+    host: Factory
+    places: tuple[int, ...]  # indices of the segments
+
+    def __call__(self) -> SegmentedHost:
+        """Return a newly initialised host."""
+        host = self.host()
+        assert isinstance(host, SegmentedHost)
+        segments = [Skip(part) if k in self.places else part for k, part in enumerate(host.segments)]
+        return _rebuilt(host, segments, [replace(slot, inner=None) for slot in host.slots])
+
+
+def skip_places(factory: Factory, x: Batch) -> tuple[int, ...] | Absent:
+    """Return the segments around which an identity skip fits; x (B, ...) with B >= 2 are examples that the host can run.
+
+    Such a segment has parameters, returns the shape that it reads, and has no path around its parameters yet: with all of
+    them at 0, except those of normalisation layers, it returns the same for every example.
+    """
+    with drawn_with(0), torch.no_grad():
+        host = factory()
+        assert isinstance(host, SegmentedHost)
+        x = cast(x, dtype_of(host.eval()))
+        places, residual = [], False
+        for index, segment in enumerate(host.segments):
+            before, x = stream_of(x), run(segment, x)
+            if before is None or x.shape != before.shape or not any(True for _ in segment.parameters()):
+                continue
+            if _goes_around(segment, before):
+                residual = True
+            else:
+                places.append(index)
+    if places:
+        return tuple(places)
+    if residual:
+        return Absent("every segment of the host that keeps its shape has a path around its weights already")
+    return Absent("no segment of the host returns the shape that it reads, so that no identity skip fits")
+
+
+def _goes_around(segment: nn.Module, x: Tensor) -> bool:
+    """Whether what a segment returns depends on the example when its parameters are 0."""
+    silent = copy.deepcopy(segment)
+    for module in silent.modules():
+        if not isinstance(module, _NORMS):
+            for parameter in module.parameters(recurse=False):
+                parameter.zero_()
+    y = silent(x)
+    return not torch.equal(y, y[:1].expand_as(y))
+
+
+def widened(factory: Factory, x: Batch, parameters: int) -> "Widened | Absent":
+    """Return the factory of a host's plain network: every narrow inner width is raised, then all inner widths are scaled.
+
+    A width is raised to the smaller of the widest layer in front of it and the widest behind it, if it is narrower than
+    both. The network is the smallest with at least `parameters` parameters; x (B, ...) are examples that the host can
+    run. Returns Absent if a layer with parameters is not an nn.Linear, nn.Conv2d or normalisation in a chain of
+    nn.Sequential.
+    """
+    with drawn_with(0):
+        host = factory()
+    assert isinstance(host, SegmentedHost)
+    chain = _chain(host)
+    if isinstance(chain, Absent):
+        return chain
+    outs = [layer.outs for layer in chain if layer.weighs]
+    if len(outs) < 2:
+        return Absent("the host has a single layer with weights, so there is no inner width to scale")
+    inner = without_bottlenecks(outs[:-1])
+
+    def scaled(widest: int) -> tuple[int, ...]:
+        return (*(-(-size * widest // max(inner)) for size in inner), outs[-1])
+
+    high = 1
+    while _size(chain, scaled(high)) < parameters:
+        high *= 2
+        if high > WIDEST:
+            return Absent(f"no width up to {WIDEST:,} gives the host {parameters:,} parameters")
+    low = high // 2  # inner widths that are too narrow, or 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _size(chain, scaled(middle)) >= parameters else (middle, high)
+    made = Widened(factory, scaled(high))
+    try:
+        with drawn_with(0), torch.no_grad():
+            wide = made().eval()
+            run(wide, cast(x, dtype_of(wide)))
+    except Exception as error:  # a user's module can raise any error on another width; its first line gives the reason
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return Absent(f"the host cannot run at other widths: {reason}")
+    return made
+
+
+def without_bottlenecks(widths: Sequence[int]) -> tuple[int, ...]:
+    """Return widths of layers in order, each at least the smaller of the widest in front of it and the widest behind it."""
+    return tuple(min(max(widths[: k + 1]), max(widths[k:])) for k in range(len(widths)))
+
+
+@dataclass(frozen=True)
+class Widened:
+    """The networks of a host at other widths, initialised as torch initialises layers."""
+
+    host: Factory
+    widths: tuple[int, ...]  # outputs of every layer with weights, in order
+
+    def __call__(self) -> SegmentedHost:
+        """Return a newly initialised host."""
+        host = self.host()
+        assert isinstance(host, SegmentedHost)
+        chain = _chain(host)
+        assert not isinstance(chain, Absent)
+        fresh = dict(zip((layer.module for layer in chain), _layers(chain, self.widths), strict=True))
+        segments = [_replaced(segment, fresh) for segment in host.segments]
+        behind: list[int] = []  # the width of the stream behind each segment, 0 in front of the first layer
+        for segment in host.segments:
+            wide = [fresh[part] for part in segment.modules() if part in fresh and isinstance(part, _WEIGHTS)]
+            behind.append(_outs(wide[-1]) if wide else (behind[-1] if behind else 0))
+        slots = [replace(slot, width=behind[slot.after] or slot.width) for slot in host.slots]
+        return _rebuilt(host, segments, slots)
+
+
+class _Layer(NamedTuple):
+    """A layer of a chain whose width can be changed."""
+
+    module: nn.Module
+    ins: int
+    outs: int
+    positions: int  # positions of the map that is flattened in front of it; 1 elsewhere
+
+    @property
+    def weighs(self) -> bool:
+        return isinstance(self.module, _WEIGHTS)
+
+
+_WEIGHTS = (nn.Linear, nn.Conv2d)
+_RESIZED = (nn.Linear, Linear, nn.Conv2d, nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def _chain(host: SegmentedHost) -> list[_Layer] | Absent:
+    """Return the layers with parameters, in the order in which the host runs them."""
+    leaves: list[nn.Module] = []
+    for index, segment in enumerate(host.segments):
+        for path, module in segment.named_modules():
+            inside = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+            if type(module) is nn.Sequential or not inside:
+                continue
+            where = f"segment {index}" + (f".{path}" if path else "")
+            if type(module) not in _RESIZED or (isinstance(module, nn.Conv2d) and module.groups > 1):
+                return Absent(f"{where} of the host is a {type(module).__name__}, whose width cannot be scaled")
+            if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
+                return Absent(f"{where} of the host normalises over {len(module.normalized_shape)} axes")
+            if module in leaves:
+                return Absent(f"{where} of the host shares its weights with another layer")
+            leaves.append(module)
+    chain: list[_Layer] = []
+    width = 0  # of the stream
+    for module in leaves:
+        ins, outs = _ins(module), _outs(module)
+        positions = ins // width if width else 1
+        if width and (ins % width or not ins):
+            return Absent(
+                f"a layer of the host reads {ins} features of a stream of {width}, so its width cannot be scaled"
+            )
+        chain.append(_Layer(module, ins, outs, positions))
+        width = outs if isinstance(module, _WEIGHTS) else width or outs
+    return chain
+
+
+def _ins(module: nn.Module) -> int:
+    match module:
+        case nn.Linear():
+            return module.in_features
+        case nn.Conv2d():
+            return module.in_channels
+        case nn.LayerNorm():
+            return int(module.normalized_shape[0])
+        case nn.BatchNorm1d() | nn.BatchNorm2d():
+            return module.num_features
+    raise AssertionError(type(module).__name__)
+
+
+def _outs(module: nn.Module) -> int:
+    match module:
+        case nn.Linear():
+            return module.out_features
+        case nn.Conv2d():
+            return module.out_channels
+    return _ins(module)
+
+
+def _layers(chain: Sequence[_Layer], widths: Sequence[int]) -> list[nn.Module]:
+    """Return the layers of a chain at other widths (outputs of those with weights), newly initialised."""
+    made: list[nn.Module] = []
+    places = iter(widths)
+    width = 0
+    for layer in chain:
+        old = layer.module
+        ins = width * layer.positions if width else layer.ins
+        new: nn.Module
+        match old:
+            case nn.Linear():
+                width = next(places)
+                new = type(old)(ins, width, bias=old.bias is not None)
+            case nn.Conv2d():
+                width = next(places)
+                size, stride, dilation = old.kernel_size, old.stride, old.dilation
+                shape = {
+                    "stride": stride,
+                    "padding": old.padding,
+                    "dilation": dilation,
+                    "padding_mode": old.padding_mode,
+                }
+                new = nn.Conv2d(ins, width, size, bias=old.bias is not None, **shape)  # type: ignore[arg-type]
+            case nn.LayerNorm():
+                new = nn.LayerNorm(ins, old.eps, old.elementwise_affine, old.bias is not None)
+            case nn.BatchNorm1d() | nn.BatchNorm2d():
+                new = type(old)(ins, old.eps, old.momentum, old.affine, old.track_running_stats)
+            case _:
+                raise AssertionError(type(old).__name__)
+        dtype = next((parameter.dtype for parameter in old.parameters()), None)
+        made.append(new.to(dtype))
+    return made
+
+
+def _size(chain: Sequence[_Layer], widths: Sequence[int]) -> int:
+    """Return the number of parameters of a chain at other widths."""
+    total, width = 0, 0
+    places = iter(widths)
+    for layer in chain:
+        old, ins = layer.module, width * layer.positions if width else layer.ins
+        sizes = {name: parameter.numel() for name, parameter in old.named_parameters()}
+        if layer.weighs:
+            width = next(places)
+            total += sizes["weight"] // (layer.ins * layer.outs) * ins * width + (width if "bias" in sizes else 0)
+        else:
+            total += len(sizes) * ins
+    return total
+
+
+def _replaced(module: nn.Module, fresh: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module in fresh:
+        return fresh[module]
+    if type(module) is nn.Sequential:
+        return nn.Sequential(*(_replaced(part, fresh) for part in module))
+    return module
+
+
+def _rebuilt(host: SegmentedHost, segments: Sequence[nn.Module], slots: Sequence[SlotSpec]) -> SegmentedHost:
+    made = SegmentedHost(segments, slots)
+    made.stacks, made.draws = host.stacks, host.draws
+    return made

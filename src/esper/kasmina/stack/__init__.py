@@ -1,0 +1,1 @@
+"""Computes many hosts at once: their parameters are tensors with a leading environment axis."""

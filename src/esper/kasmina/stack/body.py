@@ -1,0 +1,688 @@
+"""Hold the hosts and seeds of a population as stacks, plan forward passes at any doses, and run them.
+
+E environments, S slots, K blueprints of the menu, n rows of a pass, B examples, X branches.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from esper.kasmina.blueprints import Blueprint, drawn_with
+from esper.kasmina.host import Chain, SegmentedHost, dtype_of
+from esper.kasmina.lifecycle import Edits
+from esper.kasmina.slot import Seed, Straight, slot_change
+from esper.kasmina.stack.layout import BEFORE, INPUT, TAPS, HostTable, Layout
+from esper.kasmina.stack.plan import (
+    Branches,
+    CallDoses,
+    CallPlan,
+    Doses,
+    Indices,
+    JoinDoses,
+    JoinPlan,
+    Plan,
+    PlanCache,
+    Route,
+    Run,
+)
+from esper.kasmina.stack.rows import (
+    Mapping,
+    Rows,
+    Stack,
+    append_rows,
+    channels_last,
+    convolves,
+    energy,
+    in_layout_of,
+    select_rows,
+)
+from esper.leyline.data.batches import Batch, map_leaves, on_cpu, run
+from esper.leyline.data.keys import key
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.sites import Taps
+from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.view import Bools, Seeds
+
+APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
+"""Parameters of a host, by the kind of its streams, from which on a CPU runs the rows one after another. It then takes about as
+long for several rows as at all at once, and half as long for one (`scripts/benchmark_rows.py`)."""
+
+PLANS = 256
+"""Number of plans for which a body keeps what it prepared."""
+
+
+Kept = Literal["none", "here", "all"]
+Caller = Callable[..., Tensor]
+"""Calls a stack: takes it and the arguments of `Stack.__call__`."""
+Calls = list[tuple[CallPlan, CallDoses]]
+
+
+class Streams(NamedTuple):
+    """What one slot reads in a pass.
+
+    Attributes:
+        here ((n, B, ...) tensor): the stream in front of any seed
+        before ((n, B, ...) tensor, or a batch with such leaves): the input of the segment in front of the slot
+        inner ((n, B, ...) tensor or None): the features inside that segment, if the host offers them and they were asked for
+    """
+
+    here: Tensor
+    before: Any
+    inner: Tensor | None
+
+
+class Pass(NamedTuple):
+    """The result of a forward pass.
+
+    Attributes:
+        output ((n, B, ...) tensor): outputs of the environments
+        branches ((X, B, ...) tensor or None): outputs of the branches, in their order
+        streams (S Streams): one for each slot, if asked for
+        proximal ((n,) tensor or None): the sum over the straight-through seeds of each environment of |c|^2 / |h|^2
+    """
+
+    output: Tensor
+    branches: Tensor | None
+    streams: tuple[Streams, ...]
+    proximal: Tensor | None
+
+
+class Body:
+    """All hosts and seeds of a population.
+
+    `host` is one stack of all hosts, run segment by segment; its optimizer step is one operation for any number of
+    segments. `stacks[slot, form]` holds the seeds of one form at one slot, and `envs[slot, form]` the environment of
+    each of its rows. Rows are sorted by group, then by environment. The groups are: seeds that train with the host,
+    doomed seeds, incubating seeds, and seeds that have not run yet. Every pass therefore reads a contiguous run of
+    rows. `layout` describes what all rows share, `table` holds the sizes of the host of each row, and `plans` caches
+    what is prepared for a pass and counts its reuse.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[[], nn.Module],
+        menu: Sequence[Blueprint],
+        rows: int,
+        example: Batch,
+        *,
+        mapping: Mapping = "auto",
+        isolated: bool = False,
+        moments: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        recomputed: bool = False,
+        compiled: bool = False,
+    ) -> None:
+        """Make room for `rows` hosts, all zero until `plant_host`; `factory` makes the largest of them.
+
+        example (B, ...) is an input of that host; `moments` names the columns that an optimizer keeps beside every
+        value. All parameters have the dtype of the host. With `recomputed`, the backward pass of training computes the
+        activations inside of segments and seeds again. `compiled` says that passes may be compiled.
+        """
+        with drawn_with(0):
+            host = factory()
+        assert isinstance(host, SegmentedHost)
+        self.isolated, self.recomputed = isolated, Recomputed() if recomputed else None
+        self.device = torch.device(device)
+        self.dtype = dtype_of(host)
+        self._moments = tuple(moments)
+        self.by_row = runs_by_row(host, self.device, mapping, compiled=compiled)
+        large = self.by_row and not convolves(host)
+        self._options: dict[str, Any] = {
+            "mapping": "loop" if large else mapping, "aligned": large, "moments": self._moments, "device": device,
+            "dtype": self.dtype,
+        }  # fmt: skip
+        self.host = Stack(host, rows, **self._options)
+        self.layout = Layout(host, menu, example, self.dtype)
+        self.slots: tuple[SlotSpec, ...] = self.layout.slots
+        self.table = HostTable(rows, self.layout)
+        with torch.no_grad():
+            output = run(host.eval(), on_cpu(example, self.dtype))
+        self._output_axes = max(output.dim() - 1, 1)  # number of axes of the outputs of one example
+        self._widest_output = output.shape[-1] if output.dim() > 1 else 1
+        self.real_outputs: Tensor | None = None  # (E, 1, ..., C) bool, where some row has fewer outputs than others
+        self.stacks: dict[tuple[int, int], Stack] = {}
+        self.envs: dict[tuple[int, int], Indices] = {}
+        self.plans: PlanCache[Plan, Chain] = PlanCache(PLANS)
+        self.segment_of = {path: index for index, path in enumerate(self.layout.chain.paths)}
+
+    # Surgery.
+
+    def plant_host(self, rows: Sequence[int], module: nn.Module, example: Batch, outputs: int) -> None:
+        """Write a newly initialised host into rows; example (B, ...) is an input of that host, at its true width."""
+        assert isinstance(module, SegmentedHost)
+        self.table.plant(rows, module, self.layout.widths(module, example), outputs)
+        for row in rows:
+            self.host.write(row, module)
+
+    def mask_outputs(self) -> None:
+        """Note which outputs a row does not have, so that `run` sets them to -inf; called after every host is planted."""
+        self.real_outputs = None
+        outputs = self.table.outputs
+        if (outputs < self._widest_output).any():
+            real = np.arange(self._widest_output) < outputs[:, None]
+            spread = real.reshape(len(real), *(1,) * self._output_axes, self._widest_output)
+            self.real_outputs = torch.from_numpy(spread).to(self.device)
+
+    def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
+        """Make and free seed modules as the edits say, and sort the rows by their new stages.
+
+        `birth_key(env, slot)` seeds the initialisation of a newly planted seed. The values of the other rows do not
+        change.
+        """
+        for (slot, form), envs in self.envs.items():
+            gone = edits.freed[edits.freed[:, 1] == slot, 0]
+            kept = np.flatnonzero(~np.isin(envs, gone))
+            self.stacks[slot, form].arrange(kept)
+            self.envs[slot, form] = envs[kept]
+        for env, slot in edits.born.tolist():
+            blueprint = int(seeds.blueprint[env, slot])
+            at = slot, int(self.layout.form_of[slot, blueprint])
+            if at not in self.stacks:
+                self._make_room(at, 2)
+            stack, envs, key_of_birth = self.stacks[at], self.envs[at], birth_key(env, slot)
+            stack.reserve(len(envs) + 1)
+            widths = self.table.widths_of(env, slot, blueprint)
+            stack.write(len(envs), self.layout.build(slot, blueprint, key_of_birth, *widths))
+            self.envs[at] = np.append(envs, env)
+        self.arrange(seeds)
+
+    def arrange(self, seeds: Seeds) -> None:
+        """Sort the rows of every stack by the groups of their stages."""
+        for (slot, form), envs in self.envs.items():
+            order = np.lexsort((envs, _rank(seeds, envs, slot)))
+            self.stacks[slot, form].arrange(order)
+            self.envs[slot, form] = envs[order]
+
+    def clear(self) -> None:
+        """Free every seed."""
+        self.envs = {at: np.zeros(0, np.int64) for at in self.envs}
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that later passes and edits depend on, as a tree of arrays that share memory with the body."""
+        return {
+            "host": self.host.state(),
+            "widths": self.table.state(),
+            "seeds": [
+                {"slot": slot, "form": form, "envs": self.envs[slot, form], "stack": stack.state()}
+                for (slot, form), stack in self.stacks.items()
+            ],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned. Raises ValueError if it came from a body of other hosts or another menu.
+
+        The stacks of the seeds are built first, in the order in which they were first made, and then filled.
+        """
+        self.host.load_state(state["host"])
+        self.table.load_state(state["widths"])
+        self.mask_outputs()
+        self.stacks, self.envs = {}, {}
+        for entry in state["seeds"]:
+            at = entry["slot"], entry["form"]
+            if at not in self.layout.forms:
+                raise ValueError(f"there is no form {at[1]} at slot {at[0]}")
+            self._make_room(at, len(entry["stack"]["steps"]))
+            self.stacks[at].load_state(entry["stack"])
+            self.envs[at] = entry["envs"]
+
+    def trainable(self, seeds: Seeds) -> dict[tuple[int, int], list[slice]]:
+        """Return the rows of each seed stack that an optimizer moves now: those that train with the host, and incubating ones."""
+        chosen = {}
+        for (slot, form), envs in self.envs.items():
+            ranks = _rank(seeds, envs, slot)
+            chosen[slot, form] = [_run(ranks == _WITH_HOST), _run(ranks == _INCUBATING)]
+        return chosen
+
+    def growth(self, slot: Indices, blueprint: Indices) -> int:
+        """Return the bytes that stacks need to grow by for further seeds (n,); 0 if they have room."""
+        needed = 0
+        forms, counts = np.unique(np.stack([slot, self.layout.form_of[slot, blueprint]], 1), axis=0, return_counts=True)
+        for (s, form), more in zip(forms.tolist(), counts.tolist(), strict=True):
+            stack, rows = self.stacks.get((s, form)), more + len(self.envs.get((s, form), ()))
+            capacity = stack.capacity if stack is not None else 0
+            if rows > capacity:
+                row = sum(parameter.nbytes for parameter in self.layout.forms[s, form].parameters()) * (
+                    2 + len(self._moments)
+                )
+                needed += max(rows, 2 * capacity) * row
+        return needed
+
+    def finite(self) -> Tensor:
+        """Return (E,) sums of all parameters of every host and its seeds; a sum is not finite if a parameter is not."""
+        total = self.host.columns["value"].sum(1)
+        for at, envs in self.envs.items():
+            if len(envs):
+                total = total.index_add(
+                    0,
+                    torch.from_numpy(envs).to(self.device, non_blocking=True),
+                    self.stacks[at].columns["value"][: len(envs)].sum(1),
+                )
+        return total
+
+    def seed_module(self, seeds: Seeds, env: int, slot: int) -> Seed:
+        """Return a copy of a seed as a module of its own, at its true widths."""
+        blueprint = int(seeds.blueprint[env, slot])
+        at = slot, int(self.layout.form_of[slot, blueprint])
+        row = int(np.flatnonzero(self.envs[at] == env)[0])
+        seed = self.layout.build(slot, blueprint, 0, *self.table.widths_of(env, slot, blueprint))
+        self.stacks[at].read(row, seed)
+        return seed
+
+    # The forward pass.
+
+    def route(
+        self,
+        dose: NDArray[np.float32],
+        seeds: Seeds,
+        branches: Branches | None = None,
+        *,
+        part: slice | None = None,
+        train: bool = False,
+        straight: bool = False,
+        frozen: bool = False,
+    ) -> Route:
+        """Plan a pass over a part of the rows, or all, at doses (E, S). A seed at dose 0 is not run.
+
+        `branches` are those of the part alone (`Branches.within`). With `train`, a branch is a shadow: only the one
+        seed that it adds at its slot learns, and everything else is constant. With `straight`, incubating seeds run
+        behind the host in the pass itself. With `frozen`, the parameters of seeds get no gradients.
+        """
+        part = part or slice(0, len(dose))
+        bounds, envs = (part.start, part.stop), np.arange(part.start, part.stop)
+        one, none = np.float32(1), np.float32(0)
+        base: list[Calls] = []
+        for slot in range(len(self.slots)):
+            calls = self._calls(seeds, slot, envs, dose[envs, slot], frozen=frozen)
+            if straight:
+                incubating = np.where(seeds.stage[envs, slot] == Stage.TRAINING, one, none)
+                calls += self._calls(seeds, slot, envs, incubating, frozen=False, straight=True)
+            base.append(calls)
+        base_plans, base_doses = _split(base)
+        if branches is None or not len(branches.env):
+            return Route(Plan(bounds, base_plans, (), ()), Doses(base_doses, (), (), None, np.zeros(0, np.int64)))
+        joins = [self._join(segment, branches, envs) for segment in range(len(self.layout.chain.paths))]
+        branch: list[Calls] = []
+        for slot in range(len(self.slots)):
+            there = int(
+                np.searchsorted(branches.slot, slot, side="right")
+            )  # branches that run through the slot or join there
+            owners, doses = branches.env[:there], branches.dose[:there, slot]
+            if train:
+                joined = branches.slot[:there] == slot
+                old, new = np.where(joined, none, doses), np.where(joined, doses, none)
+                branch.append(
+                    self._calls(seeds, slot, owners, old, frozen=True)
+                    + self._calls(seeds, slot, owners, new, frozen=False)
+                )
+            else:
+                branch.append(self._calls(seeds, slot, owners, doses, frozen=True))
+        branch_plans, branch_doses = _split(branch)
+        owners = branches.env - part.start
+        plan = Plan(bounds, base_plans, branch_plans, tuple(join for join, _ in joins))
+        return Route(plan, Doses(base_doses, branch_doses, tuple(d for _, d in joins), self._send(owners), owners))
+
+    def run(self, x: Batch, route: Route, *, streams: Kept = "none", keys: Indices | None = None) -> Pass:
+        """Run a route over a batch of its part: leaves x (n, B, ...) -> outputs (n, B, ..., C).
+
+        An output that a row does not have is -inf. `keys` (n,) seeds dropout in training mode. With streams "here", the
+        stream at each slot and the input of its segment are kept. With "all", inner features are kept too, parameters are
+        constants, and the streams are part of a graph that begins at the first slot. The only state that changes is the
+        buffers of modules in training mode.
+        """
+        plan, bare_host = route.plan, self.by_row and not self.host.draws and self.recomputed is None
+        merged = self.plans.get(plan, self._merged)
+        x = map_leaves(channels_last, x)
+        if bare_host and plan.bare and streams == "none":
+            # A host that runs in a loop saves one call per segment here; the kernels are the same.
+            result = Pass(self.host(x, route.part), None, (), None)
+        else:
+            running = _Running(self, route, streams, keys)
+            chain = merged if streams == "none" else self.layout.chain
+            flow = chain.run(running.call, _Flow(x, None), running.visit)
+            result = Pass(flow.base, flow.extra, tuple(running.streams), running.proximal)
+        if self.real_outputs is None:
+            return result
+        padded, ends = ~self.real_outputs[route.part], result.branches
+        if ends is not None:
+            assert route.origin is not None
+            ends = ends.masked_fill(padded.index_select(0, route.origin), -torch.inf)
+        return result._replace(output=result.output.masked_fill(padded, -torch.inf), branches=ends)
+
+    @property
+    def draws(self) -> bool:
+        """Whether a module may draw random numbers in training mode, so that a pass needs keys.
+
+        Modules run in a loop may draw. Modules run by vmap may turn out not to be mappable, and are then run in a loop.
+        """
+        stacks = [(self.host, path) for path in self.layout.chain.paths]
+        stacks += [(stack, "delta") for stack in self.stacks.values()]
+        return any(stack.draws and stack.part(path).way != "direct" for stack, path in stacks)
+
+    @property
+    def parts(self) -> list[slice]:
+        """The parts that passes run one after another: all rows at once, or each row alone with `by_row`.
+
+        The activations of one network then stay in the processor's cache from its forward to its backward pass.
+        """
+        capacity = self.host.capacity
+        if not self.by_row:
+            return [slice(0, capacity)]
+        return [slice(row, row + 1) for row in range(capacity)]
+
+    def train(self, mode: bool) -> None:
+        """Set every module to training or evaluation mode."""
+        self.host.train(mode)
+        for stack in self.stacks.values():
+            stack.train(mode)
+
+    # Inside.
+
+    def _join(self, segment: int, branches: Branches, envs: Indices) -> tuple[JoinPlan, JoinDoses]:
+        """Plan the branches at a segment, in a pass over environments `envs` (n,): those that run through it, and those that
+        join behind it.
+        """
+        first = sum(slot.after < segment for slot in self.slots)  # the first slot behind the segment
+        owners = branches.env[: np.searchsorted(branches.slot, first)]
+        here = first < len(self.slots) and self.slots[first].after == segment
+        joining = branches.env[branches.slot == first] - envs[0] if here else np.zeros(0, np.int64)
+        env = self._send(joining) if len(joining) else None
+        if np.array_equal(owners, envs):
+            return JoinPlan((int(envs[0]), int(envs[-1]) + 1), len(joining)), JoinDoses(None, env)
+        return JoinPlan(len(owners), len(joining)), JoinDoses(owners, env)
+
+    def _calls(
+        self,
+        seeds: Seeds,
+        slot: int,
+        envs: Indices,
+        dose: NDArray[np.float32],
+        *,
+        frozen: bool,
+        straight: bool = False,
+    ) -> Calls:
+        """Plan the forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
+
+        def column(values: NDArray[np.generic]) -> Tensor:  # (n,) numbers of the host as (n, 1, ...) on the device
+            return self.layout.streams[slot].column(self._send(values))
+
+        calls = []
+        for (at, form), owners in self.envs.items():
+            if at != slot or not len(owners):
+                continue
+            row_of = np.full(len(seeds.stage), -1, np.int64)
+            row_of[owners] = np.arange(len(owners))
+            where = np.flatnonzero((dose > 0) & (row_of[envs] >= 0))
+            if not len(where):
+                continue
+            # In the order of the stack's rows, so that a pass over the environments reads them in one contiguous run.
+            where = where[np.argsort(row_of[envs[where]], kind="stable")]
+            rows, env = row_of[envs[where]], envs[where]
+            contiguous = np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
+            run: Run = (int(rows[0]), int(rows[0]) + len(rows)) if contiguous else len(rows)
+            whole = np.array_equal(where, np.arange(len(envs)))
+            blend, taps = seeds.blend[env, slot], self.layout.tap_of[seeds.blueprint[env, slot]]
+            used = np.unique(taps).tolist()
+            attenuated, gated = bool((dose[where] < 1).any()), bool((blend == Blend.GATE).any())
+            detached = np.zeros(len(env), bool)
+            if self.isolated:
+                detached = seeds.stage[env, slot] != Stage.FOSSILIZED
+            plan = CallPlan(
+                slot,
+                form,
+                run,
+                whole,
+                tuple(TAPS[tap] for tap in used),
+                attenuated,
+                bool(blend.any()),
+                gated,
+                bool(detached.any()),
+                frozen,
+                straight,
+            )
+            doses = CallDoses(
+                rows=None if contiguous else rows,
+                where=None if whole else self._send(where),
+                places=where,
+                tap={TAPS[tap]: column(taps == tap) for tap in used[1:]},
+                alpha=column(dose[where].astype(np.float64)).to(self.dtype) if attenuated else None,
+                blend=column(blend.astype(np.int64)) if plan.blended else None,
+                attached=column(~detached) if plan.detached else None,
+            )
+            calls.append((plan, doses))
+        return calls
+
+    def _send(self, rows: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
+
+    def _merged(self, plan: Plan) -> Chain:
+        """Return the chain in which segments between which nothing happens are one, where that saves calls.
+
+        Fused layers save time with every call; of other segments, nothing is gained.
+        """
+        own = self.layout.chain
+        if plan.joins or self.recomputed is not None:
+            return own
+        chain = own.merged([slot for slot, calls in enumerate(plan.base) if calls])
+        parts = [self.host.part(path) for path in chain.paths]
+        fused = all(part.way == "direct" and part.layers is not None for part in parts)
+        return chain if fused and len(parts) < len(own.paths) else own
+
+    def _make_room(self, at: tuple[int, int], capacity: int) -> None:
+        """Make an empty stack for a form at a slot."""
+        options = self._options
+        if self.by_row and self.slots[at[0]].kind == Kind.MAP:
+            options = {**options, "mapping": "loop"}
+        self.stacks[at] = Stack(self.layout.forms[at], capacity, **options)
+        self.envs[at] = np.zeros(0, np.int64)
+
+
+def runs_by_row(host: SegmentedHost, device: torch.device, mapping: Mapping, *, compiled: bool) -> bool:
+    """Return whether the rows of a population run one after another, each by itself, and not all at once.
+
+    So run hosts with convolutions, and large ones (`APART`) unless passes may be compiled, on a CPU. The numbers of a row then
+    do not depend on how many rows there are, and the activations of one network stay in the cache. The rule must not ask for
+    the number of rows, because the two ways round differently.
+    """
+    if device.type != "cpu" or mapping == "vmap":
+        return False
+    if convolves(host):
+        return True
+    size = sum(parameter.numel() for parameter in host.parameters())
+    return not compiled and size >= max(APART.get(slot.kind, 2**20) for slot in host.slots)
+
+
+_WITH_HOST, _DOOMED, _INCUBATING, _IDLE = range(4)
+
+
+def _rank(seeds: Seeds, envs: Indices, slot: int) -> Indices:
+    """Return (n,) the group of each row, by which the rows of a stack are sorted."""
+    stage, alpha, doomed = seeds.stage[envs, slot], seeds.alpha[envs, slot], seeds.doomed[envs, slot]
+    rank = np.full(len(envs), _IDLE, np.int64)
+    rank[among(stage, ADDED)] = _WITH_HOST
+    rank[doomed & (alpha > 0)] = _DOOMED
+    rank[doomed & (alpha == 0)] = _IDLE
+    rank[stage == Stage.TRAINING] = _INCUBATING
+    assert among(stage, IN_BUDGET).all(), "a stack must not hold a seed that its slot does not hold"
+    return rank
+
+
+def _run(chosen: Bools) -> slice:
+    """Return the contiguous run of the chosen rows."""
+    rows = np.flatnonzero(chosen)
+    return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
+
+
+def _split(slots: list[Calls]) -> tuple[tuple[tuple[CallPlan, ...], ...], tuple[tuple[CallDoses, ...], ...]]:
+    """Split the calls of each slot into plans and doses."""
+    plans = tuple(tuple(plan for plan, _ in calls) for calls in slots)
+    return plans, tuple(tuple(doses for _, doses in calls) for calls in slots)
+
+
+class _Flow(NamedTuple):
+    """The stream of the rows of a pass, and that of the branches that have left them so far."""
+
+    base: Any  # (n, B, ...) tensor; before the first segment a batch with leaves (n, B, ...)
+    extra: Tensor | None  # (m, B, ...)
+
+
+class _Rows(NamedTuple):
+    """Rows of a stack of seeds, which compute as one seed."""
+
+    stack: Stack
+    rows: Rows
+    frozen: bool
+    keys: Indices | None
+    run: Caller
+
+    def delta(self, u: Tensor) -> Tensor:
+        return self.run(self.stack, u, self.rows, part="delta", frozen=self.frozen, keys=self.keys)
+
+    def gate(self, u: Tensor) -> Tensor:
+        return self.stack(u, self.rows, part="gate", frozen=self.frozen)
+
+
+class _Running:
+    """The state of one run of a plan, with the `call` and `visit` that its chain takes."""
+
+    def __init__(self, body: Body, route: Route, kept: Kept, keys: Indices | None) -> None:
+        self.body, self.plan, self.doses, self.part = body, route.plan, route.doses, route.part
+        self.kept, self.keys, self.frozen = kept, keys, kept == "all"
+        again = body.recomputed if kept == "none" and torch.is_grad_enabled() else None
+        self.run: Caller = Stack.__call__ if again is None else again
+        self.origin: Tensor | None = None  # the network's input for each branch that has left already
+        self.streams: list[Streams] = []
+        self.proximal: Tensor | None = None
+
+    def call(self, path: str, flow: _Flow) -> _Flow:
+        """Run a segment of the hosts."""
+        host = self.body.host
+        segment = self.body.segment_of.get(path, 0)  # merged segments draw nothing and have no branches
+        base = self.run(host, flow.base, self.part, part=path, frozen=self.frozen, keys=place_keys(self.keys, segment))
+        extra = flow.extra
+        if extra is not None:
+            rows = _rows(self.plan.joins[segment].run, self.doses.joins[segment].rows)
+            extra = self.run(host, extra, rows, part=path, frozen=True)
+        return _Flow(base, extra)
+
+    def visit(self, slot: int, taps: Taps[_Flow]) -> _Flow:
+        """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot."""
+        (h, extra), before, x = taps.here, taps.before.base, taps.input.base
+        layout = self.body.layout
+        segment, place = layout.slots[slot].after, len(self.body.segment_of) + slot
+        extra_before = taps.before.extra
+        env = self.doses.joins[segment].env if self.plan.joins else None
+        if env is not None:
+            extra = append_rows(extra, select_rows(h.detach(), env))
+            if layout.widest.taps[slot, BEFORE]:
+                extra_before = append_rows(extra_before, select_rows(before.detach(), env))
+            if layout.reads_input and layout.widest.taps[:, INPUT].any():
+                self.origin = append_rows(self.origin, select_rows(x, env))
+        if self.frozen and not h.requires_grad:
+            h = h.detach().requires_grad_()
+        if self.kept != "none":
+            inner, count = None, layout.slots[slot].inner
+            if self.frozen and count:  # the features inside the segment in front of the slot are computed again
+                inner = map_leaves(Tensor.detach, before)
+                for index in range(count):
+                    inner = self.body.host(inner, self.part, part=f"segments.{segment}.{index}", frozen=True)
+            self.streams.append(Streams(h, before, inner))
+        for plan, doses in zip(self.plan.base[slot], self.doses.base[slot], strict=True):
+            h = self._grown(plan, doses, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x}, place_keys(self.keys, place))
+        if extra is not None:
+            keys = None if self.keys is None else place_keys(self.keys[self.doses.owners[: len(extra)]], place)
+            for plan, doses in zip(self.plan.branch[slot], self.doses.branch[slot], strict=True):
+                sources = {Tap.HERE: extra, Tap.BEFORE: extra_before, Tap.INPUT: self.origin}
+                extra = self._grown(plan, doses, sources, keys)
+        return _Flow(h, extra)
+
+    def _grown(self, plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
+        """Return the stream behind the seeds of one call."""
+        stream, h = self.body.layout.streams[plan.slot], sources[Tap.HERE]
+        first, *others = plan.taps
+        u = stream.fitted(select_rows(sources[first], doses.where), h)
+        for tap in others:  # each row reads its own tap
+            u = torch.where(doses.tap[tap], stream.fitted(select_rows(sources[tap], doses.where), h), u)
+        acts_on = select_rows(h, doses.where) if plan.blended or plan.straight else h
+        if plan.straight:
+            u, acts_on = u.detach(), acts_on.detach()
+        elif doses.attached is not None:
+            u = torch.where(doses.attached, u, u.detach())
+        drawn = keys[doses.places] if keys is not None else None
+        stack = self.body.stacks[plan.slot, plan.form]
+        seed = _Rows(stack, _rows(plan.run, doses.rows), plan.frozen, drawn, self.run)
+        change = slot_change(stream, acts_on, u, seed, doses.alpha, doses.blend, gated=plan.gated).to(h.dtype)
+        if plan.straight:
+            where = doses.where if doses.where is not None else torch.arange(len(h), device=h.device)
+            size = energy(acts_on)
+            tiny = torch.finfo(size.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
+            if self.proximal is None:
+                self.proximal = size.new_zeros(len(h))
+            self.proximal = self.proximal.index_add(0, where, energy(change) / size.clamp(min=tiny))
+            return Straight.of(h, change, where)
+        grown = h + change if doses.where is None else h.index_add(0, doses.where, change)
+        return in_layout_of(h, grown)
+
+
+def _rows(run: Run, gathered: Indices | None) -> Rows:
+    if isinstance(run, tuple):
+        return slice(*run)
+    assert gathered is not None, "the doses must be those of the plan"
+    assert len(gathered) == run, "the doses must be those of the plan"
+    return gathered
+
+
+def place_keys(keys: Indices | None, place: int) -> Indices | None:
+    """Derive the keys of one place of the network, so that no two places draw the same numbers."""
+    return None if keys is None else key(keys, place)
+
+
+class Recomputed:
+    """Stacks as they are called, except that a call stores only its input for the backward pass, which calls again.
+
+    The numbers are those of a call: what is drawn depends on the keys alone, and the second call changes no buffer.
+    Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    """
+
+    def __init__(self) -> None:
+        self._tried: WeakKeyDictionary[Stack, set[str]] = WeakKeyDictionary()
+
+    def __call__(self, stack: Stack, x: Batch, rows: Rows, *, part: str, **options: Any) -> Tensor:
+        """Run a part of a stack; the arguments are those of `Stack.__call__`."""
+        tried = self._tried.setdefault(stack, set())
+        if part not in tried:
+            # Both calls must store the same tensors, so what vmap cannot map has to be found out before the first of them.
+            with torch.no_grad(), _unchanged(stack):
+                stack(map_leaves(lambda leaf: leaf[:, :2], x), rows, part=part, **options)
+            tried.add(part)
+        y: Tensor = checkpoint(
+            stack,
+            x,
+            rows,
+            part=part,
+            **options,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=lambda: (nullcontext(), _unchanged(stack)),
+        )
+        return y
+
+
+@contextmanager
+def _unchanged(stack: Stack) -> Iterator[None]:
+    """Restore all buffers at the end of the context."""
+    before = {name: stack.columns[name].clone() for name in stack.buffers}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in before.items():
+                stack.columns[name].copy_(buffer)

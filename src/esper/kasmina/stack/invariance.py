@@ -1,0 +1,143 @@
+"""Find modules whose numbers for a row depend on the other rows, in stacks of one to five rows.
+
+N rows, B examples, D features. A kernel may treat the last elements of a tensor, or a single row, in another way, which
+changes the last bit. The trajectory of an environment is the same in any population only if no module of it does that.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import Blueprint, drawn_with
+from esper.kasmina.host import SegmentedHost, dtype_of
+from esper.kasmina.slot import Seed, slot_output
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.data.batches import Batch, first, leaves, map_leaves, picked
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
+from esper.leyline.text import counted
+
+ROWS = 5
+BATCHES = (3, 7, 32)
+
+
+class Sizes(NamedTuple):
+    """What is compared with a stack of all rows.
+
+    Attributes:
+        batches (tuple of int): examples of a batch
+        counts (tuple of int): rows of the smaller stacks, taken from the first rows and from the last
+    """
+
+    batches: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+EVERY_SIZE = Sizes(BATCHES, tuple(range(1, ROWS)))
+FEW_SIZES = Sizes((7,), (1,))
+"""A row alone at an odd batch, where a kernel that treats the last elements in another way nearly always shows."""
+POSITIONS: dict[Kind, tuple[int, ...]] = {Kind.VECTOR: (), Kind.MAP: (5, 6), Kind.SEQUENCE: (13,)}
+"""Positions of an example of each kind of stream."""
+JOLT = 0.3
+"""Standard deviation of the noise added to the parameters; without noise, the change of a new seed is 0 for any kernel."""
+
+
+class Blended(nn.Module):
+    """A slot that reads its own stream: y = h + c, with the change c of a seed at alpha 1/2 under one blend."""
+
+    def __init__(self, stream: type[Stream], seed: Seed, blend: Blend) -> None:
+        super().__init__()
+        self.stream, self.seed, self.blend = stream, seed, blend
+        self.stacks = bool(getattr(seed.delta, "stacks", False))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(B, ...) -> (B, ...), or (N, B, ...) -> (N, B, ...)."""
+        return slot_output(self.stream, h, h, self.seed, 0.5, self.blend)
+
+
+def segments_that_vary(factory: Callable[[], nn.Module], x: Batch, sizes: Sizes = EVERY_SIZE) -> dict[str, str]:
+    """Return the segments of a host whose numbers for a row depend on the other rows, each with the place where that shows.
+
+    x (B, ...): examples that the host can run. Outputs, gradients and buffers are compared bit for bit, in training
+    mode.
+    """
+    hosts = [_jolted(factory, row) for row in range(ROWS)]
+    assert isinstance(hosts[0], SegmentedHost)
+    return _vary(hosts, x, hosts[0].chain.paths, sizes)
+
+
+def blends_that_vary(entry: Blueprint, width: int, sizes: Sizes = EVERY_SIZE) -> dict[str, str]:
+    """Return the blends under which a blueprint's numbers for a row depend on the other rows, on a stream of `width` features."""
+    stream = STREAMS[entry.kind]
+    with drawn_with(width):
+        x = torch.randn(max(BATCHES), *POSITIONS[entry.kind], width).movedim(-1, stream.features)
+    found: dict[str, str] = {}
+    for blend in Blend:
+
+        def build(blend: Blend = blend) -> nn.Module:
+            return Blended(stream, Seed(entry.build(width, width), width), blend)
+
+        where = _vary([_jolted(build, row) for row in range(ROWS)], x, [""], sizes)
+        if where:
+            found[blend.name] = where[""]
+    return found
+
+
+def _vary(modules: Sequence[nn.Module], x: Batch, parts: Sequence[str], sizes: Sizes) -> dict[str, str]:
+    """Compare smaller stacks of the first and of the last rows with a stack of all rows, part by part."""
+    found: dict[str, str] = {}
+    ends = [rows for count in sizes.counts for rows in (slice(0, count), slice(ROWS - count, ROWS))]
+    whole, *smaller = [(rows, _stacked(modules[rows])) for rows in (slice(0, ROWS), *ends)]
+    for batch in sizes.batches:
+        example = (np.arange(batch) + 5 * np.arange(ROWS)[:, None]) % len(first(x))
+        h = picked(x, torch.from_numpy(example))
+        for part in parts:
+            y, *expected = _run(whole[1], modules, h, part, 0)
+            for rows, stack in smaller:
+                got = _run(stack, modules[rows], picked(h, rows), part, rows.start)
+                if not all(_same(a, b[rows]) for a, b in zip(got, (y, *expected), strict=True)):
+                    stacks = f"a stack of {counted(stack.capacity, 'row')} differs from the same rows in one of {ROWS}"
+                    found.setdefault(part, f"{stacks}, at batches of {batch}")
+            h = y
+    return found
+
+
+def _run(stack: Stack, modules: Sequence[nn.Module], h: Batch, part: str, start: int) -> list[Tensor]:
+    """Return output, gradients of the input and the parameters, and buffers, of the modules as they were built, by row."""
+    for row, module in enumerate(modules):
+        stack.write(row, module)  # an earlier call may have changed buffers
+    h = map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), h)
+    stack.columns["gradient"].zero_()
+    stack.train(True)
+    rows = len(first(h))
+    y = stack(h, slice(0, rows), part=part, keys=np.arange(start, start + rows))
+    if y.requires_grad:
+        pull = torch.linspace(-1, 1, y[0].numel(), dtype=y.dtype).view(1, *y.shape[1:])
+        (y * pull).sum().backward()
+    gradients = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves(h)]
+    return [
+        y.detach(),
+        *gradients,
+        stack.columns["gradient"].clone(),
+        *(stack.columns[name].clone() for name in stack.buffers),
+    ]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _stacked(modules: Sequence[nn.Module]) -> Stack:
+    return Stack(modules[0], len(modules), dtype=dtype_of(modules[0]))
+
+
+@torch.no_grad()
+def _jolted(factory: Callable[[], nn.Module], key: int) -> nn.Module:
+    with drawn_with(key):
+        module = factory()
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape).to(parameter.dtype), alpha=JOLT)
+    return module

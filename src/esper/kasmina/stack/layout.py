@@ -1,0 +1,191 @@
+"""Sizes that all rows of a population share: those of the largest host, and of the seeds of a menu at each slot.
+
+S slots, K blueprints of the menu, B examples.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import Blueprint, count, drawn_with
+from esper.kasmina.host import Chain, SegmentedHost, calling
+from esper.kasmina.slot import Seed
+from esper.kasmina.stack.plan import Indices
+from esper.leyline.data.batches import Batch, on_cpu, run
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.sites import Taps
+from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.stages import ADDED, Stage, among
+from esper.leyline.lifecycle.streams import STREAMS, Stream
+from esper.leyline.lifecycle.view import Bools, Seeds
+
+TAPS = tuple(Tap)
+HERE, BEFORE, INPUT, INNER = range(4)
+"""Columns of `Widths.taps`."""
+
+
+class Widths(NamedTuple):
+    """True widths of a host's streams.
+
+    A width is 0 where there is no stream or one of another kind than the slot's. At a causal slot it is also 0 where
+    the stream has another length than the slot's, because fitting it to the slot's length would look ahead.
+
+    Attributes:
+        reads ((S, K) int): the width that each blueprint would read at each slot, 0 where it does not fit
+        taps ((S, 4) int): at each slot the widths of the stream, the segment's input, the host's input, the inner features
+    """
+
+    reads: Indices
+    taps: Indices
+
+
+class Layout:
+    """The slots of a population's hosts, its menu, and the groups of seeds that share a stack.
+
+    Seeds of one module class that read the same width at one slot share a *form*. The module of the form is its largest
+    member, whose leading corner holds any other member.
+
+    slots (S), menu (K): as given. chain: the order of computation of every host. streams (S): the kind of stream at
+    each slot. widest: widths of the largest host. fits (S, K): which blueprints of the menu fit a slot. tap_of (K,):
+    the tap that each blueprint reads, as an index into `TAPS`. forms: the module of each (slot, form). form_of (S, K):
+    the form of each blueprint, -1 where it does not fit.
+    """
+
+    def __init__(self, host: SegmentedHost, menu: Sequence[Blueprint], example: Batch, dtype: torch.dtype) -> None:
+        """`host` is the largest one; example (B, ...) is an input of it; dtype is that of all parameters."""
+        self.slots: tuple[SlotSpec, ...] = host.slots
+        self.menu = tuple(menu)
+        self.chain: Chain = host.chain
+        self.streams: tuple[type[Stream], ...] = tuple(STREAMS[slot.kind] for slot in self.slots)
+        self.tap_of = np.array([TAPS.index(entry.tap) for entry in self.menu], np.int64)
+        self.dtype = dtype
+        self.widest = self.widths(host, example)
+        self.fits: Bools = self.widest.reads > 0
+        self.reads_input = any(entry.tap == Tap.INPUT for entry in self.menu)
+        self.forms, self.form_of = self._forms()
+
+    @torch.no_grad()
+    def widths(self, host: SegmentedHost, example: Batch) -> Widths:
+        """Return the true widths of a host, measured by running it on an input of its own, example (B, ...)."""
+        training = host.training
+        host = host.to(dtype=self.dtype).eval()
+        taps: list[list[int]] = []
+
+        def measure(site: int, seen: Taps[Batch]) -> Batch:
+            slot, stream = self.slots[site], self.streams[site]
+            inner = None
+            if slot.inner is not None:
+                segment, inner = host.segments[slot.after], seen.before
+                assert isinstance(segment, nn.Sequential), "inner features must be those of an nn.Sequential"
+                for module in list(segment)[: slot.inner]:
+                    inner = run(module, inner)
+            taps.append([_width_read(slot, stream, x, seen.here) for x in (*seen, inner)])
+            return seen.here
+
+        host.chain.run(calling(host.segments), on_cpu(example, self.dtype), measure)
+        host.train(training)
+        widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
+        fits = np.array(
+            [[entry.fits(slot.kind, causal=slot.causal) for entry in self.menu] for slot in self.slots], bool
+        )
+        return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self.tap_of], 0), widths)
+
+    def build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
+        """Build a new seed of a blueprint at these widths; `key` seeds its initialisation."""
+        with drawn_with(key):
+            return Seed(self.menu[blueprint].build(reads, writes), reads).to(self.dtype)
+
+    def _forms(self) -> tuple[dict[tuple[int, int], Seed], Indices]:
+        forms: dict[tuple[int, int], Seed] = {}
+        form_of = np.full(self.fits.shape, -1, np.int64)
+        for s in range(len(self.slots)):
+            groups: dict[tuple[object, int], list[int]] = {}
+            for k, entry in enumerate(self.menu):
+                if self.fits[s, k]:
+                    delta = self._largest(s, k).delta
+                    same = type(delta) if getattr(delta, "pads", False) else entry.name
+                    groups.setdefault((same, int(self.widest.reads[s, k])), []).append(k)
+            for index, members in enumerate(groups.values()):
+                forms[s, index] = max((self._largest(s, k) for k in members), key=count)
+                form_of[s, members] = index
+        return forms, form_of
+
+    def _largest(self, slot: int, blueprint: int) -> Seed:
+        """Build a seed at the widths of the largest host."""
+        reads, writes = self.widest.reads[slot, blueprint], self.widest.taps[slot, HERE]
+        return self.build(slot, blueprint, 0, int(reads), int(writes))
+
+
+def _width_read(slot: SlotSpec, stream: type[Stream], x: object, here: Batch) -> int:
+    """Return the width that a seed would read at a slot, 0 if it cannot read there."""
+    width = stream.width_of(x)
+    if width and slot.causal:
+        assert isinstance(x, Tensor), "a stream must be a tensor to have a width"
+        assert isinstance(here, Tensor), "the stream at a slot must be a tensor"
+        return width if x.shape[1] == here.shape[1] else 0
+    return width
+
+
+class HostTable:
+    """Sizes of hosts and prices of seeds by row.
+
+    host_params (E,): parameters of the host. outputs (E,): number of its outputs. reads (E, S, K): the width that each
+    blueprint would read at each slot, 0 where it does not fit. taps (E, S, 4): widths as in `layout.Widths.taps`. cost
+    (E, S, K): parameters that each blueprint would add.
+    """
+
+    def __init__(self, rows: int, layout: Layout) -> None:
+        self._menu = layout.menu
+        slots, menu = layout.fits.shape
+        self.host_params: Indices = np.zeros(rows, np.int64)
+        self.outputs: Indices = np.zeros(rows, np.int64)
+        self.reads: Indices = np.zeros((rows, slots, menu), np.int64)
+        self.taps: Indices = np.zeros((rows, slots, 4), np.int64)
+        self.cost: Indices = np.zeros((rows, slots, menu), np.int64)
+
+    def plant(self, rows: Sequence[int], module: nn.Module, widths: Widths, outputs: int) -> None:
+        """Record the sizes of a host that is written into some rows."""
+        cost = [
+            [entry.parameters(r, w) if r else 0 for entry, r in zip(self._menu, reads, strict=True)]
+            for reads, w in zip(widths.reads.tolist(), widths.taps[:, HERE].tolist(), strict=True)
+        ]
+        at = list(rows)
+        self.reads[at], self.taps[at] = widths.reads, widths.taps
+        self.cost[at] = np.reshape(cost, widths.reads.shape)
+        self.host_params[at], self.outputs[at] = count(module), outputs
+
+    def widths_of(self, env: int, slot: int, blueprint: int) -> tuple[int, int]:
+        """Return the widths that a seed of a blueprint reads and writes."""
+        return int(self.reads[env, slot, blueprint]), int(self.taps[env, slot, HERE])
+
+    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
+        """Return (E,) the parameters of the seeds in the given stages; the gate counts for seeds that use it."""
+        env, slot = (np.arange(size) for size in seeds.stage.shape)
+        price = self.price(env[:, None], slot, np.maximum(seeds.blueprint, 0), seeds.blend)
+        return np.asarray(np.where(among(seeds.stage, stages), price, 0).sum(1), np.int64)
+
+    def price(self, env: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
+        """Return the parameters that seeds add; the gate counts for seeds that use it. The arrays broadcast."""
+        gate = np.where(blend == Blend.GATE, self.reads[env, slot, blueprint] + 1, 0)
+        return np.asarray(self.cost[env, slot, blueprint] + gate, np.int64)
+
+    def state(self) -> dict[str, Indices]:
+        """Return the arrays by name; they share memory with the table."""
+        return {name: getattr(self, name) for name in _ARRAYS}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned. Raises ValueError if it has other rows, slots or another menu."""
+        for name in _ARRAYS:
+            given, known = state[name], getattr(self, name)
+            if given.shape != known.shape or given.dtype != known.dtype:
+                raise ValueError(
+                    f"{name} is {given.shape} {given.dtype}, where {known.shape} {known.dtype} was expected"
+                )
+            known[...] = given
+
+
+_ARRAYS = ("host_params", "reads", "taps", "cost", "outputs")

@@ -1,0 +1,208 @@
+"""Planned forward passes: a hashable plan of what runs, and doses, the tensors that vary within a plan.
+
+E environments, S slots, B examples, X branches. A pass goes over a *part* of the population, n of its rows.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline.lifecycle.slots import Tap
+
+Indices = NDArray[np.int64]
+Run = tuple[int, int] | int
+"""Rows of a stack that a call runs: (first, one past the last) if they are contiguous, else the number of rows to gather."""
+
+
+class Branches(NamedTuple):
+    """Further evaluations that leave the pass of their environment at a slot and run on from there at doses of their own.
+
+    Sorted by `slot`. The computation in front of the slot is shared with the environment's own pass.
+
+    Attributes:
+        env ((X,) int): the environment of each branch
+        slot ((X,) int): the first slot whose dose differs
+        dose ((X, S) float): the dose of every slot
+    """
+
+    env: Indices
+    slot: Indices
+    dose: NDArray[np.float32]
+
+    @classmethod
+    def at(cls, env: Indices, slot: Indices, dose: NDArray[np.float32]) -> tuple["Branches", Indices]:
+        """Make branches from unsorted arrays; row i of the result is row order[i] of the input, and the order is returned too."""
+        order = np.lexsort((env, slot))
+        return cls(env[order], slot[order], dose[order]), order
+
+    def within(self, part: slice) -> tuple["Branches", Indices]:
+        """Return the branches of a part of the environments, and their indices among all branches."""
+        chosen = np.flatnonzero((self.env >= part.start) & (self.env < part.stop))
+        return Branches(self.env[chosen], self.slot[chosen], self.dose[chosen]), chosen
+
+
+class CallPlan(NamedTuple):
+    """One form at one slot, run over some rows of a pass.
+
+    Attributes:
+        slot (int): index of the slot
+        form (int): index of the form among those of the slot
+        run (Run): rows of the stack
+        whole (bool): whether the rows are all of the pass, in order
+        taps (Taps): what the rows read, one or more
+        attenuated (bool): whether a row has an alpha below 1
+        blended (bool): whether a row has another blend than ADD
+        gated (bool): whether a row has blend GATE
+        detached (bool): whether no gradient flows back through what a row reads
+        frozen (bool): whether the parameters of the seeds are constants
+        straight (bool): whether the seeds incubate behind the host in the pass itself (`blending.Straight`)
+    """
+
+    slot: int
+    form: int
+    run: Run
+    whole: bool
+    taps: tuple[Tap, ...]
+    attenuated: bool
+    blended: bool
+    gated: bool
+    detached: bool
+    frozen: bool
+    straight: bool
+
+
+class JoinPlan(NamedTuple):
+    """The branches of a pass at one segment.
+
+    Attributes:
+        run (Run): rows of the host for the branches that run already
+        joining (int): how many branches leave the pass behind the segment
+    """
+
+    run: Run
+    joining: int
+
+
+class Plan(NamedTuple):
+    """The structure of a pass. Passes with one plan differ only in their doses, so what is prepared for a plan serves them all.
+
+    Attributes:
+        part (pair): the first environment of the pass, and one past the last
+        base (S tuples): calls of each slot for the environments themselves
+        branch (S tuples): calls of each slot for branches; empty without branches
+        joins (tuple): one for each segment; empty without branches
+    """
+
+    part: tuple[int, int]
+    base: tuple[tuple[CallPlan, ...], ...]
+    branch: tuple[tuple[CallPlan, ...], ...]
+    joins: tuple[JoinPlan, ...]
+
+    @property
+    def bare(self) -> bool:
+        """Whether the hosts run alone: no seed acts on them, and no branch leaves them."""
+        return not any(self.base) and not self.joins
+
+
+class CallDoses(NamedTuple):
+    """The tensors that vary in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream.
+
+    Attributes:
+        rows ((n,) int or None): rows of the stack; None if they are contiguous
+        where ((n,) tensor or None): rows of the pass; None if they are all of them, in order
+        places ((n,) int): the same on the host
+        tap (mapping): for every tap of the plan but the first, a bool column: the rows that read it
+        alpha (column or None): None if it is 1 in every row
+        blend (column or None): None if every row is ADD
+        attached (column or None): bool, rows through whose input a gradient flows back; None if all are
+    """
+
+    rows: Indices | None
+    where: Tensor | None
+    places: Indices
+    tap: dict[Tap, Tensor]
+    alpha: Tensor | None
+    blend: Tensor | None
+    attached: Tensor | None
+
+
+class JoinDoses(NamedTuple):
+    """The tensors that vary in a join.
+
+    Attributes:
+        rows ((n,) int or None): rows of the host for the branches that run already; None if they are contiguous
+        env ((m,) tensor or None): rows of the pass that the joining branches leave; None if none joins
+    """
+
+    rows: Indices | None
+    env: Tensor | None
+
+
+class Doses(NamedTuple):
+    """The tensors that vary within a plan; the tuples are those of `Plan`.
+
+    Attributes:
+        base (S tuples): doses of the calls for the environments themselves
+        branch (S tuples): doses of the calls for branches
+        joins (tuple): doses of the joins
+        origin ((X,) tensor or None): the row of the pass that each branch leaves
+        owners ((X,) int): the same on the host
+    """
+
+    base: tuple[tuple[CallDoses, ...], ...]
+    branch: tuple[tuple[CallDoses, ...], ...]
+    joins: tuple[JoinDoses, ...]
+    origin: Tensor | None
+    owners: Indices
+
+
+class Route(NamedTuple):
+    """A plan and its doses, computed once and run for as many batches as the doses hold."""
+
+    plan: Plan
+    doses: Doses
+
+    @property
+    def part(self) -> slice:
+        """The environments of the pass."""
+        return slice(*self.plan.part)
+
+    @property
+    def origin(self) -> Tensor | None:
+        """(X,) the row of the pass that each branch leaves."""
+        return self.doses.origin
+
+
+Planned = TypeVar("Planned", bound=Hashable)
+Prepared = TypeVar("Prepared")
+
+
+class PlanCache(Generic[Planned, Prepared]):
+    """A cache of what is prepared for plans, or for plans with shapes, for those that were used last.
+
+    built: number of plans that something was prepared for. reused: number of times that it was found in the cache.
+    evicted: number of plans dropped because more than `bound` were in use.
+    """
+
+    def __init__(self, bound: int) -> None:
+        assert bound > 0, bound
+        self.bound = bound
+        self.built = self.reused = self.evicted = 0
+        self._known: OrderedDict[Planned, Prepared] = OrderedDict()
+
+    def get(self, plan: Planned, prepare: Callable[[Planned], Prepared]) -> Prepared:
+        """Return what was prepared for a plan, or prepare it now with `prepare`."""
+        if plan in self._known:
+            self.reused += 1
+            self._known.move_to_end(plan)
+            return self._known[plan]
+        self.built += 1
+        made = self._known[plan] = prepare(plan)
+        if len(self._known) > self.bound:
+            self._known.popitem(last=False)
+            self.evicted += 1
+        return made

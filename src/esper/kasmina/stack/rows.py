@@ -1,0 +1,600 @@
+"""Keep the parameters of many copies of a module as rows of one tensor, and run the copies as one.
+
+N rows, B examples; P parameters of one copy.
+
+Streams of several rows are vectors (n, B, C), contiguous, or maps (n, B, C, H, W) with their channels last. Convolutions on a
+CPU run fastest on maps in that layout. torch's own row operations would undo it, because they allocate their result in the
+default layout. The functions on rows move the channels last, which copies nothing, operate, and move them back. They recognise
+maps by the number of axes, as torch's `channels_last` does. The values are the same in any layout.
+"""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.modules.dropout import _DropoutNd
+
+from esper.kasmina.stack.fused import Layers, layers_of, mark
+from esper.leyline.data.batches import Batch, arguments, first, map_leaves, picked, run, unstacked
+from esper.leyline.errors import InputError, is_out_of_memory
+from esper.leyline.lifecycle.view import Bools
+
+_MAPS = 5  # number of axes of maps with a row axis
+
+
+def select_rows(stream: Tensor, where: Tensor | None) -> Tensor:
+    """Select some rows of a stream, or all.
+
+    The result is a node of its own in the autograd graph either way, so that gradients are summed in one order.
+    """
+    if where is None:
+        return stream.view_as(stream)
+    return _first(_last(stream).index_select(0, where))
+
+
+def append_rows(stream: Tensor | None, more: Tensor) -> Tensor:
+    """Append rows to rows."""
+    return more if stream is None else _first(torch.cat([_last(stream), _last(more)]))
+
+
+def stack_rows(outputs: Sequence[Tensor]) -> Tensor:
+    """Stack rows (B, ...) into one stream; a single row is not copied."""
+    if len(outputs) == 1:
+        return outputs[0].unsqueeze(0)
+    if outputs[0].dim() == _MAPS - 1:
+        return _first(torch.stack([output.movedim(1, -1) for output in outputs]))
+    return torch.stack(list(outputs))
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """Return the same stream with the channels of maps last in memory."""
+    return _first(_last(x).contiguous()) if x.dim() == _MAPS else x
+
+
+def in_layout_of(h: Tensor, y: Tensor) -> Tensor:
+    """Return y in the memory layout of h.
+
+    The layout decides which kernel runs next, and so its last bit, which must not depend on whether a seed grew.
+    """
+    same = y.dim() != _MAPS or y.stride() == h.stride()
+    return y if same else torch.empty_like(h).copy_(y)
+
+
+def energy(stream: Tensor) -> Tensor:
+    """(n,) |h|^2 over examples and features, in float32 at least."""
+    wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
+    return wide.square().sum(tuple(range(1, stream.dim())))
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.movedim(2, -1) if x.dim() == _MAPS else x
+
+
+def _first(x: Tensor) -> Tensor:
+    return x.movedim(-1, 2) if x.dim() == _MAPS else x
+
+
+ALIGNED = 16
+"""Parameters of a module that runs row by row start at multiples of this many numbers, which are 64 bytes. The rounding of a
+kernel may depend on the alignment of its operands, and a row must not depend on its index."""
+
+
+class Place(NamedTuple):
+    """The place of one parameter of the module in a row.
+
+    Attributes:
+        name (str): its name in the module
+        shape (torch.Size): its shape
+        start (int): index of its first number in a row
+        stop (int): one past the index of its last number
+        owners (tuple): the submodules that have it, each with its name there; several if they share the parameter
+    """
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+    owners: tuple[tuple[nn.Module, str], ...]
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return this parameter of rows (..., P), as a view (..., *shape)."""
+        columns = rows[..., self.start : self.stop]
+        if len(self.shape) == 4:  # convolution weights keep the memory layout of the maps that they read
+            out, channels, *size = self.shape
+            stored: Tensor = columns.unflatten(-1, (out, *size, channels))
+            return stored.movedim(-1, -3)
+        return columns.unflatten(-1, self.shape) if self.shape else columns.squeeze(-1)
+
+    def flat(self, values: Tensor) -> Tensor:
+        """Return this parameter of rows (n, *shape) as their columns (n, stop - start); the inverse of `of`."""
+        return (
+            (values.movedim(-3, -1) if len(self.shape) == 4 else values).flatten(1) if self.shape else values[:, None]
+        )
+
+
+class Columns:
+    """The parameters of copies of a module in one (capacity, P) tensor with one row per copy, and all other per-row state.
+
+    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, the
+    moments of an optimizer, and `fixed` (capacity, P), which marks parameters that never train, if a row has any. Row
+    operations (`write`, `copy`, `arrange`) treat all columns alike, so a column that is added later is snapshotted,
+    moved and freed with the rest. Parameters that train in no row come last, after the first `trained` columns. `steps`
+    (capacity,) counts the optimizer steps that each row has taken.
+    """
+
+    def __init__(
+        self, module: nn.Module, capacity: int, moments: Sequence[str], device: torch.device | str, apart: bool
+    ) -> None:
+        """Make room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`."""
+        named = sorted(module.named_parameters(), key=lambda pair: not pair[1].requires_grad)
+        places, start, aligned = [], 0, ALIGNED if apart else 1
+        for name, parameter in named:
+            owners = tuple(
+                (owner, own) for owner in module.modules() for own, p in owner._parameters.items() if p is parameter
+            )
+            places.append(Place(name, parameter.shape, start, start + parameter.numel(), owners))
+            start += -(-parameter.numel() // aligned) * aligned
+        self.places: tuple[Place, ...] = tuple(places)
+        self.size = start
+        self.trained = max(
+            (place.stop for place, (_, p) in zip(places, named, strict=True) if p.requires_grad), default=0
+        )
+        self.dtype = named[0][1].dtype if named else torch.get_default_dtype()
+        self.device = torch.device(device)
+        self.buffers = {f"buffer.{name}": value for name, value in module.named_buffers()}
+        self.columns: dict[str, Tensor] = {
+            name: torch.zeros(capacity, start, dtype=self.dtype, device=self.device)
+            for name in ("value", "gradient", *moments)
+        }
+        for name, value in self.buffers.items():
+            self.columns[name] = value.expand(capacity, *value.shape).clone()
+        self.steps = np.zeros(capacity, np.int64)
+
+    @property
+    def trained_places(self) -> tuple[Place, ...]:
+        """The parameters that train in some row."""
+        return tuple(place for place in self.places if place.stop <= self.trained)
+
+    def frozen(self) -> Bools:
+        """(capacity,) whether no parameter of a row trains. It reads the device if rows differ in what trains."""
+        if "fixed" not in self.columns or not self.trained:
+            return np.full(self.capacity, not self.trained)
+        starts = [place.start for place in self.trained_places]
+        found: Bools = self.columns["fixed"][:, starts].all(1).cpu().numpy()
+        return found
+
+    @property
+    def capacity(self) -> int:
+        """Number of rows that fit."""
+        return self.columns["value"].shape[0]
+
+    @torch.no_grad()
+    def write(self, row: int, module: nn.Module) -> None:
+        """Write a new module into a row: its parameters and buffers in the leading corner, and 0 everywhere else."""
+        self.clear(row)
+        fixed = {name for name, p in module.named_parameters() if not p.requires_grad}
+        if fixed and "fixed" not in self.columns:
+            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
+        for place in self.places:
+            if place.name in fixed:
+                self.columns["fixed"][row, place.start : place.stop] = True
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        for place in self.places:
+            _corner(place.of(self.columns["value"][row]), parameters[place.name])
+        for name in self.buffers:
+            _corner(self.columns[name][row], buffers[name.removeprefix("buffer.")])
+
+    @torch.no_grad()
+    def read(self, row: int, module: nn.Module) -> nn.Module:
+        """Fill a module of the same form, or a smaller one, from the leading corner of a row; return it."""
+        parameters = dict(module.named_parameters())
+        for place in self.places:
+            parameter = parameters[place.name]
+            stored = place.of(self.columns["value"][row])
+            parameter.copy_(stored[tuple(slice(0, k) for k in parameter.shape)])
+        buffers = dict(module.named_buffers())
+        for name in self.buffers:
+            target = buffers[name.removeprefix("buffer.")]
+            target.copy_(self.columns[name][row][tuple(slice(0, k) for k in target.shape)])
+        return module
+
+    @torch.no_grad()
+    def copy(self, source: int, target: int) -> None:
+        """Copy every column of one row to another."""
+        for column in self.columns.values():
+            column[target] = column[source]
+        self.steps[target] = self.steps[source]
+
+    @torch.no_grad()
+    def clear(self, row: int) -> None:
+        """Set every column of a row to 0."""
+        for column in self.columns.values():
+            column[row] = 0
+        self.steps[row] = 0
+
+    @torch.no_grad()
+    def arrange(self, rows: NDArray[np.int64]) -> None:
+        """Move rows so that row i becomes the former row rows[i]; rows from len(rows) on are free."""
+        if np.array_equal(rows, np.arange(len(rows))):
+            return
+        index = torch.from_numpy(rows).to(self.device, non_blocking=True)
+        for column in self.columns.values():
+            column[: len(rows)] = column[index]
+        self.steps[: len(rows)] = self.steps[rows]
+
+    @torch.no_grad()
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least `capacity` rows."""
+        if capacity <= self.capacity:
+            return
+        extra = max(capacity, 2 * self.capacity) - self.capacity
+        for name, column in self.columns.items():
+            self.columns[name] = torch.cat([column, column.new_zeros(extra, *column.shape[1:])])
+        self.steps = np.concatenate([self.steps, np.zeros(extra, np.int64)])
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that a later step depends on, as a tree of arrays that share memory with the columns.
+
+        Gradients are left out, because they are 0 between two steps wherever the optimizer runs.
+        """
+        return {
+            "columns": {name: column for name, column in self.columns.items() if name != "gradient"},
+            "steps": self.steps,
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned. Raises ValueError if it came from a stack of another module or capacity."""
+        columns = state["columns"]
+        if "fixed" in columns and "fixed" not in self.columns:
+            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
+        known = {name: column for name, column in self.columns.items() if name != "gradient"}
+        for name in {**known, **columns}:
+            one, other = (
+                None if name not in side else (tuple(side[name].shape), side[name].dtype) for side in (columns, known)
+            )
+            if one != other:
+                raise ValueError(f"{name} is {one}, where {other} was expected")
+        for name, column in known.items():
+            column.copy_(columns[name])
+        self.columns["gradient"].zero_()
+        self.steps = state["steps"]
+
+    def parameter(self, name: str, column: str = "value") -> Tensor:
+        """Return one parameter of every row, (capacity, *shape), as a view of a column."""
+        return next(place for place in self.places if place.name == name).of(self.columns[column])
+
+
+def _corner(target: Tensor, source: Tensor) -> None:
+    target[tuple(slice(0, k) for k in source.shape)].copy_(source, non_blocking=True)
+
+
+# A leaf is a view into a row of all parameters, and so is its gradient: torch remarks once that such a gradient is not
+# contiguous. The optimizer gains more from one contiguous tensor of all gradients than backward loses.
+warnings.filterwarnings("ignore", message="grad and param do not obey the gradient layout contract")
+
+Mapping = Literal["auto", "vmap", "loop"]
+Way = Literal["direct", "vmap", "loop"]
+Rows = slice | NDArray[np.int64] | Tensor
+"""Rows of a stack that a call runs: a slice is a view, indices gather. A compiled pass has them in a tensor (n,) int64."""
+
+
+class _Part(NamedTuple):
+    """A submodule that a call runs, its tensors, and the way to run it."""
+
+    prefix: str
+    module: nn.Module
+    places: tuple[Place, ...]
+    owners: tuple[tuple[tuple[nn.Module, str], ...], ...]  # for each place, the owners inside the part
+    names: tuple[tuple[str, ...], ...]  # for each place, its names inside the part; several if the parameter is shared
+    buffers: tuple[tuple[str, nn.Module, str], ...]  # the column of each buffer, its owner, and its name there
+    way: Way
+    layers: Layers | None  # what a part that is called directly does, if it is layers that follow each other
+
+
+class Stack(Columns):
+    """Copies of a module that run as one; each copy is a row of `Columns`.
+
+    A call runs the module over rows in the fastest way that the module allows; the results are the same for all ways.
+    'direct' calls the module once with stacked parameters; every operation of the module must act on trailing axes,
+    each example by itself (`module.stacks`). 'vmap' maps any module in one call. 'loop' runs replicas whose parameters
+    are views of the rows; it also allows dropout, and is faster for convolutions on a CPU.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        capacity: int,
+        *,
+        mapping: Mapping = "auto",
+        moments: Sequence[str] = (),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        aligned: bool = False,
+    ) -> None:
+        """Make room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`.
+
+        `aligned` starts parameters, and the inputs of rows that run in a loop, at multiples of 64 bytes, as modules with
+        convolutions always do. Raises InputError if `mapping` is 'vmap' and the module has dropout.
+        """
+        self.template = copy.deepcopy(module).to(device=device, dtype=dtype)
+        self.module = copy.deepcopy(self.template)  # calls bind the parameters of this copy to rows
+        self.random = any(isinstance(part, _DropoutNd) and part.p > 0 for part in self.module.modules())
+        self.convolves, self.aligned = convolves(self.module), aligned
+        # A module that runs stacked would draw once for all rows.
+        self.draws = self.random or bool(getattr(module, "draws", not getattr(module, "stacks", False)))
+        self.mapping = mapping
+        if mapping == "vmap" and self.random:
+            raise InputError("mapping 'vmap' cannot draw dropout by key; set mapping to 'loop' or 'auto'")
+        super().__init__(self.module, capacity, moments, device, self.convolves or aligned)
+        self._leaves: dict[tuple[str, int, int, bool], list[Tensor]] = {}
+        self._replicas: dict[bool, list[nn.Module]] = {}
+        self._parts: dict[str, _Part] = {}
+        inside = list(self.module.modules())
+        # Setting the mode of each module takes a fifth of the time of nn.Module.train; a module may have its own.
+        self._plain = inside if all(type(each).train is nn.Module.train for each in inside) else []
+        self._bound = False  # whether `bind` has given it columns without gradients
+
+    def part(self, path: str) -> _Part:
+        """Return a submodule by its dotted path, looked up once.
+
+        '' is the whole module, and "segments.i:j" are the segments i to j, one after another.
+        """
+        found = self._parts.get(path)
+        if found is None:
+            prefix = f"{path}." if path else ""
+            module = _submodule(self.module, path)
+            inside = {part: f"{name}." if name else "" for name, part in module.named_modules()}
+            # Parameters are found by owner, because one that several segments share has only the name in the first.
+            owned = [(place, tuple(pair for pair in place.owners if pair[0] in inside)) for place in self.places]
+            owned = [(place, owners) for place, owners in owned if owners]
+            names = tuple(tuple(inside[owner] + name for owner, name in owners) for _, owners in owned)
+            buffers = []
+            for name in self.buffers:
+                owner_path, _, own = name.removeprefix("buffer.").rpartition(".")
+                if (owner := self.module.get_submodule(owner_path)) in inside:
+                    buffers.append((name, owner, own))
+            inner = tuple((inside[owner] + own,) for _, owner, own in buffers)
+            found = self._parts[path] = _Part(
+                prefix,
+                module,
+                tuple(place for place, _ in owned),
+                tuple(owners for _, owners in owned),
+                names,
+                tuple(buffers),
+                self._way(module),
+                layers_of(module, names + inner),
+            )
+        return found
+
+    def _way(self, part: nn.Module) -> Way:
+        if self.mapping != "auto":
+            return self.mapping
+        if self.random or (self.convolves and self.device.type == "cpu"):
+            return "loop"
+        return "direct" if getattr(self.module, "stacks", False) or getattr(part, "stacks", False) else "vmap"
+
+    def __call__(
+        self, x: Batch, rows: Rows, *, part: str = "", frozen: bool = False, keys: NDArray[np.int64] | None = None
+    ) -> Tensor:
+        """Run the module, or the submodule named `part`, over rows: leaves x (n, B, ...) -> (n, B, ...).
+
+        With `frozen`, parameters are constants of the graph while gradients still flow through x, and the module is in
+        evaluation mode, so that no buffer changes. `keys` (n,) seeds what each row draws in training mode. A single row
+        is run beside a ghost of itself, because a product of one row takes another kernel than one of several, and the
+        numbers of a row must not depend on the other rows.
+        """
+        what = self.part(part)
+        if what.way == "loop":
+            return self._loop(x, rows, part, frozen, keys)
+        if frozen and self.module.training and what.way == "vmap":
+            self.module.eval()
+            try:
+                return self(x, rows, part=part, frozen=True)
+            finally:
+                self.module.train()
+        tensors = self._parameters(what, rows, frozen)
+        at = rows if isinstance(rows, slice) else self._index(rows)
+        kept = {name: self.columns[name][at] for name, _, _ in what.buffers}
+        buffers, single = kept, first(x).shape[0] == 1
+        # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
+        # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
+        # Fused layers are one node anyway.
+        fused = what.way == "direct" and what.layers is not None and isinstance(x, Tensor) and not self._bound
+        if single or not fused:
+            x = map_leaves(lambda leaf: torch.cat([leaf, leaf]) if single else leaf.view_as(leaf), x)
+        if single:
+            tensors = [torch.cat([t, t]) for t in tensors]
+            buffers = {name: torch.cat([b, b]) for name, b in kept.items()}
+        if what.way == "direct":
+            y = self._direct(what, x, tensors, buffers)
+        else:
+            start = len(what.prefix) + len("buffer.")
+            inner = {name: t for names, t in zip(what.names, tensors, strict=True) for name in names}
+            inner |= {name[start:]: b for name, b in buffers.items()}
+            try:
+                y = vmap(lambda p, v: functional_call(what.module, p, *arguments(v), tie_weights=False))(inner, x)
+            except RuntimeError as error:
+                if self.mapping == "vmap" or is_out_of_memory(error):
+                    raise
+                # A loop runs what vmap cannot map (recurrences, draws, branches on data), or raises the error of the module.
+                self._parts[part] = what._replace(way="loop")
+                return self._loop(picked(x, slice(0, 1)) if single else x, rows, part, frozen, keys)
+        if single:
+            y = y[:1]
+            for name, buffer in kept.items():
+                buffer.copy_(buffers[name][:1])
+        return y
+
+    def _direct(self, what: _Part, x: Batch, tensors: list[Tensor], buffers: dict[str, Tensor]) -> Tensor:
+        """Call a part once with stacked tensors."""
+        # The last bit of a row's products depends on whether its first element lies on a multiple of 16 bytes, so on the
+        # index of the row. Repeats of an example behind the last one align every row of any width.
+        examples = first(x).shape[1]
+        if examples % 4:
+            x = map_leaves(lambda x: torch.cat([x, x[:, :1].detach().expand(-1, -examples % 4, *x.shape[2:])], 1), x)
+        if what.layers is not None and isinstance(x, Tensor):
+            y = what.layers(x, [*tensors, *buffers.values()], not self._bound)
+        else:
+            # Binding is cheaper than functional_call, and nothing else uses this copy of the module.
+            for owners, tensor in zip(what.owners, tensors, strict=True):
+                for owner, name in owners:
+                    owner._parameters[name] = tensor  # type: ignore[assignment]
+            for name, owner, own in what.buffers:
+                owner._buffers[own] = buffers[name]
+            y = run(what.module, x)
+        return y[:, :examples] if examples % 4 else y
+
+    def train(self, mode: bool) -> None:
+        """Set the module to training or evaluation mode, as nn.Module.train; frozen calls always run in evaluation mode."""
+        for each in self._plain:
+            each.training = mode
+        if not self._plain:
+            self.module.train(mode)
+        for replica in self._replicas.get(False, []):
+            replica.train(mode)
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for at least `capacity` rows."""
+        if capacity > self.capacity:
+            super().reserve(capacity)
+            self._leaves.clear()
+            self._replicas.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Return `Columns.state`, and the way in which each part is run."""
+        return {**super().state(), "ways": {path: part.way for path, part in self._parts.items()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned. Raises ValueError if it came from a stack of another module or capacity."""
+        super().load_state(state)
+        for path, way in state["ways"].items():  # a part that vmap failed on is not tried again
+            self._parts[path] = self.part(path)._replace(way=way)
+
+    # Access of each way of running to the rows.
+
+    def bind(self, columns: dict[str, Tensor]) -> tuple[Any, ...]:
+        """Let calls read and write other columns of the same shapes; return what `unbind` takes to undo it.
+
+        Without a column `gradient`, the leaves have no .grad, and autograd differentiates every operation, so that a graph
+        can be traced.
+        """
+        own = self.columns, self._leaves, self._replicas
+        self.columns, self._leaves, self._replicas = columns, {}, {}
+        self._bound = "gradient" not in columns
+        return own
+
+    def unbind(self, own: tuple[Any, ...]) -> None:
+        """Undo `bind`."""
+        self.columns, self._leaves, self._replicas = own
+        self._bound = False
+
+    @property
+    def leaves(self) -> list[tuple[Tensor, slice, Place]]:
+        """The parameters that calls have read, as leaves of the graph, each with its rows and its place."""
+        return [
+            (leaf, slice(start, stop), place)
+            for (prefix, start, stop, _), leaves in self._leaves.items()
+            for leaf, place in zip(leaves, self.part(prefix.removesuffix(".")).places, strict=True)
+        ]
+
+    @property
+    def loops(self) -> bool:
+        """Whether a part runs in a loop, as far as calls have shown."""
+        return self.random or any(part.way == "loop" for part in self._parts.values())
+
+    def _parameters(self, what: _Part, rows: Rows, frozen: bool) -> list[Tensor]:
+        if isinstance(rows, slice):
+            start, stop, _ = rows.indices(self.capacity)
+            return self._views(what, start, stop, frozen)
+        index = self._index(rows)
+        return [leaf.index_select(0, index) for leaf in self._views(what, 0, self.capacity, frozen)]
+
+    def _views(self, what: _Part, start: int, stop: int, frozen: bool) -> list[Tensor]:
+        """Return the parameters of a run of rows as leaves whose .grad are views of the gradient column; made once."""
+        key = (what.prefix, start, stop, frozen)
+        found = self._leaves.get(key)
+        if found is None:
+            value, gradient = self.columns["value"][start:stop], self.columns.get("gradient")
+            found = []
+            for place in what.places:
+                leaf = place.of(value).detach()
+                if place.stop <= self.trained and not frozen:
+                    leaf.requires_grad_()
+                    if gradient is not None:
+                        leaf.grad = place.of(gradient[start:stop]).detach()
+                        if not self._bound:
+                            mark(leaf)
+                found.append(leaf)
+            self._leaves[key] = found
+        return found
+
+    def _index(self, rows: NDArray[np.int64] | Tensor) -> Tensor:
+        return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device, non_blocking=True)
+
+    def _loop(self, x: Batch, rows: Rows, part: str, frozen: bool, keys: NDArray[np.int64] | None) -> Tensor:
+        chosen = range(self.capacity)[rows] if isinstance(rows, slice) else rows
+        replicas = self._replica_rows(frozen)
+        parts = [replicas[row].get_submodule(part) for row in chosen]
+        values = unstacked(x)
+        if self.aligned:
+            values = [map_leaves(lambda x: x if x.data_ptr() % 64 == 0 else x.clone(), value) for value in values]
+        drawing = self.module.training and not frozen
+        assert keys is not None or not (drawing and self.random), "dropout in training mode needs keys"
+        if keys is None or not (drawing and self.draws):
+            return stack_rows([run(module, v) for module, v in zip(parts, values, strict=True)])
+        outputs, generator = [], torch.default_generator
+        if self.device.type == "cuda":
+            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+            generator = torch.cuda.default_generators[index]
+        state = generator.get_state()
+        try:
+            for module, v, key in zip(parts, values, (keys & ((1 << 63) - 1)).tolist(), strict=True):
+                generator.manual_seed(key)  # seeds only the device in use; torch.manual_seed takes twenty times as long
+                outputs.append(run(module, v))
+        finally:
+            generator.set_state(state)
+        return stack_rows(outputs)
+
+    def _replica_rows(self, frozen: bool) -> list[nn.Module]:
+        """Return one module for each row, whose parameters and buffers are views of the row; made once."""
+        if frozen not in self._replicas:
+            replicas = []
+            value, gradient = self.columns["value"], self.columns["gradient"]
+            path_of = {module: name for name, module in self.module.named_modules()}
+            for row in range(self.capacity):
+                replica = copy.deepcopy(self.template)
+                for place in self.places:
+                    leaf = place.of(value[row]).detach()
+                    if place.stop <= self.trained and not frozen:
+                        leaf.requires_grad_()
+                        leaf.grad = place.of(gradient[row]).detach()
+                    for owner, name in place.owners:
+                        replica.get_submodule(path_of[owner])._parameters[name] = leaf  # type: ignore[assignment]
+                for name in self.buffers:
+                    path, _, own = name.removeprefix("buffer.").rpartition(".")
+                    replica.get_submodule(path)._buffers[own] = self.columns[name][row]
+                replica.train(self.module.training and not frozen)
+                replicas.append(replica)
+            self._replicas[frozen] = replicas
+        return self._replicas[frozen]
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module:
+    """Return the submodule of a path, as `Stack.part` takes it."""
+    if ":" not in path:
+        return module.get_submodule(path)
+    parent, _, run = path.rpartition(".")
+    first, last = map(int, run.split(":"))
+    return nn.Sequential(*list(module.get_submodule(parent).children())[first : last + 1])
+
+
+def convolves(module: nn.Module) -> bool:
+    """Return whether a module has convolutions."""
+    return any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())

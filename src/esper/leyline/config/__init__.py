@@ -1,0 +1,1 @@
+"""Holds the tree of the configuration, and reads it from YAML, from `--set` and from mappings."""

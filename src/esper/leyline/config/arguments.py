@@ -1,0 +1,122 @@
+"""Checks of the arguments of public functions, each of which raises one sentence that says what to give."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from esper.leyline.config.input import show
+from esper.leyline.errors import InputError
+from esper.leyline.text import did_you_mean
+
+if TYPE_CHECKING:
+    from esper.leyline.data.task import AnyTask
+
+_Arguments = ParamSpec("_Arguments")
+_Returned = TypeVar("_Returned")
+
+
+def known_as(name: str) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
+    """Decorator: a wrong argument raises an InputError with the public name of the function and the most similar name."""
+
+    def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
+            for given in kwargs:
+                if given not in signature.parameters:
+                    hint = did_you_mean(given, signature.parameters) or f"it takes {', '.join(signature.parameters)}"
+                    raise InputError(f"{name} has no argument {given!r}; {hint}")
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise InputError(f"{name}: {error}") from None
+            return function(*args, **kwargs)
+
+        return called
+
+    return decorate
+
+
+def required_arguments(function: Callable[..., Any]) -> list[str]:
+    """Names of the arguments without which `function` cannot be called; none where its signature is not known."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables that are written in C have no signature
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in optional]
+
+
+def takes_one_argument(function: Callable[..., Any]) -> bool:
+    """Whether `function` can be called with one argument, as far as its signature is known."""
+    try:
+        inspect.signature(function).bind(None)
+    except ValueError:  # some callables that are written in C have no signature
+        return True
+    except TypeError:
+        return False
+    return True
+
+
+def check_outputs(outputs: Any) -> None:
+    """Raise InputError if `outputs` is not a sequence of objects with the methods write and close."""
+    if not isinstance(outputs, list | tuple):
+        raise InputError(f"outputs is {show(outputs)}; give a list of objects with the methods write(row) and close()")
+    for index, output in enumerate(outputs):
+        lacking = [name for name in ("write", "close") if not callable(getattr(output, name, None))]
+        if lacking or isinstance(output, type):
+            raise InputError(
+                f"outputs[{index}] is {show(output)}; give an object with the methods write(row) and close()"
+            )
+
+
+def to_path(value: str | PathLike[str], name: str) -> Path:
+    """The value as a path. InputError if it is not a text or a path, or is empty."""
+    path = fspath(value) if isinstance(value, str | PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise InputError(f"{name} is {show(value)}; give the path of a folder, such as 'runs/first'")
+    return Path(path)
+
+
+def check_switch(value: Any, name: str) -> None:
+    """InputError if the value is not a bool."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} is {show(value)}; give True or False")
+
+
+def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
+    """InputError if the value is not one of the choices."""
+    if value not in choices:
+        raise InputError(f"{name} is {show(value)}; give one of {', '.join(map(repr, choices))}")
+
+
+def check_callable(value: Any, name: str, what: str) -> None:
+    """InputError if the value cannot be called; `what` describes the callable that is expected."""
+    if not callable(value):
+        raise InputError(f"{name} is {show(value)}; give {what}")
+
+
+def check_task(task: Any) -> None:
+    """InputError if the value is not a task."""
+    from esper.leyline.data.task import Mixture, Task  # which load torch; what reads run folders does not need it
+
+    if not isinstance(task, Task | Mixture):
+        raise InputError(
+            f"the task is {show(task)}; give the name of one of `esper tasks`, or make one with esper.task(...)"
+        )
+
+
+def check_settings(settings: Any, tasks: Sequence["AnyTask"]) -> None:
+    """InputError if the settings are not a mapping, or name a task that is not one of the given tasks."""
+    if not isinstance(settings, Mapping):
+        raise InputError(f"config is {show(settings)}; give a mapping of keys to values, such as {{'steps': 24}}")
+    names = [task.name for task in tasks]
+    if settings.get("task", names[0]) not in names:
+        raise InputError(
+            f"config names the task {show(settings['task'])}, but the given task is {', '.join(map(repr, names))}; "
+            "leave the key out"
+        )

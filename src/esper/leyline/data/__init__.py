@@ -1,0 +1,1 @@
+"""Holds tasks, splits and batches of examples, and the keys by which everything is drawn."""

@@ -1,0 +1,90 @@
+"""Digests of examples, by which equal examples are found without comparing every pair. N examples."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from esper.leyline.data.keys import mix
+
+_CHUNK = 1 << 17  # words that are hashed at once, which a processor's cache holds [words]
+
+
+def example_digests(*trees: Any) -> Tensor:
+    """Trees of tensors (N, ...), as inputs and targets are -> (N,) int64, equal where the bytes of two examples are equal.
+
+    Two different examples have one digest with a probability of about 2^-64. Nothing is read from the device.
+
+        h = sum over leaves i of mix(mix(a_i . w_i) + b_i . w_i),     modulo 2^64
+
+    w_i: the bytes of an example in leaf i as whole numbers of 32 bits, or of 16 or 8 where 32 do not fit. a_i, b_i: vectors of
+    random numbers of 64 bits. One inner product alone would collide for examples that differ in high bits, such as signs. Trees
+    with a tensor that is not dense have no digests: (0,).
+    """
+    tensors = [leaf.detach() for leaf in pytree.tree_leaves(trees) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tensors if leaf.dim()]
+    if not leaves or not all(map(is_dense, tensors)):
+        return torch.zeros(0, dtype=torch.int64)
+    total = torch.zeros(len(leaves[0]), dtype=torch.int64, device=leaves[0].device)
+    bounds = torch.iinfo(torch.int64)
+    for place, leaf in enumerate(each for each in leaves if len(each) == len(total)):
+        words = _words(leaf)
+        generator = torch.Generator().manual_seed(place)
+        factors = torch.randint(bounds.min, bounds.max, (2, words.shape[1] + 1), generator=generator).to(leaf.device)
+        parts = []
+        for chunk in words.split(max(1, _CHUNK // max(1, words.shape[1]))):
+            wide = chunk.long()
+            one, other = ((wide * each[:-1]).sum(1) + each[-1] for each in factors)
+            parts.append(mix(mix(one) + other))
+        total = total + torch.cat(parts).to(total.device)
+    return total
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether every element has bytes of its own: the tensor is not sparse, nested or quantized, nor on the meta device."""
+    odd = tensor.is_meta or tensor.is_quantized or tensor.is_nested
+    return tensor.layout == torch.strided and not odd
+
+
+def repeated(sets: Sequence[Tensor]) -> list[int]:
+    """For each set of digests (N,) but the first, how many of its examples are also in an earlier set."""
+    seen, found = sets[0], []
+    for digests in sets[1:]:
+        found.append(int(torch.isin(digests, seen).sum()))
+        seen = torch.cat([seen, digests])
+    return found
+
+
+class Overlap:
+    """Counts the examples of fixed batches that are also in batches that are shown later.
+
+    examples (int): number of examples of the fixed batches.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        digests = torch.cat([example_digests(batch) for batch in batches])
+        self.examples = len(digests)
+        self._known, self._copies = digests.unique(return_counts=True)  # sorted
+        self._shown = torch.zeros_like(self._known)  # how often
+
+    def show(self, batch: Any) -> None:
+        """Look for the examples of a batch. Nothing is read from the device."""
+        if self.examples:
+            digests = example_digests(batch).to(self._known.device)
+            place = torch.searchsorted(self._known, digests).clamp_(max=len(self._known) - 1)
+            self._shown.index_add_(0, place, (self._known[place] == digests).long())
+
+    def count(self) -> int:
+        """The number of examples of the fixed batches that were shown; reads the device."""
+        return int(self._copies[self._shown > 0].sum())
+
+
+def _words(leaf: Tensor) -> Tensor:
+    """The bytes of each example of a leaf (N, ...), as whole numbers (N, W)."""
+    flat = (leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]).contiguous()
+    size = flat.shape[1] * flat.element_size()
+    if flat.dtype == torch.bool or size % 2:
+        return flat.view(torch.uint8)
+    return flat.view(torch.int32 if size % 4 == 0 else torch.int16)

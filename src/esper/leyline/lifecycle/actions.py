@@ -1,0 +1,126 @@
+"""What a controller can do: operations, the heads of a decision, and which heads each operation reads."""
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.leyline.errors import InputError
+from esper.leyline.records import brief
+
+Ints = NDArray[np.int64]
+
+
+class Op(IntEnum):
+    """One operation on one slot, per environment and step.
+
+    Attributes:
+        WAIT: do nothing
+        GERMINATE: plant a seed in a dormant slot
+        ADVANCE: start blending a trained seed in
+        SET_ALPHA: move a holding seed to another dose
+        PRUNE: remove a seed
+        FOSSILIZE: keep a holding seed permanently
+    """
+
+    WAIT = 0
+    GERMINATE = 1
+    ADVANCE = 2
+    SET_ALPHA = 3
+    PRUNE = 4
+    FOSSILIZE = 5
+
+
+class Head(IntEnum):
+    """The parts of a decision, in the order in which they are chosen.
+
+    Attributes:
+        OP: the operation, an `Op`
+        SLOT: the slot, an index
+        BLUEPRINT: what is planted, an index into the menu
+        BLEND: how the seed enters the stream, a `Blend`
+        TEMPO: length of the ramp, an index into `Space.tempos`
+        TARGET: alpha at the end of the ramp, an index into `Space.targets`
+    """
+
+    OP = 0
+    SLOT = 1
+    BLUEPRINT = 2
+    BLEND = 3
+    TEMPO = 4
+    TARGET = 5
+
+
+class Blend(IntEnum):
+    """How a seed's change delta enters the stream h at dose alpha.
+
+    Attributes:
+        ADD: h + alpha * delta
+        GATE: h + alpha * g(u) * delta
+        MULTIPLY: h * (1 + alpha * tanh(delta))
+    """
+
+    ADD = 0
+    GATE = 1
+    MULTIPLY = 2
+
+
+RELEVANT: NDArray[np.bool_] = np.zeros((len(Op), len(Head)), bool)
+"""(operations, heads) bool: whether an operation reads a head. Masks, log-probabilities, losses and telemetry use this table."""
+RELEVANT[:, Head.OP] = True
+RELEVANT[Op.GERMINATE, :] = True
+RELEVANT[[Op.ADVANCE, Op.FOSSILIZE], Head.SLOT] = True
+RELEVANT[Op.SET_ALPHA, [Head.SLOT, Head.TEMPO, Head.TARGET]] = True
+RELEVANT[Op.PRUNE, [Head.SLOT, Head.TEMPO]] = True
+RELEVANT.setflags(write=False)
+
+
+@brief
+class Actions(NamedTuple):
+    """One decision per environment. The engine ignores heads that the operation does not read (`RELEVANT`).
+
+    Attributes:
+        op ((E,) int64): an `Op`
+        slot ((E,) int64): index of a slot of the task
+        blueprint ((E,) int64): index into the task's menu
+        blend ((E,) int64): a `Blend`
+        tempo ((E,) int64): index into `Space.tempos`
+        target ((E,) int64): index into `Space.targets`
+    """
+
+    op: Ints
+    slot: Ints
+    blueprint: Ints
+    blend: Ints
+    tempo: Ints
+    target: Ints
+
+    @classmethod
+    def wait(cls, envs: int) -> "Actions":
+        """WAIT for each of `envs` environments."""
+        return cls(*(np.zeros(envs, np.int64) for _ in Head))
+
+
+def checked_actions(actions: Any, envs: int) -> Actions:
+    """The decisions of a controller with every field as int64 (E,). InputError if a field has another shape or dtype."""
+    if not isinstance(actions, Actions):
+        raise InputError(
+            f"act of the controller returned a {type(actions).__name__}; return esper.Actions with the fields "
+            f"{', '.join(Actions._fields)}, each of shape ({envs},)"
+        )
+    mend, checked = f"give one whole number for each environment, int64 of shape ({envs},)", []
+    for name, value in actions._asdict().items():
+        told = f"act of the controller returned {name}"
+        try:
+            array = np.asarray(value)
+        except (TypeError, ValueError):  # a ragged list, or a tensor of another device
+            raise InputError(f"{told} as a {type(value).__name__}; {mend}") from None
+        if array.shape != (envs,):
+            raise InputError(f"{told} of shape {array.shape}; {mend}")
+        if array.dtype.kind not in "iu":
+            broken = array.dtype.kind == "f" and not np.isfinite(array).all()
+            where = f", not finite in environment {int(np.argmin(np.isfinite(array)))}" if broken else ""
+            raise InputError(f"{told} as {array.dtype}{where}; {mend}")
+        checked.append(array.astype(np.int64))
+    return Actions(*checked)

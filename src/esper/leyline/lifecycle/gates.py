@@ -1,0 +1,124 @@
+"""Gates: conditions on a seed before an operation may advance it. E environments, S slots."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from esper.leyline.config.tree import GatesConfig
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Bools, Floats, Measurements, Seeds
+
+
+class Check(NamedTuple):
+    """One condition of a gate.
+
+    Attributes:
+        name (str): name of the condition
+        margin ((E, S) float64): positive if the condition holds; nan, which fails, if nothing was measured
+        value ((E, S) float64): the measured quantity
+        failure (str): sentence for a value that fails: the value as {value}, the bound, and its config key
+    """
+
+    name: str
+    margin: Floats
+    value: Floats
+    failure: str
+
+
+class Gate(NamedTuple):
+    """Named checks that must all pass, for every slot of every environment at once.
+
+    Attributes:
+        stage (Stage): the gate applies to seeds in this stage
+        checks (tuple of Checks): the conditions
+    """
+
+    stage: Stage
+    checks: tuple[Check, ...]
+
+    def passed(self) -> Bools:
+        """Return (E, S): whether every margin is positive. An absent measurement, nan, does not pass."""
+        passed: Bools = np.logical_and.reduce([check.margin > 0 for check in self.checks])
+        return passed
+
+    def reason(self, env: int, slot: int) -> str:
+        """Return a sentence that says why one slot passes or fails."""
+        failed = [
+            f"{check.name} not measured"
+            if np.isnan(check.margin[env, slot])
+            else check.failure.format(value=float(check.value[env, slot]) + 0.0)  # no -0
+            for check in self.checks
+            if not check.margin[env, slot] > 0
+        ]
+        return f"failed: {' and '.join(failed)}" if failed else "passed"
+
+
+class Gates(NamedTuple):
+    """The gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`.
+
+    Attributes:
+        advance (Gate): G2, from TRAINING to BLENDING
+        fossilize (Gate): G5, from HOLDING to FOSSILIZED
+    """
+
+    advance: Gate
+    fossilize: Gate
+
+
+def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gates:
+    """Compute both gates for every seed (`esper docs lifecycle`)."""
+    gain, contribution = measurements.gain, measurements.contribution
+    untrained = np.where(seeds.age == 0, np.nan, -1.0)  # at age 0 in TRAINING, the seed has not seen a batch yet
+    finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)
+    trained = _dwell("min_training_steps", seeds, config.min_training_steps)
+    held = _dwell("min_holding_steps", seeds, config.min_holding_steps)
+    certified: tuple[Check, ...] = ()
+    if config.certify is not None:
+        certificate = np.nan_to_num(
+            measurements.certificate, nan=0.0
+        )  # a seed that was not looked at is as a refused one
+        left = np.broadcast_to(measurements.level[:, None], certificate.shape)
+        failure = "fresh examples have not shown that it helps, and {value:.2g} of gates.certify is left to test it at"
+        certified = (Check("certificate", certificate, left, failure),)
+    if config.permissive:
+        return Gates(
+            Gate(Stage.TRAINING, (trained, _measured("incubation gain", gain.mean))),
+            Gate(Stage.HOLDING, (held, _measured("contribution", contribution.mean), *certified)),
+        )
+    gained = gain.mean - config.gain_z * gain.se
+    brought = contribution.mean - config.contribution_z * contribution.se
+    keys = "gates.contribution_z and gates.min_contribution"
+    return Gates(
+        Gate(
+            Stage.TRAINING,
+            (
+                trained,
+                Check("finite gradients", finite, finite, "a gradient of the seed is not finite"),
+                _bound("incubation gain", gained, config.gain_z, 0.0, "gates.gain_z"),
+            ),
+        ),
+        Gate(
+            Stage.HOLDING,
+            (
+                held,
+                _bound("contribution", brought, config.contribution_z, config.min_contribution, keys),
+                *certified,
+            ),
+        ),
+    )
+
+
+def _dwell(name: str, seeds: Seeds, steps: int) -> Check:
+    age = seeds.age.astype(np.float64)
+    return Check(name, age - steps + 1, age, f"it has been there for {{value:.0f}} of {steps} steps (gates.{name})")
+
+
+def _bound(name: str, bound: Floats, z: float, least: float, keys: str) -> Check:
+    """Return the check that a measured quantity, less z standard errors, exceeds `least`."""
+    errors = "its standard error" if z == 1 else f"{z:g} standard errors"
+    failure = f"{name} less {errors} must exceed {least:g} and is {{value:+.4g}} ({keys})"
+    return Check(name, bound - least, bound, failure)
+
+
+def _measured(name: str, mean: Floats) -> Check:
+    return Check(f"{name} measured", np.where(np.isnan(mean), np.nan, 1.0), mean, f"{name} is {{value:+.4g}}")

@@ -1,0 +1,99 @@
+"""Where a host can grow, and what a seed may read there."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from numbers import Integral
+from typing import TYPE_CHECKING, Literal
+
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
+
+
+class Tap(StrEnum):
+    """What a seed reads.
+
+    Attributes:
+        HERE: the stream at the slot: depth
+        BEFORE: the stream as it entered the segment in front of the slot: a bypass
+        INPUT: the input of the host: a skip
+    """
+
+    HERE = "here"
+    BEFORE = "before"
+    INPUT = "input"
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """A place between two segments of a host where a seed may be planted.
+
+    Attributes:
+        name (str): name of the slot
+        after (int): index of the segment whose output the slot changes
+        width (int): features of the stream at the slot; channels of a map
+        kind (Kind): shape of the stream at the slot, also by its name: 'vector', 'map' or 'sequence'
+        inner (int or None): number of modules at the start of that `nn.Sequential` that make its inner features; None lets the
+            host find it
+        causal (bool): whether no position of a sequence may depend on later ones, so that only causal blueprints fit
+        head (bool): whether the slot lies behind the last layer, so that a seed changes the outputs. Rules and trees, which
+            place seeds on the stream of the blocks, leave such slots out
+    """
+
+    name: str
+    after: int
+    width: int
+    kind: Kind = Kind.VECTOR
+    inner: int | None = None
+    causal: bool = False
+    head: bool = False
+
+    if TYPE_CHECKING:  # a type checker takes the kind by its name, too
+
+        def __init__(
+            self,
+            name: str,
+            after: int,
+            width: int,
+            kind: Kind | Literal["vector", "map", "sequence"] = Kind.VECTOR,
+            inner: int | None = None,
+            causal: bool = False,
+            head: bool = False,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        """InputError, in one sentence, where a field is not what it says above."""
+        if not isinstance(self.name, str) or not self.name:
+            raise InputError(f"the name of a slot is {self.name!r}; give it a name in quotes, as in 'middle'")
+        _set_whole(self, "after", 0, f"slot {self.name!r} is after segment {self.after!r}; give the index of a segment")
+        _set_whole(
+            self, "width", 1, f"slot {self.name!r} has width {self.width!r}; give the features of the segment before it"
+        )
+        if self.inner is not None:
+            _set_whole(
+                self,
+                "inner",
+                1,
+                f"inner of slot {self.name!r} is {self.inner!r}; give None, or how many modules of the segment make its "
+                "inner features",
+            )
+        if self.kind not in list(Kind):
+            raise InputError(f"slot {self.name!r} is of kind {self.kind!r}; choose one of {', '.join(Kind)}")
+        object.__setattr__(self, "kind", Kind(self.kind))
+        if self.causal and self.kind != Kind.SEQUENCE:
+            raise InputError(
+                f"slot {self.name!r} is causal and of kind {str(self.kind)!r}; leave causal out, because only a sequence has "
+                "earlier and later positions"
+            )
+
+    @property
+    def stream(self) -> Stream:
+        """The stream at the slot."""
+        return STREAMS[self.kind](self.width)
+
+
+def _set_whole(slot: SlotSpec, name: str, least: int, sentence: str) -> None:
+    """Make a field an int, of NumPy's integers too. InputError if it is not a whole number from `least` on."""
+    value = getattr(slot, name)
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise InputError(f"{sentence}, a whole number from {least} on")
+    object.__setattr__(slot, name, int(value))

@@ -1,0 +1,1 @@
+"""Compares controllers and static networks."""

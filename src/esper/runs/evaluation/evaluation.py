@@ -1,0 +1,317 @@
+"""Compare controllers on the same held-out instances, with the same seeds, by the test split.
+
+C contenders, N instances, R seeds, E environments of a population.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from esper.kasmina.network.static import Absent
+from esper.leyline.config.tree import BASELINES, baseline_names, build_config
+from esper.leyline.data.task import AnyTask, Mixture
+from esper.leyline.errors import InputError
+from esper.leyline.progress import Pace
+from esper.leyline.text import counted
+from esper.runs.evaluation.contenders import ROWS, RULES, Contender, Say, named
+from esper.runs.evaluation.design import Design, Grower, Runs, grow_all, stacked
+from esper.runs.evaluation.record import Evaluation, Figures, Record, findings
+from esper.runs.evaluation.work import References, evaluation_work, hired
+from esper.runs.folder.environment import describe_environment
+from esper.runs.workers.transports import serve_rank
+from esper.runs.workers.workers import ALONE, WorkerOptions
+from esper.store.disk import DiskRetry, remove_unfinished
+from esper.store.files import EVALUATION
+from esper.store.lock import locked_folder
+from esper.tolaria.runtime import resolve_device
+from esper.tolaria.stacked.population import instance_keys
+
+FIGURE, GROWN = "evaluation.png", "grown"
+ROOT = Path("runs/evaluation")
+"""The parent of default folders. A default folder is named after the arguments; all of them share the stored populations."""
+
+
+class Entry(NamedTuple):
+    """What rivals add to the contenders of one task."""
+
+    rules: Sequence[Contender] = ()  # compared with every controller, as the rules are
+    opponents: Sequence[Contender] = ()  # grown on the task itself
+    # contenders on tasks of their own, which grow the same instances, each with its grower
+    elsewhere: Sequence[tuple[Grower, Contender]] = ()
+    # contenders that take part in `best_of` alone, and the contender whose networks they equal, or None
+    plans: Sequence[tuple[Contender, str | None]] = ()
+    best_of: str | None = None  # name of the opponent that takes the best of the plans, chosen by the other seeds
+    absent: Mapping[str, str] = {}  # names of those that take no part, with the reasons
+
+
+class Rivals:
+    """Further contenders of an evaluation, which a package may pass as `rivals`. This class adds none."""
+
+    headroom: tuple[str, str] | None = None  # the contenders whose difference is 100 % in the column "headroom"
+
+    def names(self, tasks: Sequence[AnyTask]) -> Sequence[str]:
+        """Return names that no controller may have."""
+        return ()
+
+    def enter(self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]) -> None:
+        """Decide who takes part in each task. Raises InputError where a contender cannot."""
+
+    def references(self) -> References:
+        """Return the tasks that contenders have for themselves, each with the function that makes it."""
+        return ()
+
+    def count(self, at: int) -> int:
+        """Return how many contenders grow networks on task `at` of the evaluation."""
+        return 0
+
+    def searches(self, at: int) -> int:
+        """Return how many networks are grown on task `at` to choose contenders."""
+        return 0
+
+    def grow(self, at: int, grower: Grower, folder: Path | None) -> Entry:
+        """Return the contenders of task `at`, whose searches may grow networks by `grower`."""
+        return Entry()
+
+    def facts(self, at: int) -> Record:
+        """Return what the record of task `at` says about them; its entry "lines" is printed below the tables."""
+        return {}
+
+    def told(self) -> list[str]:
+        """Return lines to print before anything is grown."""
+        return []
+
+    def summary(self) -> Record:
+        """Return what the record says about them on all tasks."""
+        return {}
+
+
+def run_evaluation(
+    controllers: Sequence[Contender],
+    tasks: Sequence[AnyTask],
+    *,
+    instances: int = 200,
+    seeds: int = 3,
+    part: str = "heldout",
+    first: int = 0,
+    settings: Sequence[Mapping[str, Any]] = (),
+    baselines: Sequence[str] = BASELINES,
+    folder: Path | None = None,
+    watch: Say | None = None,
+    workers: WorkerOptions = ALONE,
+    rivals: Rivals | None = None,
+) -> Record:
+    """Compare controllers with the rules, static networks and `rivals` on every task.
+
+    baselines: static networks that are compared too (`esper docs baselines`); the controller never is the twin. They have the
+    sizes of the networks that the first controller grew, or of those of the heuristic if no controller is given. settings:
+    layers of config over that of the tasks, the same for all contenders. folder: stores the results of populations, which are
+    reused. watch: called with lines of progress. workers: the actors that grow the populations; the results do not depend on
+    their number. In a rank of torchrun above 0, this process is one of them until the evaluation ends.
+
+    Returns a strict JSON object. Raises InputError before anything is grown.
+    """
+    rivals = Rivals() if rivals is None else rivals
+    rules = [named(name) for name in RULES]
+    again = [(rule.name, rule.settings) for rule in rules]
+    ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
+    names, reserved = [contender.name for contender in (*rules, *ours)], (*rivals.names(tasks), *BASELINES)
+    if len(set(names)) < len(names) or set(reserved) & set(names):
+        raise InputError(
+            f"the controllers are {', '.join(names)}; give each a name of its own, and none of "
+            f"{', '.join(map(repr, reserved))}"
+        )
+    try:
+        baseline_names(list(baselines))
+    except ValueError as error:
+        raise InputError(f"baselines is {', '.join(map(str, baselines))!r}; {error}") from None
+    if len({task.name for task in tasks}) < len(tasks) or not tasks:
+        given = ", ".join(task.name for task in tasks) or "none"
+        raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
+    static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
+    designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
+    rivals.enter(designs, ours, settings)
+    for design in designs:
+        for contender in (*rules, *ours):
+            design.check(contender)
+    grown = [len(rules) + len(ours) + len(static) + rivals.count(at) for at in range(len(designs))]
+    populations = [len(list(design.populations(rules[0]))) for design in designs]
+    most = max(each * (own - len(static)) for each, own in zip(populations, grown, strict=True))
+    if workers.any and workers.size > most:
+        raise InputError(
+            f"workers is {workers.size}, but the evaluation has {counted(most, 'population')} to grow, each by one actor; give "
+            f"{most} or fewer, or more instances or seeds"
+        )
+    references = rivals.references()
+    if workers.is_rank:
+        return serve_rank(evaluation_work(workers, tasks, references), workers.devices or (None,))
+    with hired(workers, tasks, references, [*rules, *ours], watch) as actors:
+        _create(folder)
+        pace = None
+        if watch is not None:
+            networks, search = sum(grown) * instances * seeds, sum(map(rivals.searches, range(len(designs))))
+            more = f", and {search:,} in searches on training instances" if search else ""
+            watch(
+                f"{counted(networks, 'network')} to grow on {counted(len(tasks), 'task')}, with static networks{more}"
+            )
+            for line in rivals.told():
+                watch(line)
+            pace = Pace(networks + search, "networks", watch)
+        sized_by = ours[0].name if ours else RULES[2]
+        evaluations, facts = [], []
+        for at, design in enumerate(designs):
+            grower = Grower.of(design, folder, watch, pace, actors)
+            entry = rivals.grow(at, grower, folder)
+            evaluations.append(
+                _compared(grower, [*rules, *entry.rules, *ours], len(rules) + len(entry.rules), entry, static, sized_by)
+            )
+            facts.append(rivals.facts(at))
+        waited = {} if actors is None else {"actors": actors.summary()}
+    rows = [contender.group or contender.name for contender in controllers]
+    return {
+        "named": list(dict.fromkeys(rows)),
+        "instances": instances,
+        "seeds": list(evaluations[0].seeds),
+        "part": part,
+        "first_instance": first,
+        "settings": [dict(layer) for layer in settings],
+        **rivals.summary(),
+        "environment": describe_environment(resolve_device(build_config(tasks[0].defaults, *settings).device)),
+        **findings(evaluations, static, rows, rivals.headroom, facts),
+        **waited,
+    }
+
+
+def evaluate(
+    task: AnyTask,
+    contenders: Sequence[Contender],
+    *,
+    instances: int,
+    seeds: int,
+    part: str = "heldout",
+    first: int = 0,
+    settings: Sequence[Mapping[str, Any]] = (),
+    static: Sequence[str] = (),
+    sized_by: str | None = None,
+    folder: Path | None = None,
+    rows: int = ROWS,
+    watch: Say | None = None,
+    pace: Pace | None = None,
+) -> Evaluation:
+    """Grow N instances with R seeds under every contender, and evaluate the networks as exported on the test split.
+
+    Instance n with seed r has the same initial host, the same order of data and the same initial seeds under every
+    contender. The seeds are consecutive, from that of the config.
+
+    static: names of static networks, which become further contenders. Their sizes are those of the networks that the
+    contender `sized_by` grew on the same instances. folder: stores the results of populations, which are reused. rows:
+    largest number of environments that are grown together; the results do not depend on it.
+
+    Raises InputError before anything is grown.
+    """
+    assert contenders
+    design = Design.of(task, settings, seeds, part, first, instances, rows)
+    for contender in contenders:
+        design.check(contender)
+    if folder is not None:
+        _create(folder)
+    return _compared(Grower.of(design, folder, watch, pace), contenders, len(contenders), Entry(), static, sized_by)
+
+
+def _compared(
+    grower: Grower,
+    contenders: Sequence[Contender],
+    rules: int,
+    entry: Entry,
+    static: Sequence[str],
+    sized_by: str | None,
+) -> Evaluation:
+    """Return the figures of all contenders, of the rivals of an entry, and of the static networks.
+
+    rules: how many of the contenders come before the rivals in the record; the others come after them.
+    """
+    design, absent = grower.design, dict(entry.absent)
+    task = design.task
+    episodes = {contender.name: contender.episodes for contender in (*contenders, *entry.opponents)}
+    episodes |= {contender.name: contender.episodes for _, contender in entry.elsewhere}
+    own = {each.name: (grower, each) for each in (*entry.opponents, *contenders)}  # a controller may be an opponent
+    others = {contender.name: (each, contender) for each, contender in entry.elsewhere}
+    fresh = [plan for plan, equal in entry.plans if equal not in own]
+    grown = grow_all([*own.values(), *others.values(), *((grower, plan) for plan in fresh)])
+    runs = dict(zip([*own, *others], grown, strict=False))
+    against = {name: runs[name] for name in (*(each.name for each in entry.opponents), *others)}
+    if entry.best_of is not None:
+        planned = dict(zip((plan.name for plan in fresh), grown[len(runs) :], strict=True))
+        every: list[Runs] = [planned[plan.name] if equal not in own else runs[equal] for plan, equal in entry.plans]
+        against[entry.best_of] = grower.oracle([*every, *(runs[each.name] for each in entry.rules)])
+    ours = contenders[rules:] if against else []
+    order = [*(each.name for each in contenders if each not in ours), *against, *(each.name for each in ours)]
+    runs = {name: (runs | against)[name] for name in dict.fromkeys(order)}
+    if static:
+        sizer = next(contender for contender in contenders if contender.name == sized_by)
+        trained = grower.train(static, sizer, runs[sizer.name])
+        absent |= {name: each.reason for name, each in trained.items() if isinstance(each, Absent)}
+        runs |= {name: each for name, each in trained.items() if not isinstance(each, Absent)}
+    groups = {each.group: tuple(own.name for own in contenders if own.group == each.group) for each in contenders}
+    groups.pop("", None)
+    return Evaluation(
+        task=task.name,
+        metric=task.objective.metric,
+        contenders=tuple(runs),
+        instances=instance_keys(task, design.config(contenders[0], design.seeds[0])),
+        seeds=design.seeds,
+        sampled=isinstance(task, Mixture),
+        figures=Figures(*(np.stack([stacked(each, name) for each in runs.values()]) for name in Figures._fields)),
+        static=tuple(name for name in static if name not in absent),
+        absent=absent,
+        sized_by=sized_by,
+        rules=tuple(each.name for each in contenders[:rules]),
+        opponents=tuple(against),
+        groups=groups,
+        episodes=episodes
+        | {name: max((episodes[own] or 0 for own in of), default=0) or None for name, of in groups.items()},
+    )
+
+
+def _create(folder: Path | None) -> None:
+    try:
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot keep figures in {folder}: {error.strerror}; name another folder") from None
+
+
+@contextmanager
+def evaluation_folder(
+    path: Path, note: Callable[[str], None], *, overwrite: bool = False, shared: bool = False
+) -> Iterator[Path]:
+    """Make and lock the folder of an evaluation, and give the folder in which results of populations are stored and reused.
+
+    That folder is in the folder of the evaluation, or with `shared` beside it. Raises InputError if another process holds the
+    lock, or a record would be replaced that `overwrite` does not allow to replace.
+    """
+    retry = DiskRetry(0.0, note, path, lambda: False, further="give the same command again")  # nothing is lost yet
+    with locked_folder(path, note, retry):
+        if (path / EVALUATION).exists() and not overwrite:
+            raise InputError(
+                f"{path / EVALUATION} is the record of an evaluation; name another folder (--out, out=), or replace "
+                "it (--overwrite, overwrite=True), which keeps the networks that were grown"
+            )
+        remove_unfinished(path)
+        if not shared:  # other processes may be writing to one that is shared
+            remove_unfinished(path / GROWN)
+        yield (path.parent if shared else path) / GROWN
+
+
+def default_folder(
+    controllers: Sequence[Contender], tasks: Sequence[str], settings: Sequence[Mapping[str, Any]], **numbers: int | None
+) -> Path:
+    """Return the default folder for the arguments of an evaluation, which is a function of the arguments."""
+    asked = [[each.name, each.content, dict(each.settings)] for each in controllers]
+    digest = hashlib.sha256(json.dumps([asked, tasks, settings, numbers], sort_keys=True, default=str).encode())
+    readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in "+".join(tasks))[:40]
+    return ROOT / f"{readable}-{digest.hexdigest()[:8]}"

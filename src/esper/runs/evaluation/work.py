@@ -1,0 +1,265 @@
+"""Compute the parts of an evaluation, which are populations, in this process or by actors. E environments.
+
+What a part is follows from the evaluation, and not from the number of actors, so the results do not depend on it.
+"""
+
+import hashlib
+import io
+import json
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.kasmina.network.static import Absent
+from esper.leyline.config.tree import Config
+from esper.leyline.data.task import AnyTask
+from esper.leyline.errors import InputError
+from esper.leyline.progress import Pace
+from esper.runs.evaluation.contenders import Contender, Say, tell
+from esper.runs.folder.interrupt import Interrupt
+from esper.runs.workers.transports import pickled, unpickled
+from esper.runs.workers.workers import SentTask, Stop, WorkerOptions, Workers, shared_facts, start_workers
+from esper.store.disk import DiskRetry, file_name, write_atomic
+from esper.store.tensors import Tree
+from esper.tolaria.play import Observer
+
+Arrays = Mapping[str, NDArray[Any]]
+
+
+class Kept:
+    """Stores arrays of populations on `data` in a folder, and reads them.
+
+    folder: None stores nothing. data: the fingerprint of the task.
+    """
+
+    def __init__(
+        self, folder: Path | None, data: Mapping[str, str], note: Callable[[str], None] = lambda line: None
+    ) -> None:
+        """`note` is told if the disk is full; `faults.disk_seconds` of a population's config says how long to wait then."""
+        self.folder, self.data, self.note = folder, data, note
+
+    def look(self, who: Sequence[str], config: Config, needed: Collection[str]) -> Arrays | None:
+        """Return the stored arrays of `who` under a config; None if there are none. `needed` names some that it must have.
+
+        Raises InputError if the stored file is damaged.
+        """
+        if self.folder is None or not (path := self._path(self.folder, who, config)).exists():
+            return None
+        return _read(path, needed)
+
+    def store(self, who: Sequence[str], config: Config, made: Arrays) -> None:
+        """Store arrays of `who` under a config, if there is a folder."""
+        if self.folder is not None:
+            path, content = self._path(self.folder, who, config), io.BytesIO()
+            np.savez_compressed(content, allow_pickle=False, **made)
+            retry = disk_retry(config, self.note, self.folder)
+            retry(path, lambda: write_atomic(path, content.getvalue()))
+
+    def _path(self, folder: Path, who: Sequence[str], config: Config) -> Path:
+        asked = json.dumps([*who, config.model_dump(mode="json"), self.data], sort_keys=True)
+        tag = hashlib.sha256(asked.encode()).hexdigest()[:16]
+        name = f"{file_name(config.task)}-{file_name(who[0])[-40:]}-s{config.seed}-{config.first_instance}-{tag}.npz"
+        return folder / name
+
+
+def disk_retry(config: Config, note: Callable[[str], None], folder: Path) -> DiskRetry:
+    """What waits for room on a full disk while an evaluation is written to a folder."""
+    again = "give the same command again, which goes on from what was grown"
+    return DiskRetry(config.faults.disk_seconds, note, folder, lambda: False, further=again)
+
+
+def _read(path: Path, needed: Collection[str]) -> Arrays:
+    try:
+        with zipfile.ZipFile(path) as parts:
+            if sum(part.file_size for part in parts.infolist()) > 2**30:
+                raise ValueError("more than any figures")
+        with np.load(path, allow_pickle=False) as arrays:
+            found = dict(arrays)
+        if set(needed) - set(found):
+            raise KeyError("some figures")
+    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error):
+        raise InputError(f"{path} cannot be read as kept figures; remove it, and they are grown again") from None
+    return found
+
+
+class EvaluationPart(NamedTuple):
+    """A population of an evaluation or of a search."""
+
+    kept: Kept  # the stored results
+    task: AnyTask  # the task, with its test split
+    who: Sequence[str]  # what makes the result, in the key of the stored one
+    config: Config  # of the population
+    needed: Collection[str]  # arrays that a result must have
+    # from the task, the config and observers to the arrays; actors get it pickled
+    compute: Callable[..., Arrays | Absent]
+    said: str = ""  # the line of progress when it is done; none if empty
+
+
+class EvaluationPlayer:
+    """Computes the parts of an evaluation in an actor: of its tasks, with their test splits, and those of references."""
+
+    def __init__(self, tasks: Sequence[SentTask], device: str | None) -> None:
+        """Make the tasks in this process. Parts are computed on the device, or on that of their config if it is None."""
+        self._tasks, self._device = [sent.task() for sent in tasks], device
+
+    def facts(self) -> Tree:
+        return shared_facts(self._tasks)
+
+    def load(self, weights: Tree) -> None:
+        """Take nothing: each part has its own controller."""
+
+    def play(self, part: Tree, *observers: Observer) -> Tree:
+        """Compute a part. Returns its arrays, or the reason why it is absent, and its duration [seconds]."""
+        begin = time.perf_counter()
+        config, compute = unpickled(part["content"].tobytes())  # from the process that started this one
+        if self._device is not None:
+            config = config.model_copy(update={"device": self._device})
+        made = compute(self._tasks[part["task"]], config, *observers)
+        result = {"absent": made.reason} if isinstance(made, Absent) else {"arrays": dict(made)}
+        return {**result, "seconds": time.perf_counter() - begin}
+
+
+class EvaluationActors:
+    """The actors of an evaluation, and what they did."""
+
+    def __init__(self, actors: Workers, tasks: Sequence[AnyTask], interrupt: Interrupt) -> None:
+        """`play` raises Stop once the interrupt was asked for."""
+        self.actors, self._interrupt = actors, interrupt
+        self._places = {id(task): place for place, task in enumerate(tasks)}
+        self._begin, self._playing = time.perf_counter(), 0.0
+
+    def play(self, parts: Sequence[EvaluationPart], done: Callable[[int, Arrays | Absent, float], None]) -> None:
+        """Let the actors compute parts. `done` gets the place of a part, its result, and its duration [seconds]."""
+
+        def returned(place: int, result: Mapping[str, Any]) -> None:
+            self._playing += result["seconds"]
+            absent = result.get("absent")
+            done(place, result["arrays"] if absent is None else Absent(absent), result["seconds"])
+
+        sent = []
+        for part in parts:
+            content = pickled((part.config, part.compute), f"the controller {part.who[0]!r}")
+            sent.append({"task": self._places[id(part.task)], "content": np.frombuffer(content, np.uint8)})
+        self.actors.play({}, sent, lambda: self._interrupt.asked, returned)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the number of actors, how many were lost, and the seconds that they waited, all together."""
+        self.actors.waited(time.perf_counter() - self._begin, self._playing)
+        return self.actors.summary()
+
+
+References = Sequence[tuple[AnyTask, Callable[[], AnyTask]]]
+"""The tasks of references, each with the function that makes it."""
+
+_AGAIN = "what was grown is stored where there is a folder, and the same command goes on from it"
+
+
+def evaluation_work(
+    asked: WorkerOptions, tasks: Sequence[AnyTask], references: References
+) -> Callable[[str | None], EvaluationPlayer]:
+    """Return what makes the player of an actor, from its device. Raises InputError if a task cannot be sent to actors."""
+    sent = [SentTask.of(task, asked.find, sealed=False) for task in tasks]
+    sent += [SentTask.of(task, partial(_made, make), sealed=False) for task, make in references]
+    return partial(EvaluationPlayer, sent)
+
+
+def _made(make: Callable[[], AnyTask], name: str) -> AnyTask:
+    """Make the task of a reference, which has no name that a catalog knows."""
+    return make()
+
+
+@contextmanager
+def hired(
+    asked: WorkerOptions,
+    tasks: Sequence[AnyTask],
+    references: References,
+    contenders: Sequence[Contender],
+    watch: Say | None,
+) -> Iterator[EvaluationActors | None]:
+    """Start the actors that were asked for, and end them afterwards; None if none were asked for.
+
+    Raises InputError if an actor cannot start, or if a task or a contender cannot be sent to one.
+    """
+    if not asked.any:
+        try:
+            yield None
+        except KeyboardInterrupt:
+            tell(watch, f"interrupted; {_AGAIN}")
+            raise
+        return
+    for contender in contenders:
+        pickled(contender, f"the controller {contender.name!r}")
+    every = [*tasks, *(task for task, _ in references)]
+    interrupt = Interrupt()  # torchrun ends all ranks if one is lost, and rank 0 is to say so first
+    with interrupt if asked.cluster == "torchrun" else nullcontext():
+        try:
+            actors = start_workers(
+                asked,
+                evaluation_work(asked, tasks, references),
+                partial(tell, watch),
+                shared_facts(every),
+                mend=f"give fewer workers; {_AGAIN}",
+                again=_AGAIN,
+                stop=lambda: interrupt.asked,
+            )
+        except KeyboardInterrupt:
+            tell(watch, f"interrupted while the actors were started; {_AGAIN}")
+            raise
+        try:
+            yield EvaluationActors(actors, every, interrupt)
+        except Stop:
+            tell(watch, f"interrupted; {_AGAIN}")
+            raise KeyboardInterrupt(f"the evaluation was interrupted; {_AGAIN}") from None
+        finally:
+            actors.close()
+
+
+def play_parts(
+    parts: Sequence[EvaluationPart],
+    actors: EvaluationActors | None = None,
+    watch: Say | None = None,
+    pace: Pace | None = None,
+) -> list[Arrays | Absent]:
+    """Return the results of parts in their order, computed by actors or in this process. Stored results are reused."""
+    found: dict[int, Arrays | Absent] = {}
+
+    def done(place: int, made: Arrays | Absent, seconds: float | None) -> None:
+        part = parts[place]
+        if seconds is not None and not isinstance(made, Absent):
+            part.kept.store(part.who, part.config, made)
+        found[place] = made
+        if pace is not None:
+            hands = 1 if actors is None else actors.actors.size
+            pace.add(part.config.envs, None if seconds is None else seconds / hands)
+        if part.said and not isinstance(made, Absent):
+            tell(watch, part.said)
+
+    missing = []
+    for place, part in enumerate(parts):
+        stored = part.kept.look(part.who, part.config, part.needed)
+        if stored is not None:
+            done(place, stored, None)
+        elif actors is not None:
+            missing.append(place)
+        else:
+            begin = time.perf_counter()
+            made = part.compute(part.task, part.config)
+            done(place, made, time.perf_counter() - begin)
+    if actors is not None and missing:
+        actors.play([parts[place] for place in missing], lambda at, made, seconds: done(missing[at], made, seconds))
+    return [found[place] for place in range(len(parts))]
+
+
+def computed(parts: Sequence[EvaluationPart], **how: Any) -> list[Arrays]:
+    """Return the results of parts that cannot be absent, as `play_parts`."""
+    made = play_parts(parts, **how)
+    assert not any(isinstance(each, Absent) for each in made), "only static networks can be absent"
+    return [each for each in made if not isinstance(each, Absent)]

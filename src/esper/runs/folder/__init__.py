@@ -1,0 +1,1 @@
+"""Opens, resumes and closes the folder of a run."""

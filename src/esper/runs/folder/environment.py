@@ -1,0 +1,212 @@
+"""Describe where a run takes place, in environment.json, and compare it with where the run began when it is resumed.
+
+The numbers of a run depend on its config and its seed, and also on its origin: the versions of the software, the data, and the
+code of the user's own functions.
+"""
+
+import hashlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.leyline.config.parsing import parse_json
+from esper.leyline.data.task import AnyTask, Mixture
+from esper.leyline.distribution import installed_version
+from esper.leyline.errors import InputError, RunWarning, warn
+from esper.leyline.reference import digest_of, is_reference, own_code
+from esper.store.changes import read_trail
+from esper.store.disk import read_kept
+from esper.store.files import ENVIRONMENT
+from esper.store.tensors import bytes_of
+
+VERSIONS = ("esper", "python", "torch", "numpy", "safetensors", "scikit-learn")
+"""The software whose versions environment.json records."""
+DATA = "data"
+"""The key of environment.json that holds the fingerprints of the tasks by name."""
+CODE = "code"
+"""The key of environment.json that holds digests of the files of code that the config refers to, by reference."""
+
+_COMPARED = ("esper", "torch", "numpy", "python")
+_SPLITS = ("train", "source", "probe", "validation", "test")
+# attributes of a task that are hashed with its splits
+_BESIDE = ("objective", "pixels", "scaling", "classes", "weights")
+_LARGEST = 64 * 2**20  # largest environment.json that is read [bytes]
+
+Fingerprint = dict[str, str]
+"""The first 16 hexadecimal digits of the sha256 of each part of a task, such as 'train' or 'objective'."""
+
+
+def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return versions, device, git commit of the working directory, and the command line.
+
+    The commit has the suffix '-dirty' for changed files, and is None outside a repository.
+    """
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    try:
+        revision = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        revision = None
+    return {
+        **describe_versions(),
+        "platform": platform.platform(),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "threads": torch.get_num_threads(),
+        "git_revision": revision,
+        "command": sys.argv,
+    }
+
+
+def describe_versions(names: Sequence[str] = VERSIONS) -> dict[str, str | None]:
+    """Return the installed versions by name; None for what is not installed."""
+    found: dict[str, str | None] = {"esper": installed_version(), "python": platform.python_version()}
+    for name in names:
+        if name not in found:
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                found[name] = None
+    return {name: found[name] for name in names}
+
+
+class Origin(NamedTuple):
+    """The quantities on which the numbers of a run depend, in addition to its config and its seed."""
+
+    # versions of Esper, torch, numpy and Python, and for each function of the user's own that the config
+    # refers to, the digest of its file
+    versions: dict[str, str | None]
+    data: dict[str, Fingerprint]  # fingerprints of the tasks by name
+
+
+def origin_of(tasks: Sequence[AnyTask], controller: str = "") -> Origin:
+    """Return the origin of a run on these tasks in this process. The fingerprint of a sealed task lacks the test split.
+
+    controller: that of the config.
+    """
+    own = own_code(controller)
+    references = [*(task.name for task in tasks if is_reference(task.name)), *([] if own is None else [own[1]])]
+    code = {name: known for name in references if (known := digest_of(name)) is not None}
+    return Origin({**describe_versions(_COMPARED), **code}, {task.name: fingerprint(task) for task in tasks})
+
+
+def fingerprint(task: AnyTask) -> Fingerprint:
+    """Return the fingerprint of a task: digests of its splits, its objective, and the scaling of its examples.
+
+    Of a train split that is read batch by batch, the first examples are hashed, and which examples of the Dataset it has.
+
+    Hashing takes one to four seconds per GB. Of a mixture, only the first instance of each part is hashed, because its data
+    follow from keys.
+    """
+    if isinstance(task, Mixture):
+        parts = {}
+        for part, keys in sorted(task.ranges.items()):
+            first, test = task.instance(keys.start), task.test_split(keys.start)
+            parts[f"{part} instances"] = digest([first.train, first.probe, first.validation, first.pixels, test])
+        return {**parts, "objective": digest(task.objective)}
+    values = {name: getattr(task, name) for name in (*_SPLITS, *_BESIDE)}
+    return {name: digest(value) for name, value in values.items() if value is not None or name in _BESIDE}
+
+
+def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ...] | None:
+    """Compare the recorded origin of a run with the current one.
+
+    Returns sentences about the differences, for changes.json and the events, or None if the recorded origin stays in effect.
+
+    Issues a RunWarning for other versions. Raises InputError for other data, unless `other_data` is set.
+    """
+    known = _recorded(folder)
+    if known is None:
+        warn(f"{folder} does not say with which versions and data the run began; they are not compared", RunWarning)
+        return ()
+    versions, data = known
+    found = [
+        f"{name} {versions[name]} -> {new}" for name, new in now.versions.items() if versions.get(name, new) != new
+    ]
+    if found:
+        warn(
+            f"the run in {folder} continues under other versions ({', '.join(found)}); its numbers may differ from those of an "
+            "uninterrupted run",
+            RunWarning,
+        )
+    unknown = sorted(now.data.keys() - data.keys())
+    if unknown:
+        warn(
+            f"{folder} holds no fingerprint of the data of {', '.join(unknown)}, as runs of earlier versions do; whether they "
+            "are the same is not checked",
+            RunWarning,
+        )
+    words = []
+    for name, fingerprints in now.data.items():
+        before = data.get(name)
+        known_parts = before if isinstance(before, dict) else {}
+        # a part that only one of the two contains is not compared
+        parts = [part for part, digest in fingerprints.items() if known_parts.get(part, digest) != digest]
+        if parts:
+            words.append(f"{', '.join(parts)} of task {name}")
+    if words and not other_data:
+        raise InputError(
+            f"the data differ, by sha256, from those that the run in {folder} began with: {'; '.join(words)}; restore the old "
+            "data, or continue with the new data by --other-data (from Python other_data=True), which is recorded"
+        )
+    noted = (*found, *(f"other data: {each}" for each in words))
+    return noted if noted or unknown else None
+
+
+def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the recorded versions and data of a run, the latest of each; None if nothing can be read."""
+    layers: list[Mapping[str, Any]] = []
+    try:
+        content = parse_json(read_kept(folder / ENVIRONMENT, _LARGEST, ""), folder / ENVIRONMENT, "")
+    except InputError:
+        content = None
+    if isinstance(content, dict):
+        code = content.get(CODE)
+        versions_then = {name: content[name] for name in _COMPARED if name in content}
+        layers.append({"versions": versions_then | (code if isinstance(code, dict) else {}), DATA: content.get(DATA)})
+    layers += [entry.origin for entry in read_trail(folder).entries if entry.origin is not None]
+    parts = [[part for layer in layers if isinstance(part := layer.get(name), dict)] for name in ("versions", DATA)]
+    versions, data = ({key: value for part in own for key, value in part.items()} for own in parts)
+    return (versions, data) if layers else None
+
+
+def digest(value: Any) -> str:
+    """Return the first 16 hexadecimal digits of the sha256 of a value: arrays with all their values, in containers."""
+    made = hashlib.sha256()
+    _feed(made, value, 8)
+    return made.hexdigest()[:16]
+
+
+def _feed(digest: "hashlib._Hash", value: Any, depth: int) -> None:
+    """Add a value to a digest, down to `depth` nested levels. Functions and unknown objects are represented by their names."""
+    match value:
+        case Tensor():
+            digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            digest.update(bytes_of(value.detach().cpu()))
+        case None | bool() | int() | float() | str() | bytes():
+            digest.update(f"{type(value).__name__} {value!r};".encode())
+        case np.generic() | np.ndarray():
+            digest.update(f"{value.dtype}{value.shape}{value.tolist()!r};".encode())
+        case Mapping():
+            _feed(digest, sorted(value.items(), key=str), depth)
+        case list() | tuple():
+            digest.update(f"[{len(value)}".encode())
+            for item in value if depth else ():
+                _feed(digest, item, depth - 1)
+        case nn.Module():
+            digest.update(f"<{type(value).__qualname__}".encode())
+            _feed(digest, value.state_dict(), depth)
+        case _ if is_dataclass(value) and depth and not isinstance(value, type):
+            digest.update(f"<{type(value).__qualname__}".encode())
+            for part in fields(value):
+                _feed(digest, getattr(value, part.name), depth - 1)
+        case _:
+            digest.update(f"<{getattr(value, '__qualname__', type(value).__qualname__)}".encode())

@@ -1,0 +1,110 @@
+"""Signals (SIGINT, SIGTERM, SIGHUP) as requests to end a run in order."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Self
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that request an end."""
+WORD_AFTER = 0.5
+"""How long a run may take to answer a signal by itself before a line says what it waits for [seconds]."""
+
+
+class Interrupt:
+    """A context manager that turns signals into the flags `asked` and `ending`.
+
+    The first SIGINT or SIGTERM sets `asked`, and the second has its usual effect. After `rearm`, the next one sets `ending`,
+    and the one after it has its usual effect.
+
+    Every SIGHUP sets `asked`, because closing a terminal can send two: one from the kernel and one from the shell. An ignored
+    SIGHUP, as under nohup, stays ignored.
+
+    Python delivers signals to the main thread. In another thread the context manager does nothing.
+    """
+
+    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+        """`say` shows a line. It is called if a signal has come and `answered` was not called within `WORD_AFTER`.
+
+        A thread calls it, because a step may compile a graph for a minute, and because a signal handler must not print: it
+        may interrupt a print.
+        """
+        self.asked = False  # whether any signal has come
+        self._rearmed = self._again = False
+        self._say = say
+        self._events: SimpleQueue[bool] = (
+            SimpleQueue()
+        )  # True: a signal has come; False: it is answered, or the run is over
+
+    @property
+    def ending(self) -> bool:
+        """Whether a signal has come since `rearm`; if that was not called, whether any signal has come."""
+        return self._again if self._rearmed else self.asked
+
+    def rearm(self) -> None:
+        """Let the next SIGINT or SIGTERM set `ending` instead of its usual effect."""
+        self._rearmed, self._again = True, False
+        if self._installed:
+            for number in self._previous:
+                signal.signal(number, self._ask)
+
+    def __enter__(self) -> Self:
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            asking = [number for number in ASKING if not (ignored and number == signal.SIGHUP)]
+            self._previous = {number: signal.signal(number, self._ask) for number in asking}
+            if self._say is not None:
+                threading.Thread(target=self._wait, args=(self._say,), name="interrupt", daemon=True).start()
+        return self
+
+    def answered(self) -> None:
+        """Say no line about a signal that has come, because the run says one now."""
+        self._events.put(False)
+
+    def _wait(self, say: Callable[[str], None]) -> None:
+        if not self._events.get():
+            return
+        try:
+            self._events.get(timeout=WORD_AFTER)
+        except Empty:
+            say("interrupted: the run ends after the step that is under way; another Ctrl-C ends it at once")
+
+    def __exit__(self, *error: object) -> None:
+        if self._installed:
+            for number, previous in self._previous.items():
+                signal.signal(number, previous)
+        self.answered()
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if not self.asked:
+            self._events.put(True)
+        self.asked = True
+        if self._rearmed and number != signal.SIGHUP:
+            self._again = True
+        # A shell starts a background job with SIGINT ignored. A second signal ends the process even then.
+        for each, previous in self._previous.items():
+            if each == signal.SIGHUP:
+                continue
+            usual = signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL
+            signal.signal(each, usual if previous == signal.SIG_IGN else previous)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, so that what is open is closed, locks among it.
+
+    A signal that is ignored or has a handler stays as it is. In another thread than the main one this does nothing.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    usual = [each for each in ASKING if main and signal.getsignal(each) == signal.SIG_DFL]
+    try:
+        for number in usual:
+            signal.signal(number, signal.default_int_handler)
+        yield
+    finally:
+        for number in usual:
+            signal.signal(number, signal.SIG_DFL)

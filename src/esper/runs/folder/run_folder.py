@@ -1,0 +1,441 @@
+"""A run folder from its opening to its closing: what is read first, what is written, and what `--overwrite` removes.
+
+A folder is a run of Esper if its config.yaml begins with `MARK`. Within it, the files of Esper are recognised by their names and
+places. Other files are never removed.
+"""
+
+import errno
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+from esper.leyline.config.tree import Config, dump_config
+from esper.leyline.data.task import AnyTask
+from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError, describe_error
+from esper.leyline.exporters import check_installed
+from esper.leyline.lifecycle.view import Space
+from esper.leyline.plugins import OUTPUTS, load_plugin, plugins
+from esper.leyline.reference import is_reference, resume_call, resume_command
+from esper.nissa.hub import Hub
+from esper.nissa.outputs import Guarded, JsonLines, Output
+from esper.nissa.recovery import Mark, resume_events
+from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
+from esper.runs.folder.environment import CODE, DATA, VERSIONS, compare_origin, origin_of
+from esper.runs.folder.interrupt import Interrupt
+from esper.runs.folder.resume import NEW, Opening, change_config, fitting, take_up
+from esper.store.changes import read_trail, record_origin
+from esper.store.checkpoint import Checkpoint, Checkpoints
+from esper.store.disk import DiskRetry, Retry, unfinished, write_atomic, write_once
+from esper.store.files import (
+    BEST,
+    CHANGES,
+    CHECKPOINTS,
+    CONFIG,
+    CONTROLLER,
+    ENVIRONMENT,
+    EVENTS,
+    MARK,
+    MODELS,
+    NAMES,
+    REPORT,
+    SUMMARY,
+    is_marked,
+    is_run,
+    to_json,
+)
+from esper.store.lock import LOCK, Lock, is_lock
+from esper.tolaria.runtime import resolve_device
+
+_OWN = re.compile(
+    "|".join(
+        (
+            "|".join(map(re.escape, (CONFIG, CHANGES, ENVIRONMENT, SUMMARY, REPORT))),
+            r"events(-(cut|damaged)-\d+)?\.jsonl",
+            rf"{MODELS}/(env-\d+|{BEST})/((model|topology)\.[\w.]+|SHA256SUMS)",
+            rf"{CONTROLLER}/controller\.\w+",
+            rf"{CHECKPOINTS}/(latest|best|step-\d+/state\.\w+)",
+        )
+    )
+)
+"""The files that Esper writes into a run folder, without the lock. Esper writes no links."""
+_ASIDE = re.compile(r"\.(.+)\.(new|old)")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NAMED = 3  # largest number of files that a message names
+
+
+class Contents(NamedTuple):
+    """The contents of a run folder."""
+
+    own: list[Path]  # files that Esper wrote
+    folders: list[Path]  # folders that Esper made, inner folders first
+    others: list[Path]  # other files and folders beside them, which a run does not touch
+    # other files and links that have the name of a file or folder of Esper, or are in such a folder
+    in_the_way: list[Path]
+
+
+def list_contents(folder: Path) -> Contents:
+    """Classify the contents of a run folder by their names. Other folders are not searched, and links are not followed."""
+    found = Contents([], [], [], [])
+
+    def intended(name: str) -> str:
+        aside = _ASIDE.fullmatch(name)
+        return unfinished(Path(name)) or (aside[1] if aside else name)
+
+    for top in sorted(folder.iterdir()):
+        name = intended(top.name)
+        if is_lock(top):
+            continue
+        if name not in (*NAMES, LOCK) and not _OWN.fullmatch(name):
+            found.others.append(top)
+            continue
+        inside = sorted(top.rglob("*"), reverse=True) if top.is_dir() and not top.is_symlink() else []
+        for path in (*inside, top):
+            if path.is_dir() and not path.is_symlink():
+                found.folders.append(path)
+            elif _OWN.fullmatch("/".join(map(intended, path.relative_to(folder).parts))) and not path.is_symlink():
+                found.own.append(path)
+            else:
+                found.in_the_way.append(path)
+    return found
+
+
+def check_folder(folder: Path, overwrite: bool = False) -> None:
+    """Check, without changing anything, that a run can be written to `folder`. Raises InputError if it cannot."""
+    try:
+        # A process that was killed before it wrote the config leaves a lock or the beginning of the config.
+        content = [path for path in folder.iterdir() if not is_lock(path) and unfinished(path) != CONFIG]
+    except FileNotFoundError:
+        content = []
+    except NotADirectoryError:
+        raise InputError(f"the run folder {folder} is a file, or lies under one; name a folder") from None
+    except OSError as error:
+        raise InputError(f"the run folder {folder} cannot be read: {error.strerror}; name another") from None
+    if is_run(folder) and not overwrite:
+        raise InputError(
+            f"{folder} already holds a run; name another (--run, run=), or replace it (--overwrite, overwrite=True)"
+        )
+    if content and not is_run(folder):
+        raise InputError(f"{folder} holds other files and no run; name a new or an empty folder (--run, run=)")
+    if content:
+        stays = f"--overwrite (overwrite=True) leaves {folder} as it is"
+        if not is_marked(folder):
+            raise InputError(
+                f"{folder / CONFIG} does not begin as the config of an Esper run, so {stays}; name another folder (--run, run=)"
+            )
+        if in_the_way := list_contents(folder).in_the_way:
+            raise InputError(
+                f"a run would overwrite {_listed(in_the_way)}, which Esper did not write, so {stays}; move those files "
+                "elsewhere, or name another folder (--run, run=)"
+            )
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise InputError(
+            f"no permission to write to {place}, the folder for the run; name another folder (--run, run=)"
+        )
+
+
+def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], None] | None = None) -> None:
+    """Create the folder, and with `overwrite` remove the files of an earlier run. Other files and the lock stay.
+
+    note: called with a line that names the other files.
+    """
+    check_folder(folder, overwrite)
+    make_folder(folder)
+    found = list_contents(folder)
+    try:
+        for path in found.own:
+            if path != folder / CONFIG:
+                path.unlink()
+        for path in found.folders:
+            if not any(path.iterdir()):
+                path.rmdir()
+        (folder / CONFIG).unlink(missing_ok=True)  # last, because it makes the folder recognisable as a run
+    except OSError as error:
+        raise _unwritable(error) from None
+    if found.others and note is not None:
+        were = "were" if len(found.others) > 1 else "was"
+        note(f"{_listed(found.others)} in {folder} {were} not written by Esper and not removed")
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder if it does not exist. Raises InputError if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(error) from None
+
+
+def _listed(paths: list[Path]) -> str:
+    """Return the first paths, separated by commas, and the number of further paths."""
+    more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+    return ", ".join(map(str, paths[:_NAMED])) + more
+
+
+def _unwritable(error: OSError) -> InputError:
+    return InputError(f"cannot write to {error.filename}: {error.strerror}; name another folder (--run, run=)")
+
+
+def exporters(config: Config, folder: Path | None) -> list[Output]:
+    """Make the exporters that a config names. InputError if one of them cannot run.
+
+    They read run folders and load networks as `esper export-events` does. The module of that command stands above this one, so
+    it is found by its name.
+    """
+    names = config.telemetry.exporters
+    if not names:
+        return []
+    if folder is None:
+        raise InputError(
+            f"telemetry.exporters is {', '.join(names)}, and exporters read the run folder; name one (--run, run=)"
+        )
+    if config.telemetry.level == "off":
+        raise InputError("telemetry.exporters needs events, and telemetry.level is off; set it to step or run")
+    of_packages = plugins(OUTPUTS)
+    for name in names:
+        if name not in of_packages:
+            check_installed(name)
+    exporter = import_module("esper.commands.exporting").exporter
+    return [
+        Guarded(load_plugin(OUTPUTS, name)(folder)) if name in of_packages else exporter(folder, name) for name in names
+    ]
+
+
+class RunFolder:
+    """The folder of a run that is open. Without a path, everything is accepted and nothing is stored.
+
+    Entering the context checks the folder. If the run continues, it also reads the folder: `found` is the checkpoint,
+    and `hub` continues its numbering. `begin` writes the first file, so bad input that is found before leaves the
+    folder unchanged. `end` writes the last row and the summary.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        config: Config,
+        note: Callable[[str], None],
+        interrupt: Interrupt,
+        opening: Opening = NEW,
+        tasks: Sequence[AnyTask] = (),
+        outputs: Sequence[Output] = (),
+    ) -> None:
+        """`config` is that of the run, or the changed config if the `opening` has a change. `tasks` are those of the run.
+
+        outputs: sinks of the user, which get every row after the writer of events.jsonl.
+        """
+        self.path, self.config, self.note = path, config, note
+        self.opening = opening
+        self.retry: Retry = write_once
+        kept: list[Output] = []
+        outputs = [*outputs, *exporters(config, path)]
+        if path is not None:
+            names = config.tasks or (config.task,)
+            seconds = config.faults.disk_seconds
+            self.retry = DiskRetry(seconds, note, path, lambda: interrupt.asked, names, config.controller)
+            kept.append(JsonLines(path / EVENTS, self.retry, note))
+        self.hub = Hub(
+            [*kept, *map(Guarded, outputs)], config.telemetry.level, raise_steps=config.telemetry.raise_steps
+        )
+        self.lock = Lock(path, note) if path is not None else None
+        self.store: Checkpoints | None = None
+        self.found: Checkpoint | None = None
+        self.mark: Mark | None = None  # position in the events at the checkpoint that was found
+        self.origin = origin_of(tasks, config.controller) if path is not None else None
+        self.differs: tuple[str, ...] | None = None  # sentences, if the origin is not the recorded one
+
+    def __enter__(self) -> Self:
+        try:
+            if self.path is not None and self.lock is not None:
+                self._open(self.path, self.lock)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *rest: object) -> None:
+        """Release the lock once all files are written. A KeyboardInterrupt does not wait for a checkpoint."""
+        try:
+            try:
+                self.hub.close()
+            finally:
+                self._leave(kind)
+        except KeyboardInterrupt:
+            self._leave(KeyboardInterrupt)  # the interrupt may have come before the lock was released
+            raise
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        """Release the lock once the checkpoint is written."""
+        if self.lock is None or self.store is None:
+            if self.lock is not None:
+                self.lock.release()
+            return
+        try:
+            if kind is None or not issubclass(kind, KeyboardInterrupt):
+                self.store.close()
+        finally:
+            self.store.leave(self.lock.release)
+
+    def _open(self, path: Path, lock: Lock) -> None:
+        """Lock an existing folder, and read the checkpoint from which the run continues.
+
+        A folder that does not exist yet is locked in `begin`.
+        """
+        opening = self.opening
+        if not opening.resume:
+            check_folder(path, opening.overwrite)
+        if is_run(path) if opening.resume else path.is_dir():
+            self.retry(lock.path, lock.take)
+        if opening.resume:
+            self.store, self.found = take_up(path, self.config, opening.change, self.note, self.retry)
+        if opening.resume and self.origin is not None and (self.found is not None or (path / ENVIRONMENT).exists()):
+            self.differs = compare_origin(path, self.origin, opening.other_data)
+        if self.found is not None:
+            with fitting(self.found):
+                self.hub.seq = operator.index(self.found.state["seq"])
+                self.hub.raised = operator.index(self.found.state.get("raised", 0))
+                mark = self.found.state.get("events")
+                if mark is not None:
+                    self.mark = {"bytes": operator.index(mark["bytes"]), "sha256": str(mark["sha256"])}
+
+    def begin(self, environment: Callable[[], Mapping[str, Any]], row: RunRow) -> None:
+        """Write the first files and the first row; for a run that continues, write only what is missing or changed."""
+        environment = cache(environment)
+        if self.path is not None and self.lock is not None:
+            path, lock = self.path, self.lock
+            steps, differs, origin = 0 if self.found is None else self.found.number, self.differs, self.origin
+            config, change = self.config, self.opening.change
+            if change is not None:
+                self.retry(path / CONFIG, lambda: change_config(path, config, change, steps))
+            if differs is not None and origin is not None:
+                self.retry(path / CHANGES, lambda: record_origin(path, differs, origin._asdict(), steps))
+            if self.opening.resume:
+                self.retry(path / EVENTS, lambda: resume_events(path, self.hub.seq, self.mark, self.note))
+                (path / SUMMARY).unlink(missing_ok=True)
+                for each in list_contents(path).own:
+                    if each.parent == path and unfinished(each) is not None:  # a killed process was writing it
+                        each.unlink(missing_ok=True)
+                if self.store is not None:
+                    self.store.sweep()  # otherwise only the next checkpoint would sweep
+            else:
+                if not lock.held:
+                    make_folder(path)
+                    self.retry(lock.path, lock.take)
+                # checked again, because another run may have used the folder before the lock was taken
+                create_folder(path, self.opening.overwrite, self.note)
+                self._write(path / CONFIG, MARK + dump_config(self.config))
+                self.store = Checkpoints(path, self.config.checkpoint, self.retry)
+            if not (path / ENVIRONMENT).exists():  # the process may have been killed before it was written
+                versions, data = ({}, {}) if self.origin is None else self.origin
+                code = {name: known for name, known in versions.items() if is_reference(name)}
+                recorded = {**environment(), DATA: data, **({CODE: code} if code else {})}
+                self._write(path / ENVIRONMENT, to_json(recorded))
+            # changes after the checkpoint: the rows that named them were cut from the events
+            entries = [entry for entry in read_trail(path).entries if entry.steps >= steps]
+            row.changed = [each for entry in entries for each in (*entry.settings, *entry.noted)]
+        if self.found is None or row.changed:
+            self.hub.emit(row)
+        if self.found is None and self.hub.wants(EnvironmentRow):
+            found = dict(environment())
+            names = ("platform", "device", "device_name", "threads", "git_revision", "command")
+            versions = {name: found[name] for name in VERSIONS}
+            self.hub.emit(EnvironmentRow(versions=versions, **{name: found[name] for name in names}))
+
+    def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
+        """Write the last row, with the error of the summary if it has one, and the summary.
+
+        This waits for the last checkpoint, unless `at_once` is set.
+        """
+        if self.store is not None and not at_once:
+            self.store.join()
+        if self.store is not None:
+            emit_checkpoints(self.hub, self.store)
+        if "error" in summary:
+            row.error = f"{summary['error']['type']}: {summary['error']['message']}"
+        self.hub.emit(row)
+        self.hub.flush()
+        if self.path is not None:
+            self._write(self.path / SUMMARY, to_json(summary))
+
+    @contextmanager
+    def recorded(
+        self, row: Callable[[Literal["failed"]], RunRow], asked: Callable[[], Mapping[str, Any]]
+    ) -> Iterator[None]:
+        """Write the last row and the summary if the body fails, and raise the error with the command that resumes the run.
+
+        row: returns the last row. asked: returns the summary up to now. On a full disk nothing is written.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise
+            summary = {**asked(), "status": "failed", "error": describe_error(error)}
+            self.end(row("failed"), summary, at_once=True)
+            if self.path is None:
+                raise
+            command = resume_command(self.path, self.config.tasks or (self.config.task,), self.config.controller)
+            number = None if self.store is None else self.store.latest()
+            place = (
+                "starts again with the first step, because there is no checkpoint yet"
+                if number is None
+                else f"continues after step {number:,}, that of the last checkpoint"
+            )
+            if isinstance(error, OutOfMemory | DataFault | UserCodeError):
+                raise type(error)(f"{error}; {command} {place}") from error.__cause__
+            if not isinstance(error, InputError):
+                error.add_note(
+                    f"The run in {self.path} has the status failed. Correct the error; then `{command}` {place}. If the task or "
+                    f"the controller was an object made in Python, call {resume_call(self.path, (), ('task', 'controller'))} "
+                    "instead."
+                )
+            raise
+
+    def _write(self, path: Path, content: str) -> None:
+        self.retry(path, lambda: write_atomic(path, content))
+
+
+def run_row(config: Config, controller: str, space: Space | None, hosts: Any, status: Any) -> RunRow:
+    """Return a row of a run; without a space, of networks that did not fit into memory, its slots and hosts are not known.
+
+    hosts: (E,) parameters of the hosts; empty in a training, whose hosts change every round.
+    """
+    return RunRow(
+        status=status,
+        task=config.task,
+        controller=controller,
+        envs=config.envs,
+        steps=config.steps,
+        seed=config.seed,
+        device=str(resolve_device(config.device)),
+        slots=() if space is None else space.slots,
+        blueprints=() if space is None else [blueprint.name for blueprint in space.blueprints],
+        host_param_counts=hosts,
+    )
+
+
+def emit_checkpoints(hub: Hub, store: Checkpoints) -> None:
+    """Emit a row for each checkpoint that was completed since the last call."""
+    while store.written:
+        hub.emit(CheckpointRow(**store.written.popleft()))
+
+
+def save_checkpoint(
+    hub: Hub, store: Checkpoints | None, steps: int, state: Callable[[], Mapping[str, Any]], best: bool = False
+) -> None:
+    """Begin a checkpoint of a state and of the hub after so many steps, unless no step was taken since the last.
+
+    best: whether its validation score is the best so far. Without a store nothing is written.
+    """
+    if store is None or steps == store.last:
+        return
+    store.join()
+    emit_checkpoints(hub, store)
+    hub.flush()
+    store.begin(steps, {**hub.state(), **state()}, best)

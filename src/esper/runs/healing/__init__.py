@@ -1,0 +1,1 @@
+"""Holds `esper.heal`, which regrows a network that was damaged."""

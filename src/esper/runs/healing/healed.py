@@ -1,0 +1,272 @@
+"""What a healing gives: the network, what was planted where and why, and the comparison with the usual remedies."""
+
+import html
+import inspect
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from esper.leyline.config.input import show
+from esper.leyline.errors import InputError, RunWarning, typed_line, warn
+from esper.leyline.intervals import mean_and_error, t_factor
+from esper.store.disk import Retry, remove, sync_folder, write_folder, write_once, write_synced
+from esper.store.lock import is_lock, locked_folder
+
+ADAPTER, MODULE, SUMMARY = "adapter", "network.pt2", "healing.json"
+_STAGED = ".healing.new"  # within the folder of a healing: all of its files, until each has its name
+
+
+def check_folder(folder: Path, overwrite: bool = False) -> None:
+    """Raise InputError if a healing may not be written to a folder: it is a file, or holds another one or other files.
+
+    What a killed process left of a healing may be replaced.
+    """
+    mend = "name another folder with --out"
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; {mend}")
+    found = [path for path in folder.iterdir() if not is_lock(path)] if folder.exists() else []
+    names = sorted(path.name for path in found)
+    if _STAGED in names:  # a process was killed before the healing was whole
+        names = [name for name in names if name not in (_STAGED, ADAPTER, MODULE)]
+    if names and SUMMARY not in names:
+        raise InputError(f"{folder} holds other files and no healing; name a new or an empty folder with --out")
+    if names and not overwrite:
+        raise InputError(f"{folder} holds a healing; give --overwrite, or {mend}")
+    if other := [name for name in names if name not in (ADAPTER, MODULE, SUMMARY)]:
+        raise InputError(f"{folder} holds {show(other[0])}, which is no file of a healing; {mend}")
+
+
+def half_width(values: NDArray[np.float64]) -> float:
+    """Half the width of the 95 % t interval of the mean of (N,) values, N >= 2."""
+    return t_factor(len(values)) * mean_and_error(values.tolist())[1]
+
+
+class HealingSeed(NamedTuple):
+    """A seed that was kept.
+
+    Attributes:
+        site (str): the submodule behind which it acts
+        blueprint (str): its kind
+        parameters (int): number of its parameters
+        why (str): why it was planted there
+        kept (str): why it was kept
+    """
+
+    site: str
+    blueprint: str
+    parameters: int
+    why: str
+    kept: str
+
+
+class Contender(NamedTuple):
+    """A row of the table: one network on the examples that were held back.
+
+    Attributes:
+        network (str): 'nothing', 'grown', 'uniform adapters' or 'all weights'
+        loss (float): mean loss
+        gain (float): mean loss of 'nothing' less that of this network, paired by example
+        half_width (float): half width of the 95 % interval of the gain
+        accuracy (float or None): share of right labels; None where targets are no labels
+        trained (int): number of trained parameters
+        rate (float or None): learning rate that was chosen; None where nothing was trained
+        seconds (float): time of its training
+    """
+
+    network: str
+    loss: float
+    gain: float
+    half_width: float
+    accuracy: float | None
+    trained: int
+    rate: float | None
+    seconds: float
+
+
+@contextmanager
+def healing_folder(folder: Path, overwrite: bool, note: Callable[[str], None], retry: Retry) -> Iterator[None]:
+    """Make the folder of a healing, and hold its lock in the body. Raises InputError as `check_folder` and `locked_folder`."""
+    check_folder(folder, overwrite)
+    with locked_folder(folder, note, retry):
+        check_folder(folder, overwrite)  # again: a process that held the lock may have written a healing since
+        yield
+
+
+@dataclass(frozen=True, repr=False)
+class Healed:
+    """The result of `esper.heal`. Prints as a table.
+
+    Attributes:
+        network (nn.Module): a copy of the model with the seeds that were kept, in evaluation mode
+        table (Contenders): every network on the examples that were held back
+        planted (HealingSeeds): what was planted where and why
+        explanations (sentences): why seeds were removed or not planted
+        adapter (bytes by name): the files of the adapter, as `esper.attach` reads them; empty if no seed was kept
+        losses ((N,) arrays by network): losses of the examples that were held back, or of 20 batches of them if a loss of one's
+            own does not know examples
+        host_params (int): parameters of the model
+        example (tensor or tuple): two inputs, with which `save` exports the network
+    """
+
+    network: nn.Module
+    table: tuple[Contender, ...]
+    planted: tuple[HealingSeed, ...]
+    explanations: tuple[str, ...]
+    adapter: Mapping[str, bytes]
+    losses: Mapping[str, NDArray[np.float64]]
+    host_params: int
+    example: Any
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: what growth brought, and which remedy was better than it."""
+        own = self.row("grown")
+        figures = f"({own.gain:+.4g} ± {own.half_width:.2g})"
+        if not np.isfinite(own.gain):
+            said = "growth diverged"
+        elif abs(own.gain) <= own.half_width:
+            said = f"growth: within chance of the network as it was {figures}"
+        else:
+            said = f"growth {'lowers' if own.gain > 0 else 'raises'} the loss {figures}"
+        if not self.planted:
+            said = "no seed was kept, so growth left the network as it was"
+        for name in [row.network for row in self.table if row.network not in ("nothing", "grown")]:
+            difference = self.losses["grown"] - self.losses[name]
+            mean, half = float(difference.mean()), half_width(difference)
+            how = "better than" if mean > half else "worse than" if mean < -half else "within chance of"
+            said += (
+                f"; {name}: {how} growth ({mean:+.4g} ± {half:.2g})" if np.isfinite(mean) else f"; {name}: not finite"
+            )
+        return said
+
+    def row(self, name: str) -> Contender:
+        """The row of a network."""
+        return next(row for row in self.table if row.network == name)
+
+    def summary(self) -> dict[str, Any]:
+        """The table, the seeds and the sentences, as plain values."""
+        return {
+            "status": "finished",
+            "host_params": self.host_params,
+            "verdict": self.verdict,
+            "table": [row._asdict() for row in self.table],
+            "planted": [seed._asdict() for seed in self.planted],
+            "explanations": list(self.explanations),
+        }
+
+    def save(self, folder: Path | str) -> str:
+        """Write the adapter, the network as network.pt2 for any number of examples, and the summary; say what was written.
+
+        What an earlier result wrote is replaced, and other files stay. A network that torch.export cannot express is left to
+        the adapter, and the sentence says so. Raises InputError if the folder cannot be made, or another process writes to it.
+        """
+        folder = Path(folder)
+        with locked_folder(folder, lambda text: warn(text, RunWarning), write_once):
+            return self.write(folder, write_once)
+
+    def write(self, folder: Path, retry: Retry) -> str:
+        """Write what `save` writes to a folder that is locked, and say what was written.
+
+        All files are written beside the old ones and then renamed, healing.json last: a disk that is full leaves an earlier
+        result as it was, and a process that is killed leaves no healing.json beside other files than its own.
+        """
+        program, left = b"", ""
+        try:
+            program = self._exported()
+        except Exception as error:  # torch.export raises errors of many kinds
+            left = f"; {MODULE} was not written, as torch.export refuses the network: {typed_line(error)}"
+        staged = folder / _STAGED
+
+        def stage() -> None:
+            remove(staged)
+            try:
+                staged.mkdir()
+                if self.adapter:
+                    write_folder(staged / ADAPTER, self.adapter)
+                if program:
+                    write_synced(staged / MODULE, program)
+                write_synced(staged / SUMMARY, json.dumps(self.summary(), indent=1).encode())
+            except BaseException:
+                remove(staged)
+                raise
+
+        retry(folder, stage)
+        remove(folder / SUMMARY)
+        written = []
+        for name in (ADAPTER, MODULE, SUMMARY):
+            remove(folder / name)  # also of an earlier network that had it where this one has none
+            if (staged / name).exists():
+                os.rename(staged / name, folder / name)
+                written.append(name)
+        staged.rmdir()
+        sync_folder(folder)
+        return f"{folder}: {', '.join(written)}{left}"
+
+    def _exported(self) -> bytes:
+        """The file of torch.export, with a batch axis of any length."""
+        given, named = self.example, isinstance(self.example, Mapping)
+        arguments = () if named else tuple(given) if isinstance(given, tuple | list) else (given,)
+        keywords = dict(given) if named else {}
+        shapes: Any = pytree.tree_map(
+            lambda leaf: {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) else None, keywords or arguments
+        )
+        first = next(iter(inspect.signature(self.network.forward).parameters.values()), None)
+        if not named and first is not None and first.kind == inspect.Parameter.VAR_POSITIONAL:
+            shapes = (shapes,)  # as the forward of torch.export.unflatten
+        file = io.BytesIO()
+        torch.export.save(torch.export.export(self.network, arguments, keywords, dynamic_shapes=shapes), file)
+        return file.getvalue()
+
+    def __repr__(self) -> str:
+        rows = list(self._rows())
+        sizes = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip() for row in rows]
+        seeds = [
+            f"planted {seed.blueprint} at {seed.site} ({seed.parameters:,} parameters): {seed.why}"
+            for seed in self.planted
+        ]
+        return "\n".join([*lines, *seeds, *self.explanations, self.verdict])
+
+    def _repr_html_(self) -> str:
+        head, *rows = [[html.escape(cell) for cell in row] for row in self._rows()]
+        cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+        seeds = "".join(
+            f"<li>{html.escape(f'{seed.blueprint} at {seed.site}, {seed.parameters:,} parameters: {seed.why}')}</li>"
+            for seed in self.planted
+        )
+        header = "".join(f"<th>{cell}</th>" for cell in head)
+        return f"<table><tr>{header}</tr>{cells}</table><ul>{seeds}</ul><p>{html.escape(self.verdict)}</p>"
+
+    def _rows(self) -> Iterator[list[str]]:
+        labels = any(row.accuracy is not None for row in self.table)
+        yield [
+            "network",
+            "held-out loss",
+            "lower by [95 %]",
+            *(["accuracy"] if labels else []),
+            "trained parameters",
+            "rate",
+            "seconds",
+        ]
+        for row in self.table:
+            low, high = row.gain - row.half_width, row.gain + row.half_width
+            yield [
+                row.network,
+                f"{row.loss:.4f}",
+                "" if row.network == "nothing" else f"{row.gain:+.4f} [{low:+.4f}, {high:+.4f}]",
+                *(["" if row.accuracy is None else f"{row.accuracy:.4f}"] if labels else []),
+                f"{row.trained:,}",
+                "" if row.rate is None else f"{row.rate:g}",
+                f"{row.seconds:.1f}",
+            ]

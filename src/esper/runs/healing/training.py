@@ -1,0 +1,376 @@
+"""The examples of a healing and the networks that it compares: the same batches for each, and their losses. N examples."""
+
+import copy
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.graft.grafted import call, undisturbed
+from esper.leyline.data.arrays import numeric_array, real
+from esper.leyline.data.batches import check_lengths, check_pairs
+from esper.leyline.data.keys import Purpose, key, permutations, scalar
+from esper.leyline.data.task import check_finite
+from esper.leyline.errors import InputError, typed_line
+from esper.leyline.lifecycle.sites import Site
+from esper.runs.healing.healed import Contender, half_width
+from esper.tolaria.live.probe import Loss, Probe, Way
+
+SHARES = {"train": 0.7, "probe": 0.15}
+"""Share of the examples that train, and that choose among what was trained; the table is measured on the rest."""
+LEAST = 20
+"""Fewest examples that can be split: the probe and the rest get three each."""
+IGNORED = -100
+"""Label of a position that does not count, as in torch.nn.functional.cross_entropy."""
+BATCH = 256
+"""Examples in one pass that measures."""
+WEIGHTS = ("weight", "weight_orig", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Names of the weights that LoRA adapts: of layers, of pruned layers in an exported graph, and of nn.MultiheadAttention."""
+PIECES = 20
+"""Batches that are measured if a loss does not know examples; fewer where there are fewer examples."""
+
+
+class Examples(NamedTuple):
+    """Inputs and targets, trees of tensors (N, ...). An input that is a tuple or a mapping is the arguments of a model."""
+
+    x: Any
+    y: Any
+
+    def __len__(self) -> int:
+        return next(
+            len(leaf) for leaf in pytree.tree_leaves((self.x, self.y)) if isinstance(leaf, Tensor) and leaf.dim()
+        )
+
+    def at(self, index: Tensor | slice) -> "Examples":
+        return Examples(*pytree.tree_map_only(Tensor, lambda leaf: leaf[index], (self.x, self.y)))
+
+    def like(self, network: nn.Module) -> "Examples":
+        """The examples with floating-point inputs of the dtype of the network's parameters."""
+        dtype = next((own.dtype for own in network.parameters() if own.is_floating_point()), torch.get_default_dtype())
+        x = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, self.x)
+        return Examples(x, self.y)
+
+    def batches(self, least: int = 2) -> list[tuple[Any, Any]]:
+        """All examples as at least `least` (input, target) pairs of about equal length, each of at most `BATCH` examples."""
+        count = max(math.ceil(len(self) / BATCH), min(least, len(self)))
+        cuts = np.linspace(0, len(self), count + 1).round().astype(int).tolist()
+        return [(part.x, part.y) for part in (self.at(slice(*cut)) for cut in itertools.pairwise(cuts))]
+
+
+class Parts(NamedTuple):
+    """Examples of a healing: `train` trains, `probe` ranks places, opens gates and chooses rates, `held` is for the table."""
+
+    train: Examples
+    probe: Examples
+    held: Examples
+
+
+def examples_of(data: Any) -> Examples:
+    """Read (x, y), a mapping with x and y, an iterable of (x, y) batches, or the path of a .npz, .pt or .safetensors file.
+
+    Floating-point arrays become torch's default dtype. Raises InputError if there are no examples, x and y differ in length, an
+    input is NaN, or a target NaN or infinite. Inputs may be infinite, as masks of attention are.
+    """
+    found = _content(Path(data)) if isinstance(data, str | Path) else data
+    if isinstance(found, Mapping):
+        if missing := {"x", "y"} - set(found):
+            raise InputError(f"data has no {' and no '.join(sorted(missing))}; give arrays named x and y")
+        found = (found["x"], found["y"])
+    if isinstance(found, Examples) or (isinstance(found, tuple) and len(found) == 2):
+        examples = Examples(
+            *(pytree.tree_map(partial(_tensor, what), tree) for what, tree in zip("xy", found, strict=True))
+        )
+    elif isinstance(found, Iterable):
+        examples = _joined(list(found))
+    else:
+        raise InputError(
+            f"data is a {type(data).__name__}; give (x, y), batches of them, or a .npz, .pt or .safetensors file"
+        )
+    named = [
+        (what, what + pytree.keystr(path), leaf)
+        for what, tree in (("x", examples.x), ("y", examples.y))
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]
+        if isinstance(leaf, Tensor) and leaf.dim()
+    ]
+    targets = [len(leaf) for what, _, leaf in named if what == "y"]
+    if not named:
+        raise InputError("data holds no arrays; give x and y as tensors or NumPy arrays")
+    for _, name, leaf in named:
+        check_lengths(name, len(leaf), targets[0] if targets else len(named[0][2]))
+    if len(examples) < LEAST:
+        raise InputError(
+            f"data has {len(examples)} examples; healing needs {LEAST} or more, of which it holds some back"
+        )
+    for what, name, leaf in named:
+        wrong = leaf.isnan() if what == "x" else ~leaf.isfinite()
+        check_finite(wrong.reshape(len(leaf), -1).any(1), name, "leave those examples out")
+    return examples
+
+
+def _content(path: Path) -> Any:
+    if not path.is_file():
+        found = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        raise InputError(f"{found}; give healing data, such as a .npz file with arrays x and y")
+    try:
+        match path.suffix:
+            case ".npz":
+                with np.load(path, allow_pickle=False) as arrays:
+                    return dict(arrays)
+            case ".pt" | ".pth":
+                return torch.load(path, weights_only=True)
+            case ".safetensors":
+                return load_file(path)
+    except Exception as error:  # each library has errors of its own for a damaged file
+        raise InputError(f"{path} cannot be read as {path.suffix}: {typed_line(error)}; write it again") from error
+    raise InputError(f"{path} ends in {path.suffix!r}; give a .npz, .pt or .safetensors file with x and y")
+
+
+def _joined(batches: list[Any]) -> Examples:
+    """Join batches of one structure."""
+    check_pairs(batches, "data")
+    trees = [
+        [pytree.tree_map(partial(_tensor, what), tree) for what, tree in zip("xy", pair, strict=True)]
+        for pair in batches
+    ]
+    leaves, structures = zip(*map(pytree.tree_flatten, trees), strict=True)
+    shapes = [[leaf.shape[1:] if isinstance(leaf, Tensor) else None for leaf in own] for own in leaves]
+    for number, each in enumerate(zip(shapes, structures, strict=True)):
+        if each != (shapes[0], structures[0]):
+            raise InputError(f"batch {number} of data has examples of another shape than batch 0; give all one shape")
+    whole = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*leaves, strict=True)]
+    return Examples(*pytree.tree_unflatten(whole, structures[0]))
+
+
+def _tensor(what: str, value: Any) -> Any:
+    """An array or a tensor as a tensor of numbers; anything else as it is."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(numeric_array(value, what)))
+    if not isinstance(value, Tensor):
+        return value
+    found = real(value.detach(), what)
+    return found.to(torch.get_default_dtype()) if found.is_floating_point() else found
+
+
+def split(examples: Examples, seed: int) -> Parts:
+    """Split at random: `SHARES` to train and probe, the rest held back."""
+    order = permutations(key(Purpose.SPLIT, seed), np.array([len(examples)]), torch.device("cpu"))[0]
+    first, second = (round(share * len(examples)) for share in np.cumsum(list(SHARES.values())))
+    return Parts(*(examples.at(part) for part in (order[:first], order[first:second], order[second:])))
+
+
+def usual_loss(output: Any, target: Any) -> Tensor:
+    """(B,) the cross-entropy of output (B, ..., C) for whole numbers (B, ...) [nats], the squared error for other targets.
+
+    Each is the mean over the positions of an example that count.
+    """
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        raise InputError(
+            f"the model returns a {type(output).__name__}, and the target is a {type(target).__name__}; give loss(output, target)"
+        )
+    if not target.is_floating_point() and output.shape[:-1] == target.shape:
+        classes = output.shape[-1]
+        wrong = target[(target != IGNORED) & ((target < 0) | (target >= classes))]
+        if len(wrong):
+            mend = f"the model has {classes} outputs; give labels from 0 to {classes - 1}"
+            if classes == 1:
+                mend = "the model has one output; give floating-point targets, or from Python loss(output, target)"
+            raise InputError(f"y holds the label {int(wrong[0])}, and {mend}")
+        flat = output.flatten(0, -2), target.flatten().long()
+        losses = nn.functional.cross_entropy(*flat, ignore_index=IGNORED, reduction="none").reshape(len(target), -1)
+        return losses.sum(1) / (target != IGNORED).reshape(len(target), -1).sum(1).clamp_min(1)
+    if target.is_floating_point() and output.numel() == target.numel():
+        return (output - target.view_as(output)).square().reshape(len(output), -1).mean(1)
+    kind, shape = str(target.dtype).removeprefix("torch."), tuple(output.shape)
+    raise InputError(
+        f"the output of a batch is {shape}, and its y is {kind} {tuple(target.shape)}; give labels as whole numbers "
+        f"{shape[:-1]}, targets as floating-point numbers {shape}, or from Python loss(output, target)"
+    )
+
+
+class Case(NamedTuple):
+    """What all networks of a healing have in common."""
+
+    host: nn.Module  # the damaged network, in evaluation mode
+    masks: Mapping[str, Tensor]  # masks of pruned parameters
+    parts: Parts  # the examples
+    loss: Loss  # of an output and a target
+    steps: int  # steps of the optimizer
+    batch: int  # examples in a step
+    seed: int  # seed of batches and weights
+    way: Way = "given"  # how the loss of an example is had, as in `tolaria/live/probe.py::Probe`
+
+    def batches(self, examples: Examples) -> list[tuple[Any, Any]]:
+        """Batches to measure on: `PIECES` where only batches have a loss, so that an interval has enough of them."""
+        return examples.batches(PIECES if self.way == "whole" else 2)
+
+
+class Trained(NamedTuple):
+    """A network after its training: its loss on the probe, its trained parameters, its learning rate, and the seconds it took."""
+
+    network: nn.Module
+    probe: float
+    learned: int
+    rate: float
+    seconds: float
+
+
+def train(
+    network: nn.Module, optimizer: torch.optim.Optimizer, case: Case, behind: Callable[[Any, Any], Any], *, still: bool
+) -> None:
+    """Train on the batches that every network gets, in the same order; `behind` is called after each step.
+
+    still: keep normalisation layers with running statistics in evaluation mode, as those of a frozen network are.
+    """
+    network.train()
+    for part in network.modules():
+        if still and isinstance(part, _NormBase) and part.track_running_stats:
+            part.eval()
+    generator = torch.Generator().manual_seed(scalar(Purpose.ORDER, case.seed))
+    with drawn_with(scalar(Purpose.DROPOUT, case.seed)):
+        for _ in range(case.steps):
+            x, y = case.parts.train.at(torch.randint(len(case.parts.train), (case.batch,), generator=generator))
+            case.loss(call(network, x), y).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            behind(x, y)
+    network.eval()
+
+
+def all_weights(case: Case, rate: float) -> Trained:
+    """A copy of which every weight is trained; what was pruned stays 0."""
+    network = copy.deepcopy(case.host)
+    for parameter in network.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    masks = [(parameter, case.masks[name]) for name, parameter in network.named_parameters() if name in case.masks]
+
+    @torch.no_grad()
+    def behind(x: Any, y: Any) -> None:
+        for parameter, mask in masks:
+            parameter.mul_(mask)
+
+    return _trained(network, case, rate, behind, still=False)
+
+
+def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int) -> Trained | None:
+    """A frozen copy with LoRA of one rank, at least 1, at every layer at or in a site, of about `size` parameters in all.
+
+    No rank is larger than its matrix.
+
+    None if no layer there has a weight that can be adapted.
+    """
+    network = copy.deepcopy(case.host).requires_grad_(False)
+    inside = {id(part): part for site in sites for part in network.get_submodule(site.after).modules()}
+    weights = [(part, name, weight) for part in inside.values() for name, weight in _matrices(part)]
+    if not weights:
+        return None
+    each = sum(len(weight) + weight[0].numel() for _, _, weight in weights)
+    with drawn_with(scalar(Purpose.BIRTH, case.seed)):
+        for part, name, weight in weights:
+            most = min(len(weight), weight[0].numel())  # a higher rank computes nothing more
+            parametrize.register_parametrization(part, name, _LowRank(weight, min(max(round(size / each), 1), most)))
+    return _trained(network, case, rate, lambda x, y: None, still=True)
+
+
+def settled(case: Case) -> Case:
+    """The case with the way in which the loss of an example is had. InputError if the damaged network has no finite loss."""
+    probe = _probe(case.host, case.parts.probe.batches(), case.loss)
+    with undisturbed(case.host):
+        probe.settle(case.host)
+    assert probe.way is not None
+    case = case._replace(way=probe.way)
+    losses = np.concatenate([losses_of(case.host, part, case) for part in case.parts])
+    if wrong := int((~np.isfinite(losses)).sum()):
+        what = "batches" if case.way == "whole" else "examples"
+        raise InputError(
+            f"the loss of the model is not finite on {wrong} of {len(losses)} {what}; leave out the examples with infinite "
+            "inputs, or give a model whose outputs are finite"
+        )
+    return case
+
+
+def losses_of(network: nn.Module, examples: Examples, case: Case) -> NDArray[np.float64]:
+    """(N,) the loss of each example, or of each batch if the loss does not know examples."""
+    probe = _probe(network, case.batches(examples), case.loss)
+    probe.way = case.way
+    with undisturbed(network):
+        losses: NDArray[np.float64] = probe.see(network)[0].cpu().numpy()
+    return losses
+
+
+def rank(trained: Trained) -> float:
+    """The loss on the probe, which chooses among rates; one that is not finite comes last."""
+    return trained.probe if math.isfinite(trained.probe) else math.inf
+
+
+def table(case: Case, networks: Mapping[str, Trained]) -> tuple[tuple[Contender, ...], dict[str, NDArray[np.float64]]]:
+    """Every network on the examples that were held back, and its losses there. The first network is the damaged one."""
+    held = case.parts.held
+    losses = {name: losses_of(each.network, held, case) for name, each in networks.items()}
+    first = next(iter(losses.values()))
+    rows = []
+    for name, each in networks.items():
+        less = first - losses[name]
+        measured = float(losses[name].mean()), float(less.mean()), half_width(less), _accuracy(each.network, held)
+        rows.append(Contender(name, *measured, each.learned, each.rate or None, round(each.seconds, 2)))
+    return tuple(rows), losses
+
+
+class _LowRank(nn.Module):
+    """LoRA (arXiv 2106.09685, section 4.1): W + B A, with B zero at first; of a kernel, each output channel is a row of W."""
+
+    def __init__(self, weight: Tensor, rank: int) -> None:
+        super().__init__()
+        reads = weight[0].numel()
+        self.a = nn.Parameter(torch.randn(rank, reads).to(weight) / reads**0.5)
+        self.b = nn.Parameter(torch.zeros(len(weight), rank).to(weight))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """(out, ...) -> (out, ...)."""
+        return weight + (self.b @ self.a).view_as(weight)
+
+
+def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """The weights that a layer multiplies by, with their names; none for other modules."""
+    named = [(name, weight) for name in WEIGHTS if (weight := part._parameters.get(name)) is not None]
+    return [] if isinstance(part, nn.Embedding) else [(name, weight) for name, weight in named if weight.dim() > 1]
+
+
+def _probe(network: nn.Module, batches: list[tuple[Any, Any]], loss: Loss) -> Probe:
+    return Probe(batches, loss, next((parameter.device for parameter in network.parameters()), torch.device("cpu")))
+
+
+def _trained(network: nn.Module, case: Case, rate: float, behind: Callable[[Any, Any], Any], *, still: bool) -> Trained:
+    begin = time.perf_counter()
+    learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
+    train(network, optimizer, case, behind, still=still)
+    score = float(losses_of(network, case.parts.probe, case).mean())
+    return Trained(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
+
+
+@torch.no_grad()
+def _accuracy(network: nn.Module, examples: Examples) -> float | None:
+    """Share of right labels; None if targets are no labels."""
+    right = []
+    with undisturbed(network):
+        for x, y in examples.batches():
+            output = call(network, x)
+            if not isinstance(output, Tensor) or not isinstance(y, Tensor):
+                return None
+            if y.is_floating_point() or output.shape[:-1] != y.shape:
+                return None
+            right.append((output.argmax(-1) == y).double().flatten())
+    return float(torch.cat(right).mean())

@@ -1,0 +1,1 @@
+"""Holds `esper.Growth`, growth in the user's own training loop."""

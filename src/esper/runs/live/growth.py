@@ -1,0 +1,680 @@
+"""Growing one network in a training loop of a person's own."""
+
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, get_blueprint
+from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
+from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
+from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
+from esper.kasmina.network.saving import folder_of, save_adapter, save_grown
+from esper.leyline.config.tree import Config, build_config, merge_settings
+from esper.leyline.data.duplicates import Overlap
+from esper.leyline.data.objective import objective
+from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.stages import ADDED, Stage
+from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.view import Space
+from esper.leyline.protocols import Controller
+from esper.leyline.text import counted
+from esper.runs.explanations import Attempts, explanations, few_examples, unfinished
+from esper.runs.live.growth_state import (
+    SECTIONS,
+    check_made_with,
+    check_whole,
+    loaded_tree,
+    made_with,
+    saved_tree,
+    signed,
+)
+from esper.runs.verdict import verdict_of_loop
+from esper.tamiyo.catalog import find_controller
+from esper.tolaria.engine import Engine
+from esper.tolaria.live.averages import Average
+from esper.tolaria.live.choosing import chooses
+from esper.tolaria.live.grafts import GrowthMode
+from esper.tolaria.live.groups import Groups, unwrapped
+from esper.tolaria.live.population import LivePopulation
+from esper.tolaria.live.probe import Batches, Loss, Probe
+from esper.tolaria.live.ranks import Ranks, SharedGradients, processes
+from esper.tolaria.play import decide
+
+LISTED = 500
+"""Seeds that a summary lists as planted, kept or removed: a training without an end would make its saved state ever larger."""
+
+MENU: Mapping[Kind, tuple[str, ...]] = {
+    Kind.VECTOR: ("bypass-linear", "bypass-mlp", "mlp-small"),
+    Kind.MAP: ("bypass-conv-1x1", "bypass-conv-3x3", "conv-light"),
+    Kind.SEQUENCE: ("bypass-linear", "bypass-mlp", "mlp-small"),
+}
+"""Blueprints that may be planted at sites of each kind, if the settings name none."""
+MOST_SITES = 62
+"""Largest number of sites: a coalition of seeds is a bit mask in one integer."""
+ENDLESS = 10**6
+"""Number of decisions of a training whose length is not given."""
+
+M = TypeVar("M", bound=nn.Module)
+
+_IDLE = 20
+"""Calls of `Growth.step` without a step of the optimizer that are worth a word: more than a few skipped batches."""
+
+LOOKED_AT, ONE_IN = 256, 16
+"""Batches of the loop that are compared with the probe: the first so many, then one in so many."""
+
+_UNFINISHED: weakref.WeakSet["Growth"] = weakref.WeakSet()
+"""Growths whose seeds are in a model and an optimizer."""
+
+
+class Growth:
+    """Grows a network while a loop trains it: plants seeds at its sites, tries them, and keeps those that pay.
+
+        growth = esper.Growth(model, optimizer, probe=probe, loss=loss)
+        for x, y in loader:
+            loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            growth.step()
+        model = growth.finish()
+
+    `step` is called after every step of the optimizer; no seed learns without one. Every `every` of them it measures the network
+    on the probe, asks the controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs,
+    gradients and buffers are bit for bit what they are without it.
+
+    step() trains an incubating seed by the gradients of the loop's own backward passes. step(x, y), with the batch of this step,
+    trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
+    Examples of the probe that are among such batches are one GrowthWarning with their number.
+
+    Args:
+        model: the module that grows, or a DistributedDataParallel of it, whose processes then grow alike. Where `esper.graft` has
+            given it no sites, it gets those that are found on the first input of the probe. A compiled module stands for the one
+            inside, which has its sites already.
+        optimizer: any torch optimizer with parameter groups, of which no other growth makes use. The matrices of a seed get a
+            group like that of the nearest matrix, its biases and norms one like that of the nearest bias or norm.
+        scheduler: its learning rate scheduler, or a list of them.
+        ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, made after the model was grafted. It gets
+            every seed that the model gets.
+        controller: name of a controller, path of a schedule, folder of a trained one, or an object with `act`, `store`, `update`.
+        budget: most parameters of all seeds / parameters of the model.
+        probe: a list of (input, target) pairs that are not trained on, or a function that returns one, always the same. An
+            input that is a tuple or a mapping is the arguments of the model.
+        loss: loss(output, target) of a batch: one number, or one for each example. Less is better, also where the optimizer
+            maximizes.
+        freeze: what does not train until `finish`. 'none' leaves `requires_grad` as it is; 'host' freezes the whole model bit for
+            bit, so that only seeds are trained; a list of names freezes those submodules and parameters, with wildcards, as
+            ['layers.*', 'head.bias']. Frozen layers with running statistics, such as BatchNorm, stay in evaluation mode.
+        mode: 'live' adds a submodule for each seed, so that torch.compile compiles the model anew when one is planted, acts
+            otherwise, or is removed. 'reserve' adds a seat for every blueprint to every site at once, and all seats run in every
+            pass, so that the graph stays the same; torch.compile and DistributedDataParallel come after it.
+        every: steps of the optimizer between two decisions.
+        steps: steps of the optimizer of the whole training, so that no seed is planted too late; None where it has no end.
+        scaler: the torch.amp.GradScaler that scales the loss, if there is one.
+        seed: seed of every random number that is drawn here. torch's own generators are not used.
+        settings: a config whose keys override the defaults, such as {"blueprints": ["bypass-mlp"]} (`esper docs config`).
+        shared: whether the processes of torch.distributed train copies of this network, where `model` does not show it: it is a
+            submodule of what DistributedDataParallel wraps, or the loop averages gradients by other means.
+
+    Raises:
+        InputError: in one sentence, where one of these cannot be
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        ema: nn.Module | None = None,
+        *,
+        controller: str | Controller = "heuristic",
+        budget: float = 0.1,
+        probe: Batches,
+        loss: Loss,
+        freeze: Freeze = "none",
+        mode: GrowthMode = "live",
+        every: int = 100,
+        steps: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
+        settings: Mapping[str, Any] | None = None,
+        shared: bool = False,
+    ) -> None:
+        _check_mode("esper.Growth")
+        network, wrapper = _unwrapped_model(model)
+        _check_owner(network, unwrapped(optimizer))
+        sharded = is_sharded(network)
+        if mode not in get_args(GrowthMode):
+            raise InputError(f"mode is {mode!r}; give 'live' or 'reserve'")
+        if mode == "reserve" and (sharded or wrapper is not None):
+            raise InputError(
+                "mode='reserve' adds parameters that DistributedDataParallel or fully_shard would not know; give Growth the "
+                "module itself, and wrap it afterwards"
+            )
+        self.every, self.calls, self.finished = _optimizer_steps("every", every), 0, False
+        self.model, self.mode = network, mode
+        self.folded: list[str] = []  # sites whose seeds `finish` made part of a layer
+        device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
+        measured = Probe(probe, loss, device)
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < float("inf"):
+            raise InputError(
+                f"budget is {budget!r}; give a number above 0, the largest share of parameters that seeds may add, as 0.1"
+            )
+        share = float(budget)
+        groups = Groups(optimizer, scheduler, network)
+        if not is_grafted(network):
+            graft(network, example=measured.first)
+        sites = sites_of(network)
+        config = _growth_config(sites, share, self.every, steps, seed, settings or {})
+        averages = [] if ema is None else [Average(ema, network)]
+        ranks = Ranks(
+            shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1), sharded=sharded
+        )
+        batches = ranks.from_each(len(measured.batches())) if ranks.together else []
+        if len(set(batches)) > 1:  # processes that measure together would wait for each other
+            raise InputError(
+                f"probe has {', '.join(map(str, batches))} batches in the processes, which run the model together; give each as "
+                "many"
+            )
+        menu, shared_gradients = growth_menu(sites, config), SharedGradients(ranks, wrapper)
+        population = LivePopulation(network, averages, groups, measured, menu, config, ranks, shared_gradients)
+        population.space = _within_budget(population, budget)
+        if mode == "reserve":
+            population.grafts.reserve(population.space.fits)
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise InputError(f"scaler is a {type(scaler).__name__}; give the torch.amp.GradScaler of the loop, or None")
+        population.incubation.scale = None if scaler is None else scaler.scale
+        if wrapper is not None and freeze != "none" and not wrapper.find_unused_parameters:
+            raise InputError(
+                f"freeze={freeze!r} takes gradients away for which DistributedDataParallel waits; make it with "
+                "find_unused_parameters=True"
+            )
+        self.frozen = Frozen(network, freeze)
+        self.controller = find_controller(controller).make(config)
+        arguments = {"budget": share, "freeze": freeze, "every": self.every, "steps": steps, "seed": seed, "mode": mode}
+        self._made_with = ranks.from_first(made_with(population, (controller, self.controller), config, arguments))
+        self.engine = Engine(population, config)
+        self.engine.reset()
+        self.engine.seed_history.most = LISTED
+        self.attempts = Attempts.none(1)
+        self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
+        self.overlap: Overlap | None = Overlap(measured.batches())  # of the probe with what the loop trains on
+        self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
+        self._decide()
+        _UNFINISHED.add(self)
+
+    @property
+    def population(self) -> LivePopulation:
+        """The network with its seeds, as the engine grows it."""
+        return self.engine.population
+
+    def step(self, *batch: Any) -> bool:
+        """Take note of a step of the optimizer; returns whether a decision was made.
+
+        batch: nothing, or the input and the target of the step. InputError if it is anything else, if the model or the loss
+        fails on it, or after `finish`.
+        """
+        if self.finished:
+            raise InputError("the network is finished; make another esper.Growth to grow it further")
+        if len(batch) not in (0, 2):
+            raise InputError(
+                f"growth.step was given {counted(len(batch), 'argument')}; give none, or the input and the target of the step"
+            )
+        _check_mode("growth.step()")
+        self.calls += 1
+        # First, as it refuses a batch that the model cannot take.
+        self.population.incubate((batch[0], batch[1]) if batch else None)
+        if batch and self.overlap is not None and (self.calls <= LOOKED_AT or self.calls % ONE_IN == 0):
+            self.overlap.show(batch)
+        if self.calls % self.every or self.engine.state.pending is None:
+            return False
+        self.frozen.check()
+        _, outcome = self.engine.close()
+        self.frozen.note()
+        self._look_at_the_loop()
+        if self.population.ranks.first:
+            self.controller.store(outcome)
+        if not self.engine.over:
+            self._decide()
+        return True
+
+    def finish(self) -> nn.Module:
+        """The network with the seeds that were kept, and no others. It goes on training under the same optimizer.
+
+        A kept seed whose change is linear becomes part of the Linear that it is behind, in the model and in its moving average,
+        if the outputs of both on the probe stay the same, to rounding. Every other seed is a child named `esper` of its
+        submodule, whose class runs it. Submodules without a seed have their own classes again.
+        """
+        if self.finished:
+            return self.model
+        self.engine.abandon()
+        reshard(self.model)
+        population, seeds = self.population, self.engine.state.seeds
+        for slot, site in enumerate(population.sites):
+            if planted_at(self.model, site.name) is not None and seeds.stage[0, slot] != Stage.FOSSILIZED:
+                population.free(site.name)
+        for site in population.sites:
+            if planted_at(self.model, site.name) is not None and population.fold(site.name):
+                self.folded.append(site.name)
+                population.free(site.name)
+        population.grafts.settle()
+        self.frozen.release()
+        population.groups.disown()
+        population.incubation.close()
+        _UNFINISHED.discard(self)
+        for network in (self.model, *population.grafts.copies):
+            trim(network)
+        self.finished = True
+        return self.model
+
+    def gather(self, model: M | None = None) -> M | None:
+        """The network that `finish` returned as one process holds it, where several have parts of it or copies.
+
+            growth.finish()
+            network = growth.gather(build() if rank == 0 else None)
+
+        Every process calls this. `model` is another copy of the model, as it was before `esper.graft`. It gets the seeds that
+        were kept and every weight, one tensor at a time, in place, and is returned. A process that gives None gets None.
+
+        InputError before `finish`, or in every process if a model is not such a copy.
+        """
+        if not self.finished:
+            raise InputError("the network is not finished; call finish before gather")
+        problem, whole_model = "", {}
+        try:
+            if model is not None:
+                self._plant_kept(model)
+                whole_model = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+                grown = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
+                target = "the model that gather was given"
+                check_tensors(grown, whole_model, "the grown network", target, "build the same model", dtypes=False)
+        except InputError as error:  # the others wait for this process
+            problem = str(error)
+        problem = next(filter(None, self.population.ranks.from_each(problem)), "")
+        if problem:
+            raise InputError(problem)
+        reshard(self.model)
+        others = {}
+        with torch.no_grad():
+            for name, value in self.model.state_dict().items():
+                if not isinstance(value, Tensor):
+                    others[name] = value
+                    continue
+                gathered = gather_on_cpu(value, model is not None)
+                if model is not None and gathered is not None:
+                    whole_model[name].copy_(gathered)
+        if model is not None and others:
+            model.load_state_dict(others, strict=False)
+        return model
+
+    def save_adapter(self, folder: Path | str) -> None:
+        """Write the seeds that were kept to a folder, for `esper.attach` on another copy of the host.
+
+        The host is not written, but a digest of its weights, with which alone `esper.attach` takes the seeds: where the host was
+        trained too, save it as well, or everything by `save`. Of several processes, each calls this and the first writes.
+        InputError if `finish` made a seed part of the host.
+        """
+        if self.folded:
+            raise InputError(
+                f"finish made the seeds at {', '.join(map(repr, self.folded))} part of the model, so that no adapter can hold "
+                "them; call growth.save(folder), which writes the whole model, or save_adapter before finish"
+            )
+        population, folder = self.population, folder_of(folder)
+        reshard(self.model)
+        save_adapter(
+            self.model,
+            population.grafts.kept(self.engine.state.seeds),
+            [site.after for site in population.sites],
+            folder if population.ranks.first else None,
+        )
+
+    def save(self, folder: Path | str) -> None:
+        """Write the network as it computes now to a folder, for `esper.load_grown` on a fresh copy of the model.
+
+        The folder holds every weight and buffer, and the seeds that act: before `finish` also those on trial, at their present
+        dose. It replaces an earlier one. Of several processes, each calls this and the first writes.
+        """
+        folder = folder_of(folder)
+        reshard(self.model)
+        save_grown(self.model, folder if self.population.ranks.first else None)
+
+    def summary(self) -> dict[str, Any]:
+        """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
+
+        `verdict` says in one line what is known of whether growth paid. `loss` is that on the probe at the last decision, and
+        `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for `added_params`, which are the parameters
+        of the seeds that act. `trained_params` require a gradient, seats that are free left out. Each list has its last 500
+        entries, and `unlisted` counts the earlier ones.
+        """
+        state, population = self.engine.state, self.population
+        host = int(population.host_params[0])
+        called = {"slot": "site", "blueprint": "blueprint", "step": "decision", "reason": "reason"}
+        lists = {
+            name: [{mine: each[own] for own, mine in called.items()} for each in entries]
+            for name, entries in self.engine.seed_history.lists().items()
+        }
+        fossils, kept = int((state.seeds.stage == Stage.FOSSILIZED).sum()), frozenset({Stage.FOSSILIZED})
+        added, kept_params = (
+            int(population.added_params(state.seeds, each)[0]) for each in (kept if self.finished else ADDED, kept)
+        )
+        loss, rent = float(state.scores.loss[0]), self.engine.config.reward
+        # What is amiss in the loop, why nothing was planted, and after `finish` why seeds were neither kept nor pruned.
+        view, examples = self.engine.view(), 0 if self.overlap is None else self.overlap.examples
+        sentences = [*self._findings.values(), *(few_examples({"the probe": examples}) if examples else ())]
+        sentences += explanations(self.attempts, view.space, self.controller, type(self.controller).__name__)
+        if self.finished:
+            sentences += unfinished(view, self.engine.config.gates, self.attempts.allowed_last)
+        return {
+            "verdict": verdict_of_loop(fossils, kept_params, host, finished=self.finished),
+            "status": "finished" if self.finished else "growing",
+            "steps": self.calls,
+            "decisions": state.step,
+            "loss": loss,
+            "objective": float(
+                objective(-loss, added, host, rent.rent, rent.rent_size) - state.compute.price(self.engine.config)[0]
+            ),
+            "host_params": host,
+            "added_params": added,
+            "trained_params": population.grafts.trained_params(),
+            "rollbacks": self.engine.governor.record.counts()["rollbacks"],
+            **lists,
+            "unlisted": dict(self.engine.seed_history.unlisted),
+            "explanations": sentences,
+        }
+
+    @property
+    def compilations(self) -> dict[str, int]:
+        """What growing costs torch.compile in this process.
+
+        `graphs` were compiled since this object was made, of this network and of any other function; `changes` is how often
+        growing changed the graph of the network, 0 in mode 'reserve'; `emptied` is how often the caches of torch.compile were
+        emptied, so that it would not give up.
+        """
+        found = self.population.grafts.compilations
+        return {name: getattr(found, name) for name in ("graphs", "changes", "emptied")}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of the training that is known here, for torch.save: the model, its seeds, the optimizer, the schedulers, the moving
+        average and the decisions. It is taken between two steps.
+
+        Under `fully_shard` every process calls this. The first gets whole tensors, in the memory of the CPU; the others get an
+        empty state.
+        """
+        if self.finished:
+            raise InputError("the network is finished; save it itself, as torch.save(model.state_dict(), path)")
+        population = self.population
+        tree = {
+            "made_with": self._made_with,
+            "calls": self.calls,
+            "seeds": population.grafts.planted(),
+            "tensors": {name: tensor.detach().clone() for name, tensor in population.grafts.tensors().items()},
+            "averages": [each.state() for each in population.grafts.averages],
+            "groups": population.groups.state(population.grafts.names()),
+            "engine": self.engine.snapshot(),
+            "attempts": dict(vars(self.attempts)),
+            "controller": self.controller.state(),
+        }
+        first = population.ranks.first or not population.ranks.together
+        saved: dict[str, Any] = saved_tree(tree, first)
+        return signed(saved) if first else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, changed: Sequence[str] = ()) -> None:
+        """Go on from what `state_dict` gave, with a model, an optimizer, schedulers and arguments made as they were then.
+
+        changed: names of arguments, as 'budget', and of settings, as 'reward.rent', that may be others than then; the
+        training goes on with those of this object. A controller of another class begins without a memory.
+
+        InputError if the state is damaged, or if anything else differs; nothing is changed then.
+        """
+        if self.finished:
+            raise InputError("the network is finished; make another esper.Growth to load a saved state into")
+        check_whole(state)
+        saved = state["made_with"]
+        check_made_with(saved, self._made_with, changed)
+        tree: dict[str, Any] = loaded_tree(state)
+        population, controller = self.population, self.controller
+        averages = population.grafts.averages
+        if len(averages) != len(tree["averages"]):
+            given = ("no ema", "ema") if tree["averages"] else ("ema", "none")
+            raise InputError(
+                f"Growth was given {given[0]}, where the saved training had {given[1]}; make Growth as it was made then"
+            )
+        for average, kept in zip(averages, tree["averages"], strict=True):
+            average.check(kept)
+        mine = population.grafts.tensors_with(tree["seeds"])
+        check_tensors(tree["tensors"], mine, "the saved state", "the model", "build the same model")
+        population.groups.check(tree["groups"], population.grafts.names(), population.grafts.holds)
+        same = saved["controller"].partition("(")[0] == self._made_with["controller"].partition("(")[0]
+        if tree["controller"] is not None and same and (before := controller.state()) is not None:
+            try:
+                controller.load_state(tree["controller"])
+            except Exception as error:  # the controller may be the user's
+                controller.load_state(before)
+                raise InputError(
+                    f"the controller cannot load the saved state: {typed_line(error)}; give the controller that saved it"
+                ) from error
+        population.rebuild(tree["seeds"])
+        for name, tensor in population.grafts.tensors().items():
+            fill(tensor, tree["tensors"][name])
+        for average, kept in zip(averages, tree["averages"], strict=True):
+            average.load_state(kept)
+        population.groups.load_state(tree["groups"], population.grafts.names())
+        self.frozen.note()
+        self.calls = tree["calls"]
+        self.engine.restore(tree["engine"])
+        self.attempts = Attempts(**tree["attempts"])
+        population.follow(self.engine.state.seeds)
+
+    def __repr__(self) -> str:
+        name, state = type(self.model).__name__, self.engine.state
+        return f"Growth({name}, sites={len(self.population.sites)}, steps={self.calls}, decisions={state.step})"
+
+    def _decide(self) -> None:
+        """Ask the controller, and carry out what it decides."""
+        ranks, view = self.population.ranks, self.engine.view()
+        decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
+        refused = self.engine.apply(decision.actions, decision.reasons)
+        self.attempts.count(view, decision.actions, refused)
+
+    def _plant_kept(self, network: nn.Module) -> None:
+        """Plant the seeds that were kept in another copy of the model; their weights are still to be filled in."""
+        if is_grafted(network) or any(map(in_parts, network.parameters())):
+            raise InputError(
+                "gather was given a model that is grafted or sharded; give one as it was before esper.graft"
+            )
+        if any(tensor.is_meta for tensor in network.state_dict().values() if isinstance(tensor, Tensor)):
+            raise InputError("gather was given a model on the meta device; give one with weights")
+        live = self.population
+        kept = live.grafts.kept(self.engine.state.seeds)
+        slots = {slot: own for slot, site in enumerate(live.sites) if (own := kept.get(site.after)) is not None}
+        if not slots:
+            return
+        graft(network, {live.sites[slot].name: live.sites[slot] for slot in slots})
+        like = next(network.parameters())
+        for slot, own in slots.items():
+            assert own.recipe is not None, "growth knows what it planted"
+            entry = get_blueprint(own.recipe.blueprint, own.kind)
+            made = live.grafts.made(slot, entry, own.blend, 0).to(like.device)
+            made.mode, made.attached = own.mode, own.attached
+            plant(network, live.sites[slot].name, made.train(network.training))
+        trim(network)
+
+    def _look_at_the_loop(self) -> None:
+        """Warn, once until it is mended, where the optimizer does not step, `step` is called between its steps, or it goes the
+        other way than the loss.
+        """
+        groups, incubation = self.population.groups, self.population.incubation
+        idle, calls, empty = incubation.idle, incubation.calls, incubation.idle_calls
+        optimizer, findings = type(groups.optimizer).__name__, {}
+        loss, scale, before = float(self.engine.state.scores.loss[0]), _scale_of(self._scaler), self._scale
+        if idle >= min(self.every, _IDLE) and scale >= before:  # a GradScaler lowers its scale when it skips steps
+            findings["steps"] = (
+                f"the {optimizer} that Growth was given has taken no step in the last {idle} calls of growth.step(), so no seed "
+                "learns; call growth.step() after each step of this optimizer, or, where the loop has made another one, call "
+                "growth.finish() and make another esper.Growth with it"
+            )
+        elif calls >= _IDLE and 2 * empty >= calls and scale >= before:  # a loop skips fewer batches than that
+            findings["calls"] = (
+                f"{empty} of the last {calls} calls of growth.step() came with no step of the {optimizer} since the call before, "
+                "so decisions come sooner than every= says; call growth.step() once after each step of the optimizer"
+            )
+        elif calls < _IDLE and "calls" in self._findings:  # until enough calls are counted anew
+            findings["calls"] = self._findings["calls"]
+        if calls >= _IDLE or "steps" in findings or scale < before:
+            incubation.calls = incubation.idle_calls = 0
+        if loss > self._first_loss and any(group.get("maximize", False) for group in groups.optimizer.param_groups):
+            findings["direction"] = (
+                f"the {optimizer} maximizes, and the loss on the probe has risen from {self._first_loss:.4g} to {loss:.4g}; if "
+                "loss= is what the loop maximizes, give minus that, because Growth takes a smaller loss as the better one"
+            )
+        if self.overlap is not None and (shown := self.overlap.count()):
+            are, whole = "is" if shown == 1 else "are", counted(self.overlap.examples, "example")
+            findings["duplicates"] = (
+                f"{shown} of the {whole} of the probe {are} also among those that growth.step(x, y) was given, equal in input "
+                "and target, so what the network learns by heart counts as gain; give a probe that is not trained on"
+            )
+        for subject, sentence in findings.items():
+            if subject not in self._findings:
+                warn(sentence, GrowthWarning)
+        self._findings, self._scale = findings, scale
+        self._first_loss = loss if math.isnan(self._first_loss) else self._first_loss
+
+
+def _check_mode(name: str) -> None:
+    """InputError where nothing can learn."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            f"{name} is called within torch.inference_mode(), where nothing can learn; call it outside of that block"
+        )
+
+
+def _check_owner(network: nn.Module, optimizer: Any) -> None:
+    """InputError if a network or an optimizer has seeds of another growth, or may get some."""
+    parts = set(network.modules())
+    for other in _UNFINISHED:
+        if other.model in parts or network in set(other.model.modules()):
+            raise InputError(
+                f"the {type(network).__name__} is grown by another esper.Growth, which is not finished; call finish() of that "
+                "one first"
+            )
+        if other.population.groups.optimizer is optimizer:
+            raise InputError(
+                f"the {type(optimizer).__name__} is used by another esper.Growth, which is not finished; give each model that "
+                "grows an optimizer of its own, or call finish() of that growth first"
+            )
+    if is_grafted(network) and any(planted_at(network, name) or bank_at(network, name) for name in sites_of(network)):
+        raise InputError(
+            f"the {type(network).__name__} has seeds of an esper.Growth that was not finished; call esper.ungraft(model), and "
+            "make the optimizer anew"
+        )
+
+
+def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
+    """The number by which a loop's scaler multiplies the loss now; reads the device. 1 without a scaler."""
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def _unwrapped_model(model: Any) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """The module that grows, and the DistributedDataParallel around it, if there is one. InputError if none can grow."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
+    network, wrapper = model, None
+    while True:
+        if isinstance(network, DistributedDataParallel):
+            wrapper, network = network, network.module
+        elif isinstance(compiled := getattr(network, "_orig_mod", None), nn.Module):
+            network = compiled
+        else:
+            break
+    if isinstance(network, nn.DataParallel):
+        raise InputError(
+            "the model is wrapped in DataParallel, whose copies would not see what the seeds gather; use DistributedDataParallel"
+        )
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in network.modules()):
+        raise InputError(
+            "the model is wrapped in FullyShardedDataParallel, which flattens the parameters; use "
+            "torch.distributed.fsdp.fully_shard or DistributedDataParallel"
+        )
+    reshard(network)
+    check_sharding(network, processes())
+    if is_sharded(network) and not is_grafted(network):
+        raise InputError(
+            "the model is sharded and has no sites, which are found on a whole model; call esper.graft(model, example=x) "
+            "before fully_shard"
+        )
+    return network, wrapper
+
+
+def _optimizer_steps(name: str, value: Any) -> int:
+    """Return a number of optimizer steps. Raises InputError if it is not a whole number from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} is {value!r}; give a whole number of optimizer steps from 1 on")
+    return value
+
+
+def _growth_config(
+    sites: Mapping[str, Site], budget: float, every: int, steps: Any, seed: int, settings: Mapping[str, Any]
+) -> Config:
+    """Return the settings of one network in the user's own loop."""
+    if len(sites) > MOST_SITES:
+        raise InputError(f"the model has {len(sites)} sites, and at most {MOST_SITES} can grow; graft fewer of them")
+    usual = {
+        "envs": 1,
+        "baselines": [],
+        "seed": seed,
+        "steps": ENDLESS if steps is None else max(_optimizer_steps("steps", steps) // every, 1),
+        "lifecycle": {"max_seeds": len(sites)},
+        "probe": {"sensors_every": 0},
+        "reward": {"objective": "log_loss"},
+        # The loss on the probe stands in for the training loss. It has no upper bound, and rises when a network overfits, which
+        # is not a failure.
+        "governor": {"param_limit": budget, "min_metric_drop": 1e9, "loss_rise_z": 1e9},
+    }
+    for name, value in merge_settings(settings).items():
+        if name in Config.model_fields and name not in (*SECTIONS, "steps", "seed", "blueprints"):
+            key = f"{name}.{next(iter(value))}" if isinstance(value, Mapping) and value else name
+            raise InputError(
+                f"settings sets {key}, which a network in your own training loop does not have; leave it out"
+            )
+    return build_config(usual, settings)
+
+
+def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
+    """Return the blueprints that may be planted: the named blueprints of every kind that a site has."""
+    kinds = dict.fromkeys(site.stream.kind for site in sites.values())
+    if config.blueprints is None:
+        return [BLUEPRINTS[kind, name] for kind in kinds for name in MENU[kind] if (kind, name) in BLUEPRINTS]
+    named = [(kind, name) for name in config.blueprints for kind in kinds if (kind, name) in BLUEPRINTS]
+    for name in config.blueprints:
+        if not any(name == known for _, known in named):
+            get_blueprint(name, next(iter(kinds)))  # raises InputError, with the known names
+    menu = [BLUEPRINTS[each] for each in named]
+    for entry in menu:
+        if chooses(entry.build(8, 8)):
+            raise InputError(
+                f"blueprint {entry.name!r} chooses its rows from the training examples of a task, which a network in your own "
+                "training loop does not have; leave it out of blueprints"
+            )
+    return menu
+
+
+def _within_budget(population: LivePopulation, budget: float) -> Space:
+    """Return the space of a population without the seeds that exceed the whole budget. Raises InputError if nothing fits."""
+    space, host = population.space, int(population.host_params[0])
+    if not space.fits.any():
+        raise InputError(
+            f"no blueprint of the menu fits a site: the menu is {', '.join(entry.name for entry in space.blueprints)}; name "
+            "others, as settings={'blueprints': [...]}"
+        )
+    least = int(space.cost[0][space.fits].min())
+    if least > budget * host:
+        raise InputError(
+            f"budget {budget:g} of a model of {host:,} parameters allows {int(budget * host):,}, and the smallest seed has "
+            f"{least:,}; give at least {least / host:.3g}"
+        )
+    return space._replace(fits=space.fits & (space.cost[0] <= budget * host))

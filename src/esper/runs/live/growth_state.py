@@ -1,0 +1,224 @@
+"""The saved state of one network that grows in the user's own loop: what it was made with, and whether it is whole."""
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from types import CellType, FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.graft.grown import Freeze
+from esper.kasmina.graft.sharding import gather_on_cpu
+from esper.leyline.config.tree import Config
+from esper.leyline.errors import InputError
+from esper.leyline.protocols import Controller
+from esper.runs.folder.environment import digest
+from esper.store.tensors import bytes_of
+from esper.tamiyo.catalog import controller_names
+from esper.tolaria.live.population import LivePopulation
+
+FORMAT = 4
+"""Version of the state of a growth; other versions are refused."""
+CHECKSUM = "checksum"
+SECTIONS = ("lifecycle", "gates", "probe", "governor", "reward", "heuristic", "trials")
+"""Sections of the settings that a network in the user's own loop reads."""
+_FIXED = (
+    *("sites", "menu", "mode", "ema", "optimizer", "schedulers", "lifecycle.tempos", "lifecycle.targets"),
+    *("gates.certify", "governor.enabled", "governor.loss_window", "probe.sensors", "probe.sensors_every"),
+)
+"""What cannot change, because arrays of the state follow from it."""
+_IMPLIED = {"budget": ("governor.param_limit",), "steps": ("decisions",), "every": ("decisions",)}
+"""Settings that follow from an argument, and change with it."""
+_PLAIN = (bool, int, float, str, type(None))
+_MEND = "give the state as growth.state_dict() returned it"
+
+
+def made_with(
+    population: LivePopulation,
+    controller: tuple[str | Controller, Controller],
+    config: Config,
+    arguments: Mapping[str, float | int | str | Freeze | None],
+) -> dict[str, Any]:
+    """All that decides what a growth computes, but for the network and what it has learned, as plain values by name.
+
+    controller: as it was given, and the object. arguments: budget, freeze, every, steps, seed and mode of `esper.Growth`.
+    """
+    given, client = controller
+    named = isinstance(given, str) and (given in controller_names() or not Path(given).exists())
+    settings = config.model_dump(mode="json", include=set(SECTIONS))
+    return {
+        "sites": {name: repr(site) for name, site in zip(population.space.slots, population.sites, strict=True)},
+        "menu": [f"{entry.kind.value} {entry.name}" for entry in population.menu],
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in arguments.items()},
+        "decisions": config.steps,
+        "probe": digest(population.probe_batches.batches()),
+        "loss": describe(population.probe_batches.loss),
+        "controller": given if named else describe(client, without=str(given)),
+        "optimizer": type(population.groups.optimizer).__qualname__,
+        "schedulers": [type(each).__qualname__ for each in population.groups.schedulers],
+        **{f"{section}.{key}": value for section in SECTIONS for key, value in settings[section].items()},
+    }
+
+
+def check_made_with(saved: Mapping[str, Any], mine: Mapping[str, Any], changed: Sequence[str]) -> None:
+    """InputError if a growth is made with other arguments than one that was saved, except for those named in `changed`."""
+    if isinstance(changed, str) or not all(isinstance(name, str) for name in changed):
+        raise InputError(f"changed is {changed!r}; give a list of names, as changed=['budget']")
+    for name in changed:
+        if name not in mine or name in _FIXED:
+            why = "which decides what the state consists of" if name in _FIXED else "which is no argument or setting"
+            may = [known for known in mine if known not in _FIXED and "." not in known and known != "decisions"]
+            raise InputError(f"changed names {name!r}, {why}; give any of {', '.join(may)}, or a key as 'reward.rent'")
+    allowed = {implied for name in changed for implied in (name, *_IMPLIED.get(name, ()))}
+    for name in mine:
+        # A key that only one side has is one of another version of Esper.
+        if name in allowed or name not in saved or saved[name] == mine[name]:
+            continue
+        theirs, own = saved[name], mine[name]
+        if isinstance(theirs, dict) and theirs.keys() == own.keys():
+            theirs, own = next((theirs[key], own[key]) for key in own if theirs[key] != own[key])
+        elif isinstance(theirs, dict):
+            theirs, own = list(theirs), list(own)
+        mend = "" if name in _FIXED else f", or go on with this one by load_state_dict(state, changed=[{name!r}])"
+        raise InputError(
+            f"the saved state has {name} {theirs!r}, where this one has {own!r}; make Growth as it was then{mend}"
+        )
+
+
+def describe(value: Any, without: str = "") -> str:
+    """Return a function or an object as text that is equal in another process: its name, and the plain values it was made with.
+
+    Arrays and modules that an object holds are what it has learned, and are left out. The buffers of a module, such as the
+    weights of classes in a loss, are part. A function is its name; of a lambda or a local function, the names and constants
+    that it uses are part too. `without` is a text attribute that is left out, such as the path of a file.
+    """
+    match value:
+        case functools.partial():
+            return f"{describe(value.func)} {digest(_plain([value.args, value.keywords]))}"
+        case FunctionType() if "<" in value.__qualname__:
+            cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+            code = value.__code__
+            used = [code.co_names, code.co_consts, value.__defaults__, value.__kwdefaults__, cells]
+            return f"{value.__qualname__} {digest(_plain(used))}"
+        case _ if hasattr(value, "__qualname__"):
+            return str(value.__qualname__)
+    # Every module has the flag `training` and registers of its own, which begin with an underscore.
+    own = {
+        name: each
+        for name, each in getattr(value, "__dict__", {}).items()
+        if not (isinstance(value, nn.Module) and (name == "training" or name.startswith("_")))
+    }
+    shown = {name: each for name, each in own.items() if isinstance(each, _PLAIN) and not name.startswith("_")}
+    rest = [_plain({name: each for name, each in own.items() if name not in shown})]
+    if isinstance(value, nn.Module):
+        rest.append(dict(value.named_buffers()))
+    text = ", ".join(f"{name}={each!r}" for name, each in sorted(shown.items()) if each != without)
+    return f"{type(value).__qualname__}({text})" + (f" {digest(rest)}" if any(rest) else "")
+
+
+def _plain(value: Any, depth: int = 8) -> Any:
+    """Return containers of plain values, with the name of its type in place of everything else, and of what is nested deeper."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, dict) and depth:
+        return {str(key): _plain(each, depth - 1) for key, each in value.items()}
+    if isinstance(value, list | tuple) and depth:
+        return [_plain(each, depth - 1) for each in value]
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+# The tree.
+
+
+def saved_tree(tree: Any, first: bool) -> Any:
+    """Return a tree of arrays, tensors and plain values as torch.save(..., weights_only loading) takes it.
+
+    first: whether this process keeps what it gathers, one tensor after the other, or lets it go.
+    """
+    if isinstance(tree, np.ndarray):
+        return {"array": torch.from_numpy(np.ascontiguousarray(tree)).reshape(tree.shape).clone()}
+    if isinstance(tree, Tensor):
+        return gather_on_cpu(tree, first)
+    if isinstance(tree, Enum | np.generic):
+        return tree.value if isinstance(tree, Enum) else tree.item()
+    if type(tree) is dict:
+        return {key: saved_tree(value, first) for key, value in tree.items()}
+    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
+        return type(tree)(saved_tree(value, first) for value in tree)
+    return tree
+
+
+def loaded_tree(tree: Any) -> Any:
+    """Return what `saved_tree` was given."""
+    if isinstance(tree, Mapping) and set(tree) == {"array"}:
+        return tree["array"].cpu().numpy().copy()
+    if type(tree) is dict:
+        return {key: loaded_tree(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(loaded_tree(value) for value in tree)
+    return tree
+
+
+def signed(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved tree with its format and its checksum."""
+    whole = {"format": FORMAT, **tree}
+    return {**whole, CHECKSUM: _checksum(whole)}
+
+
+def check_whole(state: Any) -> None:
+    """InputError if a state is not one that `signed` returned, with each of its entries."""
+    if not isinstance(state, Mapping):
+        raise InputError(f"the saved state is a {type(state).__name__}; {_MEND}")
+    if not state:
+        raise InputError(
+            "the saved state is empty, as fully_shard gives it to every process but the first; load that of the first "
+            "process in all of them"
+        )
+    if state.get("format") != FORMAT:
+        raise InputError(
+            f"the saved state has format {state.get('format')!r}, where this Esper reads format {FORMAT}; {_MEND}"
+        )
+    if state.get(CHECKSUM) != _checksum({name: value for name, value in state.items() if name != CHECKSUM}):
+        raise InputError(
+            f"the saved state is damaged: its entries are not those that were saved, by its checksum; {_MEND}"
+        )
+
+
+def _checksum(tree: Mapping[str, Any]) -> str:
+    """Return the sha256 of the names and the plain values of a tree, its arrays, and the shapes and dtypes of its tensors.
+
+    The values of weights and moments are left out: a state is saved often, and they can be gigabytes on another device. So are
+    the shapes of the weights, which `load_state_dict` compares with those of the model by name.
+    """
+    made, weights = hashlib.sha256(), tree.get("tensors")
+    if isinstance(weights, Mapping):
+        tree = {**tree, "tensors": {name: isinstance(each, Tensor) for name, each in weights.items()}}
+
+    def feed(value: Any) -> None:
+        match value:
+            case {"array": Tensor(is_meta=False) as array}:
+                made.update(f"array {array.dtype}{tuple(array.shape)}".encode())
+                made.update(bytes_of(array.detach().cpu()))
+            case Tensor():
+                made.update(f"{value.dtype}{tuple(value.shape)};".encode())
+            case Mapping():
+                made.update(f"{{{len(value)}".encode())
+                for key, each in sorted(value.items(), key=lambda item: str(item[0])):
+                    made.update(f"{key!r}:".encode())
+                    feed(each)
+            case list() | tuple():
+                made.update(f"[{len(value)}".encode())
+                for each in value:
+                    feed(each)
+            case None | bool() | int() | float() | str():
+                made.update(f"{value!r};".encode())
+            case _:  # a scheduler may keep an object of the user
+                made.update(type(value).__qualname__.encode())
+
+    feed(tree)
+    return made.hexdigest()

@@ -1,0 +1,1 @@
+"""Starts the processes that play for a training or an evaluation, and gives them work."""

@@ -1,0 +1,1 @@
+"""Holds the recurrent policy that is trained by PPO."""

@@ -1,0 +1,187 @@
+"""A policy that runs through an episode: its observations, its memory, and one or more decisions a step. E environments."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline.lifecycle.actions import Actions, Head, Op
+from esper.leyline.lifecycle.masks import only_wait
+from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.view import Masks, Outcome, Space, View
+from esper.leyline.protocols import Judgement
+from esper.tamiyo.policy.distribution import GREEDY, Decision, decide
+from esper.tamiyo.policy.network import Encoded, Hidden
+from esper.tamiyo.policy.observation import History, Inputs, Observation, observe
+from esper.tamiyo.policy.packages import Opened, package_costs, package_reasons, unpacked, with_packages
+from esper.tamiyo.rules.baselines import draws
+
+if TYPE_CHECKING:
+    from esper.tamiyo.policy.controller import Policy
+
+
+class ActorOutput(NamedTuple):
+    """The results of a policy for one step.
+
+    Attributes:
+        observation (Observation): (E, ...)
+        decision (Decision): one per environment
+        value ((E,) tensor): V of the state, in units of return
+        starts ((E,) bool array): whether a sequence begins with this step
+        idle ((E,) bool array): whether the environment decides nothing, because its decisions of the step are over
+    """
+
+    observation: Observation
+    decision: Decision
+    value: Tensor
+    starts: NDArray[np.bool_]
+    idle: NDArray[np.bool_]
+
+    def judgement(self) -> Judgement:
+        """What the policy thought of the decisions."""
+        decision = self.decision
+        found = (decision.probability, decision.entropy, self.value)
+        return Judgement(*(np.asarray(tensor.numpy(), np.float64) for tensor in found))
+
+
+class RecurrentActor:
+    """Runs a policy through an episode. It holds the history of measurements and the hidden state of the network."""
+
+    def __init__(self, policy: "Policy") -> None:
+        self.policy = policy
+        self.history, self.hidden = History.empty(0), policy.network.initial(0)  # (0,) until the first decision
+        self._begins = np.zeros(0, bool)
+        self._episode = -1
+        self._open = np.zeros(0, bool)  # environments whose decisions of the step are not over
+        self._made = np.zeros(0, np.int64)  # decisions of the step so far, of each environment
+        self._calls = 0  # decisions of the environment with the most, and plantings of its packages
+        self._opened = Opened.none(0, 0)  # packages that are not planted completely
+        self.reasons: Sequence[str | None] = []  # the packages that the last plantings belong to
+        self._heard = False  # whether `further` has added the decisions of the step to the history
+
+    def act(self, view: View, exploration: Mapping[Head, float] = GREEDY, *, greedy: bool) -> ActorOutput:
+        """Decide for every environment. The memory is empty at the first step of an episode and after `reset`."""
+        envs = len(view.host_params)
+        if view.episode != self._episode or view.step == 0 or len(self.history.op) != envs:
+            self.policy.language.check(view.space)
+            self.history, self.hidden = History.empty(envs), self.policy.network.initial(envs)
+            self._begins, self._episode = np.ones(envs, bool), view.episode
+            self._opened = Opened.none(envs, len(view.space.slots))
+        self.history = self.history.measured(view.measurements)
+        self._open, self._made, self._heard = np.ones(envs, bool), np.zeros(envs, np.int64), False
+        self._calls = 0
+        output = self._decide(view, exploration, greedy)
+        self._begins = np.zeros(envs, bool)
+        return output
+
+    def further(
+        self,
+        view: View,
+        done: Actions,
+        refused: NDArray[np.int8],
+        exploration: Mapping[Head, float] = GREEDY,
+        *,
+        greedy: bool,
+    ) -> ActorOutput | None:
+        """Decide once more in the same step, where the last decision was not WAIT; None where no environment decides.
+
+        done, refused: (E,) the last decisions that were carried out, and a `Refusal` for each. The decision of an environment
+        whose decisions are over is WAIT, and its memory stays as it is.
+        """
+        if self.policy.decisions_per_step == 1 and not self.policy.language.packages:
+            return None
+        op, accepted = np.where(self._open, done.op, self.history.op), np.asarray(refused == Refusal.NONE)
+        self.history = self.history._replace(op=op, accepted=np.where(self._open, accepted, self.history.accepted))
+        more = (self._made < self.policy.decisions_per_step) | self._opened.rows
+        self._open, self._heard = self._open & (done.op != Op.WAIT) & more, True
+        if not (self._open & ~self._opened.rows).any():
+            return None
+        return self._decide(view, exploration, greedy)
+
+    def carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
+        """What is carried out for the results of `act` or `further`; None where nothing is left to do in the step.
+
+        A package is one decision of the policy. Its first seed is planted with that decision, and the others afterwards, without
+        a decision. taught: (E,) decisions that take the place of those of `output`.
+        """
+        names, opened = self.policy.language.packages, self._opened
+        if output is None and not opened.rows.any():
+            return None
+        chosen = taught or (Actions.wait(len(view.masks.op)) if output is None else output.decision.actions)
+        if not names:
+            self.reasons = [None] * len(chosen.op)
+            return chosen
+        actions, self._opened = unpacked(view, chosen, names, opened)
+        self.reasons = package_reasons(view, chosen, actions, opened)
+        self._calls += output is None
+        return actions
+
+    def masks(self, view: View) -> Masks:
+        """The valid decisions, with the packages of the policy."""
+        return with_packages(view.masks, view.space, self.policy.language.packages)
+
+    def observe(self, view: View, history: History) -> Observation:
+        """The observation of the policy. Its costs (E, S, K + P) are those of the menu, then those of the packages."""
+        seen, names = observe(view, history), self.policy.language.packages
+        if not names:
+            return seen
+        return seen._replace(cost=np.concatenate([seen.cost, package_costs(view, names).astype(np.float32)], 2))
+
+    def _decide(self, view: View, exploration: Mapping[Head, float], greedy: bool) -> ActorOutput:
+        """One decision of the environments that are open and plant no package, and WAIT in the others."""
+        observation, idle = self.observe(view, self.history), ~self._open | self._opened.rows
+        masks = only_wait(self.masks(view), idle) if idle.any() else self.masks(view)
+        with torch.no_grad():
+            encoded, value, hidden = self._forward(observation, view.space, self.hidden)
+            drawn = None if greedy else draws(view, self._calls)
+            decision = decide(self.policy.network, encoded, masks, drawn, exploration)
+            hold = torch.from_numpy(idle)[:, None]
+            self.hidden = torch.where(hold, self.hidden[0], hidden[0]), torch.where(hold, self.hidden[1], hidden[1])
+        self._made, self._calls = self._made + ~idle, self._calls + 1
+        return ActorOutput(observation, decision, value[0], self._begins, idle)
+
+    def value(self, view: View) -> Tensor:
+        """V of the state (E,), without a decision. The memory is unchanged."""
+        observation = self.observe(view, self.history.measured(view.measurements))
+        with torch.no_grad():
+            return self._forward(observation, view.space, self.hidden)[1][0]
+
+    def store(self, outcome: Outcome) -> None:
+        """Add the last decisions to the history, if `further` has not. The memory of a row that was rolled back is emptied."""
+        if not self._heard:
+            self.history = self.history.decided(outcome.actions, outcome.accepted)
+        if outcome.rolled_back.any():
+            self.reset(outcome.rolled_back)
+
+    def reset(self, rows: NDArray[np.bool_]) -> None:
+        """Empty the memory of the environments that are marked in `rows` (E,), which begin a new sequence."""
+        keep = torch.from_numpy(~rows)[:, None]
+        self.history, self.hidden = self.history.reset(rows), (self.hidden[0] * keep, self.hidden[1] * keep)
+        self._begins = self._begins | rows
+        self._opened = self._opened._replace(slots=self._opened.slots & ~rows[:, None])
+
+    def state(self) -> dict[str, Any]:
+        """The memory as a tree of arrays."""
+        return {
+            "episode": self._episode,
+            "history": self.history._asdict(),
+            "hidden": self.hidden,
+            "begins": self._begins,
+            "opened": self._opened._asdict(),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`. The policy is not part of it."""
+        self.history, (first, second) = History(**state["history"]), state["hidden"]
+        self.hidden, self._begins, self._episode = (first, second), state["begins"], state["episode"]
+        self._opened = Opened(state["opened"]["slots"], Actions(*state["opened"]["seed"]))
+
+    def _forward(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:
+        seen = self.policy.normalised(observation)
+        inputs = Inputs(seen.env[None], seen.slot[None], seen.blueprint[None], seen.cost[None])
+        batch = self.policy.batch(inputs, [info.name for info in space.blueprints])
+        result: tuple[Encoded, Tensor, Hidden] = self.policy.network(batch, hidden)
+        return result

@@ -1,0 +1,351 @@
+"""A trained policy as a controller, and its two files: weights as safetensors, everything else as JSON."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from esper.leyline.config.parsing import parse_json
+from esper.leyline.config.tree import check_controller_settings
+from esper.leyline.data.keys import Purpose, scalar
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Actions, Blend, Op
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Outcome, Space, View
+from esper.leyline.protocols import Judgement
+from esper.leyline.records import brief
+from esper.store.disk import Retry, find_folder, read_kept, write_folder, write_once
+from esper.tamiyo.policy.actor import ActorOutput, RecurrentActor
+from esper.tamiyo.policy.features import GLOBAL, slot_features
+from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
+from esper.tamiyo.policy.observation import Inputs, Moments, Normaliser, Observation, input_names, normalise
+from esper.tamiyo.policy.packages import INNER
+from esper.tamiyo.rules.baselines import Rule
+
+VERSION = 1
+"""Version of the file format."""
+WEIGHTS, FACTS = "controller.safetensors", "controller.json"
+_LARGEST, _LARGEST_FACTS = 64 * 2**20, 2**20  # sizes of the files [bytes]
+
+
+class Language(NamedTuple):
+    """The sensors and the choices that a policy was trained with. A space must have the same, and a subset of the blueprints.
+
+    Attributes:
+        sensors (names): growth sensors
+        blueprints (names): the vocabulary, which contains the menu of every space
+        tempos (ints): lengths of ramps [steps]
+        targets (floats): targets of ramps
+        packages (names): blueprints that one decision can plant in every slot (`tamiyo.packages`)
+    """
+
+    sensors: tuple[str, ...]
+    blueprints: tuple[str, ...]
+    tempos: tuple[int, ...]
+    targets: tuple[float, ...]
+    packages: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, spaces: Sequence[Space], packages: Sequence[str] = ()) -> "Language":
+        """The language of several spaces, with the blueprints of all. InputError if sensors, tempos or targets differ, or if a
+        space lacks a package.
+        """
+        names = dict.fromkeys(info.name for space in spaces for info in space.blueprints)
+        first = spaces[0]
+        language = cls(first.sensors, tuple(names), first.tempos, first.targets, tuple(dict.fromkeys(packages)))
+        for space in spaces:
+            language.check(space)
+        return language
+
+    def check(self, space: Space) -> None:
+        """Raise InputError if a space has other sensors or choices."""
+        for what, mine, theirs, advice in (
+            ("growth sensors", self.sensors, space.sensors, ""),
+            ("tempos", self.tempos, space.tempos, "set lifecycle.tempos to those of the controller, or "),
+            ("targets", self.targets, space.targets, "set lifecycle.targets to those of the controller, or "),
+        ):
+            if mine != theirs:
+                raise InputError(
+                    f"the controller knows the {what} {list(mine)}, the task has {list(theirs)}; {advice}train a controller "
+                    "on the task"
+                )
+        if unknown := [info.name for info in space.blueprints if info.name not in self.blueprints]:
+            raise InputError(
+                f"the controller does not know blueprint {unknown[0]!r}; it knows {', '.join(self.blueprints)}: choose "
+                "those of them that fit the task's slots with --set blueprints=[...] (the config key blueprints), "
+                "or train a controller on this menu"
+            )
+        menu = [info.name for info in space.blueprints]
+        if self.packages and (missing := [name for name in (*self.packages, INNER) if name not in menu]):
+            raise InputError(
+                f"the packages of the controller ({', '.join(self.packages)}; ppo.packages) need {missing[0]}, which the menu "
+                f"lacks: add it with --set blueprints=[...], or train a controller without packages"
+            )
+
+
+@brief
+@dataclass
+class Policy:
+    """A policy network with the normalisation of its inputs. A learner updates `network` and `normaliser`.
+
+    Attributes:
+        network (FactoredRecurrentActorCritic): the weights
+        normaliser (Normaliser): moments of the observations
+        language (Language): the sensors and choices that the policy was trained with
+        settings (mapping): config that a run with this policy uses, keys of `leyline.config.OF_CONTROLLERS`
+        origin (mapping): tasks, rounds and validation results of the training
+        decisions_per_step (int): largest number of decisions for an environment in one step
+    """
+
+    network: FactoredRecurrentActorCritic
+    normaliser: Normaliser
+    language: Language
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    decisions_per_step: int = 1
+
+    @classmethod
+    def fresh(
+        cls,
+        language: Language,
+        seed: int,
+        settings: Mapping[str, Any] | None = None,
+        decisions_per_step: int = 1,
+        undo_bias: float = 0.0,
+    ) -> "Policy":
+        """An untrained policy with random weights. undo_bias: added to the logits of PRUNE and SET_ALPHA."""
+        env, slot = input_names(language.sensors)
+        choices = (len(language.blueprints), len(language.tempos), len(language.targets))
+        shapes = Shapes(len(env), len(slot), *choices, packages=len(language.packages))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(scalar(seed, Purpose.POLICY_WEIGHTS))  # weights are drawn on the CPU
+            network = FactoredRecurrentActorCritic(shapes)
+        network.bias_ops({Op.PRUNE: undo_bias, Op.SET_ALPHA: undo_bias})
+        normaliser = Normaliser.prior(language.sensors)
+        return cls(network, normaliser, language, dict(settings or {}), decisions_per_step=decisions_per_step)
+
+    def normalised(self, observation: Observation) -> Inputs:
+        """The inputs of the network for an observation."""
+        return normalise(observation, self.normaliser, slot_features(self.language.sensors))
+
+    def input_weights(self) -> dict[str, float]:
+        """How strongly the first layer reads each input: the sum of its squared weights / the mean of that sum over the inputs.
+
+        The inputs are normalised, so their weights can be compared. An untrained policy has values close to 1. Inputs of the
+        environment and of the slots are read by different layers, and each is compared with its own layer.
+        """
+        env, slot = input_names(self.language.sensors)
+        weights: dict[str, float] = {}
+        for part, names, layer in (
+            ("environment", env, self.network.pooled[0]),
+            ("slot", slot, self.network.encoder[0]),
+        ):
+            own = layer.get_parameter("weight").detach()[:, : len(names)]  # the other columns are encodings
+            shares = (own.square().sum(0) / own.square().sum(0).mean()).tolist()
+            weights |= {f"{part}: {name}": share for name, share in zip(names, shares, strict=True)}
+        return weights
+
+    def state(self) -> dict[str, Any]:
+        """Weights and moments as a tree of arrays. The tensors share memory with the policy."""
+        moments = {part: getattr(self.normaliser, part)._asdict() for part in Normaliser._fields}
+        return {"network": dict(self.network.state_dict()), "normaliser": moments}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`. ValueError if it belongs to a policy of other shapes."""
+        try:
+            self.network.load_state_dict(state["network"])
+        except RuntimeError as error:  # torch raises it for missing names and other shapes
+            raise ValueError(" ".join(str(error).split())[:160]) from None
+        self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
+
+    def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
+        """Inputs (T, E, ...) as tensors. Indices into the menu become indices into the vocabulary, where packages come last."""
+        vocabulary = [self.language.blueprints.index(name) for name in menu]
+        empty = len(self.language.blueprints)
+        index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, takes the last entry
+        return Batch(
+            torch.from_numpy(inputs.env),
+            torch.from_numpy(inputs.slot),
+            torch.from_numpy(index),
+            torch.from_numpy(inputs.cost),
+            torch.tensor([*vocabulary, *(empty + 1 + package for package in range(len(self.language.packages)))]),
+        )
+
+
+class Learned(Rule):
+    """A controller that takes the most probable choice of every head of a trained policy."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.actor = RecurrentActor(policy)
+        self._output: ActorOutput | None = None
+        self._done: Actions | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.actor.policy!r})"
+
+    def act(self, view: View) -> Actions:
+        """One decision per environment. InputError if the policy was trained with other sensors or choices."""
+        self._output = self.actor.act(view, greedy=True)
+        self._done = self.actor.carried(view, self._output)
+        assert self._done is not None, "every environment is asked"
+        return self._done
+
+    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
+        """The next decisions of the step; None where they are over, as after one decision if the policy makes no more."""
+        assert self._done is not None, "act is called first"
+        output = self.actor.further(view, self._done, refused, greedy=True)
+        self._done = self.actor.carried(view, output)
+        return self._done
+
+    def reasons(self) -> Sequence[str | None]:
+        """The packages that the last plantings belong to; None for other decisions."""
+        return self.actor.reasons
+
+    def judgement(self) -> Judgement:
+        """What the policy thought of the last decisions."""
+        assert self._output is not None, "act is called first"
+        return self._output.judgement()
+
+    def store(self, outcome: Outcome) -> None:
+        """Add the last decisions to the memory."""
+        self.actor.store(outcome)
+
+    def state(self) -> dict[str, Any]:
+        """The memory and the policy. The folder of the policy may have changed when a run is resumed."""
+        return {"policy": self.actor.policy.state(), "mind": self.actor.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`."""
+        self.actor.policy.load_state(state["policy"])
+        self.actor.load_state(state["mind"])
+
+
+def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None:
+    """Write the two files as a folder, which replaces an existing one. A crash leaves either the old or the new folder."""
+    weights = save({name: tensor.contiguous() for name, tensor in policy.network.state_dict().items()})
+    facts = {
+        "version": VERSION,
+        "sha256": hashlib.sha256(weights).hexdigest(),
+        "vocabulary": _vocabulary(),
+        "language": {name: known for name, known in policy.language._asdict().items() if known or name != "packages"},
+        "normaliser": {
+            part: {k: v.tolist() for k, v in getattr(policy.normaliser, part)._asdict().items()}
+            for part in Normaliser._fields
+        },
+        "settings": dict(policy.settings),
+        "origin": dict(policy.origin),
+        **({"decisions_per_step": policy.decisions_per_step} if policy.decisions_per_step > 1 else {}),
+    }
+    text = json.dumps({**facts, "checksum": _checksum(facts)}, indent=2, allow_nan=False) + "\n"
+    retry(folder, lambda: write_folder(folder, {WEIGHTS: weights, FACTS: text.encode()}))
+
+
+def load_policy(folder: Path) -> Policy:
+    """Read a folder that `save_policy` wrote. InputError if a file is missing, damaged, or of another format."""
+    facts, weights = read_facts(folder), find_folder(folder) / WEIGHTS
+    data = read_kept(weights, _LARGEST, "train the controller again")
+    if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+        raise InputError(f"{weights} is not the file that {FACTS} names, by its sha256; take both files from one run")
+    try:
+        known = facts["language"]
+        language = Language(
+            **{name: tuple(known.get(name, ()) if name == "packages" else known[name]) for name in Language._fields}
+        )
+        decisions, state = facts.get("decisions_per_step", 1), load(data)
+        if type(decisions) is not int or decisions < 1:
+            raise ValueError(f"decisions_per_step is {decisions!r}, which is no whole number from 1 on")
+        _check_rows(state, language)
+        policy = Policy.fresh(language, 0, facts["settings"], decisions)
+        wanted = policy.network.state_dict()
+        if odd := [name for name, tensor in state.items() if name in wanted and tensor.dtype != wanted[name].dtype]:
+            raise ValueError(f"tensor {odd[0]} is {state[odd[0]].dtype}, the network has {wanted[odd[0]].dtype}")
+        policy.network.load_state_dict(state)
+        if odd := [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]:
+            raise ValueError(f"weights of {odd[0]} are not finite")
+        sizes = len(GLOBAL), len(slot_features(language.sensors))
+        policy.normaliser = Normaliser(
+            *(_moments(facts["normaliser"][part], n) for part, n in zip(Normaliser._fields, sizes, strict=True))
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise InputError(f"{folder} does not hold a controller of this version ({reason}); train it again") from None
+    policy.origin = facts["origin"]
+    return policy
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What the JSON file of a controller holds, read without its weights. InputError as in `load_policy`."""
+    path = find_folder(folder) / FACTS
+    data = read_kept(path, _LARGEST_FACTS, "give the folder of a trained controller")
+    facts = parse_json(data, path, "train the controller again")
+    if not isinstance(facts, dict) or facts.get("version") != VERSION:
+        found = facts.get("version") if isinstance(facts, dict) else None
+        raise InputError(
+            f"{path} is of format {found!r}, this Esper reads format {VERSION}; train the controller again"
+        )
+    needed = {"sha256", "checksum", "vocabulary", "language", "normaliser", "settings", "origin"}
+    if missing := sorted(needed - set(facts)):
+        raise InputError(f"{path} lacks {', '.join(missing)}; train the controller again")
+    for name in sorted(needed - {"sha256", "checksum"}):
+        if not isinstance(facts[name], dict):
+            raise InputError(f"{path}: {name} is not a JSON object; train the controller again")
+    for name, mine in _vocabulary().items():
+        theirs = facts["vocabulary"].get(name)
+        if theirs != mine:
+            odd = sorted(set(mine).symmetric_difference(map(str, theirs) if isinstance(theirs, list) else ()))
+            raise InputError(
+                f"{path} was trained with other {name.replace('_', ' ')}; they differ in {', '.join(odd) or 'their order'}: "
+                "train the controller again"
+            )
+    if facts["checksum"] != _checksum(facts):
+        raise InputError(f"{path} was altered, by its checksum; train the controller again")
+    check_controller_settings(facts["settings"], str(path))
+    return facts
+
+
+def _check_rows(state: Mapping[str, Tensor], language: Language) -> None:
+    """Raise ValueError if the weights have other numbers of rows than the language has names, before a network is built."""
+    for name, count in (
+        ("blueprint.weight", len(language.blueprints) + 1 + len(language.packages)),
+        ("tempo_head.2.bias", len(language.tempos)),
+        ("target_head.2.bias", len(language.targets)),
+    ):
+        if len(state[name]) != count:
+            raise ValueError(f"tensor {name} has {len(state[name])} rows, but the language has {count}")
+
+
+def _checksum(facts: Mapping[str, Any]) -> str:
+    """sha256 of everything else in the file, as JSON with sorted keys."""
+    rest = {name: value for name, value in facts.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _moments(known: Mapping[str, Any], features: int) -> Moments:
+    """Moments from JSON. ValueError if they are not finite, or of another number of features."""
+    moments = Moments(*(np.array(known[name], np.float64) for name in Moments._fields))
+    if any(field.shape != (features,) or not np.isfinite(field).all() for field in moments):
+        raise ValueError(f"the normaliser does not hold finite moments of {features} features")
+    if (moments.var < 0).any() or (moments.n < 0).any():
+        raise ValueError("the normaliser has a variance or a count below 0")
+    return moments
+
+
+def _vocabulary() -> dict[str, list[str]]:
+    """The names of columns and indices that are fixed in the source, other than those of the language."""
+    env, slot = input_names(())
+    return {
+        "environment_features": list(env),
+        "slot_features": list(slot),
+        "operations": [op.name for op in Op],
+        "blends": [blend.name for blend in Blend],
+        "stages": [stage.name for stage in Stage],
+    }

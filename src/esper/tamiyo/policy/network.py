@@ -1,0 +1,198 @@
+"""The policy network: one encoder for all slots, a recurrent trunk, and heads that are chosen one after the other.
+
+T steps, E environments, S slots, K blueprints. Any number of slots runs with the same weights.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from esper.leyline.lifecycle.actions import Blend, Head, Op
+
+Hidden = tuple[Tensor, Tensor]
+"""Hidden state and cell state of the LSTM, each (E, H) float32."""
+
+
+class Shapes(NamedTuple):
+    """The sizes of the network.
+
+    Attributes:
+        env (int): columns of `Inputs.env`
+        slot (int): columns of `Inputs.slot`
+        blueprints (int): blueprints of the vocabulary
+        tempos (int): choices of the tempo head
+        targets (int): choices of the target head
+        hidden (int): units of the LSTM
+        code (int): width of the encoding of a slot
+        embedding (int): width of the embedding of a blueprint and of an op
+        packages (int): packages of the vocabulary
+    """
+
+    env: int
+    slot: int
+    blueprints: int
+    tempos: int
+    targets: int
+    hidden: int = 96
+    code: int = 48
+    embedding: int = 8
+    packages: int = 0
+
+
+class Batch(NamedTuple):
+    """`Inputs` as tensors, with blueprints as indices into the vocabulary.
+
+    Attributes:
+        env ((T, E, G) tensor): features of the environment
+        slot ((T, E, S, F) tensor): features of the slots
+        blueprint ((T, E, S) int64 tensor): blueprint of the seed in the slot; `Shapes.blueprints` for an empty slot
+        cost ((T, E, S, K) tensor): cost of each blueprint of the menu at the slot
+        menu ((K,) int64 tensor): the blueprints of the menu
+    """
+
+    env: Tensor
+    slot: Tensor
+    blueprint: Tensor
+    cost: Tensor
+    menu: Tensor
+
+
+class Encoded(NamedTuple):
+    """The inputs of the heads."""
+
+    trunk: Tensor  # (T, E, H)
+    slots: Tensor  # (T, E, S, D)
+    cost: Tensor  # (T, E, S, K)
+    menu: Tensor  # (K,) int64
+
+
+class FactoredRecurrentActorCritic(nn.Module):
+    """pi(op, slot, blueprint, blend, tempo, target | history) as a product over heads, and the value V of the state.
+
+    A head is conditioned on the op and the slot that were chosen before it. Scores that depend on the slot are computed from
+    the encoding of that slot with shared weights, so permuting slots permutes their probabilities.
+    """
+
+    value_mean: Tensor
+    value_scale: Tensor
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        self.shapes = shapes
+        h, d, e = shapes.hidden, shapes.code, shapes.embedding
+        self.blueprint = nn.Embedding(shapes.blueprints + 1 + shapes.packages, e)
+        self.op = nn.Embedding(len(Op), e)
+        self.encoder = nn.Sequential(nn.Linear(shapes.slot + e, 64), nn.SiLU(), nn.Linear(64, d), nn.SiLU())
+        self.pooled = nn.Sequential(nn.Linear(shapes.env + 2 * d, h), nn.SiLU())
+        self.lstm = nn.LSTM(h, h)
+        self.op_head = _head(h, 64, len(Op))
+        self.slot_head = _head(h + d + e, 64, 1)
+        self.blueprint_head = _head(h + d + e + 1, 64, 1)
+        self.blend_head = _head(h + d, 32, len(Blend))
+        self.tempo_head = _head(h + d + e, 32, shapes.tempos)
+        self.target_head = _head(h + d + e, 32, shapes.targets)
+        self.value_head = _head(h, 64, 1)
+        self.register_buffer("value_mean", torch.zeros(()))  # moments of the return; V is in units of the return
+        self.register_buffer("value_scale", torch.ones(()))
+
+    def initial(self, envs: int) -> Hidden:
+        """The state at the start of a sequence: zeros."""
+        zeros = torch.zeros(envs, self.shapes.hidden)
+        return zeros, zeros
+
+    def forward(
+        self, batch: Batch, hidden: Hidden, starts: Tensor | None = None, idle: Tensor | None = None
+    ) -> tuple[Encoded, Tensor, Hidden]:
+        """Encodings, values (T, E) and the state after the last step.
+
+        starts: (T, E) bool, steps at which a new sequence begins. The state of the row is set to zeros before such a step.
+        idle: (T, E) bool, steps at which a row decides nothing. They leave its state as it is, and what is returned of them
+        means nothing. None stands for no such step.
+        """
+        code = self.encoder(torch.cat([batch.slot, self.blueprint(batch.blueprint)], -1))
+        pooled = torch.cat([batch.env, code.mean(2), code.amax(2)], -1)
+        trunk, hidden = self._recur(self.pooled(pooled), hidden, starts, idle)
+        value = self.value_head(trunk).squeeze(-1) * self.value_scale + self.value_mean
+        return Encoded(trunk, code, batch.cost, batch.menu), value, hidden
+
+    def logits(self, head: Head, encoded: Encoded, op: Tensor, slot: Tensor) -> Tensor:
+        """Logits (T, E, choices) of a head, given the choices before it. op, slot: (T, E) int64.
+
+        The op head reads neither, and the slot head does not read `slot`.
+        """
+        trunk, slots = encoded.trunk, encoded.slots
+        if head is Head.OP:
+            return self.op_head(trunk)  # type: ignore[no-any-return]
+        chosen_op = self.op(op)
+        if head is Head.SLOT:
+            shared = torch.cat([trunk, chosen_op], -1).unsqueeze(2).expand(-1, -1, slots.shape[2], -1)
+            return self.slot_head(torch.cat([shared, slots], -1)).squeeze(-1)  # type: ignore[no-any-return]
+        here = torch.cat([trunk, _at(slots, slot)], -1)
+        match head:
+            case Head.BLUEPRINT:
+                cost, name = _at(encoded.cost, slot).unsqueeze(-1), self.blueprint(encoded.menu)
+                shape = (*cost.shape[:-1], -1)
+                rows = torch.cat([here.unsqueeze(2).expand(shape), name.expand(shape), cost], -1)
+                return self.blueprint_head(rows).squeeze(-1)  # type: ignore[no-any-return]
+            case Head.BLEND:
+                return self.blend_head(here)  # type: ignore[no-any-return]
+            case Head.TEMPO:
+                return self.tempo_head(torch.cat([here, chosen_op], -1))  # type: ignore[no-any-return]
+        return self.target_head(torch.cat([here, chosen_op], -1))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def bias_ops(self, biases: Mapping[Op, float]) -> None:
+        """Add to the logits of operations in every state."""
+        last = self.op_head[-1]
+        assert isinstance(last, nn.Linear)
+        for op, bias in biases.items():
+            last.bias[op] += bias
+
+    @torch.no_grad()
+    def rescale(self, mean: Tensor, scale: Tensor) -> None:
+        """Change the moments of the return and keep every V(s).
+
+        van Hasselt et al., "Learning values across many orders of magnitude", 2016, equation 9 (Pop-Art).
+        """
+        last = self.value_head[-1]
+        assert isinstance(last, nn.Linear)
+        last.weight.mul_(self.value_scale / scale)
+        last.bias.copy_((last.bias * self.value_scale + self.value_mean - mean) / scale)
+        self.value_mean.copy_(mean)
+        self.value_scale.copy_(scale)
+
+    def _recur(self, x: Tensor, hidden: Hidden, starts: Tensor | None, idle: Tensor | None) -> tuple[Tensor, Hidden]:
+        """Run the LSTM over (T, E, H), in one call for each range of steps within which no sequence begins and no row is idle."""
+        state = (hidden[0].unsqueeze(0), hidden[1].unsqueeze(0))
+        cuts = [] if starts is None else [t for t in starts.any(1).nonzero()[:, 0].tolist() if t > 0]
+        alone = set() if idle is None else set(idle.any(1).nonzero()[:, 0].tolist())
+        if alone:
+            cuts = sorted({*cuts, *alone, *(t + 1 for t in alone)} - {0, len(x)})
+        parts = []
+        for begin, end in zip([0, *cuts], [*cuts, len(x)], strict=True):
+            if starts is not None:
+                keep = (~starts[begin]).to(x.dtype)[None, :, None]
+                state = (state[0] * keep, state[1] * keep)
+            part, after = self.lstm(x[begin:end], state)
+            if idle is not None and begin in alone:
+                hold = idle[begin][None, :, None]
+                after = (torch.where(hold, state[0], after[0]), torch.where(hold, state[1], after[1]))
+            state = after
+            parts.append(part)
+        return torch.cat(parts), (state[0][0], state[1][0])
+
+
+def _head(reads: int, units: int, writes: int) -> nn.Sequential:
+    """An MLP with one hidden layer. The last weights are small, so a new policy is almost uniform and a new V almost 0."""
+    last = nn.Linear(units, writes)
+    nn.init.orthogonal_(last.weight, 0.01)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(reads, units), nn.SiLU(), last)
+
+
+def _at(values: Tensor, slot: Tensor) -> Tensor:
+    """values (T, E, S, F), slot (T, E) -> the values of the slot (T, E, F)."""
+    index = slot[..., None, None].expand(*slot.shape, 1, values.shape[-1])
+    return values.gather(2, index).squeeze(2)

@@ -1,0 +1,222 @@
+"""The observation of a policy: features of a view as arrays. E environments, S slots, K blueprints, W steps of history.
+
+The tables of `features` name every column. Continuous features are nan where they were not measured. `normalise` scales them to
+zero mean and unit variance, replaces nan by 0, and adds a flag for it. Flags are 0 or 1 and are not scaled.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.leyline.lifecycle.actions import Actions
+from esper.leyline.lifecycle.view import Bools, Floats, Measurements, View
+from esper.tamiyo.policy.features import (
+    GLOBAL,
+    GLOBAL_FLAGS,
+    RELATIVE,
+    SLOT,
+    SLOT_FLAGS,
+    TREND,
+    WINDOWS,
+    Feature,
+    Flag,
+    Seen,
+    interactions,
+    ln,
+    read,
+    sensor_feature,
+    slot_features,
+)
+
+Features = NDArray[np.float32]
+
+
+class Observation(NamedTuple):
+    """Features before normalisation, float32; nan where a quantity was not measured.
+
+    Attributes:
+        env ((E, G) array): continuous features of the environment
+        env_flags ((E, Gf) array): flags of the environment
+        slot ((E, S, F) array): continuous features of the slots, raw, then relative to the mean over slots
+        slot_flags ((E, S, Ff) array): flags of the slots
+        blueprint ((E, S) int64 array): index into the menu; -1 for an empty slot
+        cost ((E, S, K) array): ln(1 + parameters of the blueprint / host parameters)
+    """
+
+    env: Features
+    env_flags: Features
+    slot: Features
+    slot_flags: Features
+    blueprint: NDArray[np.int64]
+    cost: Features
+
+
+class History(NamedTuple):
+    """The recent measurements and the last decision of every environment.
+
+    Attributes:
+        trend ((E, W, 3) array): metric, ln loss and ln training loss, newest step first; nan before the episode
+        op ((E,) int64 array): last operation; -1 where there is none
+        accepted ((E,) bool array): whether the last decision was accepted
+    """
+
+    trend: Floats
+    op: NDArray[np.int64]
+    accepted: Bools
+
+    @classmethod
+    def empty(cls, envs: int) -> "History":
+        """The history at the first decision of an episode."""
+        shape = (envs, max(WINDOWS) + 1, len(TREND))
+        return cls(np.full(shape, np.nan), np.full(envs, -1, np.int64), np.zeros(envs, bool))
+
+    def measured(self, measurements: Measurements) -> "History":
+        """The history with the measurements of one more step. Infinite values become nan."""
+        newest = np.stack([measurements.metric, ln(measurements.loss), ln(measurements.train_loss)], 1)
+        newest = np.where(np.isfinite(newest), newest, np.nan)
+        return self._replace(trend=np.concatenate([newest[:, None], self.trend[:, :-1]], 1))
+
+    def decided(self, actions: Actions, accepted: Bools) -> "History":
+        """The history after a decision."""
+        return self._replace(op=np.asarray(actions.op, np.int64), accepted=accepted)
+
+    def reset(self, rows: Bools) -> "History":
+        """The history, emptied in the environments that are marked in `rows` (E,)."""
+        fresh = History.empty(len(rows))
+        return History(
+            np.where(rows[:, None, None], fresh.trend, self.trend),
+            np.where(rows, fresh.op, self.op),
+            np.where(rows, fresh.accepted, self.accepted),
+        )
+
+
+def observe(view: View, history: History) -> Observation:
+    """The features of a view. `history` must already contain the measurements of the view (`History.measured`)."""
+    seen = Seen(
+        view, view.seeds, view.measurements, history, *interactions(view.coalitions, view.step, view.seeds.life)
+    )
+    envs = len(view.host_params)
+    slot_shape = envs, len(view.space.slots)
+    raw = read((*SLOT, *(sensor_feature(name) for name in view.space.sensors)), seen, slot_shape)
+    known = np.isfinite(raw)
+    count = np.maximum(known.sum(1, keepdims=True), 1)
+    relative = raw - np.where(known, raw, 0).sum(1, keepdims=True) / count
+    host = view.host_params[:, None, None]
+    return Observation(
+        env=_single(read(GLOBAL, seen, (envs,))),
+        env_flags=read(GLOBAL_FLAGS, seen, (envs,)).astype(np.float32),
+        slot=_single(np.concatenate([raw, relative], 2)),
+        slot_flags=read(SLOT_FLAGS, seen, slot_shape).astype(np.float32),
+        blueprint=view.seeds.blueprint.astype(np.int64),
+        cost=np.log1p(view.space.cost / host).astype(np.float32),
+    )
+
+
+class Moments(NamedTuple):
+    """Running mean, variance and number of values of each feature, (F,) float64 each."""
+
+    mean: Floats
+    var: Floats
+    n: Floats
+
+    @classmethod
+    def prior(cls, features: Sequence[Feature]) -> "Moments":
+        """Moments before any value: mean 0 and the scales of the table."""
+        scale = np.array([feature.scale for feature in features])
+        return cls(np.zeros(len(features)), scale**2, np.zeros(len(features)))
+
+    def including(self, values: Features) -> "Moments":
+        """The moments with more values (..., F), without nan (Chan, Golub and LeVeque, "Updating formulae", 1979, eq. 1.5)."""
+        flat = values.reshape(-1, values.shape[-1]).astype(np.float64)
+        known = np.isfinite(flat)
+        count = known.sum(0).astype(np.float64)
+        some = count > 0
+        mean = np.where(known, flat, 0).sum(0) / np.maximum(count, 1)
+        spread = np.where(known, (flat - mean) ** 2, 0).sum(0)
+        total = np.maximum(self.n + count, 1)
+        shift = mean - self.mean
+        joint = self.var * self.n + spread + shift**2 * self.n * count / total
+        return Moments(
+            np.where(some, self.mean + shift * count / total, self.mean),
+            np.where(some, joint / total, self.var),
+            self.n + count,
+        )
+
+
+class Normaliser(NamedTuple):
+    """Moments of the continuous features. They change only after an update of the policy, never during a rollout."""
+
+    env: Moments
+    slot: Moments
+
+    @classmethod
+    def prior(cls, sensors: Sequence[str]) -> "Normaliser":
+        """The moments before the first round."""
+        return cls(Moments.prior(GLOBAL), Moments.prior(slot_features(sensors)))
+
+    def including(self, observation: Observation) -> "Normaliser":
+        """The moments with more observations, of any leading shape."""
+        return Normaliser(self.env.including(observation.env), self.slot.including(observation.slot))
+
+
+class Inputs(NamedTuple):
+    """The inputs of a network: normalised features and flags, without nan, float32.
+
+    Attributes:
+        env ((..., G + flags) array): features of the environment
+        slot ((..., S, F + flags) array): features of the slots
+        blueprint ((..., S) int64 array): index into the menu; -1 for an empty slot
+        cost ((..., S, K) array): as in `Observation`
+    """
+
+    env: Features
+    slot: Features
+    blueprint: NDArray[np.int64]
+    cost: Features
+
+
+CLIP = 5.0
+"""Largest absolute normalised value [standard deviations]."""
+
+
+def normalise(observation: Observation, normaliser: Normaliser, features: Sequence[Feature]) -> Inputs:
+    """The inputs of a network. `features`: the columns of `observation.slot`, from `slot_features`."""
+    return Inputs(
+        env=_normal(observation.env, observation.env_flags, normaliser.env, GLOBAL),
+        slot=_normal(observation.slot, observation.slot_flags, normaliser.slot, features),
+        blueprint=observation.blueprint,
+        cost=observation.cost,
+    )
+
+
+def input_names(sensors: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the columns of `Inputs.env` and `Inputs.slot`. The flag `name?` says whether `name` was measured."""
+    return _columns(GLOBAL, GLOBAL_FLAGS), _columns(slot_features(sensors), SLOT_FLAGS)
+
+
+def _columns(features: Sequence[Feature], flags: Sequence[Flag]) -> tuple[str, ...]:
+    measured = (f"{feature.name}?" for feature in features if _flagged(feature))
+    return (*(feature.name for feature in features), *(flag.name for flag in flags), *measured)
+
+
+def _flagged(feature: Feature) -> bool:
+    """Whether a feature has a flag `name?`. A relative feature shares the flag of the raw one."""
+    return feature.missing and not feature.name.endswith(RELATIVE)
+
+
+def _normal(values: Features, flags: Features, moments: Moments, features: Sequence[Feature]) -> Features:
+    assert values.shape[-1] == len(features), (values.shape, len(features))
+    least = np.array([0.1 * feature.scale for feature in features])
+    deviation = np.maximum(np.sqrt(moments.var), least)
+    scaled = np.clip((values - moments.mean) / deviation, -CLIP, CLIP)
+    known = np.isfinite(values)
+    may_miss = [i for i, feature in enumerate(features) if _flagged(feature)]
+    columns = np.concatenate([np.where(known, scaled, 0), flags, known[..., may_miss]], -1)
+    return np.asarray(columns, np.float32)
+
+
+def _single(values: Floats) -> Features:
+    """Values as float32; nan where they exceed its range."""
+    return np.where(np.abs(values) <= np.finfo(np.float32).max, values, np.nan).astype(np.float32)

@@ -1,0 +1,131 @@
+"""Packages: one decision of a policy that plants a blueprint in every slot whose segment keeps the width of the stream.
+
+A policy with packages chooses among the blueprints of the menu and the packages, which come after them. E environments, S slots,
+K blueprints of the menu, P packages.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from esper.leyline.lifecycle.actions import Actions, Ints, Op
+from esper.leyline.lifecycle.view import Bools, Floats, Masks, Space, View
+
+INNER = "bypass-rank-1"
+"""Its price at a slot tells whether the segment before the slot keeps the width of the stream."""
+
+
+def indices(space: Space, names: Sequence[str]) -> list[int]:
+    """Return the indices of blueprints in the menu, in the order of the names; those that the menu lacks are left out."""
+    menu = [blueprint.name for blueprint in space.blueprints]
+    return [menu.index(name) for name in names if name in menu]
+
+
+def inner_slots(space: Space) -> Bools:
+    """Return (E, S): slots behind a segment that keeps the width of the stream, by the price of a bypass of rank 1 there."""
+    choice = indices(space, (INNER,))
+    if not choice:
+        return np.zeros(space.width.shape, bool)
+    cost = np.broadcast_to(space.cost[..., choice[0]], space.width.shape)
+    kept: Bools = space.fits[:, choice[0]] & (cost == 2 * space.width)
+    return kept
+
+
+class Opened(NamedTuple):
+    """Packages that were chosen and are not planted completely.
+
+    Attributes:
+        slots ((E, S) bool array): the slots that are still to be planted
+        seed (Actions): (E,) the decision whose blueprint, blend, tempo and target the seeds get
+    """
+
+    slots: Bools
+    seed: Actions
+
+    @classmethod
+    def none(cls, envs: int, slots: int) -> "Opened":
+        """No package."""
+        return cls(np.zeros((envs, slots), bool), Actions.wait(envs))
+
+    @property
+    def rows(self) -> Bools:
+        """(E,): whether a package of the environment has slots that are still to be planted."""
+        found: Bools = np.logical_or.reduce(self.slots, axis=1)
+        return found
+
+
+def package_slots(masks: Masks, space: Space, names: Sequence[str]) -> Bools:
+    """(E, S, P): the slots that each package would plant now."""
+    found: Bools = masks.blueprint[..., indices(space, names)] & inner_slots(space)[..., None]
+    return found
+
+
+def with_packages(masks: Masks, space: Space, names: Sequence[str]) -> Masks:
+    """The masks with packages as further choices of a blueprint, (E, S, K + P). A package is valid at each of its slots."""
+    if not names:
+        return masks
+    return masks._replace(blueprint=np.concatenate([masks.blueprint, package_slots(masks, space, names)], 2))
+
+
+def package_costs(view: View, names: Sequence[str]) -> Floats:
+    """(E, S, P): ln(1 + parameters of all seeds that the package would plant now / host parameters), the same at every slot."""
+    cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)[..., indices(view.space, names)]
+    whole = (cost * package_slots(view.masks, view.space, names)).sum(1, keepdims=True)
+    priced: Floats = np.broadcast_to(np.log1p(whole / view.host_params[:, None, None]), cost.shape)
+    return priced
+
+
+def unpacked(view: View, chosen: Actions, names: Sequence[str], opened: Opened) -> tuple[Actions, Opened]:
+    """What is carried out, and the packages that are planted afterwards.
+
+    An environment with an opened package plants its next slot, the dearest first. Another one carries out what was `chosen`; of a
+    package the first seed goes to the chosen slot.
+    """
+    space, envs = view.space, np.arange(len(view.masks.op))
+    size, menu = len(space.blueprints), np.array(indices(space, names))
+    opens: Bools = (chosen.op == Op.GERMINATE) & (chosen.blueprint >= size)
+    package = np.where(opens, chosen.blueprint - size, 0)
+    first = chosen._replace(blueprint=np.where(opens, menu[package], chosen.blueprint))
+    others = package_slots(view.masks, space, names)[envs, :, package]
+    others[envs, chosen.slot] = False
+
+    goes_on, seed = opened.rows, opened.seed
+    cost = np.broadcast_to(space.cost, view.masks.blueprint.shape)[envs, :, seed.blueprint]
+    place = (opened.slots * (1 + cost)).argmax(1)
+    more = seed._replace(op=np.full(len(envs), int(Op.GERMINATE)), slot=place)
+    left = opened.slots & (np.arange(len(space.slots)) != place[:, None])
+    return (
+        Actions(*(np.where(goes_on, *pair) for pair in zip(more, first, strict=True))),
+        Opened(
+            np.where(opens[:, None], others, left),
+            Actions(*(np.where(opens, *pair) for pair in zip(first, seed, strict=True))),
+        ),
+    )
+
+
+def package_reasons(view: View, chosen: Actions, carried: Actions, opened: Opened) -> list[str | None]:
+    """For each environment the package that its planting belongs to; None for other decisions.
+
+    chosen, carried: the argument and the result of `unpacked`. opened: the packages before it.
+    """
+    menu, goes_on = [blueprint.name for blueprint in view.space.blueprints], opened.rows
+    opens = (chosen.op == Op.GERMINATE) & (chosen.blueprint >= len(menu))
+    return [
+        f"{'a further' if further else 'the first'} seed of the package {menu[at]}, one decision for every slot"
+        if further or first
+        else None
+        for first, further, at in zip(opens.tolist(), goes_on.tolist(), carried.blueprint.tolist(), strict=True)
+    ]
+
+
+def as_package(view: View, actions: Actions, names: Sequence[str], blueprint: Ints) -> Actions:
+    """The decisions (E,) of a teacher, with a package where it is about to plant every slot of one with its blueprint.
+
+    blueprint: (E,) the index into the menu that all slots of the package are to be planted with, -1 where there is none
+    (`Controller.package`).
+    """
+    for number, at in enumerate(indices(view.space, names)):
+        packs = (actions.op == Op.GERMINATE) & (actions.blueprint == at) & (blueprint == at)
+        actions = actions._replace(blueprint=np.where(packs, len(view.space.blueprints) + number, actions.blueprint))
+    return actions

@@ -1,0 +1,1 @@
+"""Holds controllers that are rules."""

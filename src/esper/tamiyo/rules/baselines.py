@@ -1,0 +1,58 @@
+"""The base of rules, and the controllers that ignore measurements. E environments."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from esper.leyline.data.keys import Purpose, key, uniform
+from esper.leyline.lifecycle.actions import Actions, Head
+from esper.leyline.lifecycle.masks import draw_uniform
+from esper.leyline.lifecycle.view import Floats, View
+from esper.leyline.protocols import Controller
+
+
+class Rule(Controller):
+    """Base of controllers that do not learn, whose runs can be resumed. One with a state overrides `state` and `load_state`."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def state(self) -> dict[str, Any]:
+        """An empty state."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Ignore the state."""
+
+
+class Never(Rule):
+    """Always WAIT, so the host is trained without growth."""
+
+    def act(self, view: View) -> Actions:
+        """WAIT for every environment."""
+        return Actions.wait(len(view.masks.op))
+
+
+class RandomValid(Rule):
+    """Draws an operation uniformly from the valid ones, then each relevant head from its valid choices, in the order of `Head`.
+
+    A draw is a hash of (run seed, number of the environment, episode, step, head), so it depends neither on other environments
+    nor on earlier draws.
+    """
+
+    def act(self, view: View) -> Actions:
+        """One valid decision per environment. A head that the operation does not use is 0."""
+        return draw_uniform(view.masks, draws(view))
+
+
+def draws(view: View, further: int = 0) -> Floats:
+    """(heads, E) uniform in [0, 1) for the decisions of a step, keyed by the number of each environment.
+
+    A decision therefore depends neither on other environments nor on the index of the environment in its population.
+    further: number of the decision within the step, from 0.
+    """
+    space, heads = view.space, np.array(list(Head))[:, None]
+    return uniform(
+        key(space.seed, Purpose.POLICY, space.number, view.episode, view.step, heads, *([further] if further else []))
+    )

@@ -1,0 +1,337 @@
+"""The default rule: plant early where the host is narrow, and keep the seeds that contribute more than they cost.
+
+E environments, S slots, K blueprints.
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from esper.leyline.config.tree import GatesConfig, HeuristicConfig
+from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
+from esper.leyline.lifecycle.masks import complete, defaults
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Bools, Floats, Outcome, View, sensor
+from esper.leyline.text import nothing_planted
+from esper.tamiyo.rules.baselines import Rule
+
+DEAD = 0.02
+"""Relative participation below which the inner features of a segment count as dead."""
+
+
+class PlantingObstacle(IntEnum):
+    """Why the rule planted no seed although the masks allowed it."""
+
+    NONE = 0
+    LATE = 1  # too few steps are left
+    UNMEASURED = 2  # the metric is nan
+    REACHED = 3  # the metric is not below `plant_below`
+    EVEN = 4  # no segment is narrow, and a seed incubates or the metric is not below `weak_below`
+
+
+class _Trials(NamedTuple):
+    """The judgement of every seed, (E, S) each. A comparison with nan is False."""
+
+    worth: Floats  # contribution to the metric or the loss of J
+    error: Floats  # standard error of the contribution
+    price: Floats  # the contribution that the seed must exceed
+    keep: Bools  # can be fossilized, and contributes more than the price
+    unpaid: Bools  # was on trial long enough, contributes at most the price, and no other seed incubates or blends
+    holding: Bools  # on trial
+    refused: Bools  # its gate refused it for as many decisions as the patience
+
+
+class _Plans(NamedTuple):
+    """Where to plant a seed, or why not."""
+
+    where: Bools  # (E, S) candidates
+    score: Floats  # (E, S) the candidate with the largest score is planted first
+    blueprint: Ints  # (E, S)
+    obstacle: NDArray[np.int8]  # (E,) an PlantingObstacle; NONE where a seed is planted or the masks forbid it
+    share: Floats  # (E,) result of `relative_metric`
+    narrow: Bools  # (E, S) narrow segments
+    inner: Floats  # (E, S) participation_inner
+    blind: Bools  # (E,) the inner features of no segment are measured
+
+
+class Heuristic(Rule):
+    """Decides one operation per environment and step: the first of the following that applies.
+
+    1. FOSSILIZE the seed on trial with the largest contribution, where the masks allow it and the contribution is above
+       `keep_above` times its rent.
+    2. ADVANCE the incubating seed with the largest incubation gain, if enough steps are left to fossilize it.
+    3. PRUNE the seed with the lowest contribution among two groups. The first are seeds that were on trial for
+       `gates.min_holding_steps` steps and contribute at most `keep_above` times their rent, while no other seed incubates or
+       blends. The second are seeds that their gate has refused at `holding_patience` decisions, or `training_patience`
+       decisions of an incubating seed.
+    4. GERMINATE behind a *narrow* segment, if the relative metric is below `plant_below`. The relative metric is 0 for the best
+       constant prediction and 1 for a perfect one. A segment is narrow where almost all of its inner units are in use, with a
+       relative participation ratio of at least `narrow_from`, or almost none, with a ratio below .02. Among several such
+       segments, the slot with the lowest participation of the stream is taken.
+    5. GERMINATE at the slot with the lowest participation of the stream, if no other segment is narrow, no seed incubates, and
+       the relative metric is below `weak_below`. A host that stays weak after 4 thereby gets a hidden layer. Where the inner
+       features of no segment are measured, the bound is `plant_below`, seeds may incubate, and the slot is the first whose
+       participation is within `tie_ratio` times the lowest, because a stream stays thin behind the segment that made it thin.
+       The rule compares the slots of one host, because the smallest possible ratio, 1 / width, differs between hosts.
+    6. WAIT.
+
+    A seed is planted only while there are enough steps to fossilize it, and `spare_steps` more. Its blueprint is the first of
+    `narrow_blueprints` or `weak_blueprints` that fits the slot, otherwise the cheapest bypass, otherwise the cheapest. A
+    quantity that was not measured satisfies no condition. Where the range of the metric is unknown, any metric is low enough.
+    """
+
+    sensors_every = 4
+    sensors_read = MappingProxyType({Op.GERMINATE: ("participation", "participation_inner")})
+
+    def __init__(self, config: HeuristicConfig, gates: GatesConfig) -> None:
+        self.config = config
+        self.gates = gates
+        self._why: list[str | None] = []  # reasons of the last decision
+        self._planted = np.zeros(0, bool)  # (E,) whether a seed was planted in this episode
+        self._obstacle = np.zeros(0, np.int8)  # (E,) the last one; LATE only where there was no other
+        self._share = np.zeros(0)  # (E,) relative metric at that obstacle
+        self._steps = 0
+        self._blind = False  # whether slots were chosen without measured inner features
+
+    def act(self, view: View) -> Actions:
+        """One decision per environment, from its row of the view alone."""
+        may = view.masks.slot
+        usual = defaults(view.space)
+        trials, plans = self._judge(view), self._plan(view)
+        advance = may[:, Op.ADVANCE] & (view.steps - view.step >= self._trial(view))
+        prune = may[:, Op.PRUNE] & (trials.unpaid | trials.refused)
+
+        envs = len(view.seeds.stage)
+        op, slot = np.zeros(envs, np.int64), np.zeros(envs, np.int64)
+        for choice, candidates, score in (  # in reverse order, so that an operation replaces those of lower rank
+            (Op.GERMINATE, plans.where, plans.score),
+            (Op.PRUNE, prune, -trials.worth),
+            (Op.ADVANCE, advance, view.measurements.gain.mean),
+            (Op.FOSSILIZE, trials.keep, trials.worth),
+        ):
+            any_candidate = candidates.any(1)
+            op = np.where(any_candidate, choice, op)
+            slot = np.where(any_candidate, _best(candidates, score), slot)
+        if view.step == 0 or len(self._planted) != envs:
+            self._planted, self._obstacle = np.zeros(envs, bool), np.zeros(envs, np.int8)
+            self._share = np.full(envs, np.nan)
+        late = (plans.obstacle == PlantingObstacle.LATE) & (self._obstacle != PlantingObstacle.NONE)
+        record = (plans.obstacle != PlantingObstacle.NONE) & ~late
+        self._obstacle = np.where(record, plans.obstacle, self._obstacle)
+        self._share = np.where(record, plans.share, self._share)
+        self._steps = view.steps
+        self._why = [
+            self._why_planted(plans, view, env, at)
+            if choice == Op.GERMINATE
+            else self._why_judged(trials, env, Op(choice), at)
+            for env, (choice, at) in enumerate(zip(op.tolist(), slot.tolist(), strict=True))
+        ]
+        return complete(view.masks, op, slot, {**usual, Head.BLUEPRINT: plans.blueprint[np.arange(envs), slot]})
+
+    def store(self, outcome: Outcome) -> None:
+        """Record where a seed was planted."""
+        self._planted = self._planted | (outcome.accepted & (outcome.actions.op == Op.GERMINATE))
+
+    def reasons(self) -> Sequence[str | None]:
+        """For each environment, the reason of a GERMINATE, PRUNE or FOSSILIZE at the last decision; None for other operations."""
+        return self._why
+
+    def explain(self) -> list[str]:
+        """Sentences that name the conditions that prevented planting, with the number of environments.
+
+        A further sentence says where narrow segments could not be recognised.
+        """
+        sentences = []
+        for obstacle in list(PlantingObstacle)[1:]:
+            where = ~self._planted & (self._obstacle == obstacle)
+            if where.any():
+                begin = nothing_planted(int(where.sum()), len(where))
+                sentences.append(f"{begin}: {self._sentence(obstacle, self._share[where])}")
+        if self._blind:
+            sentences.append(
+                "no segment of the host has inner features that can be measured (SlotSpec.inner), so the heuristic could not "
+                "recognise narrow segments and chose slots by the stream alone"
+            )
+        return sentences
+
+    def state(self) -> dict[str, Any]:
+        """The obstacles so far, from which `explain` makes its sentences."""
+        told = {"planted": self._planted, "obstacle": self._obstacle, "share": self._share}
+        return {**told, "steps": self._steps, "blind": self._blind}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`."""
+        self._planted, self._obstacle, self._share = state["planted"], state["obstacle"], state["share"]
+        self._steps, self._blind = state["steps"], state["blind"]
+
+    def _judge(self, view: View) -> _Trials:
+        """Compare the contribution of every seed with its rent."""
+        gates, stage, age, may = self.gates, view.seeds.stage, view.seeds.age, view.masks.slot
+        measured = view.measurements
+        contribution = measured.contribution if view.space.objective == "metric" else measured.contribution_loss
+        worth = contribution.mean
+        space, planted = view.space, view.seeds.blueprint
+        cost = np.broadcast_to(space.cost, (*planted.shape, len(space.blueprints)))
+        own = np.take_along_axis(cost, np.maximum(planted, 0).astype(np.int64)[..., None], 2)[..., 0]
+        size = np.maximum(view.host_params, space.rent_size)[:, None] + view.added_params[:, None]
+        rent = space.rent * np.log(size / np.maximum(size - np.where(planted >= 0, own, 0), 1))  # (E, S), of each seed
+        price = self.config.keep_above * rent
+        holding, training = stage == Stage.HOLDING, stage == Stage.TRAINING
+        keep = may[:, Op.FOSSILIZE] & (worth > price)
+        # With two bottlenecks, the bypass of one contributes little until the other has its bypass, so no seed is removed while
+        # another incubates or blends.
+        coming = (training | (stage == Stage.BLENDING)) & ~view.seeds.doomed
+        unpaid = holding & ~coming.any(1, keepdims=True) & (age >= gates.min_holding_steps) & (worth <= price)
+        unkept = holding & ~may[:, Op.FOSSILIZE] & (age - gates.min_holding_steps + 1 >= self.config.holding_patience)
+        untrained = (
+            training & ~may[:, Op.ADVANCE] & (age - gates.min_training_steps + 1 >= self.config.training_patience)
+        )
+        return _Trials(worth, contribution.se, price, keep, unpaid, holding, unkept | untrained)
+
+    def timely(self, view: View, step: int) -> bool:
+        """Whether a seed that is planted at a step can be fossilized before the run ends, with `spare_steps` to spare."""
+        # A seed trains from the step after its planting on, and FOSSILIZE takes one more decision.
+        needed = 1 + self.gates.min_training_steps + self._trial(view) + self.config.spare_steps
+        return view.steps - step >= needed
+
+    def _trial(self, view: View) -> int:
+        """Steps from ADVANCE to FOSSILIZE."""
+        return view.space.tempos[defaults(view.space)[Head.TEMPO]] + self.gates.min_holding_steps + 1
+
+    def _plan(self, view: View) -> _Plans:
+        """Where to plant: at narrow segments, or where there are none, at the weakest."""
+        config, measured, space = self.config, view.measurements, view.space
+        may: Bools = np.asarray(view.masks.blueprint.any(2))
+        share = relative_metric(measured.metric, space.floor, space.ceiling)[:, None]
+        inner = sensor(view, "participation_inner")
+        blind: Bools = np.asarray(np.isnan(inner).all(1, keepdims=True))
+        if may.any() and not np.isnan(sensor(view, "participation")).all():
+            self._blind = bool(blind.all())
+        narrow = may & ((inner >= config.narrow_from) | (inner < DEAD))
+        none = ~narrow.any(1, keepdims=True)
+        timely = self.timely(view, view.step)
+
+        rank = measured.participation
+        lowest = np.where(may & ~np.isnan(rank), rank, np.inf).min(1, keepdims=True)
+        # A stream stays thin behind the segment that made it thin, so the first of several similar slots is the cause.
+        thinnest = np.where(blind, rank <= config.tie_ratio * lowest, rank <= lowest) | np.isinf(lowest)
+        # An incubating seed does not contribute yet, and may be all that the host lacks.
+        incubating = (view.seeds.stage == Stage.TRAINING).any(1, keepdims=True)
+        low = np.where(blind, share < config.plant_below, (share < config.weak_below) & ~incubating)
+        weak = may & none & thinnest & low
+        where: Bools = timely & ((narrow & (share < config.plant_below)) | weak)
+
+        score = np.where(none, 0.0, -rank)
+        blueprint: Ints = np.where(
+            narrow, _first_that_fits(config.narrow_blueprints, view), _first_that_fits(config.weak_blueprints, view)
+        )
+        share = share[:, 0]
+        obstacle = np.full(len(may), PlantingObstacle.EVEN, np.int8)
+        obstacle[share >= config.plant_below] = PlantingObstacle.REACHED
+        obstacle[np.isnan(share)] = PlantingObstacle.UNMEASURED
+        if not timely:
+            obstacle[:] = PlantingObstacle.LATE
+        obstacle[where.any(1) | ~may.any(1)] = PlantingObstacle.NONE
+        return _Plans(where, score, blueprint, obstacle, share, narrow, inner, blind[:, 0])
+
+    def _why_planted(self, plans: _Plans, view: View, env: int, slot: int) -> str:
+        config, name = self.config, view.space.slots[slot]
+        blueprint = view.space.blueprints[int(plans.blueprint[env, slot])].name
+        inner, narrow = plans.inner[env, slot], bool(plans.narrow[env, slot])
+        if narrow:
+            bound = (
+                f"under {DEAD:.0%}" if inner < DEAD else f"at least {config.narrow_from:.0%} (heuristic.narrow_from)"
+            )
+            place = f"the segment in front of {name} is narrow: {inner:.0%} of its inner units are in use, {bound}"
+        elif plans.blind[env]:
+            place = (
+                f"inner features are not measured, and the stream is about the thinnest at {name} (heuristic.tie_ratio)"
+            )
+        else:
+            place = f"no segment is narrow (heuristic.narrow_from), and the stream is the thinnest at {name}"
+        if not narrow and np.isfinite(plans.share[env]):
+            limit = "plant_below" if plans.blind[env] else "weak_below"
+            bound = f"under {getattr(config, limit):.0%} (heuristic.{limit})"
+            place += f"; {progress_of(plans.share[env])}, {bound}"
+        key = "narrow_blueprints" if narrow else "weak_blueprints"
+        first = blueprint in getattr(config, key)
+        kind = f"is the first of heuristic.{key} that fits" if first else f"fits, and none of heuristic.{key} does"
+        return f"{place}; {blueprint} {kind}"
+
+    def _why_judged(self, trials: _Trials, env: int, op: Op, slot: int) -> str | None:
+        if op not in (Op.FOSSILIZE, Op.PRUNE):
+            return None
+        if op == Op.FOSSILIZE or trials.unpaid[env, slot]:
+            worth, error, price = (field[env, slot] for field in (trials.worth, trials.error, trials.price))
+            told, rent = f"its contribution {worth:+.4f} ± {error:.4f}", f"{self.config.keep_above:g} of its rent"
+            above = "above" if op == Op.FOSSILIZE else "not above"
+            return f"{told} is {above} {price:.4f}, which is {rent} (heuristic.keep_above)"
+        key = "holding_patience" if trials.holding[env, slot] else "training_patience"
+        return f"it did not pass its gate at {getattr(self.config, key)} decisions (heuristic.{key})"
+
+    def _sentence(self, obstacle: PlantingObstacle, share: Floats) -> str:
+        """The condition that prevented planting in networks of these relative metrics, and the key that changes it."""
+        config = self.config
+        low, high = (f"{min(max(float(each), 0.0), 1.0):.0%}" for each in (share.min(), share.max()))
+        covered = low if low == high else f"{low} to {high}"
+        come = f"the metric had covered {covered} of the way from the best constant prediction to a perfect one"
+        if (share < 0).all():
+            come = "the metric was below that of the best constant prediction"
+        if obstacle == PlantingObstacle.LATE:
+            return (
+                f"the run has {self._steps} steps of one decision each, which are too few to plant, train and keep a seed; "
+                f"raise steps, or lower heuristic.spare_steps ({config.spare_steps}), gates.min_training_steps or "
+                "gates.min_holding_steps"
+            )
+        if obstacle == PlantingObstacle.UNMEASURED:
+            return "the metric is not a number; check the data and the loss"
+        if obstacle == PlantingObstacle.REACHED:
+            return f"{come}, and the heuristic plants below {config.plant_below:.0%}; raise heuristic.plant_below"
+        return (
+            f"no segment is narrow by heuristic.narrow_from ({config.narrow_from:g}), {come}, and the heuristic plants in such "
+            f"a host below {config.weak_below:.0%}; raise heuristic.weak_below"
+        )
+
+
+def relative_metric(metric: Floats, floor: Floats, ceiling: Floats) -> Floats:
+    """(metric - floor) / (ceiling - floor), (E,): 0 at the floor and 1 at the ceiling.
+
+    nan where the metric is nan, minus infinity where floor or ceiling is nan, and 1 where the ceiling is not above the floor.
+    """
+    room = ceiling - floor
+    share = np.where(room > 0, (metric - floor) / np.where(room > 0, room, 1.0), 1.0)
+    return np.where(np.isnan(metric), np.nan, np.where(np.isnan(room), -np.inf, share))
+
+
+def _first_that_fits(names: Sequence[str], view: View) -> Ints:
+    """(E, S) the first of the named blueprints that the masks allow, otherwise the cheapest bypass, otherwise the cheapest."""
+    menu = view.space.blueprints
+    order = [names.index(each.name) if each.name in names else len(names) + (each.tap != "before") for each in menu]
+    cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
+    rank = np.where(view.masks.blueprint, np.array(order)[None, None], len(names) + 2)
+    best = rank == rank.min(2, keepdims=True)
+    cheapest: Ints = np.where(best, cost, np.iinfo(np.int64).max).argmin(2)
+    return cheapest
+
+
+def progress_of(share: float) -> str:
+    """A `relative_metric` in words: how far the metric of a network has come."""
+    if not np.isfinite(share):
+        return "how far the metric is on the way to a perfect one is not known"
+    if share < 0:
+        return "the metric is below that of the best constant prediction, so it has covered none of the way to a perfect one"
+    return f"the metric has covered {min(share, 1.0):.0%} of the way to a perfect one"
+
+
+def _best(candidates: Bools, score: Floats) -> Ints:
+    """The candidate with the highest score, the first of equal ones. A score of nan is the lowest.
+
+    candidates, score: (E, S). Returns (E,) int64; 0 where there is no candidate.
+    """
+    known = np.nan_to_num(score, nan=np.finfo(np.float64).min)
+    best: Ints = np.where(candidates, known, -np.inf).argmax(1)
+    return best

@@ -1,0 +1,354 @@
+"""A fixed list of operations, read from YAML, that every environment carries out. E environments, N entries.
+
+A file is a list of entries:
+
+    - {at: 4, op: germinate, slot: s1, blueprint: bypass-mlp, keep: true}
+    - {at: 9, op: prune, slot: s0, tempo: 0}
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+import numpy as np
+import pydantic
+from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Ints, Op
+from esper.leyline.lifecycle.masks import OPEN, allowed_of, complete, defaults
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.view import Bools, Outcome, Space, View
+from esper.leyline.text import counted
+from esper.store.disk import read_named
+from esper.tamiyo.rules.baselines import Rule
+
+
+class EntryObstacle(IntEnum):
+    """Why a pending entry was not carried out at a decision."""
+
+    NONE = 0
+    EARLY = 1  # the step is before `at`
+    BUSY = 2  # the slot holds a seed, or is under embargo after one
+    FULL = 3  # the environment holds lifecycle.max_seeds seeds
+    INCUBATING = 4  # lifecycle.max_training_seeds seeds incubate in the environment
+    NO_SEED = 5  # the slot holds no seed at the stage that the operation needs
+    GATE = 6  # the gate refuses the seed
+    CHOICE = 7  # the masks forbid a choice of the entry
+    TURN = 8  # another entry was carried out
+    REFUSED = 9  # the engine refused it
+
+
+_Name = TypeVar("_Name", bound=IntEnum)
+
+
+def _member(kind: type[_Name]) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        if isinstance(value, kind):
+            return value
+        if not isinstance(value, str) or value.upper() not in kind.__members__:
+            raise ValueError
+        return kind[value.upper()]
+
+    return parse
+
+
+class Entry(BaseModel):
+    """One entry of a schedule. A head that is left out takes its default (`baselines.defaults`), or another valid choice.
+
+    Error messages quote the description of a field as the accepted values.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    at: int = Field(ge=0, lt=2**63, description="a step, a whole number from 0 on")
+    op: Annotated[Op, BeforeValidator(_member(Op))] = Field(description="one of " + ", ".join(Op.__members__))
+    slot: str | None = Field(None, description="the name of a slot")
+    blueprint: str | None = Field(None, description="the name of a blueprint of the menu")
+    blend: Annotated[Blend, BeforeValidator(_member(Blend))] | None = Field(
+        None, description="one of " + ", ".join(Blend.__members__)
+    )
+    tempo: int | None = Field(None, ge=0, description="a ramp length, a whole number of steps from 0 on")
+    target: float | None = Field(None, gt=0, le=1, description="an alpha above 0 and up to 1")
+    keep: bool = Field(False, description="true or false")
+
+    @pydantic.model_validator(mode="after")
+    def _heads_that_matter(self) -> "Entry":
+        op = self.op.name
+        for head in (Head.SLOT, *OPEN):
+            name = head.name.lower()
+            given = getattr(self, name) is not None
+            if given and not RELEVANT[self.op, head]:
+                raise ValueError(f"{op} takes no {name}; leave it out")
+            if not given and RELEVANT[self.op, head] and head in (Head.SLOT, Head.BLUEPRINT):
+                raise ValueError(f"{op} needs a {name}; add the name of one")
+        if self.op is Op.GERMINATE and self.tempo == 0:
+            raise ValueError("GERMINATE cannot take tempo 0; give a ramp of at least one step")
+        if self.keep and self.op is not Op.GERMINATE:
+            raise ValueError(f"keep goes with GERMINATE, not with {op}; leave it out")
+        return self
+
+
+class _Plan(NamedTuple):
+    """The entries as indices into a space. An entry is followed by those that its `keep` adds; a WAIT is the last entry."""
+
+    at: Ints  # (N,) steps
+    decisions: Ints  # (N, heads) choice of each head
+    free: Bools  # (N, heads) whether the entry leaves the head out, so that any choice is accepted
+    listed: Bools  # (N,) pending from the start; the entries of a `keep` are not
+    starts: Bools  # (N, N) whether carrying out i makes j pending
+    ends: Bools  # (N, N) whether carrying out i makes j not pending
+
+    @property
+    def op(self) -> Ints:
+        """(N,) an `Op`."""
+        return self.decisions[:, Head.OP]
+
+    @property
+    def slot(self) -> Ints:
+        """(N,) index of a slot."""
+        return self.decisions[:, Head.SLOT]
+
+
+class Schedule(Rule):
+    """A controller that carries out the same entries in every environment.
+
+    At each decision an environment carries out the first pending entry, in list order, whose step `at` has come and which its
+    masks allow. An entry that is not yet valid waits without delaying later entries. Each entry is carried out once per
+    episode. An entry that the engine refuses, for example for its parameters, stays pending and is skipped at the next
+    decision. `keep` adds an ADVANCE and a FOSSILIZE of the slot after a GERMINATE; they are pending from planting until
+    another seed is planted in the slot.
+    """
+
+    def __init__(self, entries: Sequence[Entry], source: str = "schedule") -> None:
+        self.entries = tuple(entries)
+        self.source = source  # the name of the schedule in messages
+        self._plan: _Plan | None = None
+        self._pending: Bools | None = None  # (E, N)
+        self._refused: Bools | None = None  # (E, N) at the last decision
+        self._turn: tuple[Ints, Bools] | None = None  # (E,) last entry, and (E, N) pending entries before it
+        # (E, N) an EntryObstacle, of the last decision since the step `at`
+        self._obstacle: NDArray[np.int8] | None = None
+        self._steps = 0
+
+    def act(self, view: View) -> Actions:
+        """The operation of an entry, or WAIT, per environment. InputError if the space lacks a name of an entry."""
+        if self._plan is None or view.step == 0:
+            self._plan = _plan(self.entries, view.space, self.source)
+        plan = self._plan
+        if self._pending is None or view.step == 0:
+            self._pending = np.tile(plan.listed, (len(view.masks.op), 1))
+            self._refused = None
+            self._obstacle = np.zeros(self._pending.shape, np.int8)
+        ready = self._pending & (plan.at <= view.step) & allowed_of(view.masks, plan.decisions, plan.free)
+        if self._refused is not None:
+            ready &= ~self._refused
+        turn = ready.argmax(1)  # the last entry, a WAIT, is always ready
+        assert self._obstacle is not None, "it is made with the pending entries"
+        now = np.where(ready, np.int8(EntryObstacle.TURN), _obstacles(plan, view))
+        if self._refused is not None:
+            now = np.where(self._refused, np.int8(EntryObstacle.REFUSED), now)
+        early = np.where(self._obstacle == 0, np.int8(EntryObstacle.EARLY), self._obstacle)
+        self._obstacle, self._steps = np.where(plan.at <= view.step, now, early), view.steps
+        self._turn, self._refused = (turn, self._pending), None
+        self._pending = (self._pending & ~plan.ends[turn]) | plan.starts[turn]
+        return complete(view.masks, plan.op[turn], plan.slot[turn], {head: plan.decisions[turn, head] for head in OPEN})
+
+    def store(self, outcome: Outcome) -> None:
+        """Make refused entries pending again."""
+        assert self._turn is not None, "act comes before store"
+        assert self._pending is not None, "act comes before store"
+        assert self._obstacle is not None, "act comes before store"
+        turn, before = self._turn
+        refused = ~outcome.accepted[:, None]
+        self._pending = np.where(refused, before, self._pending)
+        self._refused = refused & (turn[:, None] == np.arange(before.shape[1]))
+        self._obstacle = np.where(self._refused, np.int8(EntryObstacle.REFUSED), self._obstacle)
+
+    def reasons(self) -> Sequence[str | None]:
+        """For each environment, the entry that planted, kept or removed a seed at the last decision; None for others."""
+        if self._turn is None or self._plan is None:
+            return []
+        names = [
+            f"entry {number} of {self.source}" if entry.op in (Op.GERMINATE, Op.PRUNE, Op.FOSSILIZE) else None
+            for number, entry in _expanded(self.entries)
+        ]
+        return [[*names, None][row] for row in self._turn[0].tolist()]  # None is for the WAIT at the end
+
+    def explain(self) -> list[str]:
+        """Sentences that name the entries that were not carried out, with the causes and the numbers of environments."""
+        if self._pending is None or self._obstacle is None:
+            return []
+        sentences = []
+        for row, (number, entry) in enumerate(_expanded(self.entries)):
+            for cause in EntryObstacle:
+                where = self._pending[:, row] & (self._obstacle[:, row] == cause)
+                if where.any():
+                    done = f"{entry.op.name} of entry {number} of {self.source} was not carried out"
+                    envs = f"{int(where.sum())} of {counted(len(where), 'environment')}"
+                    sentences.append(f"{done} in {envs}: {self._cause(cause, entry)}")
+        return sentences
+
+    def _cause(self, cause: EntryObstacle, entry: Entry) -> str:
+        slot = entry.slot
+        gate = (
+            "gates.gain_z or gates.min_training_steps"
+            if entry.op is Op.ADVANCE
+            else "gates.min_holding_steps, gates.min_contribution or gates.contribution_z"
+        )
+        return {
+            EntryObstacle.NONE: "it became due after the last decision; raise steps",
+            EntryObstacle.EARLY: f"`at` is {entry.at}, and the last decision of {counted(self._steps, 'step')} is "
+            f"{self._steps - 1}; lower `at`, or raise steps",
+            EntryObstacle.BUSY: f"slot {slot} held a seed, or was under embargo after one; name another slot, or lower "
+            "lifecycle.embargo",
+            EntryObstacle.FULL: "the environment held lifecycle.max_seeds seeds already; raise lifecycle.max_seeds",
+            EntryObstacle.INCUBATING: "lifecycle.max_training_seeds seeds were incubating; raise that key, or steps",
+            EntryObstacle.NO_SEED: f"slot {slot} held no seed at the stage that the operation needs; plant one earlier, or "
+            "raise steps",
+            EntryObstacle.GATE: f"the gate of the seed at {slot} refused it until the last decision; lower {gate}, set "
+            "gates.permissive, or raise steps",
+            EntryObstacle.CHOICE: "the masks did not allow the choices of the entry; leave them out",
+            EntryObstacle.TURN: "other entries came first, and a decision carries out one; raise steps",
+            EntryObstacle.REFUSED: "the engine refused it; `refused` in the summary says why",
+        }[cause]
+
+    def state(self) -> dict[str, Any]:
+        """The entries, and by environment which are pending, which were refused at the last decision, and the obstacles."""
+        told = {"pending": self._pending, "refused": self._refused, "hindered": self._obstacle}
+        return {"entries": self._listed(), **told, "steps": self._steps}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state`. InputError if the entries of the schedule have changed."""
+        if state["entries"] != self._listed():
+            raise InputError(f"{self.source} is not the schedule that the run began with; restore the old entries")
+        self._plan, self._pending, self._refused = None, state["pending"], state["refused"]
+        self._obstacle, self._steps = state["hindered"], state["steps"]
+
+    def _listed(self) -> list[dict[str, Any]]:
+        return [entry.model_dump(mode="json") for entry in self.entries]
+
+
+def load_schedule(path: str | Path) -> Schedule:
+    """Read a schedule from a YAML list of entries. InputError names the file and the entry that cannot be used."""
+    data = read_named(Path(path), LARGEST_YAML, "a schedule is a readable YAML file")
+    content = parse_yaml(data, str(path), "write one entry a line, as - {at: 4, op: WAIT}")
+    if not isinstance(content, list):
+        raise InputError(f"{path} is not a list of entries; write one entry a line, as - {{at: 4, op: WAIT}}")
+    return Schedule([_entry(item, f"{path}, entry {i}") for i, item in enumerate(content, 1)], str(path))
+
+
+def _entry(item: object, where: str) -> Entry:
+    if not isinstance(item, dict):
+        raise InputError(f"{where} is {item!r}, not a mapping; write it as {{at: 4, op: WAIT}}")
+    try:
+        return Entry.model_validate(item)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+    if not first["loc"]:
+        raise InputError(f"{where}: {first['msg'].removeprefix('Value error, ')}")
+    name = str(first["loc"][0])
+    if name not in Entry.model_fields:
+        raise InputError(f"{where}: unknown key {name!r}; the keys are {', '.join(Entry.model_fields)}")
+    accepted = Entry.model_fields[name].description
+    if first["type"] == "missing":
+        raise InputError(f"{where}: {name} is missing; give {accepted}")
+    raise InputError(f"{where}: {name} is {first['input']!r}; give {accepted}")
+
+
+def _expanded(entries: Sequence[Entry]) -> list[tuple[int, Entry]]:
+    """Every entry with its number in the list, from 1. The entries that a `keep` adds follow with the same number."""
+    rows: list[tuple[int, Entry]] = []
+    for number, entry in enumerate(entries, 1):
+        rows.append((number, entry))
+        if entry.keep:
+            rows += [(number, Entry(at=entry.at, op=op, slot=entry.slot)) for op in (Op.ADVANCE, Op.FOSSILIZE)]
+    return rows
+
+
+def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
+    """The entries as indices. InputError if the space lacks a name or a value of one, or its blueprint does not fit the slot."""
+    for number, entry in enumerate(entries, 1):
+        _check(entry, space, f"{source}, entry {number}")
+    numbers, rows = [each for each, _ in _expanded(entries)], [entry for _, entry in _expanded(entries)]
+    rows.append(Entry(at=0, op=Op.WAIT))
+    # for an entry of a `keep`, the row of its GERMINATE, which is the first with its number; otherwise -1
+    first = [numbers.index(number) for number in numbers]
+    parent = np.array([*(-1 if row == at else at for row, at in enumerate(first)), -1], np.int64)
+
+    values: dict[Head, Sequence[object]] = {
+        Head.SLOT: space.slots,
+        Head.BLUEPRINT: [blueprint.name for blueprint in space.blueprints],
+        Head.BLEND: list(Blend),
+        Head.TEMPO: space.tempos,
+        Head.TARGET: space.targets,
+    }
+    usual = {Head.SLOT: 0, **defaults(space)}
+    wanted = np.zeros((len(rows), len(Head)), np.int64)
+    free = np.zeros((len(rows), len(Head)), bool)
+    for row, entry in enumerate(rows):
+        for head, known in values.items():
+            value = getattr(entry, head.name.lower())
+            free[row, head] = value is None
+            wanted[row, head] = usual[head] if value is None else known.index(value)
+
+    wanted[:, Head.OP] = op = np.array([entry.op for entry in rows], np.int64)
+    slot = wanted[:, Head.SLOT]
+    plants = (op == Op.GERMINATE)[:, None]
+    itself = np.eye(len(rows), dtype=bool) & (np.arange(len(rows)) < len(rows) - 1)  # the last WAIT stays pending
+    return _Plan(
+        at=np.array([entry.at for entry in rows], np.int64),
+        decisions=wanted,
+        free=free,
+        listed=parent < 0,
+        starts=parent == np.arange(len(rows))[:, None],
+        ends=itself | (plants & (parent >= 0) & (slot == slot[:, None])),
+    )
+
+
+def _check(entry: Entry, space: Space, where: str) -> None:
+    menu = [blueprint.name for blueprint in space.blueprints]
+    for name, given, known in (
+        ("slot", entry.slot, space.slots),
+        ("blueprint", entry.blueprint, menu),
+        ("tempo", entry.tempo, space.tempos),
+        ("target", entry.target, space.targets),
+    ):
+        if given is not None and given not in known:
+            raise InputError(f"{where}: there is no {name} {given!r} here; choose one of {', '.join(map(str, known))}")
+    if entry.slot is not None and entry.blueprint is not None:
+        fits = space.fits[space.slots.index(entry.slot)]
+        if not fits[menu.index(entry.blueprint)]:
+            fitting = ", ".join(name for name, fit in zip(menu, fits, strict=True) if fit) or "another slot"
+            raise InputError(f"{where}: {entry.blueprint} does not fit slot {entry.slot}; choose {fitting}")
+
+
+_NEEDS = {
+    Op.ADVANCE: {Stage.TRAINING},
+    Op.FOSSILIZE: {Stage.HOLDING},
+    Op.SET_ALPHA: {Stage.HOLDING},
+    Op.PRUNE: {Stage.TRAINING, Stage.BLENDING, Stage.HOLDING},
+}
+"""The stages at which a seed can be the object of an operation."""
+
+
+def _obstacles(plan: _Plan, view: View) -> NDArray[np.int8]:
+    """(E, N) an EntryObstacle: what the stages of the seeds say about each entry, whatever its step."""
+    stage = view.seeds.stage
+    here = stage[:, plan.slot]  # (E, N)
+    found = np.full(here.shape, EntryObstacle.CHOICE, np.int8)
+    plants = plan.op == Op.GERMINATE
+    incubates = among(stage, frozenset({Stage.GERMINATED, Stage.TRAINING})).any(1, keepdims=True)
+    full = (among(stage, IN_BUDGET).sum(1) >= view.space.max_seeds)[:, None]
+    found[plants & incubates] = EntryObstacle.INCUBATING
+    found[plants & full] = EntryObstacle.FULL
+    found[plants & (here != Stage.DORMANT)] = EntryObstacle.BUSY
+    for op, stages in _NEEDS.items():
+        able = among(here, frozenset(stages))
+        acts = plan.op == op
+        found[acts & able & (op in (Op.ADVANCE, Op.FOSSILIZE))] = EntryObstacle.GATE
+        found[acts & ~able] = EntryObstacle.NO_SEED
+    return found

@@ -1,0 +1,243 @@
+"""Fully connected hosts: with and without skip connections, and with damaged blocks; and the parts that all hosts share."""
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import count, drawn_with
+from esper.kasmina.host import SegmentedHost
+from esper.kasmina.stack import fused
+from esper.kasmina.stack.layers import Linear, Residual
+from esper.leyline.data.task import Room
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.slots import SlotSpec
+
+SCALE = 0.5
+"""Initial scale of the last layers of all residual blocks together, chosen on validation data (`esper docs hosts`)."""
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def check_sizes(of: str, sizes: dict[str, Any]) -> None:
+    """Raise InputError for the first size that is not a positive integer. `of` names the host in the message."""
+    for name, size in sizes.items():
+        if not is_size(size):
+            raise InputError(f"{name} of {of} is {size!r}; give a whole number from 1 on")
+
+
+def linear(inputs: int, outputs: int, *, variance: float) -> Linear:
+    """A linear layer whose weights are normal with the given variance and whose biases are 0."""
+    layer = Linear(inputs, outputs)
+    nn.init.normal_(layer.weight, std=variance**0.5)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def conv(reads: int, writes: int, size: int, *, variance: float) -> nn.Conv2d:
+    """A size x size convolution that keeps the resolution; its weights are normal with the given variance, its biases 0."""
+    layer = nn.Conv2d(reads, writes, size, padding=size // 2)
+    nn.init.normal_(layer.weight, std=variance**0.5)
+    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return layer
+
+
+def smallest(build: Callable[[int], Callable[[], SegmentedHost]], parameters: int) -> int:
+    """The smallest width for which `build(width)` makes hosts of at least `parameters` parameters, by bisection."""
+
+    def size(width: int) -> int:
+        with torch.device("meta"), drawn_with(0):  # parameters are counted without allocating them
+            return count(build(width)())
+
+    high = 1
+    while size(high) < parameters:
+        high *= 2
+    return bisect_left(range(high), parameters, lo=high // 2 + 1, key=size)
+
+
+def checked_flags(of: str, name: str, flags: Any, blocks: int) -> tuple[bool, ...]:
+    """The flags of a host. Raises InputError if they are not one bool for each block; `of` names the host in the message."""
+    if not isinstance(flags, list | tuple) or len(flags) != blocks or not all(isinstance(flag, bool) for flag in flags):
+        raise InputError(f"{name} of {of} is {flags!r}; give True or False for each of its {blocks} blocks")
+    return tuple(flags)  # JSON has no tuples
+
+
+@dataclass(frozen=True)
+class _Dense(ABC):
+    """Base of the hosts for vectors: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
+
+    name: ClassVar[str]
+    called: ClassVar[str]  # in messages
+
+    inputs: int
+    width: int
+    hidden: tuple[int, ...]  # inner width of each block
+    outputs: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hidden, list | tuple) or not self.hidden:
+            raise InputError(
+                f"hidden of {self.called} is {self.hidden!r}; give the inner widths of its blocks, as (4, 12)"
+            )
+        object.__setattr__(self, "hidden", tuple(self.hidden))  # JSON has no tuples
+        sizes: dict[str, Any] = {"inputs": self.inputs, "width": self.width, "outputs": self.outputs}
+        check_sizes(self.called, sizes | {f"hidden[{k}]": size for k, size in enumerate(self.hidden)})
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        blocks = [self._block(inner) for inner in self.hidden]
+        embed = linear(self.inputs, self.width, variance=1 / self.inputs)
+        head = linear(self.width, self.outputs, variance=1 / self.width)
+        slots = [SlotSpec(f"block{k}", after=k + 1, width=self.width, inner=2) for k in range(len(blocks))]
+        host = SegmentedHost([embed, *blocks, head], slots)
+        host.stacks = True
+        return host
+
+    def plain(self, parameters: int) -> Self:
+        """The network of the same depth, without narrow blocks, of the smallest width with at least `parameters` parameters."""
+        return self._even(smallest(self._even, parameters))
+
+    def room(self, hosts: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
+        """The layout of rows that hold `hosts`, all of the depth of this one, with at least `outputs` outputs."""
+        return room_for(*hosts, outputs=outputs)
+
+    def _even(self, width: int) -> Self:
+        return replace(self, width=width, hidden=(width,) * len(self.hidden))
+
+    @abstractmethod
+    def _block(self, inner: int) -> nn.Module:
+        """A segment of one hidden layer of `inner` units."""
+
+    def _layers(self, inner: int, last: float) -> tuple[nn.Module, ...]:
+        """The layers of a block. `last` is the initial variance of the weights of the last layer."""
+        first = linear(self.width, inner, variance=2 / self.width)
+        return first, nn.ReLU(), linear(inner, self.width, variance=last)
+
+
+@dataclass(frozen=True)
+class MLP(_Dense):
+    """A factory of multilayer perceptrons (B, inputs) -> (B, outputs) on a stream of `width` features.
+
+        segment 0:      Linear(inputs -> width)
+        segment k + 1:  Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)     then slot "block<k>"
+        last segment:   Linear(width -> outputs)
+
+    There is no skip connection, so only a bypass can restore the information that a narrow segment loses. Weights are drawn
+    from torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
+    elsewhere; biases are 0.
+
+    Raises InputError if a size is not a positive integer, or there is no hidden size.
+    """
+
+    name: ClassVar[str] = "mlp"
+    called: ClassVar[str] = "an MLP host"
+
+    def _block(self, inner: int) -> nn.Module:
+        return nn.Sequential(*self._layers(inner, 1 / inner))
+
+
+@dataclass(frozen=True)
+class ResidualMLP(_Dense):
+    """A factory of residual networks (B, inputs) -> (B, outputs) on a stream of `width` features.
+
+        segment 0:      Linear(inputs -> width)
+        segment k + 1:  x + f(x),  f = Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)    then slot "block<k>"
+        last segment:   Linear(width -> outputs)
+
+    There is no batch normalization, so no example depends on another. Weights are drawn from torch's global generator, normal
+    with standard deviation sqrt(2 / fan in) in front of a ReLU, SCALE / sqrt(fan in * blocks) in the last layer of a block,
+    and 1 / sqrt(fan in) elsewhere; biases are 0.
+
+    Raises InputError if a size is not a positive integer, or there is no hidden size.
+    """
+
+    name: ClassVar[str] = "residual-mlp"
+    called: ClassVar[str] = "a residual MLP host"
+
+    def _block(self, inner: int) -> nn.Module:
+        return Residual(*self._layers(inner, SCALE**2 / (inner * len(self.hidden))))
+
+
+class Floor(nn.Module):
+    """max(z, floor), elementwise: the ReLU at floor 0, and the identity at minus infinity.
+
+    The floor is a buffer, so the rows of one stack can have different floors. Padded units are 0 and stay 0 at both floors.
+    """
+
+    stacks = True
+    fused = fused.Floor
+    floor: Tensor  # (1, 1); stacked (E, 1, 1)
+
+    def __init__(self, linear: bool) -> None:
+        super().__init__()
+        self.register_buffer("floor", torch.full((1, 1), -torch.inf if linear else 0.0))
+
+    def forward(self, z: Tensor) -> Tensor:
+        """(B, H) -> (B, H), or (E, B, H) -> (E, B, H)."""
+        return torch.clamp(z, min=self.floor)
+
+
+@dataclass(frozen=True)
+class DamagedMLP:
+    """A factory of the networks of `MLP` in which some blocks have no nonlinearity or are never trained.
+
+        segment k + 1:  Linear(width -> hidden[k]), Floor(linear[k]), Linear(hidden[k] -> width)
+
+    The parameters of block k do not require a gradient where frozen[k]. The initial weights are those of the MLP.
+
+    Raises InputError if a size is not a positive integer, or `linear` or `frozen` does not have one bool per block.
+    """
+
+    name: ClassVar[str] = "damaged-mlp"
+
+    inputs: int
+    width: int
+    hidden: tuple[int, ...]  # inner width of each block
+    outputs: int
+    linear: tuple[bool, ...]  # blocks without a nonlinearity
+    frozen: tuple[bool, ...]  # blocks that keep their initial weights
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", self._undamaged().hidden)
+        for name in ("linear", "frozen"):
+            flags = checked_flags("a damaged MLP host", name, getattr(self, name), len(self.hidden))
+            object.__setattr__(self, name, flags)
+
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+        host = self._undamaged()()
+        for block, is_linear, frozen in zip(host.segments[1:-1], self.linear, self.frozen, strict=True):
+            assert isinstance(block, nn.Sequential)
+            block[1] = Floor(is_linear)
+            block.requires_grad_(not frozen)
+        return host
+
+    def plain(self, parameters: int) -> MLP:
+        """The undamaged network of the same depth, of the smallest width with at least `parameters` parameters."""
+        return self._undamaged().plain(parameters)
+
+    def _undamaged(self) -> MLP:
+        return MLP(self.inputs, self.width, self.hidden, self.outputs)
+
+
+def room_for(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
+    """The layout of rows for hosts of one class and depth, with at least `outputs` outputs.
+
+    Widths are rounded up to multiples of 4, which aligns every row of a stack to 16 bytes. The last bit of a matrix product
+    can depend on the alignment of its result, so a row's numbers would otherwise depend on its index in the population.
+    """
+
+    def up(widths: Iterable[int]) -> int:
+        return -(-max(widths) // 4) * 4
+
+    hidden = tuple(up(inner) for inner in zip(*(host.hidden for host in hosts), strict=True))
+    sizes = {name: up(getattr(host, name) for host in hosts) for name in ("inputs", "width")}
+    layout = replace(hosts[0], **sizes, hidden=hidden, outputs=max(outputs, *(host.outputs for host in hosts)))
+    return Room(layout, (layout.inputs,))

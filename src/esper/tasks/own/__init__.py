@@ -1,0 +1,1 @@
+"""Makes tasks of a person's own data."""

@@ -1,0 +1,364 @@
+"""Datasets: a user's, read once and in full or batch by batch, and windows of tokens. N examples, L positions of a window."""
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from esper.leyline.data.arrays import as_tensor, real
+from esper.leyline.data.batches import Batch, leaf_names, leaves, map_leaves, shapes
+from esper.leyline.data.task import Label, Split, nonfinite
+from esper.leyline.errors import InputError, UserCodeError, first_line, typed_line
+from esper.tasks.hosts.dense import is_size
+from esper.tasks.hosts.factories import GRU, Transformer
+from esper.tasks.own.labels import Kind, read_target, read_y
+
+CHUNK = 64
+"""Number of examples that a worker sends at a time."""
+LOGITS, LEAST = 2**28, 16
+"""Most logits of all positions of a split that networks are measured on, which are held at once, and its fewest windows."""
+
+
+Example = tuple[Batch, Tensor]
+"""The features of one example, a tensor or a mapping of them, and its label or target."""
+
+
+def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Batch, Tensor]:
+    """Read all features (N, ...) and labels or targets (N, ...) of a map-style Dataset, on the CPU.
+
+    workers: number of worker processes; 0 reads in this process.
+
+    Raises InputError if the Dataset has no length, examples differ in shape, or a worker ends, and UserCodeError, with the
+    original error as its cause, where the Dataset raises.
+    """
+    count = length_of(dataset)
+    return _stacked(enumerate(_by_workers(dataset, count, workers)) if workers else _here(dataset, range(count)))
+
+
+def length_of(dataset: Dataset[Any]) -> int:
+    """The number of examples of a map-style Dataset. InputError if it is 0 or not known."""
+    name = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise InputError(
+            f"x is a {name}, an IterableDataset, whose examples have no index, by which they are split and drawn, and found "
+            "again after a resume; read it into tensors x and y, or write it to an indexed file, such as one of numpy.memmap, "
+            "and give a Dataset with __len__ and __getitem__"
+        )
+    try:
+        count = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(f"x is a {name} without a length; give it __len__") from None
+    if not count:
+        raise InputError(f"x is a {name} of length 0; give examples")
+    return count
+
+
+def _here(dataset: Dataset[Any], indices: Sequence[int]) -> Iterator[tuple[int, Example]]:
+    """The examples of these indices with their index, read in this process."""
+    dtype = torch.get_default_dtype()
+    return ((index, _pair(dataset, index, dtype)) for index in indices)
+
+
+def _stacked(examples: Iterator[tuple[int, Example]]) -> tuple[Batch, Tensor]:
+    """Examples in one tensor for each leaf and one for the labels or targets. InputError if two differ in shape."""
+    features: list[Batch] = []
+    targets: list[Tensor] = []
+    first = None
+    for index, (x, y) in examples:
+        features.append(x)
+        targets.append(y)
+        first = index if first is None else first
+        for what, *pair in (("features", x, features[0]), ("label or target", y, targets[0])):
+            given, wanted = (map_leaves(lambda leaf: tuple(leaf.shape), each) for each in pair)
+            if given != wanted:
+                raise InputError(
+                    f"example {index} has {what} of shape {given} and example {first} of shape {wanted}; give every example one "
+                    "shape"
+                )
+    stacked: Batch = map_leaves(lambda *leaf: torch.stack(leaf), *features)
+    return stacked, torch.stack(targets)
+
+
+def _by_workers(dataset: Dataset[Any], count: int, workers: int) -> Iterator[Example]:
+    """Every example in order, read by worker processes. InputError if a worker cannot be started, or ends."""
+    chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
+    loader = DataLoader(
+        _Chunks(dataset, torch.get_default_dtype()),
+        batch_size=None,
+        sampler=chunks,
+        num_workers=workers,
+        collate_fn=_identity,
+        generator=torch.Generator(),  # seeds the workers without a draw from the caller's random state
+    )
+    done = 0
+    try:
+        for chunk in loader:
+            if isinstance(chunk, str):
+                raise InputError(chunk)
+            if isinstance(chunk, tuple):
+                sentence, trace = chunk
+                raise UserCodeError(sentence) from RuntimeError(f"in the worker:\n{trace}")
+            yield from pytree.tree_map(_Packed.tensor, chunk, is_leaf=lambda node: isinstance(node, _Packed))
+            done += len(chunk)
+    except (InputError, UserCodeError):
+        raise
+    except Exception as error:  # a worker ended, or could not be started
+        raise InputError(
+            f"a worker ended while it read the {type(dataset).__name__}, after {done} of {count} examples: {first_line(error)}; "
+            "give workers=0 to see which example it is, or fewer workers where memory ran out"
+        ) from error
+
+
+class _Packed(NamedTuple):
+    """A tensor as bytes, which are sent through a pipe. Tensors would need shared memory and open file descriptors."""
+
+    content: NDArray[np.uint8]
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Packed":
+        return cls(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+
+    def tensor(self) -> Tensor:
+        return torch.from_numpy(self.content).view(self.dtype).reshape(self.shape)
+
+
+class _Chunks(Dataset[Any]):
+    """A Dataset that a worker reads several indices at a time.
+
+    An item is a list of packed pairs; or the text of an error, and for an error of the Dataset its traceback too, because some
+    exceptions cannot be pickled.
+    """
+
+    def __init__(self, dataset: Dataset[Any], dtype: torch.dtype) -> None:
+        self.dataset, self.dtype = dataset, dtype
+
+    def __getitem__(self, indices: Sequence[int]) -> list[Any] | str | tuple[str, str]:
+        try:
+            pairs = [_pair(self.dataset, index, self.dtype) for index in indices]
+        except InputError as error:
+            return str(error)
+        except UserCodeError as error:
+            if get_worker_info() is None:
+                raise
+            return str(error), "".join(traceback.format_exception(error.__cause__))
+        packed: list[Any] = pytree.tree_map(_Packed.of, pairs)
+        return packed
+
+
+def _identity(chunk: Any) -> Any:
+    return chunk
+
+
+def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> Example:
+    """Features and target of one example. UserCodeError if the Dataset raises, InputError if the item is not a pair."""
+    try:
+        item = dataset[index]
+    except Exception as error:
+        raise UserCodeError(
+            f"example {index} of the {type(dataset).__name__} cannot be read: {typed_line(error)}; correct the Dataset, or leave "
+            "the example out with torch.utils.data.Subset"
+        ) from error
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise InputError(
+            f"example {index} of the Dataset is a {type(item).__name__}, not a pair; give pairs of features, an array or a "
+            "mapping of names to arrays, and a label or target"
+        )
+    features, target = item
+    if isinstance(target, str):
+        raise InputError(
+            f"the label of example {index} of the Dataset is the text {target[:40]!r}; give whole numbers from 0 on, and the "
+            "names of the classes as classes=[...]"
+        )
+    label = as_tensor(target, f"the label or target of example {index}", dtype).contiguous()
+    if isinstance(features, Mapping):
+        check_names(features, f"the features of example {index}")
+        return {
+            name: as_tensor(leaf, f"{name!r} of example {index}", dtype).contiguous() for name, leaf in features.items()
+        }, label
+    return as_tensor(features, f"the features of example {index}", dtype).contiguous(), label
+
+
+def check_names(features: Mapping[Any, Any], what: str) -> None:
+    """Raise InputError if a mapping of tensors is empty, or a name is none that a forward can take."""
+    if not features:
+        raise InputError(f"{what} is an empty mapping; give at least one tensor")
+    odd = [name for name in features if not isinstance(name, str) or not name.isidentifier()]
+    if odd:
+        raise InputError(
+            f"{what} has the key {odd[0]!r}, which no forward can take as a name; give names such as 'image'"
+        )
+
+
+def numbers_as_kept(features: Tensor, what: str = "x") -> Tensor:
+    """Features in torch's default dtype or float64, as int64, or as bool. InputError for complex numbers."""
+    features = real(features, what)
+    if features.dtype in (torch.float64, torch.bool):
+        return features
+    return features.to(torch.get_default_dtype() if features.is_floating_point() else torch.int64)
+
+
+def dtype_of_targets(x: Batch) -> torch.dtype:
+    """The dtype that targets take: that of the first floating-point features, or torch's default dtype."""
+    return next((leaf.dtype for leaf in leaves(x) if leaf.is_floating_point()), torch.get_default_dtype())
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetSource:
+    """Examples of a map-style Dataset by their place in a split; implements `leyline.task.Source`.
+
+    Attributes:
+        dataset (Dataset): of pairs of features and a label or target
+        indices ((N,) int64 tensor): the example of the Dataset at each place
+        kind (str): 'classification' or 'regression'
+        classes (int or names or None): of a classification, the number of classes or their names, as in `esper.task`
+        like (Split or None): examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
+    """
+
+    dataset: Dataset[Any]
+    indices: Tensor
+    kind: Kind
+    classes: int | tuple[Label, ...] | None
+    like: Split | None = None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, places: NDArray[np.int64]) -> Split:
+        """The examples at these places (n,), checked. InputError if one cannot be used, UserCodeError if reading it raises."""
+        index = self.indices.numpy()[places]
+        if isinstance(self.dataset, Windows):
+            windows = Split(*self.dataset.stacked(index))
+            return windows if self.like is None else self._as_like(*windows, self.like, index)
+        features, y = _stacked(_here(self.dataset, index.tolist()))
+        x: Batch = map_leaves(numbers_as_kept, features)
+        labels = read_y(y)
+        # A few rows of labels for positions can look one-hot, which the first examples did not.
+        positions = self.classes is not None and self.like is not None and self.like.y.dim() > 1
+        values, names = read_target(labels.reshape(-1) if positions else labels, self.kind, self.classes)
+        values = values.reshape(labels.shape) if positions else values
+        bad = nonfinite(Split(x, values))
+        self._refuse(bad, index, "holds a NaN or infinite number; replace it in the Dataset, or leave the example out")
+        if names is not None:
+            outside = ((values < 0) | (values >= len(names))).reshape(len(values), -1).any(1)
+            self._refuse(
+                outside, index, f"has a label that is not from 0 to {len(names) - 1}; correct it, or raise classes"
+            )
+        y = values.to(torch.int64 if names is not None else dtype_of_targets(x))
+        return Split(x, y) if self.like is None else self._as_like(x, y, self.like, index)
+
+    def _refuse(self, bad: Tensor, index: NDArray[np.int64], reason: str) -> None:
+        """Raise InputError for the first example that is marked in bad (n,) bool."""
+        if bad.any():
+            raise InputError(f"example {index[int(bad.nonzero()[0])]} of the {type(self.dataset).__name__} {reason}")
+
+    def _as_like(self, x: Batch, y: Tensor, like: Split, index: NDArray[np.int64]) -> Split:
+        """Examples in the dtypes of others. InputError if shapes differ, or fractions would be whole numbers."""
+        of = f"example {index[0]} of the {type(self.dataset).__name__}"
+        if shapes(x) != shapes(like.x) or y.shape[1:] != like.y.shape[1:]:
+            raise InputError(
+                f"{of} has features of shape {shapes(x)} and y of shape {tuple(y.shape[1:])}, and others have {shapes(like.x)} "
+                f"and {tuple(like.y.shape[1:])}; give every example one shape"
+            )
+        for name, leaf, wanted in zip(leaf_names(shapes(x)), leaves(x), leaves(like.x), strict=True):
+            if leaf.is_floating_point() and not wanted.is_floating_point():
+                raise InputError(
+                    f"{of} has {leaf.dtype} in {name}, and others have {wanted.dtype}; give every example one dtype"
+                )
+        cast: Batch = map_leaves(lambda leaf, wanted: leaf.to(wanted.dtype), x, like.x)
+        return Split(cast, y.to(like.y.dtype))
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Windows of tokens as pairs x, y (L,) int64, of which y is x moved on by one token.
+
+    tokens: a stream (N,), whose window k holds the tokens k L to k L + L, or windows (W, L + 1). A memmap is read where a window
+    is asked for, and not before.
+    """
+
+    def __init__(self, tokens: NDArray[Any], length: int, vocabulary: int) -> None:
+        self.tokens, self.length, self.vocabulary = tokens, length, vocabulary
+
+    def __len__(self) -> int:
+        return len(self.tokens) if self.tokens.ndim == 2 else max(len(self.tokens) - 1, 0) // self.length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        x, y = self.stacked(np.array([index]))
+        return x[0], y[0]
+
+    def stacked(self, index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """The windows of these indices (n,): x, y (n, L) int64. InputError if a token is not in the vocabulary."""
+        places = index if self.tokens.ndim == 2 else index[:, None] * self.length + np.arange(self.length + 1)
+        windows = np.asarray(self.tokens[places]).astype(np.int64)
+        outside = (windows < 0) | (windows >= self.vocabulary)
+        if outside.any():
+            raise InputError(
+                f"the tokens hold {windows[outside][0]}, but the vocabulary has {self.vocabulary:,}, numbered from 0; give a "
+                "host with a larger vocabulary, and classes to match"
+            )
+        x = torch.from_numpy(windows)
+        return x[:, :-1].contiguous(), x[:, 1:].contiguous()
+
+    @property
+    def most_held(self) -> int:
+        """Most windows of a split that networks are measured on. A large vocabulary allows fewer."""
+        return max(LOGITS // (self.length * self.vocabulary), LEAST)
+
+
+def is_tokens(value: Any) -> bool:
+    """Whether a value without labels is tokens: bytes, or whole numbers along one or two axes."""
+    if isinstance(value, Tensor):
+        return value.dim() in (1, 2) and not (
+            value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+        )
+    if isinstance(value, np.ndarray):
+        return value.ndim in (1, 2) and value.dtype.kind in "iu"
+    return isinstance(value, bytes | bytearray)
+
+
+def windows_of(value: Any, of: str, host: Any, length: int | None, classes: Any) -> Windows:
+    """Tokens as windows. `of` names them in messages; host, length and classes are those of `esper.task`.
+
+    InputError if the length of a window or the vocabulary is not known, or there are too few tokens for a window.
+    """
+    if isinstance(value, bytes | bytearray):
+        tokens = np.frombuffer(value, np.uint8)
+    else:
+        tokens = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+    known = host if isinstance(host, Transformer | GRU) else None
+    vocabulary = known.vocabulary if known is not None and classes is None else classes
+    if not is_size(vocabulary):
+        raise InputError(
+            f"{of} holds tokens, and classes is {str(classes)[:40]!r}; give the size of the vocabulary, as in classes=256, or a "
+            "host of esper.transformer or esper.gru"
+        )
+    if tokens.ndim == 2:
+        if length is not None and length != tokens.shape[1] - 1:
+            raise InputError(
+                f"length is {length}, but the windows of {of} hold {tokens.shape[1]} tokens, of which {tokens.shape[1] - 1} are "
+                "labels; leave length out"
+            )
+        length = tokens.shape[1] - 1
+    elif length is None and isinstance(known, Transformer):
+        length = known.length
+    if not is_size(length):
+        raise InputError(
+            f"{of} holds tokens, and length is {length!r}; give the number of positions of a window, as in length=64"
+        )
+    windows = Windows(tokens, int(length or 0), vocabulary)
+    if not len(windows):
+        raise InputError(
+            f"{of} holds {len(tokens):,} tokens, too few for a window of {length} positions and the token behind it; give more "
+            "tokens or a smaller length"
+        )
+    return windows

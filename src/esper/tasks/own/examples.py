@@ -1,0 +1,355 @@
+"""A user's examples in four splits: read from x and y, a Dataset or tokens, held in memory or read batch by batch. N examples."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from esper.leyline.data.arrays import Frame, as_tensor, column_names, numeric_array, select_columns, to_array
+from esper.leyline.data.batches import Batch, first, leaves, map_leaves, shapes
+from esper.leyline.data.task import SENSED, Label, Split, finite, nonfinite, which
+from esper.leyline.errors import InputError
+from esper.leyline.text import counted
+from esper.tasks.own.dataset import (
+    DatasetSource,
+    Windows,
+    check_names,
+    dtype_of_targets,
+    is_tokens,
+    length_of,
+    numbers_as_kept,
+    read_dataset,
+    windows_of,
+)
+from esper.tasks.own.labels import Kind, class_names, concatenate_y, read_target, read_y
+from esper.tasks.splits import Splits, check_examples, cut, dealt, sizes_of
+
+HELD = 2048
+"""Most examples in the probe, validation and test split of a Dataset that is read batch by batch and split by fractions."""
+
+Indices = NDArray[np.int64]
+
+
+class Given(NamedTuple):
+    """The arguments of `esper.task` that say what the examples are."""
+
+    x: Any
+    y: Any
+    splits: Mapping[str, Any] | None
+    fractions: Sequence[float]
+    seed: int
+    kind: Kind | None
+    classes: int | Sequence[Label] | None
+    sample_weights: Any
+    workers: int
+    stream: bool
+    skip: bool  # leave out examples that are not finite
+
+
+class Examples(NamedTuple):
+    """Checked examples.
+
+    Attributes:
+        splits (Splits): on the CPU; with a source, `train` holds the first examples of it
+        classes (C labels or None): of a classification, in the order of the outputs
+        total (int): number of all examples
+        weights ((n,) tensor or None): weights of the training examples, divided by their mean
+        columns (names or None): names of the features of a frame
+        source (DatasetSource or None): what training examples are read from, batch by batch
+        tokens (str or None): 'byte' or 'token' where each position's label is the next one
+    """
+
+    splits: Splits
+    classes: tuple[Label, ...] | None
+    total: int
+    weights: Tensor | None = None
+    columns: tuple[str, ...] | None = None
+    source: DatasetSource | None = None
+    tokens: str | None = None
+
+
+def read_examples(given: Given, host: Any, length: int | None) -> Examples:
+    """Read, check and split examples. InputError if they cannot be used. Tokens without labels are cut into windows first."""
+    if not isinstance(given.stream, bool):
+        raise InputError(f"stream is {given.stream!r}; give True or False")
+    alone = given.splits.values() if given.x is None and isinstance(given.splits, Mapping) else [given.x]
+    if given.y is None and alone and all(map(is_tokens, alone)):
+        return _of_tokens(given, host, length)
+    if length is not None:
+        raise InputError(f"length is {length!r}, but no tokens are cut into windows; leave length out")
+    return _streamed(given) if given.stream else _in_memory(given)
+
+
+def _in_memory(given: Given) -> Examples:
+    """Read all examples at once, and split them by fractions, by indices, or as they come in four splits."""
+    x, y, splits, workers = given.x, given.y, given.splits, given.workers
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
+    if splits is not None:
+        check_split_names(splits)
+    parts: tuple[Indices, ...] | None = None
+    if splits is None or x is not None:
+        features, labels = _read(x, y, workers)
+        columns, count = column_names(x), len(first(features))
+        parts = None if splits is None else indices_of(splits, count)
+        weights = _weights(given.sample_weights, count, "x")
+    elif y is not None:
+        raise InputError("y was given without x; leave y out, because the splits contain their own y, or give x too")
+    else:
+        columns = column_names(splits["train"][0]) if isinstance(splits["train"], tuple | list) else None
+        pairs = [_read_split(name, splits[name], columns, workers) for name in Splits._fields]
+        for name, (part, _) in zip(Splits._fields, pairs, strict=True):
+            if shapes(part) != shapes(pairs[0][0]):
+                raise InputError(
+                    f"the {name} split has features of shape {shapes(part)} and the train split of shape "
+                    f"{shapes(pairs[0][0])}; give every example one shape"
+                )
+        features = map_leaves(lambda *each: torch.cat(each), *(part for part, _ in pairs))
+        labels = concatenate_y([part for _, part in pairs])
+        ends = np.cumsum([0, *(len(part) for _, part in pairs)])
+        parts = tuple(np.arange(start, end) for start, end in itertools.pairwise(ends))
+        weights = _weights(given.sample_weights, len(parts[0]), "the train split")
+        if weights is not None:
+            weights = np.concatenate([weights, np.ones(len(labels) - len(weights))])
+    values, names = read_target(labels, given.kind, given.classes)
+    # `check_examples` raises InputError where a leaf is shorter or longer than y
+    if given.skip and all(leaf.dim() and len(leaf) == len(values) for leaf in leaves(features)):
+        keep = ~nonfinite(Split(features, values)).numpy()
+        features, values = finite(Split(features, values), "x or y", "skip")
+        new_index = np.cumsum(keep) - 1
+        parts = None if parts is None else tuple(new_index[part[keep[part]]] for part in parts)
+        weights = None if weights is None else weights[keep]
+    if names is not None and (unlabelled := values.isnan().reshape(len(values), -1).any(1)).any():
+        raise InputError(
+            f"y holds no label for {which(unlabelled)}; drop those examples, label them, or give the task "
+            "defaults={'data': {'nonfinite': 'skip'}}"
+        )
+    values = values.to(dtype_of_targets(features) if names is None else torch.int64)
+    check_examples(features, values, None if names is None else len(names))
+    if parts is None:
+        dealt_parts: Sequence[Tensor] = dealt(values, sizes_of(given.fractions, len(values)), given.seed)
+    else:
+        dealt_parts = [torch.from_numpy(part) for part in parts]
+    made = cut(features, values, dealt_parts)
+    if names is not None and splits is not None:
+        for name, split in zip(Splits._fields[1:], made[1:], strict=True):
+            unseen = np.setdiff1d(split.y.numpy(), made.train.y.numpy())
+            if len(unseen):
+                raise InputError(
+                    f"the {name} split has the class {names[unseen[0]]!r}, of which the train split has no example; add some"
+                )
+    scaled = None
+    if weights is not None:
+        weights = weights[dealt_parts[0].numpy()]
+        if not weights.any():
+            raise InputError(
+                "sample_weights is 0 for every example of the train split; give some of them a positive weight"
+            )
+        scaled = torch.from_numpy(weights / weights.mean()).to(dtype_of_targets(features))
+    return Examples(made, names, len(values), scaled, columns)
+
+
+def _read(x: Any, y: Any, workers: int) -> tuple[Batch, NDArray[Any]]:
+    """Read features on the CPU, in a floating-point dtype, int64 or bool, and y as an array."""
+    if workers and x is not None and not isinstance(x, Dataset | DataLoader):
+        raise InputError(
+            f"workers is {workers}, but x is a {type(x).__name__}, and workers read a Dataset only; leave workers out"
+        )
+    if isinstance(x, DataLoader):
+        raise InputError("x is a DataLoader; give its data set, x.dataset: the task makes its own batches")
+    if isinstance(x, Dataset):
+        if y is not None:
+            raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
+        features, y = read_dataset(x, workers)
+        return map_leaves(numbers_as_kept, features), read_y(y)
+    if x is None:
+        raise InputError("x and y are missing; give examples x and y, a Dataset as x, or splits")
+    if y is None:
+        raise InputError(
+            f"y is missing and x is a {type(x).__name__}; give both, or a Dataset of (features, label) pairs"
+        )
+
+    def read(value: Any, name: str) -> Tensor:
+        return numbers_as_kept(as_tensor(value, name, torch.get_default_dtype()), name)
+
+    if isinstance(x, Mapping):
+        check_names(x, "x")
+        return {name: read(value, f"x[{name!r}]") for name, value in x.items()}, read_y(y)
+
+    def rows(values: Any) -> int:
+        return len(values) if hasattr(values, "__len__") and getattr(values, "ndim", 1) != 0 else 0
+
+    arrays = isinstance(x, tuple) and len(x) > 1 and all(isinstance(each, Tensor | np.ndarray | Frame) for each in x)
+    # a tuple of arrays with one entry per example is one tensor
+    if arrays and all(rows(each) > 0 for each in x) and not rows(y) == len(x) != rows(x[0]):
+        return tuple(read(value, f"x[{place}]") for place, value in enumerate(x)), read_y(y)
+    return read(x, "x"), read_y(y)
+
+
+def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers: int) -> tuple[Batch, NDArray[Any]]:
+    """Read one split, a pair (x, y) or a Dataset. The columns of a frame are put in the order of `columns`."""
+    if isinstance(given, Dataset):
+        return _read(given, None, workers)
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise InputError(
+            f"the {name} split is a {type(given).__name__}; give a pair (x, y) or a Dataset, or give indices together with x and "
+            "y of all examples"
+        )
+    features, values = _read(select_columns(given[0], columns, f"the {name} split"), given[1], workers)
+    for leaf in leaves(features):
+        if not leaf.dim() or len(leaf) != len(values):
+            examples = counted(len(leaf) if leaf.dim() else 1, "example")
+            raise InputError(
+                f"the {name} split has {examples}, but {len(values):,} labels or targets; give one for each"
+            )
+    return features, values
+
+
+def check_split_names(splits: Any) -> None:
+    """Raise InputError unless splits is a mapping whose keys are the names of the four splits."""
+    names = sorted(map(str, splits)) if isinstance(splits, Mapping) else None
+    if names != sorted(Splits._fields):
+        given = f"has the keys {', '.join(names) or 'none'}" if names is not None else f"is a {type(splits).__name__}"
+        raise InputError(
+            f"splits {given}; give a mapping with the keys {', '.join(Splits._fields)}, each to a pair (x, y), or to indices of "
+            "examples where x and y are given"
+        )
+
+
+def indices_of(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
+    """The examples of each split. InputError for an index out of range, and for an example that is named twice."""
+    parts, owner = [], np.full(examples, -1)
+    for place, name in enumerate(Splits._fields):
+        given = splits[name]
+        given = given.cpu().numpy() if isinstance(given, Tensor) else to_array(given, f"the {name} split")
+        if given.dtype == bool and given.shape == (examples,):
+            given = np.flatnonzero(given)
+        if given.ndim != 1 or given.dtype.kind not in "iu":
+            raise InputError(
+                f"the {name} split is an array of shape {given.shape} and dtype {given.dtype}; give indices of examples of x, "
+                f"whole numbers from 0 to {examples - 1}, or leave x and y out and give a pair (x, y)"
+            )
+        part = given.astype(np.int64)
+        strange = part[(part < 0) | (part >= examples)]
+        if len(strange):
+            raise InputError(f"the {name} split names example {strange[0]}; give indices from 0 to {examples - 1}")
+        twice = part[owner[part] >= 0]
+        if len(twice):
+            raise InputError(
+                f"example {twice[0]} is in the {Splits._fields[owner[twice[0]]]} split and in the {name} split; put every "
+                "example in one split"
+            )
+        owner[part] = place
+        if len(np.unique(part)) < len(part):
+            raise InputError(f"the {name} split names an example twice; name it once")
+        parts.append(part)
+    return tuple(parts)
+
+
+def _weights(given: Any, examples: int, of: str) -> NDArray[np.float64] | None:
+    """Read the weights of so many examples; None where none are given."""
+    if given is None:
+        return None
+    weights = given.detach().cpu().numpy() if isinstance(given, Tensor) else numeric_array(given, "sample_weights")
+    if weights.shape != (examples,):
+        raise InputError(
+            f"sample_weights has shape {weights.shape}; give one weight for each of the {examples} examples of {of}"
+        )
+    if weights.dtype.kind not in "biuf" or not np.isfinite(weights).all() or (weights < 0).any():
+        raise InputError("sample_weights holds a negative, infinite or missing weight; give finite numbers from 0 on")
+    return weights.astype(np.float64)
+
+
+def _of_tokens(given: Given, host: Any, length: int | None) -> Examples:
+    """Windows of tokens. A stream that fractions split is cut into four runs, so that neighbouring windows share a split."""
+    splits = given.splits
+    if given.x is None:
+        assert splits is not None, "tokens are in x or in the splits"
+        check_split_names(splits)
+        splits = {
+            name: windows_of(tokens, f"the {name} split", host, length, given.classes)
+            for name, tokens in splits.items()
+        }
+        data = splits["train"]
+    else:
+        data = windows_of(given.x, "x", host, length, given.classes)
+        if splits is None and data.tokens.ndim == 1:
+            parts = torch.arange(len(data)).split(list(_sizes(given, data)))
+            splits = dict(zip(Splits._fields, parts, strict=True))
+    for name, value in (("sample_weights", given.sample_weights), ("workers", given.workers or None)):
+        if value is not None:
+            raise InputError(f"{name} was given, but windows of tokens take none; leave {name} out")
+    x = None if given.x is None else data
+    made = _streamed(given._replace(x=x, splits=splits, classes=data.vocabulary, kind="classification"))
+    if not given.stream:  # the windows are known to be whole, and there is nothing else to check
+        assert made.source is not None
+        whole = made.source.read(np.arange(len(made.source)))
+        made = made._replace(splits=made.splits._replace(train=whole), source=None)
+    return made._replace(tokens="byte" if data.tokens.dtype == np.uint8 else "token")
+
+
+def _streamed(given: Given) -> Examples:
+    """Splits of Datasets, of which the train split stays in its Dataset. InputError for what needs all examples at once."""
+    if given.sample_weights is not None or given.workers:
+        name = "sample_weights" if given.sample_weights is not None else "workers"
+        raise InputError(
+            f"{name} was given, but a task with stream=True reads examples batch by batch; leave {name} out"
+        )
+    regression = given.kind == "regression" and given.classes is None
+    if given.classes is None and not regression:
+        raise InputError(
+            "stream is True, so the labels are not all read beforehand; give classes, the number of classes or their names, or "
+            "kind='regression'"
+        )
+    kind: Kind = "regression" if regression else "classification"
+    names = None if regression else class_names(given.classes)
+    if given.x is None and given.splits is not None:
+        check_split_names(given.splits)
+        datasets = [_dataset(given.splits[name]) for name in Splits._fields]
+        parts: Sequence[Tensor] = [torch.arange(length_of(dataset)) for dataset in datasets]
+    else:
+        datasets = [_dataset(given.x)] * len(Splits._fields)
+        if given.y is not None:
+            raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
+        examples = length_of(datasets[0])
+        if given.splits is not None:
+            check_split_names(given.splits)
+            parts = [torch.from_numpy(part) for part in indices_of(given.splits, examples)]
+        else:
+            parts = dealt(torch.zeros(examples), _sizes(given, datasets[0]), given.seed)
+    classes = len(names) if names is not None and isinstance(given.classes, int | np.integer) else names
+    sources = [DatasetSource(*each, kind, classes) for each in zip(datasets, parts, strict=True)]
+    for name, source in zip(Splits._fields, sources, strict=True):
+        if len(source) < 2:
+            raise InputError(f"the {name} split holds {counted(len(source), 'example')}; give it at least 2")
+    train = sources[0].read(np.arange(min(SENSED, len(sources[0]))))
+    sources = [replace(source, like=train) for source in sources]
+    splits = Splits(train, *(source.read(np.arange(len(source))) for source in sources[1:]))
+    for split in splits:
+        check_examples(split.x, split.y, None if names is None else len(names))
+    return Examples(splits, names, sum(map(len, sources)), source=sources[0])
+
+
+def _sizes(given: Given, dataset: Dataset[Any]) -> tuple[int, int, int, int]:
+    """Examples in each split by fractions, but at most so many in the last three as may be held; the train split has the rest."""
+    examples = length_of(dataset)
+    most = HELD if given.stream else examples
+    if isinstance(dataset, Windows):
+        most = min(most, dataset.most_held)
+    probe, validation, test = (min(size, most) for size in sizes_of(given.fractions, examples)[1:])
+    return examples - probe - validation - test, probe, validation, test
+
+
+def _dataset(x: Any) -> Dataset[Any]:
+    if isinstance(x, Dataset):
+        return x
+    raise InputError(
+        f"stream is True, but examples are a {type(x).__name__}, which is in memory; give a torch.utils.data.Dataset or tokens, "
+        "or leave stream out"
+    )

@@ -1,0 +1,232 @@
+"""Reading y: whether it holds class labels or regression targets, and the names of the classes. N examples, C columns."""
+
+from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline.data.arrays import Frame, is_missing, numeric_array, to_array
+from esper.leyline.data.task import Label, which
+from esper.leyline.errors import InputError
+
+Kind = Literal["classification", "regression"]
+FEW = 20
+"""A floating-point y with at most this number of distinct values, all whole, is ambiguous: they may be classes or targets."""
+
+
+Target = tuple[Tensor, tuple[Label, ...] | None]
+"""(N, ...) float64, the index of each example's or position's class, NaN where it has no label, with the names of the classes in
+that order; or targets and None."""
+
+
+def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence[Label] | None) -> Target:
+    """Labels or targets from y, an array that `read_y` returns.
+
+    kind, classes: as in `esper.task`. Raises InputError if y is ambiguous or cannot be used.
+    """
+    if infer_kind(values, kind, classes) == "regression":
+        if values.dtype.kind not in "biuf":
+            raise InputError(
+                f"y holds {_content(values)}, which a regression cannot predict; give numbers, or leave kind out"
+            )
+        return _as_float64(values), None
+    if values.ndim > 1:
+        columns = len(classes) if isinstance(classes, Sequence) else classes
+        if _is_one_hot(values) and columns in (None, values.shape[1]):
+            return read_target(values.argmax(1), kind, classes)
+        flat, names = read_target(values.reshape(-1), "classification", classes)
+        return flat.reshape(values.shape), names
+    if classes is None:
+        return _distinct(values)
+    if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
+        return _numbered(values, int(classes)), class_names(classes)
+    return _named(values, classes)
+
+
+def infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
+    """Whether y holds class labels or targets: `kind` where it is given. InputError if y is ambiguous."""
+    if kind is not None and kind not in ("classification", "regression"):
+        raise InputError(f"kind is {kind!r}; give 'classification', 'regression', or leave it out")
+    if kind == "regression" and classes is not None:
+        raise InputError(f"kind is 'regression', but classes is {classes!r}; leave one of them out")
+    if kind is not None:
+        return kind
+    if classes is not None:
+        return "classification"
+    if values.ndim == 2 and _is_one_hot(values):
+        columns = values.shape[1]
+        raise InputError(
+            f"every row of y is one-hot, a 1 among {columns} columns; give kind='classification' for {columns} classes, or "
+            f"kind='regression' for {columns} targets"
+        )
+    if values.ndim > 1 and values.dtype.kind in "iu":
+        raise InputError(
+            f"y holds whole numbers of shape {values.shape}, {values[0].size} for each example; give kind='classification' if "
+            "each is a label, or kind='regression' if each is a target"
+        )
+    if values.ndim != 1 or values.dtype.kind not in "iuf":
+        return "regression" if values.dtype.kind == "f" else "classification"
+    known = values[~np.isnan(values)] if values.dtype.kind == "f" else values
+    distinct = np.unique(known)
+    if values.dtype.kind in "iu":
+        if len(distinct) > max(FEW, len(values) // 4):
+            raise InputError(
+                f"y holds {len(distinct)} different whole numbers in {len(values)} examples; give kind='regression' to "
+                f"predict the numbers, or kind='classification' for {len(distinct)} classes"
+            )
+        return "classification"
+    if 2 <= len(distinct) <= FEW and (distinct == distinct.round()).all():
+        shown = (
+            " and ".join(f"{v:g}" for v in distinct) if len(distinct) == 2 else f"{len(distinct)} distinct whole values"
+        )
+        lost = torch.from_numpy(np.isnan(values))
+        missing = f"y is NaN in {which(lost)}; label or drop those examples. Apart from that, " if lost.any() else ""
+        raise InputError(
+            f"{missing}y holds only {shown}, as floating-point numbers, which may be classes or targets; give "
+            "kind='classification' or kind='regression'"
+        )
+    return "regression"
+
+
+def read_y(y: Any) -> NDArray[Any]:
+    """y as an array (N, ...) of numbers, bools or objects; a single column becomes (N,)."""
+    if isinstance(y, Tensor):
+        y = y.detach().cpu()
+        values = y.to(torch.float64).numpy() if y.is_floating_point() else y.numpy()
+    elif isinstance(y, Frame):
+        names = list(y.columns)
+        values = np.asarray(y[names[0]]) if len(names) == 1 else numeric_array(y, "y")
+    else:
+        values = to_array(y, "y")
+    if values.ndim == 0:
+        raise InputError("x or y is a single number; give one row of features and one label or target per example")
+    if not len(values):
+        raise InputError("x and y hold no examples; give at least a few dozen")
+    if values.dtype.kind == "c":
+        raise InputError("y holds complex numbers; give their real and imaginary parts as numbers of their own")
+    if values.dtype.kind in "UT":  # NumPy converts the numbers of a mixed list to text
+        values = np.array(y, object) if isinstance(y, list | tuple) else values.astype(object)
+    if values.dtype.kind not in "biufO":
+        raise InputError(
+            f"y has dtype {values.dtype}; give class labels as text or whole numbers, or targets as numbers"
+        )
+    values = values[:, 0] if values.ndim == 2 and values.shape[1] == 1 else values
+    return _of_one_type(values) if values.dtype.kind == "O" else values
+
+
+def concatenate_y(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """The arrays y of several splits, as `read_y` returns them, as one array."""
+    if len({part.shape[1:] for part in parts}) > 1:
+        shapes = " and ".join(str(part.shape) for part in parts)
+        raise InputError(
+            f"y has the shapes {shapes} in the four splits; give every example's label or target one shape"
+        )
+    mixed = len({part.dtype.kind for part in parts} - {"i", "u", "f"}) > 0
+    values = np.concatenate([part.astype(object) if mixed else part for part in parts])
+    return _of_one_type(values) if mixed else values
+
+
+def _of_one_type(values: NDArray[Any]) -> NDArray[Any]:
+    """An array of objects as numbers or bools where all entries are; otherwise as objects, with None for a missing label."""
+    flat = [None if is_missing(entry) else entry for entry in values.ravel().tolist()]
+    kinds: dict[str, object] = {}
+    for entry in flat:
+        if entry is not None:
+            kinds.setdefault(_type_of(entry), entry)
+    if len(kinds) > 1 and kinds.keys() != {"a whole number", "a number"}:
+        shown = " and ".join(f"{str(entry)[:40]!r}, {kind}," for kind, entry in kinds.items())
+        raise InputError(f"y holds {shown} among its labels; give labels of one type")
+    if "a number" in kinds:
+        return np.array([np.nan if entry is None else float(entry) for entry in flat]).reshape(values.shape)
+    if None not in flat and kinds.keys() & {"a whole number", "a truth value"}:
+        return np.array(flat).reshape(values.shape)
+    return np.array(flat, object).reshape(values.shape)
+
+
+def _type_of(entry: object) -> str:
+    if isinstance(entry, str):
+        return "text"
+    if isinstance(entry, bool | np.bool_):
+        return "a truth value"
+    if isinstance(entry, Integral):
+        return "a whole number"
+    if isinstance(entry, Real):
+        return "a number"
+    raise InputError(
+        f"y holds {str(entry)[:40]!r}, a {type(entry).__name__}; give class labels as text or whole numbers, or targets as "
+        "numbers"
+    )
+
+
+def _as_float64(values: Any) -> Tensor:
+    return torch.from_numpy(np.array(values, np.float64))
+
+
+def _is_one_hot(values: NDArray[Any]) -> bool:
+    """Whether every row of (N, C) holds a single 1 and is 0 elsewhere."""
+    if values.dtype.kind not in "biuf" or values.ndim != 2 or values.shape[1] < 2 or not len(values):
+        return False
+    return bool(np.isin(values, (0, 1)).all() and (values.sum(1) == 1).all())
+
+
+def _numbered(values: NDArray[Any], classes: int) -> Tensor:
+    """Labels that number the classes from 0. `check_examples` checks their range."""
+    if values.dtype.kind not in "biuf" or (values.dtype.kind == "f" and (values % 1 > 0).any()):
+        raise InputError(
+            f"classes is {classes}, but y holds {_content(values)}; give whole numbers from 0 to {classes - 1}, or classes as "
+            "the list of the labels"
+        )
+    return _as_float64(values)
+
+
+def _named(values: NDArray[Any], classes: object) -> Target:
+    """Labels that are names of classes, or numbers of classes from 0."""
+    names = class_names(classes)
+    index = {name: k for k, name in enumerate(names)}
+    labels = [None if is_missing(entry) else entry for entry in values.tolist()]
+    unknown = next((label for label in labels if label is not None and label not in index), None)
+    if unknown is None:
+        return _as_float64([np.nan if label is None else index[label] for label in labels]), names
+    if isinstance(names[0], str) and values.dtype.kind in "biuf":  # scikit-learn's target and target_names
+        return _numbered(values, len(names)), names
+    raise InputError(
+        f"y holds the label {str(unknown)[:40]!r}, which is not among the classes {str(list(names))[:80]}; name every class"
+    )
+
+
+def class_names(classes: object) -> tuple[Label, ...]:
+    """The names of classes, each a plain Python object; a number of classes names them from 0. InputError for neither."""
+    if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
+        return tuple(range(int(classes)))
+    if isinstance(classes, str | bytes | bool) or not isinstance(classes, Iterable):
+        raise InputError(
+            f"classes is {classes!r}; give the number of classes as a whole number from 2 on, or a list of their names"
+        )
+    names = tuple(entry.item() if isinstance(entry, np.generic) else entry for entry in classes)
+    kinds = {type(name) for name in names}
+    if len(names) < 2 or len(set(names)) < len(names) or len(kinds) > 1 or not kinds <= {str, int, float, bool}:
+        raise InputError(
+            f"classes is {str(classes)[:80]}; give at least two different names of one type, text or numbers"
+        )
+    return names
+
+
+def _distinct(values: NDArray[Any]) -> Target:
+    """Labels whose classes are the distinct labels, sorted, as in scikit-learn."""
+    missing = np.array([is_missing(entry) for entry in values.tolist()], bool)
+    entries = np.array(values[~missing].tolist())  # text and numbers, which can be sorted, and not objects
+    names, index = np.unique(entries, return_inverse=True)
+    if len(names) < 2:
+        only = f"the one class {names[0].item()!r}" if len(names) else "no label"
+        raise InputError(f"y holds {only}; give examples of at least two classes")
+    labels = np.full(len(values), np.nan)
+    labels[~missing] = index
+    return _as_float64(labels), tuple(names.tolist())
+
+
+def _content(values: NDArray[Any]) -> str:
+    return "text" if values.dtype.kind == "O" else f"values of dtype {values.dtype}"

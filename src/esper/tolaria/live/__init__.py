@@ -1,0 +1,1 @@
+"""Grows one network in the user's own training loop."""

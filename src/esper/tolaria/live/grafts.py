@@ -1,0 +1,335 @@
+"""The seeds in one network that a person's own loop trains, and in its moving averages. S slots."""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from esper.kasmina.blueprints import Blueprint, drawn_with
+from esper.kasmina.graft.grafted import Reading, bank_at, holders, plant, planted_at, uproot
+from esper.kasmina.graft.grown import prefix_behind, sites_of
+from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe, Seat
+from esper.kasmina.graft.sharding import is_sharded, reshard, shard_like
+from esper.kasmina.slot import Seed
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Bools, Seeds
+from esper.tolaria.live.averages import Average
+from esper.tolaria.live.groups import Groups, Named
+from esper.tolaria.live.ranks import Ranks
+from esper.tolaria.stacked.compiling import Compilations
+
+GrowthMode = Literal["live", "reserve"]
+"""How seeds get into a network: as submodules of their own, or into seats that are there from the start."""
+
+
+class Grafts:
+    """Plants seeds, gives their parameters to the optimizer, and takes both away again.
+
+    In mode 'live' a seed becomes a submodule when it is planted, which changes the graph of a compiled network. In mode 'reserve'
+    a seat for each blueprint is at each site from the start (`kasmina.planted`), and a seed that is planted gives its
+    weights to the seat. Either way its parameters are in the optimizer from its birth to its removal alone.
+
+    network: the grafted network. averages: its moving averages; their modules `copies` get every seed that it gets.
+    compilations: of the process, and changes of the graph by growing.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        averages: Sequence[Average],
+        groups: Groups,
+        menu: Sequence[Blueprint],
+        readings: Sequence[Reading],
+        ranks: Ranks,
+    ) -> None:
+        """`readings` are of the sites, in their order."""
+        self.network, self.groups, self.menu = network, groups, tuple(menu)
+        self.averages, self.copies = tuple(averages), tuple(each.module for each in averages)
+        self.readings, self.ranks, self.reserved = readings, ranks, False
+        self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
+        self.host = list(network.parameters())
+        self._prefixes = tuple(prefix_behind(site.after) for site in self.sites)
+        self.compilations = Compilations(network)
+        self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
+        self._seats = Seats(shared=ranks.size > 1)
+
+    def reserve(self, fits: Bools) -> None:
+        """Put a seat at each site for each blueprint of the menu that can be planted there, (S, blueprints)."""
+        self.reserved = True
+        for slot in np.flatnonzero(fits.any(1)).tolist():
+            site, seats = self.sites[slot], {}
+            for entry in (self.menu[blueprint] for blueprint in np.flatnonzero(fits[slot]).tolist()):
+                made = self.made(slot, entry, Blend.GATE, 0)
+                seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind).train(made.training)
+                seats[entry.name].recipe = made.recipe
+            bank = Bank(seats)
+            copies = [copy.deepcopy(bank).requires_grad_(False) for _ in self.copies]
+            self._seats.add(bank.all(), [seat for each in copies for seat in each.all()])
+            for network, own in zip((self.network, *self.copies), (bank, *copies), strict=True):
+                plant(network, site.name, own)
+
+    def fits(self, slot: int, entry: Blueprint) -> bool:
+        """Whether a blueprint can be planted at a site."""
+        site = self.sites[slot]
+        return self.readings[slot].widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal)
+
+    def cost(self, slot: int, blueprint: int, blend: Blend = Blend.ADD) -> int:
+        """Parameters of a seed."""
+        reads = self.readings[slot].widths[self.menu[blueprint].tap]
+        gate = reads + 1 if blend == Blend.GATE else 0
+        return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
+
+    def planted(self) -> dict[str, list[int]]:
+        """By site, in the order of the optimizer's groups: the blueprint and the blend of the seed."""
+        found = {}
+        for name in self.groups.names():
+            seed = self.at(name)
+            assert seed is not None, "every group of a seed is that of one in the network"
+            found[name] = [self._blueprint_of[name], int(seed.blend)]
+        return found
+
+    def at(self, name: str) -> Planted | Seat | None:
+        """The seed at a site of the network; None where there is none."""
+        return planted_at(self.network, name)
+
+    def everywhere(self, name: str) -> list[Planted | Seat]:
+        """The seed at a site of the network, and then of its copies."""
+        found = [planted_at(network, name) for network in (self.network, *self.copies)]
+        return [each for each in found if each is not None]
+
+    def add(self, slot: int, blueprint: int, blend: Blend, key: int) -> None:
+        """Plant a seed that acts on nothing yet, drawn by a key."""
+        site, entry = self.sites[slot], self.menu[blueprint]
+        made = self.made(slot, entry, blend, key)
+        self.ranks.spread(made.parameters())
+        for network in (*self.copies, self.network):
+            bank = bank_at(network, site.name)
+            if bank is not None:
+                bank.seat(entry.name).take(made)
+                continue
+            own = made if network is self.network else copy.deepcopy(made).requires_grad_(False)
+            if is_sharded(network):
+                shard_like(own, network)
+            plant(network, site.name, own)
+        planted = self.at(site.name)
+        assert planted is not None, "it was planted"
+        self._blueprint_of[site.name] = blueprint
+        trained = {id(parameter) for parameter in planted.trained()}
+        named = [(path, parameter) for path, parameter in planted.named_parameters() if id(parameter) in trained]
+        self.groups.add(site.name, named, self._beside(site.after))
+        self.edited()
+
+    def made(self, slot: int, entry: Blueprint, blend: Blend, key: int) -> Planted:
+        """A seed that is in no network, drawn by a key, on the device of the host and in its dtype."""
+        site = self.sites[slot]
+        reads = self.readings[slot].widths[entry.tap]
+        after = self.network.get_submodule(site.after)
+        like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
+        with drawn_with(key):
+            seed = Seed(entry.build(reads, site.stream.width), reads)
+        made = Planted(seed, entry.tap, blend, site.stream.kind)
+        made.recipe = Recipe(site, entry.name, reads)
+        return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
+
+    def free(self, name: str) -> None:
+        """Remove a seed and all that the optimizer remembers of it."""
+        self.groups.remove(name)
+        for network in (self.network, *self.copies):
+            planted = planted_at(network, name)
+            if isinstance(planted, Seat):
+                planted.free()
+            else:
+                uproot(network, name)
+        del self._blueprint_of[name]
+        self.edited()
+
+    def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
+        """Have just these seeds, in this order; their weights are for the caller to fill in."""
+        for name in list(self.planted()):
+            self.free(name)
+        slots = {site.name: slot for slot, site in enumerate(self.sites)}
+        for name, (blueprint, blend) in seeds.items():
+            self.add(slots[name], blueprint, Blend(blend), 0)
+
+    def settle(self) -> None:
+        """Replace the seats of every site by the seed that is planted in one of them, if there is one."""
+        self._seats.clear()
+        for network in (self.network, *self.copies) if self.reserved else ():
+            for site in self.sites:
+                seat = planted_at(network, site.name)
+                if bank_at(network, site.name) is not None:
+                    uproot(network, site.name)
+                if isinstance(seat, Seat):
+                    plant(network, site.name, seat.planted())
+
+    def doses(self, dose: NDArray[np.float32]) -> None:
+        """Let the seeds act at these doses (S,), for a measurement."""
+        for slot, site in enumerate(self.sites):
+            planted = self.at(site.name)
+            if planted is not None:
+                planted.mode = Mode.ON if dose[slot] > 0 else Mode.OFF
+                planted.alpha.fill_(float(dose[slot]))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """What the seeds do is restored behind a measurement that changes it."""
+        found = [self.at(site.name) for site in self.sites]
+        before = [(each, each.mode, each.alpha.clone()) for each in found if each is not None]
+        try:
+            yield
+        finally:
+            for each, mode, alpha in before:
+                each.mode = mode
+                each.alpha.copy_(alpha)
+
+    def kept(self, seeds: Seeds) -> dict[str, Planted | Seat]:
+        """By submodule, each seed that is part of the network for good, also behind `trim`, but not those that were folded."""
+        held, found = holders(self.network), dict[str, Planted | Seat]()
+        for slot, site in enumerate(self.sites):
+            here = held.get(site.after)
+            seed = here.taken() if isinstance(here, Bank) else here
+            if seeds.stage[0, slot] == Stage.FOSSILIZED and seed is not None:
+                found[site.after] = seed
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the network and of its copies, by name, without seats that are free; they share memory."""
+        free = self._seats.free()
+        found: dict[str, Tensor] = {}
+        for index, network in enumerate((self.network, *self.copies)):
+            reshard(network)
+            first = f"copy.{index}." if index else ""
+            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+                if id(tensor) not in free:
+                    found[first + name] = tensor
+        return found
+
+    def tensors_with(self, seeds: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+        """What `tensors` would return behind `rebuild`; tensors of seeds that are not there have any values."""
+        slots = {site.name: slot for slot, site in enumerate(self.sites)}
+        found: dict[str, Tensor] = {}
+        for index, network in enumerate((self.network, *self.copies)):
+            reshard(network)
+            first = f"copy.{index}." if index else ""
+            for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+                if not self.holds(name):
+                    found[first + name] = tensor
+            for site, (blueprint, blend) in seeds.items():
+                entry, bank = self.menu[blueprint], bank_at(network, site)
+                seed: nn.Module = (
+                    self.made(slots[site], entry, Blend(blend), 0) if bank is None else bank.seat(entry.name)
+                )
+                here = prefix_behind(self.sites[slots[site]].after) + ("" if bank is None else f"seats.{entry.name}.")
+                for name, tensor in (*seed.named_parameters(), *seed.named_buffers()):
+                    found[first + here + name] = tensor
+        return found
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter or buffer of this name in the network is that of a seed at a site."""
+        return name.startswith(self._prefixes)
+
+    def names(self) -> dict[Tensor, str]:
+        """The name of every parameter that the optimizer holds; one that is not the network's is named by its group."""
+        reshard(self.network)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.network.named_parameters()}
+        for index, group in enumerate(self.groups.optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                names.setdefault(parameter, f"group {index}, parameter {place}")
+        return names
+
+    def trained_params(self) -> int:
+        """Parameters that require a gradient, of the host and of the seeds that are there."""
+        idle = self._seats.idle()
+        return sum(
+            parameter.numel()
+            for parameter in self.network.parameters()
+            if parameter.requires_grad and id(parameter) not in idle
+        )
+
+    def edited(self) -> None:
+        """What a network without seats computes is another thing now."""
+        if not self.reserved:
+            self.compilations.changed()
+
+    # Inside.
+
+    def _beside(self, path: str) -> list[Named]:
+        """The parameters of the host, from those of a submodule outwards through the modules around it.
+
+        Embedding tables come last: a seed multiplies by its matrices as a Linear does, and recipes that decay matrices often
+        leave tables out.
+        """
+        host = {id(parameter) for parameter in self.host}
+        tables = {
+            id(part.weight) for part in self.network.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+        }
+        parts = path.split(".") if path else []
+        modules = [self.network.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
+        found = [named for module in modules for named in module.named_parameters() if id(named[1]) in host]
+        return sorted(found, key=lambda named: id(named[1]) in tables)
+
+
+class Seats:
+    """The seats of a network and of its copies.
+
+    A seat that no seed has taken computes too, because the graph of the network never changes; its gradients are dropped.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        """shared: whether several processes train the network, which then average the gradients of all parameters."""
+        self.shared = shared
+        self._all: list[Seat] = []
+        self._handles: list[RemovableHandle] = []
+        self._due = False  # whether the gradients of this backward pass are to be dropped at its end
+
+    def add(self, own: Iterable[Seat], copied: Iterable[Seat]) -> None:
+        """Take in seats of the network, and those of its copies, which no loss trains."""
+        for seat in own:
+            self._all.append(seat)
+            for parameter in seat.parameters():
+                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, seat)))
+        self._all += copied
+
+    def clear(self) -> None:
+        """Forget all seats."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._all.clear()
+
+    def free(self) -> set[int]:
+        """Return the `id` of each parameter and buffer of the seats that no seed has taken."""
+        free = (seat for seat in self._all if not seat.taken)
+        return {id(tensor) for seat in free for tensor in (*seat.parameters(), *seat.buffers())}
+
+    def idle(self) -> set[int]:
+        """Return the `id` of each parameter of the seats that does not learn."""
+        learning = {id(parameter) for seat in self._all if seat.learns for parameter in seat.trained()}
+        return {id(parameter) for seat in self._all for parameter in seat.parameters()} - learning
+
+    def _arrived(self, seat: Seat, parameter: Tensor) -> None:
+        """Drop a gradient that is of no use as soon as it is there."""
+        if seat.drops(parameter):
+            parameter.grad = None
+        if self.shared and not self._due:
+            self._due = True
+            # DistributedDataParallel fills in gradients in a callback of its own, which is queued when the first of these
+            # callbacks runs: the second drops them behind it.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._drop))
+
+    def _drop(self) -> None:
+        self._due = False
+        for seat in self._all:
+            for parameter in seat.parameters():
+                if seat.mode != Mode.ON or seat.drops(parameter):
+                    parameter.grad = None

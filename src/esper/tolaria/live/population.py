@@ -1,0 +1,378 @@
+"""One network in a training loop of a person's own, with the seeds that are grafted into it. S slots, X branches.
+
+The loop trains the host and the seeds that act on it. What is left to do here: births and removals, the training of seeds that
+incubate, the measuring, and the way back to an earlier moment.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.graft.folding import fold
+from esper.kasmina.graft.grafted import survey, undisturbed
+from esper.kasmina.graft.grown import POINT, sites_of, stream_of
+from esper.kasmina.graft.planted import Mode
+from esper.kasmina.graft.sharding import fill, gather, placed, reshard
+from esper.kasmina.lifecycle import Edits, dormant
+from esper.leyline.config.tree import Config
+from esper.leyline.data.keys import Purpose, scalar
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.stages import ADDED, Stage, among
+from esper.leyline.lifecycle.view import BlueprintInfo, Bools, Seeds, Space, choose
+from esper.tolaria.live.averages import Average
+from esper.tolaria.live.grafts import Grafts
+from esper.tolaria.live.groups import Groups, placed_moments
+from esper.tolaria.live.incubation import Incubation
+from esper.tolaria.live.probe import Probe
+from esper.tolaria.live.ranks import Ranks, SharedGradients
+from esper.tolaria.measure.sensors import participation_ratio
+from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures
+from esper.tolaria.runtime import read_packet
+from esper.tolaria.stacked.training import doses
+
+
+class LivePopulation:
+    """A grafted network as a population of one row; implements `tolaria.population.Population`.
+
+    network: the grafted network. grafts: the seeds in it, and in its moving averages.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        averages: Sequence[Average],
+        groups: Groups,
+        probe: Probe,
+        menu: Sequence[Blueprint],
+        config: Config,
+        ranks: Ranks,
+        shared: SharedGradients,
+    ) -> None:
+        """InputError if a site cannot be one, or where the loss gives no standard error."""
+        self.network, self.groups, self.probe_batches, self.config = network, groups, probe, config
+        self.device = probe.device
+        self.environment = np.zeros(1, np.int64)
+        self.label = f"one {type(network).__name__}"
+        self.menu = tuple(menu)
+        self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
+        readings = list(survey(network, lambda: probe.first_output(network)).values())
+        with undisturbed(network):
+            probe.settle(network)
+        reshard(network)
+        self.host_params = np.array([sum(parameter.numel() for parameter in network.parameters())])
+        self.fresh = [np.zeros(0, np.int64)]  # the loop's data are its own
+        self.grafts = Grafts(network, averages, groups, self.menu, readings, ranks)
+        self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
+        self.ranks, self.shared = ranks, shared
+        self._episode = 0
+        self._seeds = dormant(1, len(self.sites))  # that the network follows
+        fits = np.array([[self.grafts.fits(s, entry) for entry in self.menu] for s in range(len(self.sites))])
+        cost = np.array(
+            [[self.grafts.cost(s, k) if fits[s, k] else 0 for k in range(len(menu))] for s in range(len(fits))]
+        )
+        self.space = Space(
+            slots=tuple(site.name for site in self.sites),
+            blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in self.menu),
+            tempos=config.lifecycle.tempos,
+            targets=config.lifecycle.targets,
+            cost=cost[None],
+            fits=fits,
+            width=np.array([[site.stream.width for site in self.sites]]),
+            sensors=(),
+            max_seeds=config.lifecycle.max_seeds,
+            seed=config.seed,
+            number=np.zeros(1, np.int64),
+            instance=np.zeros(1, np.int64),
+            floor=np.full(1, np.nan),
+            ceiling=np.full(1, np.nan),
+            objective=config.reward.objective,
+            rent=config.reward.rent,
+            rent_size=config.reward.rent_size,
+            frozen=np.zeros(1, bool),  # set when growth begins
+        )
+
+    def begin(self, instance: Indices, episode: int) -> None:
+        """The network as it is, which has no seeds yet."""
+        assert not self.grafts.planted(), "an episode begins without seeds"
+        self.space = self.space._replace(frozen=np.array([self.grafts.trained_params() == 0]))
+        self._episode = episode
+
+    def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
+        """Draw and free seeds as the edits say, after `step` steps, and let every seed act as its stage says."""
+        for _, slot in changes.freed.tolist():
+            self.free(self.sites[slot].name)
+        for _, slot in changes.born.tolist():
+            key = scalar(self.config.seed, Purpose.BIRTH, 0, self._episode, step, slot)
+            self.grafts.add(slot, int(seeds.blueprint[0, slot]), Blend(int(seeds.blend[0, slot])), key)
+        self.follow(seeds)
+
+    def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
+        """Nothing: the loop that owns the network trains it."""
+
+    def incubate(self, batch: tuple[Any, Any] | None) -> None:
+        """One step of the seeds that incubate, behind each step of the loop's optimizer.
+
+        Without a batch they learn straight through the host's own passes, from the next one on where they did not so far; with
+        the (input, target) of the step, in a pass of their own.
+        """
+        reshard(self.network)  # the loop may have run the network since its backward pass
+        if self.incubation.straight != (batch is None):
+            self.incubation.straight = batch is None
+            self.follow(self._seeds)
+        self.incubation.train(batch)
+
+    def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
+        """Measure the network as it is now: one read of the device."""
+        trained = self.incubation.norms() if asked.trained else None
+        figures: Figures | None = None
+        if self.ranks.first or self.ranks.together:
+            with undisturbed(self.network), self.grafts.restored():
+                figures = measure_live(self, seeds, asked, trained)
+            reshard(self.network)
+        return self.ranks.from_first(figures)
+
+    def tainted(self, rows: Indices, step: int) -> list[int]:
+        """None: the loop's data are its own."""
+        return []
+
+    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
+        """(1,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
+        rows, slots = np.nonzero(among(seeds.stage, stages))
+        price = self.price(rows, slots, seeds.blueprint[rows, slots].astype(np.int64), seeds.blend[rows, slots])
+        return np.array([int(price.sum())])
+
+    def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
+        """(n,) parameters that seeds would add, the gate where it is used."""
+        return np.array(
+            [
+                self.grafts.cost(s, k, Blend(b))
+                for s, k, b in zip(slot.tolist(), blueprint.tolist(), blend.tolist(), strict=True)
+            ],
+            np.int64,
+        )
+
+    def growth(self, slot: Indices, blueprint: Indices) -> int:
+        """Bytes that further seeds (n,) take with their gradients and two moments."""
+        size = next((parameter.element_size() for parameter in self.grafts.host), 4)
+        return 4 * size * int(self.price(slot, slot, blueprint, np.full(len(slot), Blend.ADD)).sum())
+
+    def keeper(self, seeds: Seeds) -> Keeper:
+        """An empty place for one earlier moment."""
+        return _Kept(self, seeds)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Which seeds there are, and what the incubation has gathered."""
+        return {"live": {"seeds": self.grafts.planted(), "incubation": self.incubation.state()}}
+
+    def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
+        """Go on from what `snapshot` gave, once `rebuild` has planted the seeds."""
+        self._episode = episode
+        self.incubation.load_state(tree["live"]["incubation"])
+
+    # Seeds.
+
+    def free(self, name: str) -> None:
+        """Remove a seed and all that was remembered of it."""
+        self.incubation.forget(name)
+        self.grafts.free(name)
+
+    def fold(self, name: str) -> bool:
+        """Fold a seed into its layer, in the network and its averages, if their outputs on the probe allow it; return whether."""
+        passes = self.probe_batches.passes() if self.ranks.first or self.ranks.together else []
+        return fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed)
+
+    def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
+        """Have just these seeds, in this order; their weights are for the caller to fill in."""
+        reshard(self.network)
+        for name in self.grafts.planted():
+            self.incubation.forget(name)
+        self.grafts.rebuild(seeds)
+
+    def follow(self, seeds: Seeds) -> None:
+        """Let every seed act as its stage says."""
+        self._seeds = seeds
+        isolated = self.config.lifecycle.isolation == "isolated"
+        incubating: list[str] = []
+        acting: list[nn.Parameter] = []
+        for slot, site in enumerate(self.sites):
+            planted = self.grafts.at(site.name)
+            if planted is None:
+                continue
+            stage, alpha = Stage(int(seeds.stage[0, slot])), float(seeds.alpha[0, slot])
+            acts = stage in ADDED and alpha > 0
+            straight = stage == Stage.TRAINING and self.incubation.straight
+            attached = not isolated or stage == Stage.FOSSILIZED
+            mode = Mode.ON if acts else Mode.STRAIGHT if straight else Mode.OFF
+            frozen = bool(seeds.doomed[0, slot])
+            if (planted.mode, planted.attached, planted.learns) != (mode, attached, not frozen):
+                self.grafts.edited()
+            for each in self.grafts.everywhere(site.name):
+                each.mode, each.attached = mode, attached
+                each.alpha.fill_(alpha if acts else 0.0)
+            planted.learn(not frozen)
+            if stage == Stage.TRAINING:
+                incubating.append(site.name)
+            elif acts and not frozen:
+                acting += planted.trained()
+        self.incubation.follow(incubating)
+        if not self.grafts.reserved:  # seats are parameters that DistributedDataParallel knows
+            self.shared.follow([*acting, *self.incubation.alone])
+
+
+class _Kept:
+    """The host and its fossils at an earlier moment; implements `tolaria.population.Keeper`."""
+
+    def __init__(self, live: LivePopulation, seeds: Seeds) -> None:
+        self.live, self.seeds = live, seeds
+        self.step = np.full(1, -1, np.int64)
+        self.tensors: dict[str, Tensor] = {}
+        self.moments: dict[str, dict[str, Any]] = {}
+        self.averages: list[dict[str, Any]] = []
+
+    def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
+        """Keep the network as it is after `step` steps."""
+        if not rows[0]:
+            return
+        self.seeds, self.step[0] = seeds, step
+        unfinished: set[int] = set()  # the tensors of all seeds that are not part of the network for good
+        for slot, site in enumerate(self.live.sites):
+            for planted in self.live.grafts.everywhere(site.name) if seeds.stage[0, slot] != Stage.FOSSILIZED else ():
+                unfinished |= {id(tensor) for tensor in (*planted.parameters(), *planted.buffers())}
+        self.tensors = {
+            name: tensor.detach().clone()
+            for name, tensor in self.live.grafts.tensors().items()
+            if id(tensor) not in unfinished
+        }
+        names = {p: name for p, name in self.live.grafts.names().items() if id(p) not in unfinished}
+        self.moments = self.live.groups.moments(names)
+        self.averages = [each.state() for each in self.live.grafts.averages]
+
+    def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
+        """Make the network what it was. Seeds that are not in `kept` are gone; the schedule goes on from where it is."""
+        if not rows[0]:
+            return seeds
+        for slot, site in enumerate(self.live.sites):
+            if kept.stage[0, slot] != Stage.FOSSILIZED and self.live.grafts.at(site.name) is not None:
+                self.live.free(site.name)
+        for name, tensor in self.live.grafts.tensors().items():
+            fill(tensor, self.tensors[name])
+        self.live.groups.set_moments(self.live.grafts.names(), self.moments)
+        for average, state in zip(self.live.grafts.averages, self.averages, strict=True):
+            average.load_state(state)
+        self.live.follow(kept)
+        restored: Seeds = choose(rows, kept, seeds)
+        return restored
+
+    def state(self, now: int) -> dict[str, Any]:
+        """As a tree of tensors, after `now` steps of the episode."""
+        return {
+            "seeds": self.seeds._asdict(),
+            "step": self.step,
+            "tensors": dict(self.tensors),
+            "moments": self.moments,
+            "averages": self.averages,
+        }
+
+    def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
+        """Go on from what `state` gave."""
+        self.seeds, self.step = Seeds(**state["seeds"]), np.array(state["step"])
+        own, names = self.live.grafts.tensors(), self.live.grafts.names()
+        self.tensors = {name: placed(tensor, own[name]) for name, tensor in state["tensors"].items()}
+        self.moments = {
+            name: placed_moments(state["moments"][name], parameter)
+            for parameter, name in names.items()
+            if name in state["moments"]
+        }
+        self.averages = list(state["averages"])
+
+
+@torch.no_grad()
+def measure_live(
+    live: "LivePopulation", seeds: Seeds, asked: ProbeRequest, norms: Mapping[str, Tensor] | None
+) -> Figures:
+    """Every figure that was asked for, in one read of the device. The network is in evaluation mode.
+
+    The metric is minus the loss. `norms` are those of the seeds that incubate, by site; None leaves the training out.
+    """
+    assert not asked.sensors, "a live network has no growth sensors"
+    assert not asked.validation, "a live network has no validation split"
+    live.grafts.doses(doses(seeds)[0])
+    with _listening(live.network, live.sites) as heard:
+        own, output_spread = live.probe_batches.see(live.network)
+    means, pairs = [own.mean()], []
+    for dose in asked.coalitions.branches.dose:
+        live.grafts.doses(dose)
+        losses, _ = live.probe_batches.see(live.network)
+        means.append(losses.mean())
+        pairs.append(_paired(losses - own))
+    rise = torch.stack(pairs) if pairs else own.new_zeros(0, 2)
+    total = torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in live.network.parameters()]).sum()
+    signs = torch.stack([_paired(own)[1], output_spread.to(own), total.to(own)])
+    trained = norms or {}
+    participation_ratios = [  # nan where nothing flowed
+        participation_ratio(torch.cat(each.features, 1))[0].to(own) if each.features else own.new_full((), torch.nan)
+        for each in heard
+    ]
+    packet = read_packet([torch.stack(means), rise, torch.stack(participation_ratios), signs, *trained.values()])
+    loss, risen, participation, sign = packet[:4]
+    slot_of = {site.name: slot for slot, site in enumerate(live.sites)}
+    figures = TrainedFigures(
+        loss=loss[:1],
+        gradient_norm=None,
+        seed_norms=[norm.reshape(1) for norm in packet[4:]],
+        seed_owners=tuple((slot_of[name], np.zeros(1, np.int64)) for name in trained),
+    )
+    return Figures(
+        loss=loss[:1],
+        metric=-loss[:1],
+        branch_loss=loss[1:],
+        branch_metric=-loss[1:],
+        loss_rise=risen,
+        metric_fall=risen,
+        participation=participation[None],
+        signs=sign[None],
+        finite=np.ones(1, bool) if asked.finite else None,
+        trained=None if norms is None else figures,
+    )
+
+
+class _Heard:
+    """The features of a stream at positions of every example of every batch."""
+
+    def __init__(self, site: Site) -> None:
+        self.stream = type(site.stream)
+        self.features: list[Tensor] = []
+
+    def begin(self, given: Tensor | None) -> None:
+        """Nothing: only the output is listened to."""
+
+    def end(self, output: Any) -> None:
+        """Keep the output at its positions; a copy, as a module behind it may work in place."""
+        h = stream_of(output).detach()
+        self.features.append(self.stream.positions(h[None].float()).clone())
+
+
+@contextmanager
+def _listening(network: nn.Module, sites: tuple[Site, ...]) -> Iterator[list[_Heard]]:
+    """What flows at each site, in front of any seed, while the network runs."""
+    points = [network.get_submodule(site.after).__dict__[POINT] for site in sites]
+    heard = [_Heard(site) for site in sites]
+    for point, each in zip(points, heard, strict=True):
+        point.tape = each
+    try:
+        yield heard
+    finally:
+        for point in points:
+            point.tape = None
+
+
+def _paired(differences: Tensor) -> Tensor:
+    """(N,) -> (2,) mean and its standard error."""
+    return torch.stack([differences.mean(), differences.std() / len(differences) ** 0.5])

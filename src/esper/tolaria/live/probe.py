@@ -1,0 +1,219 @@
+"""The probe of a live network: fixed batches of a person's own, and the loss of each example where it can be had."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from esper.kasmina.graft.grafted import call
+from esper.kasmina.graft.recording import floats
+from esper.leyline.data.batches import check_pairs
+from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+
+Loss = Callable[[Any, Any], Tensor]
+Batches = Sequence[tuple[Any, Any]] | Callable[[], Sequence[tuple[Any, Any]]]
+
+Way = Literal["given", "mapped", "whole"]
+
+
+class Probe:
+    """Batches of (input, target), and the loss of a network on them.
+
+    way: how the loss of an example is had: 'given', the loss returns one for each; 'mapped', it is computed for one example at a
+    time by torch.vmap; 'whole', only that of a batch is known.
+    """
+
+    def __init__(self, batches: Batches, loss: Loss, device: torch.device) -> None:
+        """InputError if there is no batch, or if the loss is not a function."""
+        if not callable(loss):
+            raise InputError(f"loss is a {type(loss).__name__}; give a function of the output and the target")
+        self.source, self.loss, self.device = batches, loss, device
+        self.way: Way | None = None
+        self._print: list[Tensor] | None = None
+        self.first = self.batches()[0][0]
+
+    def batches(self) -> list[tuple[Any, Any]]:
+        """The batches, on the device. InputError if there are none, or others than before."""
+        found = self.source() if callable(self.source) else self.source
+        if not isinstance(found, list | tuple):
+            raise InputError(
+                f"probe is a {type(found).__name__}; give a list of (input, target) pairs or a function that returns one, as in "
+                "probe=list(loader)"
+            )
+        check_pairs(found, "probe")
+        moved: list[tuple[Any, Any]] = [
+            pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), (x, y)) for x, y in found
+        ]
+        prints = [_fingerprint(batch) for batch in moved]
+        if self._print is not None and not (len(prints) == len(self._print) and all(map(_same, prints, self._print))):
+            raise InputError(
+                "probe has other batches than before, so that its measurements cannot be compared; give fixed ones, as "
+                "probe=list(loader), without shuffling or augmentation"
+            )
+        self._print = prints
+        return moved
+
+    def passes(self) -> list[Callable[[nn.Module], Any]]:
+        """For every batch, a function that runs a network and returns its output, or the loss if no number is in the output."""
+        return [partial(self._number, x, y) for x, y in self.batches()]
+
+    def _number(self, x: Any, y: Any, network: nn.Module) -> Any:
+        output = call(network, x)
+        return output if next(floats(output), None) is not None else self.loss(output, y)
+
+    @torch.no_grad()
+    def see(self, network: nn.Module) -> tuple[Tensor, Tensor]:
+        """Measure a network, which is in evaluation mode.
+
+        Returns (N,) float64 losses, one for every example, or for every batch where examples have none of their own; and ()
+        the standard deviation of the outputs over examples, root mean square over outputs.
+        """
+        losses, spreads = [], []
+        for x, y in self.batches():
+            output = call(network, x)
+            losses.append(self._losses(output, y))
+            spreads.append(_spread(output).to(self.device))
+        return torch.cat(losses), torch.stack(spreads).mean()
+
+    def mean(self, output: Any, target: Any) -> Tensor:
+        """The loss of a batch as one number. InputError if it is none."""
+        value = self.loss(output, target)
+        _check_loss(value, _examples(target, output))
+        return value.mean()
+
+    def first_output(self, network: nn.Module) -> Any:
+        """The output for the first input of the probe. InputError if the network does not take it."""
+        with in_words(
+            "the model cannot run on the first input of the probe", "give (input, target) pairs as the loop has them"
+        ):
+            return call(network, self.first)
+
+    def settle(self, network: nn.Module) -> None:
+        """Find out how the loss of an example is had. InputError if there is none, or if no standard error could be."""
+        _, y = self.batches()[0]
+        with torch.no_grad():
+            self.way = self._way(self.first_output(network), y)
+            losses, _ = self.see(network)
+        if not bool(losses.mean().isfinite()):
+            raise InputError(
+                f"the loss of the model on the probe is {float(losses.mean())} before it grows; give a probe, a loss and a model "
+                "whose loss is finite"
+            )
+        if sum(_examples(*batch) for batch in self.batches()) == 1:
+            raise InputError(
+                "probe holds one example, so that no standard error is known; give two at least, better 30 or more"
+            )
+        if len(losses) < 2:
+            raise InputError(
+                "probe has one batch, and the loss gives one number for it, so that no standard error is known; give two "
+                "batches or more, or a loss that returns one number for each example, as with reduction='none'"
+            )
+
+    def _way(self, output: Any, target: Any) -> Way:
+        with in_words(
+            "the loss cannot take the output and the target of the probe's first batch",
+            "give loss(output, target) and targets that go with it",
+        ):
+            value, examples = self.loss(output, target), _examples(target, output)
+        _check_loss(value, examples)
+        if value.dim():
+            return "given"
+        if examples < 2:
+            return "whole"
+        try:
+            mapped = _mapped(self.loss, output, target, examples)
+            # Without an output axis, vmap raises ValueError where the loss depends on the example. Where it does not, the
+            # network computes the loss of the batch itself and returns it with its output.
+            with suppress(ValueError):
+                _mapped(self.loss, output, target, examples, out_dims=None)
+                return "whole"
+        except Exception:  # of a person's loss or of torch.vmap on one example; the batch has a loss in any case
+            return "whole"
+        same = mapped.shape == (examples,) and torch.allclose(
+            mapped.mean().float(), value.float(), rtol=1e-3, atol=1e-6
+        )
+        return "mapped" if same else "whole"
+
+    def _losses(self, output: Any, target: Any) -> Tensor:
+        """(n,) float64: of each example of a batch, or of the batch."""
+        examples = _examples(target, output)
+        if self.way == "mapped":
+            return _mapped(self.loss, output, target, examples).double()
+        value = self.loss(output, target)
+        _check_loss(value, examples)
+        return value.double().reshape(len(value), -1).mean(1) if value.dim() else value.double().reshape(1)
+
+
+@contextmanager
+def in_words(what: str, mend: str) -> Iterator[None]:
+    """Raise InputError in one sentence if the person's model or loss, which can raise anything, fails inside the block."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"{what}: {typed_line(error).rstrip('.')}; {mend}") from error
+
+
+def _mapped(loss: Loss, output: Any, target: Any, examples: int, out_dims: int | None = 0) -> Tensor:
+    """(B,) the loss of each example as that of a batch of one."""
+    leaves, spec = pytree.tree_flatten((output, target))
+    dims = [0 if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == examples else None for leaf in leaves]
+
+    def one(*parts: Any) -> Tensor:
+        batch = [part if dim is None else part.unsqueeze(0) for part, dim in zip(parts, dims, strict=True)]
+        return loss(*pytree.tree_unflatten(batch, spec))
+
+    mapped: Tensor = torch.vmap(one, in_dims=tuple(dims), out_dims=out_dims)(*leaves)
+    return mapped
+
+
+def _examples(*trees: Any) -> int:
+    """B: the length of the first tensor that has one; 0 where there is none."""
+    leaves = (leaf for tree in trees for leaf in pytree.tree_leaves(tree))
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two fingerprints are equal; a nan equals a nan."""
+    return one.shape == other.shape and bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
+
+
+def _check_loss(value: Any, examples: int) -> None:
+    if not isinstance(value, Tensor):
+        raise InputError(f"loss returns a {type(value).__name__}; return a tensor")
+    if value.dim() and len(value) != examples:
+        raise InputError(
+            f"loss returns a tensor of shape {tuple(value.shape)} for a batch of {examples} examples; return one number, "
+            "or one for each example"
+        )
+    if not value.is_floating_point():
+        raise InputError(f"loss returns {value.dtype}; return a floating-point number")
+
+
+def _spread(output: Any) -> Tensor:
+    """() how much the first floating output differs between examples."""
+    leaves = pytree.tree_leaves(output)
+    first = next(
+        (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()), None
+    )
+    if first is None or len(first) < 2:
+        return torch.ones((), dtype=torch.float64, device=None if first is None else first.device)
+    return first.double().var(0, correction=0).mean().sqrt()
+
+
+def _fingerprint(batch: tuple[Any, Any]) -> Tensor:
+    """(n, 3) of every tensor of a batch its size, its sum and its sum weighed by place."""
+    rows = []
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            flat = leaf.detach().reshape(-1).double()
+            weights = torch.arange(1, len(flat) + 1, dtype=torch.float64, device=flat.device)
+            rows.append(torch.stack([weights.new_tensor(float(len(flat))), flat.sum(), (flat * weights).sum()]))
+    return torch.stack(rows) if rows else torch.zeros(0, 3)

@@ -1,0 +1,114 @@
+"""Let all processes that train copies of one network under DistributedDataParallel grow them in the same way."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from esper.kasmina.graft.sharding import in_parts
+
+T = TypeVar("T")
+
+
+def processes() -> int:
+    """Return the number of processes of the default group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class Ranks:
+    """All processes of the default group, or this one alone.
+
+    first: whether this process decides for all of them.
+    together: whether all of them measure, of which the first counts, as none can run the network alone.
+    """
+
+    def __init__(self, shared: bool, *, sharded: bool = False) -> None:
+        """shared: whether there are others; sharded: whether each has a part of the network.
+
+        Every process of the group calls this.
+        """
+        self._group = dist.new_group() if shared else None  # of its own, so that its order with others does not matter
+        self.size = dist.get_world_size() if shared else 1
+        self.first = not shared or dist.get_rank() == 0
+        self.together = sharded
+
+    def from_first(self, value: T | None) -> T:
+        """Return the value of the first process to all; those of the others are not read."""
+        if self._group is not None:
+            box: list[Any] = [value]
+            dist.broadcast_object_list(box, 0, group=self._group)
+            value = box[0]
+        assert value is not None, "the first process has a value"
+        return value
+
+    def from_each(self, value: T) -> list[T]:
+        """Return the values of all processes, in their order."""
+        found: list[Any] = [value] * self.size
+        if self._group is not None:
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
+    def agreed(self, value: bool) -> bool:
+        """Return whether the value of the first process is true, or those of all where they measure together."""
+        return all(self.from_each(value)) if self.together else self.from_first(value)
+
+    @torch.no_grad()
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Give the tensors of the first process to all of them, in place."""
+        for tensor in tensors if self._group is not None else ():
+            dist.broadcast(tensor, 0, group=self._group)
+
+    @torch.no_grad()
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors of one dtype by their means over all processes, in one transfer.
+
+        FSDP has averaged those that are in parts.
+        """
+        tensors = [tensor for tensor in tensors if not in_parts(tensor)]
+        if self._group is None or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).div_(self.size)
+        dist.all_reduce(flat, group=self._group)
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+class SharedGradients:
+    """Averages the gradients of seeds that act over all processes, at the end of each backward pass.
+
+    DistributedDataParallel does so for the parameters that it was made with. The mean of gradients that were averaged already
+    and of new ones is right too, so gradients may accumulate over several passes, with `no_sync` or without.
+    """
+
+    def __init__(self, ranks: Ranks, wrapper: nn.parallel.DistributedDataParallel | None) -> None:
+        """wrapper: the DistributedDataParallel of the network, where it is known; its `no_sync` holds for seeds too."""
+        self.ranks, self.wrapper = ranks, wrapper
+        self._parameters: list[nn.Parameter] = []
+        self._handles: list[RemovableHandle] = []
+        self._due = False
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Follow the parameters of the seeds that act and train, in an order that is the same in every process."""
+        for handle in self._handles:
+            handle.remove()
+        several = self.ranks.size > 1
+        self._parameters = [each for each in parameters if several and not in_parts(each)]
+        self._handles = [each.register_post_accumulate_grad_hook(self._arrived) for each in self._parameters]
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if not self._due:
+            self._due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._due = False
+        # As the wrapper does, which decides in its forward pass whether the backward pass synchronises.
+        if self.wrapper is not None and not self.wrapper.require_forward_param_sync:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:  # another process may have one
+                parameter.grad = torch.zeros_like(parameter)
+        self.ranks.average([parameter.grad for parameter in self._parameters if parameter.grad is not None])

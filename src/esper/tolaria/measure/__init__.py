@@ -1,0 +1,1 @@
+"""Measures seeds: probe, coalitions, sensors, and certificates of what is kept."""

@@ -1,0 +1,165 @@
+"""Compute the measurements of a step from the figures of a population. E rows, S slots."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Bools, CoalitionValues, Estimate, Measurements, Scores, Seeds, choose
+from esper.tolaria.governor import Signs
+from esper.tolaria.measure.certifying import Certifier
+from esper.tolaria.measure.coalitions import Sampling, coalitions, masks
+from esper.tolaria.measure.probe import negated, spread
+from esper.tolaria.population import ParameterNorms, Population, ProbeRequest
+
+
+class StepMeasurements(NamedTuple):
+    """The results of `measure`. A network as exported contains the fossilized seeds only.
+
+    Attributes:
+        measurements (Measurements): what a controller sees
+        scores (Scores): scores of the networks on the probe split
+        exported (Scores or None): scores of the networks as exported; None before the end of an episode
+        coalitions (CoalitionValues or None): values of coalitions; None if attribution was not due
+        signs (Signs): vital signs
+        data ((E,) bool array or None): whether the data of a row are finite; None if it was not asked for
+        validation (Scores or None): scores of the networks as exported on the validation split; None if not asked for
+        parameter_norms (ParameterNorms or None): gradient norms of each parameter; None if not asked for
+    """
+
+    measurements: Measurements
+    scores: Scores
+    exported: Scores | None
+    coalitions: CoalitionValues | None
+    signs: Signs
+    data: Bools | None = None
+    validation: Scores | None = None
+    parameter_norms: ParameterNorms | None = None
+
+    def replaced(self, other: "StepMeasurements", rows: Bools) -> "StepMeasurements":
+        """Return the results, with those of `other` in the rows that are marked in `rows` (E,), which have no unfinished seed."""
+        scores = choose(rows, other.scores, self.scores)
+        return StepMeasurements(
+            choose(rows, other.measurements, self.measurements),
+            scores,
+            None if self.exported is None else choose(rows, scores, self.exported),
+            None if self.coalitions is None else without(self.coalitions, rows),
+            choose(rows, other.signs, self.signs),
+            other.data,
+            self.validation,
+            self.parameter_norms,
+        )
+
+
+def measure(
+    population: Population,
+    seeds: Seeds,
+    last: Measurements,
+    step: int,
+    *,
+    sampling: Sampling | None = None,
+    terminal: bool = False,
+    trained: bool = False,
+    sensors: bool = False,
+    finite: bool = False,
+    validation: bool = False,
+    certifier: Certifier | None = None,
+) -> StepMeasurements:
+    """Probe every row after `step` steps. This is the one device read of a step.
+
+    last: the previous measurements, whose growth sensors are kept if new ones are not due.
+    sampling: how attribution samples coalitions; None if attribution is not due.
+    terminal: whether the episode ends, so that the networks as exported are measured too.
+    trained, sensors, finite, validation: as in `ProbeRequest`.
+    certifier: looks at the seeds on trial with fresh examples; None if this is not the measurement of a step.
+    """
+    wanted = coalitions(seeds, sampling, terminal=terminal)
+    look = None if certifier is None else certifier.look(seeds, last)
+    figures = population.probe(seeds, ProbeRequest(wanted, trained, sensors, finite, validation, look))
+    shape, training, signs = seeds.stage.shape, figures.trained, figures.signs.T
+    fresh = unmeasured(*last.sensors.shape)
+    seed_norm, train_loss, host_norm = fresh.seed_gradient_norm, fresh.train_loss, None
+    if training is not None:
+        train_loss, host_norm = training.loss, training.gradient_norm
+        for (at, owners), norm in zip(training.seed_owners, training.seed_norms, strict=True):
+            seed_norm[owners, at] = norm
+    measurements = fresh._replace(
+        metric=figures.metric,
+        loss=figures.loss,
+        train_loss=train_loss,
+        gradient_norm=fresh.gradient_norm if host_norm is None else host_norm,
+        contribution=spread(figures.metric_fall, wanted.without(), shape),
+        contribution_loss=spread(figures.loss_rise, wanted.without(), shape),
+        gain=negated(spread(figures.loss_rise, wanted.alone, shape)),
+        gain_metric=negated(spread(figures.metric_fall, wanted.alone, shape)),
+        seed_gradient_finite=np.isfinite(seed_norm),
+        participation=figures.participation,
+        sensors=last.sensors if figures.sensors is None else figures.sensors,
+        sensor_age=last.sensor_age + 1 if figures.sensors is None else 0,
+    )
+    if certifier is not None:
+        measurements = certifier.certified(seeds, last, measurements, look, figures.compared)
+
+    gradient = np.ones(len(figures.loss), bool) if host_norm is None else np.isfinite(host_norm)
+    if training is not None:
+        for at, owners in training.seed_owners:
+            gradient[owners] &= measurements.seed_gradient_finite[owners, at]
+        if training.skipped is not None and host_norm is not None:  # nan says that no update was made
+            gradient |= np.isnan(host_norm)
+    scores = Scores(figures.metric, figures.loss, population.added_params(seeds))
+    kept = population.added_params(seeds, frozenset({Stage.FOSSILIZED}))
+    exported = None
+    if terminal:
+        branch, env = wanted.exported()
+        metric, loss = scores.metric.copy(), scores.loss.copy()
+        metric[env], loss[env] = figures.branch_metric[branch], figures.branch_loss[branch]
+        exported = Scores(metric, loss, kept)
+    values = None
+    if sampling is not None:
+        full = np.flatnonzero(wanted.live.any(1))  # the full coalition is the pass of the row itself
+        env, mask = np.concatenate([wanted.env, full]), np.concatenate([wanted.mask, masks(wanted.live)[full]])
+        order = np.lexsort((mask, env))
+        metric = np.concatenate([figures.branch_metric[wanted.branch], figures.metric[full]])
+        loss = np.concatenate([figures.branch_loss[wanted.branch], figures.loss[full]])
+        values = CoalitionValues(step, sampling.draw, wanted.live, env[order], mask[order], metric[order], loss[order])
+    return StepMeasurements(
+        measurements,
+        scores,
+        exported,
+        values,
+        Signs(figures.loss, figures.metric, signs[0], signs[1], train_loss, gradient, np.isfinite(signs[2])),
+        figures.finite,
+        None if figures.validation is None else Scores(*figures.validation, kept),
+        None if training is None else training.parameter_norms,
+    )
+
+
+def unmeasured(rows: int, slots: int, sensors: int) -> Measurements:
+    """Return measurements of nan, (rows,), (rows, slots) and (rows, slots, sensors), for the time before the first step."""
+    nothing, shape = np.full(rows, np.nan), (rows, slots)
+    return Measurements(
+        metric=nothing,
+        loss=nothing,
+        train_loss=nothing,
+        gradient_norm=nothing,
+        contribution=Estimate.absent(*shape),
+        contribution_loss=Estimate.absent(*shape),
+        gain=Estimate.absent(*shape),
+        gain_metric=Estimate.absent(*shape),
+        seed_gradient_norm=np.full(shape, np.nan),
+        seed_gradient_finite=np.zeros(shape, bool),
+        participation=np.full(shape, np.nan),
+        sensors=np.full((*shape, sensors), np.nan),
+        sensor_age=0,
+        certificate=np.full(shape, np.nan),
+        level=nothing,
+    )
+
+
+def without(values: CoalitionValues, rows: Bools) -> CoalitionValues:
+    """Return the values without those of the rows that are marked in `rows` (E,), whose seeds were removed."""
+    kept = ~rows[values.env]
+    return values._replace(
+        live=values.live & ~rows[:, None],
+        **{name: getattr(values, name)[kept] for name in ("env", "mask", "metric", "loss")},
+    )

@@ -1,0 +1,1 @@
+"""Trains a population of stacked hosts: its data, passes and optimizer."""

@@ -1,0 +1,618 @@
+"""Run the forward and backward passes of training: in microbatches, and compiled on request. n rows, B examples."""
+
+import hashlib
+import json
+import math
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils import _pytree as pytree
+
+from esper.kasmina.stack.body import PLANS, Body
+from esper.kasmina.stack.plan import Doses, Indices, Plan, PlanCache, Route
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.config.tree import Config, DataConfig
+from esper.leyline.data.batches import Batch, map_leaves
+from esper.leyline.data.keys import key
+from esper.leyline.errors import GrowthWarning, InputError, warn
+from esper.store.disk import write_atomic
+from esper.store.files import cache_root
+
+Total = tuple[Tensor | None, Tensor]
+"""What a pass is differentiated by, () or None if nothing in it trains, and the losses (n,) of its rows."""
+TotalOf = Callable[..., Total]
+
+MEASURED = 5
+"""Passes of each way whose median `auto` compares."""
+
+WORTH = 60.0
+"""With `auto`, a plan is compiled if its passes may take at least this many seconds until the end of the episode."""
+
+
+_TENSOR = object()
+"""Stands for a tensor among what else a pass takes."""
+
+
+class Inputs(NamedTuple):
+    """What a pass over some stacks takes, as a list of tensors and what puts them together again.
+
+    Attributes:
+        tensors: values and buffers of the stacks, outputs that rows do not have, then the tensors of the arguments
+        tree: the structure of all
+        rest: for every leaf of the structure, the leaf if it is no tensor
+        state: how many of the tensors come from the body
+    """
+
+    tensors: list[Tensor]
+    tree: pytree.TreeSpec
+    rest: tuple[Any, ...]
+    state: int
+
+    @classmethod
+    def of(cls, body: Body, stacks: Sequence[Stack], *arguments: Any) -> "Inputs":
+        """Flatten the arguments of a pass. Arrays among them become tensors on the device."""
+        columns = [{name: stack.columns[name] for name in ("value", *stack.buffers)} for stack in stacks]
+        state = columns, body.real_outputs
+        leaves, tree = pytree.tree_flatten((state, arguments))
+        leaves = [
+            torch.from_numpy(leaf).to(body.device, non_blocking=True) if isinstance(leaf, np.ndarray) else leaf
+            for leaf in leaves
+        ]
+        rest = tuple(_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        own = sum(map(len, columns)) + (body.real_outputs is not None)
+        return cls([leaf for leaf in leaves if isinstance(leaf, Tensor)], tree, rest, own)
+
+    @property
+    def shapes(self) -> tuple[Any, ...]:
+        """Shapes, strides and types of the tensors."""
+        return tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
+
+    def merged(self, tensors: Sequence[Tensor]) -> Any:
+        """Return what `of` flattened, with other tensors: the columns and the real outputs of the body, and the arguments."""
+        given = iter(tensors)
+        return pytree.tree_unflatten([next(given) if leaf is _TENSOR else leaf for leaf in self.rest], self.tree)
+
+    def copies(self) -> list[Tensor]:
+        """Return the tensors, with copies of those of the body."""
+        return [t.clone() for t in self.tensors[: self.state]] + self.tensors[self.state :]
+
+
+@contextmanager
+def bound(body: Body, stacks: Sequence[Stack], columns: Sequence[dict[str, Tensor]], outputs: Any) -> Iterator[None]:
+    """Let passes read and write other tensors than those of the body within the context."""
+    own, real = [stack.bind(of) for stack, of in zip(stacks, columns, strict=True)], body.real_outputs
+    body.real_outputs = outputs
+    try:
+        yield
+    finally:
+        body.real_outputs = real
+        for stack, its in zip(stacks, own, strict=True):
+            stack.unbind(its)
+
+
+def traced(
+    body: Body, stacks: Sequence[Stack], inputs: Inputs, run: Callable[..., Sequence[Tensor]]
+) -> torch.fx.GraphModule:
+    """Return the graph of a pass, with all of its operations, as a function of the tensors of its inputs.
+
+    run: takes the arguments of the inputs. The backward passes in it are part of the graph.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to load
+
+    def call(*tensors: Tensor) -> list[Tensor]:
+        (columns, outputs), arguments = inputs.merged(tensors)
+        with bound(body, stacks, columns, outputs):
+            return list(run(*arguments))
+
+    with torch.autograd.set_multithreading_enabled(False):
+        graph: torch.fx.GraphModule = make_fx(call)(*inputs.copies())
+    for node in graph.graph.nodes:
+        node.meta.pop("val", None)  # tensors of a mode of their own, which the compiler does not mix with its own
+        node.meta.pop("tensor_meta", None)
+    _products_of_transposes(graph)
+    return graph
+
+
+def _products_of_transposes(graph: torch.fx.GraphModule) -> None:
+    """Rewrite (a b)^T as b^T a^T, which is contiguous: gradients of weights then need no strided copy."""
+    aten = torch.ops.aten
+    for node in list(graph.graph.nodes):
+        if node.target is not aten.transpose.int or node.args[0].target is not aten.bmm.default:
+            continue
+        if {axis % 3 for axis in node.args[1:]} == {1, 2}:
+            with graph.graph.inserting_before(node):
+                a, b = (graph.graph.call_function(aten.transpose.int, (x, 1, 2)) for x in node.args[0].args)
+                node.replace_all_uses_with(graph.graph.call_function(aten.bmm.default, (b, a)))
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+class ColumnRun(NamedTuple):
+    """Neighbouring columns of some rows of a stack."""
+
+    stack: int
+    rows: slice
+    columns: slice
+
+
+def gradients(stacks: Sequence[Stack], total: Tensor) -> tuple[list[ColumnRun], list[Tensor]]:
+    """Return the gradients of a number for the leaves that it was computed from: (n, p) for each run of columns.
+
+    A graph that returns them is fast: one that added them to views of the gradients of the stacks would write the whole column
+    once for each view.
+    """
+    leaves = [(at, *leaf) for at, stack in enumerate(stacks) for leaf in stack.leaves if leaf[0].requires_grad]
+    found = torch.autograd.grad(total, [leaf for _, leaf, _, _ in leaves], allow_unused=True)
+    parts = [
+        (ColumnRun(at, rows, slice(place.start, place.stop)), place.flat(gradient))
+        for (at, _, rows, place), gradient in zip(leaves, found, strict=True)
+        if gradient is not None
+    ]
+    if not parts:
+        return [], []
+    parts.sort(key=lambda part: (part[0].stack, part[0].rows.start, part[0].rows.stop, part[0].columns.start))
+    breaks = [
+        i + 1
+        for i, ((a, _), (b, _)) in enumerate(pairwise(parts))
+        if (a.stack, a.rows, a.columns.stop) != (b.stack, b.rows, b.columns.start)
+    ]
+    ends = [0, *breaks, len(parts)]
+    groups = [parts[start:stop] for start, stop in pairwise(ends)]
+    runs = [
+        group[0][0]._replace(columns=slice(group[0][0].columns.start, group[-1][0].columns.stop)) for group in groups
+    ]
+    return runs, [torch.cat([gradient for _, gradient in group], 1) for group in groups]
+
+
+Playback = tuple[Callable[[], None], Sequence[Tensor]]
+"""What repeats a recorded call, and the tensors into which it writes its results."""
+
+
+def recorded(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], pool: Any) -> Playback:
+    """Record a call in a CUDA graph, whose kernels are then launched together; `pool` is the memory that graphs share.
+
+    The call must have run before, because what is made in a first call cannot be recorded.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        results = run(*tensors)
+    return graph.replay, results
+
+
+class CudaGraphPass:
+    """A compiled pass that is recorded at its first call and played back at every other.
+
+    Tensors of the body are read and written where they are, and the pass is recorded anew if one of them has moved. Those of a
+    batch are copied to where the record reads them. Results are overwritten by the next call, but for the first, the losses.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Sequence[Tensor]],
+        state: int,
+        record: Callable[..., Playback] = recorded,
+        pool: Any = None,
+    ) -> None:
+        """state: how many of the tensors come from the body. pool: as for `torch.cuda.graph`."""
+        self.run, self.state, self.record, self.pool = run, state, record, pool
+        self.records = 0
+        self._places: list[int] = []
+        self._batch: list[Tensor] = []
+        self._playback: Playback
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """Return the results of the pass for these tensors."""
+        own, batch = tensors[: self.state], tensors[self.state :]
+        places = [tensor.data_ptr() for tensor in own]
+        if not self.records or places != self._places:
+            self._batch = [tensor.clone() for tensor in batch]
+            self.run(*(tensor.clone() for tensor in own), *self._batch)
+            self._playback = self.record(self.run, [*own, *self._batch], self.pool)
+            self._places, self.records = places, self.records + 1
+        for kept, given in zip(self._batch, batch, strict=True):
+            kept.copy_(given, non_blocking=True)
+        play, (losses, *others) = self._playback
+        play()
+        return [losses.clone(), *others]
+
+
+def compiled(graph: torch.fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
+    """Compile a graph as a whole, for the shapes of these tensors.
+
+    Inductor is called without Dynamo, whose guards would be checked at each call; the caller looks after the shapes.
+    """
+    import torch._inductor as inductor  # takes seconds to load
+
+    with shielded():
+        found: Callable[..., Sequence[Tensor]] = inductor.compile(graph, list(tensors))
+    return found
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """Keep Ctrl-C from processes that are started within the context; it takes effect here, behind the context.
+
+    A terminal sends SIGINT to all processes that it runs. A C++ compiler that is ended by it would make the run fail, where it
+    is to be interrupted. Processes and threads inherit the signals that are blocked.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Microbatch(NamedTuple):
+    """A part of the examples of a batch, with the arguments of a pass over it."""
+
+    share: float  # of the examples
+    x: Batch  # leaves (n, b, ...)
+    y: Tensor  # (n, b, ...)
+    weights: Tensor | None  # (n, b)
+    factors: Tensor | None  # (n,)
+    keys: Indices | None  # (n,)
+
+
+def microbatches(
+    size: int,
+    x: Batch,
+    y: Tensor,
+    weights: Tensor | None,
+    factors: Tensor | None,
+    keys: Indices | None,
+    dtype: torch.dtype,
+) -> Iterator[Microbatch]:
+    """Divide a batch into microbatches of at most `size` examples; 0 leaves it whole. The last may be smaller.
+
+    The factors of a microbatch contain its share of the batch, so that the gradients of all sum to those of the mean
+    over the batch; new factors have `dtype`. Each has keys of its own, because otherwise all would draw the same numbers.
+    """
+    examples = y.shape[1]
+    if not 0 < size < examples:
+        yield Microbatch(1.0, x, y, weights, factors, keys)
+        return
+    for index, start in enumerate(range(0, examples, size)):
+        cut = slice(start, min(start + size, examples))
+        share = (cut.stop - cut.start) / examples
+        own = torch.full((len(y),), share, dtype=dtype, device=y.device) if factors is None else factors * share
+        yield Microbatch(
+            share,
+            map_leaves(lambda leaf, cut=cut: leaf[:, cut].contiguous(), x),
+            y[:, cut].contiguous(),
+            None if weights is None else weights[:, cut],
+            own,
+            None if keys is None else key(keys, index),
+        )
+
+
+def check_divisible(body: Body, config: DataConfig) -> None:
+    """Raise InputError if batches are divided and a module computes with more than one example at a time."""
+    if not 0 < config.microbatch < config.batch_size:
+        return
+    body.train(True)
+    for name, part in body.host.module.named_modules():
+        if part.training and (
+            isinstance(part, _BatchNorm) or (isinstance(part, _NormBase) and part.track_running_stats)
+        ):
+            raise InputError(
+                f"data.microbatch is {config.microbatch}, but {name} of the host is a {type(part).__name__}, whose statistics "
+                "are those of a whole batch; set data.microbatch to 0, or normalise each example by itself, as LayerNorm does"
+            )
+
+
+def check_compiler(mode: str, device: torch.device) -> None:
+    """Raise InputError if passes are to be compiled and torch finds no compiler for the device."""
+    if mode == "off":
+        return
+    from torch._inductor import config
+
+    cxx = config.cpp.cxx
+    names = [name for name in (cxx if isinstance(cxx, list | tuple) else [cxx]) if name]
+    if device.type == "cpu" and not any(map(shutil.which, names)):
+        raise InputError(
+            f"compile is {mode}, which needs a C++ compiler, and none of {', '.join(names)} was found; install g++, "
+            "name one in the environment variable CXX, or set compile to off"
+        )
+
+
+@dataclass
+class CompileCounts:
+    """What was compiled and how often it ran.
+
+    plans: plans that were compiled. seconds: time that compiling and measuring took [s]. passes: compiled passes that ran.
+    eager: passes that ran uncompiled. looped: plans that are not compiled, because their modules run in a loop over the rows.
+    short, slower: plans that `auto` left uncompiled, because the rest of the episode is too short to gain from compiling, or
+    because the compiled pass is no faster.
+    """
+
+    plans: int = 0
+    seconds: float = 0.0
+    passes: int = 0
+    eager: int = 0
+    looped: int = 0
+    short: int = 0
+    slower: int = 0
+
+
+class CompiledPass(NamedTuple):
+    """A compiled pass, and the columns whose gradients it returns behind the losses."""
+
+    run: Callable[..., Sequence[Tensor]]
+    runs: list[ColumnRun]
+
+    @torch.no_grad()
+    def __call__(self, stacks: Sequence[Stack], tensors: Sequence[Tensor]) -> Tensor:
+        """Return the losses (n,), and add the gradients to those of the stacks."""
+        losses, *found = self.run(*tensors)
+        for (at, rows, columns), gradient in zip(self.runs, found, strict=True):
+            stacks[at].columns["gradient"][rows, columns].add_(gradient)
+        return losses
+
+
+class Passes:
+    """Adds the gradients of batches to those of the rows, by eager or by compiled passes.
+
+    A plan is compiled before its first pass. A pass whose modules run in a loop over the rows (convolutions on a CPU,
+    recurrences, dropout) is never compiled. `counts` says what was compiled, and `recompiled` how often that was compiled
+    again, which happens only after more than `PLANS` other plans.
+    """
+
+    def __init__(self, body: Body, total: TotalOf, config: Config, products: torch.dtype | None) -> None:
+        """Raises InputError if `config.compile` needs a compiler that is not there."""
+        check_compiler(config.compile, body.device)
+        self.body, self.total, self.mode = body, total, config.compile
+        self.counts = CompileCounts()
+        self._microbatch = config.data.microbatch
+        self._salt = f"{products} {config.optimizer.accumulation_steps}"
+        self._known: PlanCache[Any, CompiledPass | None] = PlanCache(PLANS)
+        self._made: set[int] = set()
+        self._pool: Any = None  # the memory that CUDA graphs share
+
+    @property
+    def recompiled(self) -> int:
+        """Passes that were compiled more than once."""
+        return self.counts.plans - len(self._made)
+
+    def backward(
+        self,
+        route: Route,
+        x: Batch,
+        y: Tensor,
+        weights: Tensor | None,
+        factors: Tensor | None,
+        keys: Any,
+        remaining: int = 0,
+    ) -> Tensor:
+        """Compute the losses (n,) of a part of the rows on a batch, and add their gradients to those of the rows.
+
+        The arguments are those of the function of `gradients.total_of`; `remaining` batches come after this one. The batch
+        is divided by `data.microbatch`.
+        """
+        mean: Tensor | None = None
+        for piece in microbatches(self._microbatch, x, y, weights, factors, keys, self.body.dtype):
+            own = self._backward(route, piece, remaining * math.ceil(1 / piece.share))
+            if piece.share < 1:
+                own = piece.share * own
+            mean = own if mean is None else mean + own
+        assert mean is not None, "a batch has examples"
+        return mean
+
+    def _backward(self, route: Route, piece: Microbatch, remaining: int) -> Tensor:
+        """Do the same with one piece of a batch."""
+        if self.mode != "off":
+            stacks, inputs = self._stacks(route.plan), self.inputs(route, *piece[1:5])
+            key = route.plan, inputs.shapes
+            found = self._known.get(key, lambda _: self._prepared(route.plan, key, inputs, remaining))
+            if found is not None:
+                self.counts.passes += 1
+                return found(stacks, inputs.tensors)
+            self.counts.eager += 1
+        return self._eager(route, *piece[1:])
+
+    def inputs(self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None) -> Inputs:
+        """Return what a pass takes; the arguments are those of `backward`."""
+        return Inputs.of(self.body, self._stacks(route.plan), route.doses, x, y, weights, factors)
+
+    def traced(self, plan: Plan, inputs: Inputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
+        """Return the graph of the passes of a plan, and the columns whose gradients it returns behind the losses."""
+        stacks = self._stacks(plan)
+        runs: list[ColumnRun] = []
+
+        def step(doses: Doses, *batch: Any) -> list[Tensor]:
+            total, losses = self.total(Route(plan, doses), *batch, None)
+            if total is None:
+                return [losses]
+            runs[:], found = gradients(stacks, total)
+            return [losses, *found]
+
+        return traced(self.body, stacks, inputs, step), runs
+
+    def _eager(self, route: Route, *batch: Any) -> Tensor:
+        total, losses = self.total(route, *batch)
+        if total is not None:
+            total.backward()
+        return losses
+
+    def _prepared(self, plan: Plan, key: Any, inputs: Inputs, remaining: int) -> CompiledPass | None:
+        begin, found, stacks = time.perf_counter(), None, self._stacks(plan)
+        # Whether a module runs in a loop over the rows is known once a pass has run.
+        if not any(stack.loops for stack in stacks):
+            with self._aside(stacks, inputs) as arguments:
+                self._eager(Route(plan, arguments[0]), *arguments[1:], None)
+        if any(stack.loops for stack in stacks):
+            self.counts.looped += 1
+        else:
+            found = self._make(plan, key, inputs, remaining)
+        self.counts.seconds += time.perf_counter() - begin
+        return found
+
+    def _make(self, plan: Plan, key: Any, inputs: Inputs, remaining: int) -> CompiledPass | None:
+        if self.mode == "on":
+            return self._compile(plan, key, inputs)
+        stacks = self._stacks(plan)
+        with self._aside(stacks, inputs) as arguments:
+            eager = self._time(lambda: self._eager(Route(plan, arguments[0]), *arguments[1:], None))
+        if eager * remaining < WORTH:
+            self.counts.short += 1
+            return None
+        record = TimingRecord(self._digest(key))
+        if record.known is not None:
+            gain = (record.known["eager"] - record.known["compiled"]) * remaining
+            if gain > record.known["compiling"]:
+                return self._compile(plan, key, inputs)
+            self.counts.slower += 1
+            return None
+        begin = time.perf_counter()
+        found = self._compile(plan, key, inputs)
+        compiling = time.perf_counter() - begin
+        with self._aside(stacks, inputs):
+            tensors = inputs.copies()
+            own = self._time(lambda: found(stacks, tensors))
+        record.write({"eager": eager, "compiled": own, "compiling": compiling})
+        if own < eager:
+            return found
+        self.counts.slower += 1
+        return None
+
+    def _compile(self, plan: Plan, key: Any, inputs: Inputs) -> CompiledPass:
+        self.counts.plans += 1
+        self._made.add(hash(key))
+        graph, runs = self.traced(plan, inputs)
+        run = compiled(graph, inputs.tensors)
+        if self.body.device.type == "cuda":
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            run = CudaGraphPass(run, inputs.state, pool=self._pool)
+        return CompiledPass(run, runs)
+
+    @contextmanager
+    def _aside(self, stacks: list[Stack], inputs: Inputs) -> Iterator[Any]:
+        """Let eager passes leave every column as it was; gives the arguments of the inputs."""
+        (columns, outputs), arguments = inputs.merged(inputs.copies())
+        for stack, own in zip(stacks, columns, strict=True):
+            own["gradient"] = torch.zeros_like(stack.columns["gradient"])
+        with bound(self.body, stacks, columns, outputs):
+            yield arguments
+
+    def _stacks(self, plan: Plan) -> list[Stack]:
+        calls = [call for calls in (*plan.base, *plan.branch) for call in calls]
+        places = sorted({(call.slot, call.form) for call in calls})
+        return [self.body.host, *(self.body.stacks[at] for at in places)]
+
+    def _time(self, run: Callable[[], object]) -> float:
+        """Return the median seconds of a call; on a GPU, until the device has done it."""
+        times = []
+        for _ in range(MEASURED):
+            begin = time.perf_counter()
+            run()
+            if self.body.device.type == "cuda":
+                torch.cuda.synchronize(self.body.device)
+            times.append(time.perf_counter() - begin)
+        return median(times)
+
+    def _digest(self, key: Any) -> str:
+        device = self.body.device
+        machine = (
+            torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+        )
+        modules = [str(stack.template) for stack in (self.body.host, *self.body.stacks.values())]
+        text = repr((machine, torch.get_num_threads(), torch.__version__, self._salt, key, modules))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+class TimingRecord:
+    """What an earlier run measured of a plan on this machine [s], in a file of the user's cache folder.
+
+    known: seconds of an `eager` and of a `compiled` pass and of `compiling`; None if nothing was measured.
+    """
+
+    def __init__(self, digest: str) -> None:
+        self.path: Path = cache_root() / "compiled-2" / f"{digest}.json"
+        self.known: dict[str, float] | None = None
+        if self.path.is_file():
+            try:
+                read = json.loads(self.path.read_text("utf-8"))
+                self.known = {name: float(read[name]) for name in ("eager", "compiled", "compiling")}
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{self.path} is damaged; delete it, and the plan is measured again") from error
+
+    def write(self, seconds: dict[str, float]) -> None:
+        """Store what was measured."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path, json.dumps(seconds).encode())
+
+
+class Compilations:
+    """Counts the graphs that torch compiles, and empties its caches before it gives up on a network that changes too often.
+
+    torch runs a function uncompiled for good once it has compiled it `torch._dynamo.config.recompile_limit` times. Graphs of a
+    network as it was before a change of its seeds are of no use, so the caches are emptied ahead of that.
+
+    changes: changes of the graph by growing. emptied: how often the caches were emptied.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+        self.changes, self.emptied = 0, 0
+        self._first = self._last = graphs()
+        self._usual = 2  # graphs between two changes, as one for training and one for evaluation
+        self._since = 0  # graphs since the caches were emptied
+        self._warned = False
+
+    @property
+    def graphs(self) -> int:
+        """Graphs that this process has compiled since this object was made, of this network and of others."""
+        return graphs() - self._first
+
+    def changed(self) -> None:
+        """The graph of the network is another one from now on."""
+        self.changes += 1
+        new, self._last = graphs() - self._last, graphs()
+        if not new:
+            return
+        self._since += new
+        self._usual = max(self._usual, new)
+        # torch has compiled the forward pass of the network itself as often as it ever does.
+        if not self._warned and _entries(self.network) >= _limit():
+            self._warned = True
+            warn(
+                f"torch.compile reached its limit of {_limit()} graphs for the forward pass of the {type(self.network).__name__} "
+                "between two changes of its seeds, and runs other ones uncompiled; make Growth with mode='reserve', or raise "
+                "torch._dynamo.config.recompile_limit",
+                GrowthWarning,
+            )
+        if self._since + self._usual >= _limit():
+            torch.compiler.reset()
+            self.emptied, self._since = self.emptied + 1, 0
+
+
+def graphs() -> int:
+    """Graphs that torch.compile has made in this process; 0 where it was never loaded."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+
+
+def _limit() -> int:
+    """Graphs of one function that torch keeps."""
+    config: Any = sys.modules["torch._dynamo.config"]
+    return int(config.recompile_limit)
+
+
+def _entries(network: nn.Module) -> int:
+    """Count the compiled graphs of the forward pass of a network."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    forward: Any = type(network).forward
+    return len(_debug_get_cache_entry_list(forward.__code__))

@@ -1,0 +1,356 @@
+"""The data of a population: examples resident on the device, and the order in which each row sees them.
+
+E rows, n of them in a part, I data sets, N examples of the largest, B batch. Images (C, H, W) are stored with their
+channels last in memory, and as bytes if they were given as bytes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline.data.batches import Batch, Shape, Shapes, cast, leaves, map_leaves, picked
+from esper.leyline.data.keys import Purpose, key, mix, permutations
+from esper.leyline.data.task import Pixels, Scaling, Source, Split, nonfinite, one_tensor
+from esper.leyline.errors import InputError
+from esper.leyline.text import counted
+
+Indices = NDArray[np.int64]
+
+AHEAD = 16
+"""Batches for which the orders of a row are drawn at once where they fit several epochs: hashing and sorting many short
+orders together takes a fraction of the time of one order after another."""
+
+
+class RowExamples(NamedTuple):
+    """A split of every row. Rows with fewer examples or narrower inputs than others are padded with 0."""
+
+    x: Batch  # leaves (E, N, ...)
+    y: Tensor  # (E, N, ...)
+    size: Tensor  # (E, 1) number of real examples, floating point
+    real: Tensor | None  # (E, N) bool; None if all examples are real
+    pixels: Pixels | None = None
+
+    def targets(self, rows: Tensor) -> "RowExamples":
+        """Return the targets of some rows, by index (n,), without their inputs."""
+        real = self.real.index_select(0, rows) if self.real is not None else None
+        return RowExamples((), self.y.index_select(0, rows), self.size.index_select(0, rows), real)
+
+    def read(self, piece: slice) -> Batch:
+        """Return some examples of every row as hosts read them: leaves (E, piece, ...); computed once if all rows share them."""
+        if not isinstance(self.x, Tensor):
+            return picked(self.x, (slice(None), piece))
+        shared = self.x.stride(0) == 0
+        x = self.x[:1, piece] if shared else self.x[:, piece]
+        return (x if self.pixels is None else self.pixels.read(x, self.size.dtype)).expand(len(self.x), *x.shape[1:])
+
+
+def stack_splits(
+    splits: Sequence[Split],
+    row: Indices,
+    inputs: Shapes,
+    device: torch.device,
+    pixels: Pixels | None = None,
+    length: int | None = None,
+    scaling: Scaling | None = None,
+    dtype: torch.dtype | None = None,
+) -> RowExamples:
+    """Stack the splits of data sets as the examples of rows.
+
+    row (E,) names the split of each row; inputs is the shape of the widest input. Floating-point features and targets are cast
+    to `dtype`, that of the hosts; None means torch's default dtype. With `length`, every row is padded to that many examples and
+    `real` is always given, so that the numbers of a row do not depend on the other splits. Without it, rows are as long as the
+    longest split. Features are scaled once, here. Raises InputError if a split is longer than `length`.
+    """
+    splits, row = _distinct(splits, row)
+    sizes = np.array([len(split.y) for split in splits])
+    longest = int(sizes.max())
+    if length is not None and longest > length:
+        raise InputError(
+            f"a split has {longest:,} examples, more than the {length:,} that every row of the mixture has room for; "
+            "give it fewer, or raise the lengths of the mixture's room"
+        )
+    dtype = dtype or torch.get_default_dtype()
+    pooled = _pool(splits, inputs, device, length or longest, scaling, dtype)
+    if len(splits) == 1 and length is None:
+        x, y = map_leaves(lambda leaf: leaf[0].expand(len(row), *leaf.shape[1:]), pooled.x), pooled.y[0]
+        size = torch.full((len(row), 1), len(y), dtype=dtype, device=device)
+        return RowExamples(x, y.expand(len(row), *y.shape), size, None, pixels)
+    index = torch.from_numpy(row).to(device)
+    counts = torch.from_numpy(sizes[row]).to(device)[:, None]
+    real = None
+    if length is not None or (sizes < longest).any():
+        real = torch.arange(length or longest, device=device) < counts
+    x = map_leaves(lambda leaf: leaf.index_select(0, index), pooled.x)
+    return RowExamples(x, pooled.y.index_select(0, index), counts.to(dtype), real, pixels)
+
+
+class SharedBatchIterator:
+    """Batches for all rows at once, from train splits on the device, or from a source of which each batch is read.
+
+    The order of a row is a permutation keyed by (seed, instance, episode, epoch). Rows of one instance therefore share
+    it, and it does not depend on the number of rows. Each epoch gives a row the same number of full batches; the examples
+    that are left over differ from epoch to epoch. The position is one counter, `batch`; a resume only sets this counter.
+    """
+
+    x: Batch  # leaves (I N, ...) of all data sets
+    y: Tensor  # (I N, ...)
+
+    def __init__(
+        self,
+        splits: Sequence[Split],
+        row: Indices,
+        instance: Indices,
+        seed: int,
+        batch_size: int,
+        inputs: Shapes,
+        device: torch.device,
+        pixels: Pixels | None = None,
+        scaling: Scaling | None = None,
+        weights: Sequence[Tensor] | None = None,
+        dtype: torch.dtype | None = None,
+        source: Source | None = None,
+    ) -> None:
+        """row (E,) names the split of each row, instance (E,) the key of its order.
+
+        Floating-point tensors have `dtype`, or torch's default dtype. With a `source`, each batch is read from it, and
+        the one split holds only its first examples. Raises InputError if a split has fewer examples than a batch.
+        """
+        splits, row = _distinct(splits, row)
+        self.sizes = np.array([len(split.y) if source is None else len(source) for split in splits])[row]
+        if self.sizes.min() < batch_size:
+            least = int(self.sizes.min())
+            raise InputError(
+                f"the train split has {counted(least, 'example')}, fewer than data.batch_size ({batch_size}); "
+                f"set data.batch_size to {least} or less, or bring more data"
+            )
+        self._dtype = dtype or torch.get_default_dtype()
+        self._inputs, self._device, self._scaling, self._source = inputs, device, scaling, source
+        longest = max(len(split.y) for split in splits)
+        self._hold(splits, longest)
+        if source is None:
+            # Whole numbers of 64 bits, such as tokens, are held in 32 bits where they fit; batches have 64.
+            self.x, self.y = map_leaves(_narrowed, self.x), _narrowed(self.y)
+        self._weights = None
+        if weights is not None:
+            assert source is None, "examples that are read by batch have no weights"
+            padded = torch.cat([F.pad(each, (0, longest - len(each))) for each in weights])
+            self._weights = padded.to(device, self._dtype)
+        self.pixels = pixels
+        if pixels is not None:
+            self._canvas = torch.tensor(pixels.mean).round().to(torch.uint8).to(device)  # (C,) the border
+        self._set, self._sets = row, len(splits)
+        self._offset = torch.from_numpy(row * longest).to(device)[:, None, None] if len(splits) > 1 else None
+        self._instance, self._seed = instance, seed
+        self.batch_size = batch_size
+        self.batches_per_epoch = self.sizes // batch_size  # (E,)
+        self._epochs = np.maximum(AHEAD // self.batches_per_epoch, 1)  # (E,) whose orders are drawn at once: a period
+        self._batches = self._epochs * self.batches_per_epoch  # (E,) of a period
+        self._alike = bool((self._batches == self._batches[0]).all())
+        # The order of a source is on the CPU, where the examples of a batch are read.
+        place, rows = self._device if self._source is None else torch.device("cpu"), len(self.sizes)
+        # The batches of a period, row by row: indices of examples among those of all rows.
+        self._order = torch.zeros(rows, int(self._batches.max()), batch_size, dtype=torch.int64, device=place)
+        self._first = np.arange(rows) * self._order.shape[1]  # (E,) the index of the first batch of each row
+        self._period = np.full(rows, -1)
+        self.reset(0)
+
+    def reset(self, episode: int) -> None:
+        """Start the order of an episode."""
+        self._episode, self.batch = episode, 0
+        self._period[:] = -1
+        self._known = range(0)  # the batches of which every row has its order
+
+    def __next__(self) -> tuple[Batch, Tensor]:
+        """Return the next batch of every row: leaves x (E, B, ...), y (E, B, ...)."""
+        self.advance()
+        return self.of(slice(0, len(self._order)))
+
+    def advance(self) -> None:
+        """Go on to the next batch, which `of` then returns."""
+        if self.batch not in self._known:
+            period = self.batch // self._batches
+            stale = np.flatnonzero(period != self._period)
+            self._shuffle(stale, period[stale])
+            self._known = range(self.batch, int(((period + 1) * self._batches).min()))
+        if self._alike:
+            self._index = self._order[:, self.batch % int(self._batches[0])]
+        else:
+            place = torch.from_numpy(self._first + self.batch % self._batches)
+            place = place.to(self._order.device, non_blocking=True)
+            self._index = self._order.flatten(0, 1).index_select(0, place)
+        if self._source is not None:
+            self._read(self._source)
+        if self.pixels is not None and self.pixels.varies:
+            keys = key(self._seed, Purpose.AUGMENT, self._instance, self._episode, self.batch)
+            self._drawn = draws(keys, self.batch_size, self._device)
+        self.batch += 1
+
+    def _hold(self, splits: Sequence[Split], length: int) -> None:
+        """Move data sets to the device, each padded to a length."""
+        pooled = _pool(splits, self._inputs, self._device, length, self._scaling, self._dtype)
+        self.x = map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x)
+        self.y = pooled.y.flatten(0, 1)
+        self._types, self._type = map_leaves(lambda leaf: leaf.dtype, self.x), self.y.dtype
+
+    def _read(self, source: Source) -> None:
+        """Replace the examples in memory by those of the present batch; an example that several rows need is read once."""
+        places, index = np.unique(self._index.numpy(), return_inverse=True)
+        self._hold([source.read(places)], len(places))
+        self._index = torch.from_numpy(index.reshape(self._index.shape)).to(self._device, non_blocking=True)
+
+    def of(self, part: slice) -> tuple[Batch, Tensor]:
+        """Return the present batch of some rows: leaves x (n, B, ...), y (n, B, ...)."""
+        index = self._index[part]
+        flat = index.reshape(-1)
+        y = self.y.index_select(0, flat).view(*index.shape, *self.y.shape[1:]).to(self._type)
+        if not isinstance(self.x, Tensor):
+            taken = map_leaves(
+                lambda leaf, dtype: _taken(leaf, flat).unflatten(0, index.shape).to(dtype), self.x, self._types
+            )
+            return taken, y
+        if self.x.dim() != 4:
+            return self.x.index_select(0, flat).view(*index.shape, *self.x.shape[1:]).to(self._types), y
+        images = self.x.movedim(1, -1).index_select(0, flat)  # (n B, H, W, C), the order in memory
+        if self.pixels is not None and self.pixels.varies:
+            images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
+        x = images.unflatten(0, index.shape).movedim(-1, 2)
+        return x if self.pixels is None else self.pixels.read(x, self._dtype), y
+
+    def weights_of(self, part: slice) -> Tensor | None:
+        """Return (n, B) weights of the examples of the present batch of some rows; None if all have the same weight."""
+        if self._weights is None:
+            return None
+        index = self._index[part]
+        return self._weights.index_select(0, index.reshape(-1)).view(index.shape)
+
+    def finite(self) -> Tensor:
+        """Return (E,) bool, on the device: whether all resident data of each row are finite."""
+        sound = torch.ones(self._sets, dtype=torch.bool, device=self._order.device)
+        for resident in (*leaves(self.x), self.y):
+            if resident.is_floating_point():
+                sound &= resident.reshape(self._sets, -1).isfinite().all(1)
+        return sound.index_select(0, torch.from_numpy(self._set).to(sound.device, non_blocking=True))
+
+    def nonfinite(self, rows: Indices, batches: int) -> list[tuple[int, Indices]]:
+        """Return the rows (n,) whose last `batches` batches held examples that are not finite, and the indices of these examples.
+
+        Resident data were finite when they were loaded, and a source is checked batch by batch. This method reads the
+        device, and is called only for rows that failed.
+        """
+        if self._source is not None:
+            return []
+        found, device, size = [], self._order.device, self.batch_size
+        numbers = np.arange(max(self.batch - batches, 0), self.batch)
+        for row in rows.tolist() if len(numbers) else ():
+            epoch, position = np.divmod(numbers, self.batches_per_epoch[row])
+            keys = key(self._seed, Purpose.ORDER, self._instance[row], self._episode, np.unique(epoch))
+            orders = permutations(keys, np.full(len(keys), self.sizes[row]), device)
+            place = orders[:, : self.batches_per_epoch[row] * size].unflatten(1, (-1, size))
+            shown = place[
+                torch.from_numpy(epoch - epoch.min()).to(device), torch.from_numpy(position).to(device)
+            ].unique()
+            index = shown if self._offset is None else shown + self._offset[row].view(())
+            there: Batch = map_leaves(lambda leaf, index=index: leaf.index_select(0, index), self.x)
+            bad = shown[nonfinite(Split(there, self.y.index_select(0, index)))]
+            if len(bad):
+                found.append((row, bad.cpu().numpy()))
+        return found
+
+    def _shuffle(self, rows: Indices, period: Indices) -> None:
+        """Draw the orders of rows (n,) that begin a period (n,), those of one size at once."""
+        for size in np.unique(self.sizes[rows]).tolist():
+            same = self.sizes[rows] == size
+            own = rows[same]
+            epochs, used = int(self._epochs[own[0]]), size // self.batch_size * self.batch_size
+            epoch = period[same, None] * epochs + np.arange(epochs)
+            keys = key(self._seed, Purpose.ORDER, self._instance[own, None], self._episode, epoch).reshape(-1)
+            drawn = permutations(keys, np.full(len(keys), size), self._order.device)
+            orders = drawn[:, :used].reshape(len(own), -1, self.batch_size)
+            at = torch.from_numpy(own).to(self._order.device, non_blocking=True)
+            if self._offset is not None:
+                orders = orders + self._offset[at]
+            self._order[at, : orders.shape[1]] = orders
+        self._period[rows] = period
+
+
+def draws(keys: Indices, count: int, device: torch.device) -> Tensor:
+    """(n,) keys -> (n, count) int64 draws: hashes of (key, index), computed on the device without copies to the host."""
+    return mix(torch.from_numpy(keys).to(device, non_blocking=True)[:, None] ^ mix(torch.arange(count, device=device)))
+
+
+def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Tensor:
+    """Shift and mirror images (B, H, W, C) uint8, each as its draw (B,) says, with `around` (C,) as the border.
+
+    The bits of a draw from the 33rd, the 44th and the 55th on give the shift down, the shift right and the mirroring.
+    """
+    count, height, width, channels = images.shape
+    pad, places = pixels.pad, 2 * pixels.pad + 1
+    canvas = around.expand(count, height + 2 * pad, width + 2 * pad, channels).contiguous()
+    canvas[:, pad : pad + height, pad : pad + width] = images
+    down, right = ((drawn >> bits & 0x7FF) % places for bits in (32, 43))
+    row = torch.arange(height, device=images.device) + down[:, None]  # (B, H)
+    column = torch.arange(width, device=images.device).expand(count, width)
+    if pixels.flip:
+        column = torch.where((drawn >> 54 & 1).bool()[:, None], column.flip(1), column)
+    column = column + right[:, None]  # (B, W)
+    image = torch.arange(count, device=images.device)[:, None, None] * canvas[0, ..., 0].numel()
+    place = image + row[:, :, None] * canvas.shape[2] + column[:, None, :]
+    return canvas.view(-1, channels).index_select(0, place.view(-1)).view(images.shape)
+
+
+def _distinct(splits: Sequence[Split], row: Indices) -> tuple[list[Split], Indices]:
+    """Return the splits without repeats of the same tensors, and row (E,), changed accordingly."""
+    distinct = {(id(split.x), id(split.y)): split for split in splits}
+    place = {name: index for index, name in enumerate(distinct)}
+    return list(distinct.values()), np.array([place[id(split.x), id(split.y)] for split in splits])[row]
+
+
+def _pool(
+    splits: Sequence[Split],
+    inputs: Shapes,
+    device: torch.device,
+    length: int,
+    scaling: Scaling | None,
+    dtype: torch.dtype,
+) -> Split:
+    """Stack all data sets: leaves x (I, N, *shape), scaled, and y (I, N, ...) for a length N, padded with 0."""
+    xs, ys = [], []
+    for split in splits:
+        read = split.x if scaling is None else scaling.read(one_tensor(split.x, "scaling"))
+        rows = length - len(split.y)
+        xs.append(map_leaves(lambda leaf, shape, rows=rows: _laid_out(leaf, shape, rows), cast(read, dtype), inputs))
+        y = split.y.to(dtype) if split.y.is_floating_point() else split.y
+        ys.append(F.pad(y, [0] * 2 * (y.dim() - 1) + [0, rows]))
+
+    def stacked(*leaf: Tensor) -> Tensor:
+        """(I, N, ...) with the axes of its shape; in memory the channels of images stay last."""
+        x = torch.stack(leaf).to(device)
+        return x.movedim(-1, 2) if x.dim() == 5 else x
+
+    return Split(map_leaves(stacked, *xs), torch.stack(ys).to(device))
+
+
+def _laid_out(x: Tensor, shape: Shape, rows: int) -> Tensor:
+    """Pad one leaf of a data set (N, ...) to a shape and by `rows` examples, with the channels of images last."""
+    missing = [wide - own for wide, own in zip(shape, x.shape[1:], strict=True)]
+    x = F.pad(x, [*(pad for extra in reversed(missing) for pad in (0, extra)), 0, rows])
+    return x.movedim(1, -1).contiguous() if x.dim() == 4 else x
+
+
+def _narrowed(x: Tensor) -> Tensor:
+    """Return int64 values as int32 if all fit, and anything else as it is."""
+    if x.dtype != torch.int64 or not x.numel():
+        return x
+    least, most = x.aminmax()
+    limits = torch.iinfo(torch.int32)
+    return x.to(torch.int32) if limits.min <= int(least) and int(most) <= limits.max else x
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    """Select examples of a resident leaf (I N, ...) without changing the order of images in memory."""
+    return x.movedim(1, -1).index_select(0, index).movedim(-1, 1) if x.dim() == 4 else x.index_select(0, index)

@@ -1,0 +1,371 @@
+"""Update rows of stacked networks: update rules, loss scaling for float16, the updates of a step. n rows, P parameters."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.kasmina.stack.body import Body
+from esper.kasmina.stack.plan import Indices
+from esper.kasmina.stack.rows import Stack
+from esper.leyline.config.tree import OptimizerConfig
+from esper.leyline.lifecycle.stages import ADDED, Stage, among
+from esper.leyline.lifecycle.view import Seeds
+
+Update = Callable[[Tensor | None], None]
+
+
+class AdamW:
+    """AdamW with betas .9 and .999 and eps 1e-8; each row has its own step count t.
+
+        m_t = b1 m + (1 - b1) g        v_t = b2 v + (1 - b2) g^2
+        p_t = (1 - lr wd) p - lr / (1 - b1^t) * m_t / (sqrt(v_t / (1 - b2^t)) + eps)
+
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2. torch's fused kernel reads and
+    writes memory once.
+    """
+
+    moments: tuple[str, ...] = ("first_moment", "second_moment")
+    betas = (0.9, 0.999)
+    eps = 1e-8
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.lr, self.weight_decay = config.lr, config.weight_decay
+
+    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
+        """Return a function that makes one update in place at each call.
+
+        columns (n, P): the value, the gradient and the moments of some rows. steps (n,): number of updates that each row has
+        had. The function takes which rows (n,) bool count the update as one of theirs, or None for all.
+        """
+        value = columns["value"]
+        count = torch.from_numpy(steps).to(value.device, torch.float32, non_blocking=True)
+        rows = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
+        value_rows, gradient_rows, first_rows, second_rows = rows
+        counts = count.unbind(0)
+
+        def update(taken: Tensor | None) -> None:
+            count.add_(1)
+            torch._fused_adamw_(
+                value_rows,
+                gradient_rows,
+                first_rows,
+                second_rows,
+                [],
+                counts,
+                lr=self.lr,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=self.weight_decay,
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+            if taken is not None:
+                count.sub_((~taken).to(count.dtype))
+
+        return update
+
+
+class SGD:
+    """SGD with momentum.
+
+        b_t = momentum b + g + wd p        p_t = p - lr b_t
+
+    The same as torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
+    """
+
+    moments: tuple[str, ...] = ("momentum",)
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.lr, self.weight_decay, self.momentum = config.lr, config.weight_decay, config.momentum
+
+    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
+        """Return a function that makes one update in place at each call, as that of `AdamW`."""
+        value, gradient, buffer = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
+
+        def update(taken: Tensor | None) -> None:
+            torch._fused_sgd_(
+                value,
+                gradient,
+                buffer if self.momentum else [],  # without momentum, the kernel has no buffer
+                weight_decay=self.weight_decay,
+                momentum=self.momentum,
+                lr=self.lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+            )
+
+        return update
+
+
+class StackedOptimizer:
+    """Updates rows of stacks. Rows that are not passed to `begin` do not change, nor do their moments.
+
+    Each row is a network, or a seed, of its own, with its own gradient norm, clipping and step count. The kernel gets
+    each row as a separate tensor, so that the numbers of a row do not depend on the other rows.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self.max_grad_norm = config.max_grad_norm
+        self.rule = AdamW(config) if config.name == "adamw" else SGD(config)
+
+    def begin(self, stack: Stack, rows: slice) -> "Updates":
+        """Return the next updates of some rows; valid until rows are made, moved or freed."""
+        return Updates(stack, rows, self.rule, self.max_grad_norm)
+
+
+class Updates:
+    """The next updates of some rows of a stack; what is the same for all updates is looked up once."""
+
+    def __init__(self, stack: Stack, rows: slice, rule: AdamW | SGD, max_grad_norm: float | None) -> None:
+        trained = slice(0, stack.trained)
+        names = ("value", "gradient", *rule.moments)
+        columns = {name: stack.columns[name][rows, trained] for name in names}
+        self.places = stack.trained_places
+        self.steps = stack.steps[rows]  # a view, so that the stack's count rises too
+        self.value, self.gradient = columns["value"], columns["gradient"]
+        self._moved = [columns[name] for name in ("value", *rule.moments)]
+        self.max_grad_norm = max_grad_norm
+        self._update = rule.updates(columns, self.steps)
+        # Multiplying by 1 and 0 is a dozen times as fast in torch on a CPU as filling by a mask.
+        self._free: Tensor | None = None
+        self._fixed_values: Tensor | None = None
+        if "fixed" in stack.columns:
+            fixed = stack.columns["fixed"][rows, trained]
+            self._free = (~fixed).to(stack.dtype)
+            if rule.weight_decay:  # without decay, a parameter without a gradient does not move
+                self._fixed_values = self.value * fixed
+
+    def step(self, parts: Tensor | None = None) -> Tensor:
+        """Update the rows with their gradients, and set the gradients of these rows to 0.
+
+        Returns the gradient norms (n,) before clipping; a norm is not finite if a gradient is not. The norms of each of the
+        L trained parameters are added to `parts` (n, L), if it is given.
+        """
+        norm = self.norm()
+        self.apply(norm, parts)
+        return norm
+
+    @torch.no_grad()
+    def norm(self, scale: Tensor | None = None) -> Tensor:
+        """Return the gradient norms (n,); a norm is not finite if a gradient is not.
+
+        The gradients of parameters that never train become 0, and all are divided by `scale` (n,), if it is given.
+        """
+        if self._free is not None:
+            self.gradient.mul_(self._free)
+        if scale is not None:
+            self.gradient.div_(scale[:, None])
+        norm: Tensor = torch.linalg.vector_norm(self.gradient, dim=1)
+        return norm
+
+    @torch.no_grad()
+    def apply(self, norm: Tensor, parts: Tensor | None = None, taken: Tensor | None = None) -> None:
+        """Update the rows with their gradients, whose norms are `norm` (n,), and set these gradients to 0.
+
+        parts (n, L): the norms of each trained parameter are added to it. taken (n,) bool: rows that are updated, the others
+        keep their bits; None for all. `steps` counts the update for every row, because nothing is read from the device.
+        """
+        gradient = self.gradient
+        if parts is not None:
+            for index, place in enumerate(self.places):
+                part = torch.linalg.vector_norm(gradient[:, place.start : place.stop], dim=1)
+                parts[:, index] += part if taken is None else part.where(taken, 0)
+        if self.max_grad_norm is not None:
+            gradient.mul_((self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)[:, None])
+        before = [] if taken is None else [column.clone() for column in self._moved]
+        self._update(taken)
+        if self._free is not None and self._fixed_values is not None:
+            self.value.mul_(self._free).add_(self._fixed_values)
+        if taken is not None:
+            for column, old in zip(self._moved, before, strict=True):
+                column.copy_(torch.where(taken[:, None], column, old))
+        gradient.zero_()
+        self.steps += 1
+
+
+SCALE, TRACKER = "loss_scale", "growth_tracker"
+"""The columns of the hosts that hold the scale (E,) float32 and the updates since it last changed (E,) int32."""
+
+
+class GradScaler:
+    """Scale the loss of each row of a population by a number of its own, so that small gradients do not vanish in float16.
+
+    The rule is that of `torch.amp.GradScaler` with its defaults: a scale begins at 65536; an update whose gradients are not
+    finite in the host of a row, or in one of its seeds, is skipped for this row and halves its scale; 2000 updates
+    without one double it (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2). A row does not know the
+    others. Nothing is read from the device.
+    Both numbers are columns of the stack of the hosts, so checkpoints hold them, and a row that is rolled back gets those of
+    its snapshot.
+    """
+
+    init_scale = 2.0**16
+    growth_factor = 2.0
+    backoff_factor = 0.5
+    growth_interval = 2000
+
+    def __init__(self, host: Stack) -> None:
+        self._host = host
+        host.columns[SCALE] = torch.zeros(host.capacity, device=host.device)
+        host.columns[TRACKER] = torch.zeros(host.capacity, dtype=torch.int32, device=host.device)
+
+    @property
+    def scale(self) -> Tensor:
+        """The scale (E,) of each row."""
+        return self._host.columns[SCALE]
+
+    def begin(self) -> None:
+        """Set every row to the initial scale, once its host is planted."""
+        self._host.columns[SCALE].fill_(self.init_scale)
+        self._host.columns[TRACKER].zero_()
+
+    @torch.no_grad()
+    def update(self, overflowed: Tensor) -> None:
+        """Set the scales for the next update; overflowed (E,) bool says which rows skip the present one."""
+        scale, tracker = self._host.columns[SCALE], self._host.columns[TRACKER]
+        successful = tracker + 1
+        due = successful >= self.growth_interval
+        larger = scale * self.growth_factor
+        grown = torch.where(due & larger.isfinite(), larger, scale)
+        scale.copy_(torch.where(overflowed, scale * self.backoff_factor, grown))
+        tracker.copy_(torch.where(overflowed | due, 0, successful))
+
+
+class RowGroup(NamedTuple):
+    """Rows of a stack that the optimizer moves in this step."""
+
+    updates: Updates
+    envs: Indices  # (n,) the row of the population that each belongs to
+    norm: Tensor  # (n,) running sum
+    names: tuple[str, ...]  # (L,) of the trained parameters
+    parts: Tensor | None  # (n, L) running sum of their norms
+
+
+class SkippedUpdates(NamedTuple):
+    """The updates of a step that were skipped, because gradients of the row overflowed in float16; on the device.
+
+    Attributes:
+        updates ((E,) float32): how many
+        lost ((E,) bool): whether gradients overflowed at a scale of at most 1, which no smaller scale mends
+    """
+
+    updates: Tensor
+    lost: Tensor
+
+
+class StepUpdates:
+    """Make the updates of all groups, and add their norms to the sums."""
+
+    skipped: SkippedUpdates | None = None
+
+    def __init__(self, groups: list[RowGroup], updates: int) -> None:
+        """updates: how many the step has."""
+        self.groups, self.updates = groups, updates
+
+    def factors(self, part: slice) -> Tensor | None:
+        """Return the factors (n,) of the losses of a part of the rows; None for 1."""
+        return None
+
+    def update(self) -> None:
+        """Update every row with its gradients, and set them to 0."""
+        for group in self.groups:
+            group.norm.add_(group.updates.step(group.parts))
+
+    def mean(self, total: Tensor, group: RowGroup) -> Tensor:
+        """Return a sum (n, ...) over the updates of a group, divided by their number."""
+        return total / self.updates
+
+
+class ScaledUpdates(StepUpdates):
+    """The same with a scaler. A row skips an update if a gradient of its host, or of one of its seeds, is not finite.
+
+    Norms are means over the updates that a row has made: nan if it has made none, and inf if it is lost.
+    """
+
+    skipped: SkippedUpdates
+
+    def __init__(self, groups: list[RowGroup], updates: int, scaler: GradScaler, rows: int) -> None:
+        super().__init__(groups, updates)
+        device = scaler.scale.device
+        self._scaler = scaler
+        self._envs = {id(group): torch.from_numpy(group.envs).to(device, non_blocking=True) for group in groups}
+        self.skipped = SkippedUpdates(
+            torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device)
+        )
+
+    def factors(self, part: slice) -> Tensor | None:
+        """Return the scales (n,) of a part of the rows."""
+        return self._scaler.scale[part]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update every row whose gradients are finite, set all gradients to 0, and adapt the scales."""
+        scale, (count, lost) = self._scaler.scale, self.skipped
+        norms = [(group, self._of(scale, group)) for group in self.groups]
+        norms = [(group, group.updates.norm(own)) for group, own in norms]
+        infinite = torch.zeros_like(count)
+        for group, norm in norms:
+            infinite.index_add_(0, self._envs[id(group)], (~norm.isfinite()).to(count.dtype))
+        overflowed = infinite > 0
+        self.skipped = SkippedUpdates(count + overflowed, lost | overflowed & (scale <= 1))
+        for group, norm in norms:
+            taken = ~self._of(overflowed, group)
+            group.updates.apply(norm, group.parts, taken)
+            group.norm.add_(norm.where(taken, 0))
+        self._scaler.update(overflowed)
+
+    def mean(self, total: Tensor, group: RowGroup) -> Tensor:
+        """Return a sum (n, ...) over the updates that a group has made, divided by their number."""
+        shape = -1, *(1,) * (total.dim() - 1)
+        count, lost = (self._of(each, group).view(shape) for each in self.skipped)
+        return (total / (self.updates - count)).masked_fill(lost, torch.inf)
+
+    def _of(self, values: Tensor, group: RowGroup) -> Tensor:
+        """Return the values (n,) of a group out of those (E,) of the population."""
+        return values.index_select(0, self._envs[id(group)])
+
+
+def trained_groups(
+    body: Body, seeds: Seeds, optimizer: StackedOptimizer, parameter_norms: bool
+) -> tuple[list[RowGroup], list[tuple[int, Indices]]]:
+    """Return the group of the hosts, then those of the seeds that train; and the slot and the rows (n,) of each of the latter.
+
+    The sums of the norms of each parameter are None without `parameter_norms`.
+    """
+    rows, owners = len(seeds.stage), list[tuple[int, Indices]]()
+    moved = [(body.host, slice(0, rows), np.arange(rows))]
+    for at, runs in body.trainable(seeds).items():
+        for run in (run for run in runs if run.stop > run.start):
+            owners.append((at[0], body.envs[at][run]))
+            moved.append((body.stacks[at], run, owners[-1][1]))
+    groups = []
+    for stack, run, envs in moved:
+        norm = torch.zeros(run.stop - run.start, dtype=stack.dtype, device=stack.device)
+        names = tuple(place.name for place in stack.trained_places)
+        parts = norm.new_zeros(len(norm), len(names)) if parameter_norms else None
+        groups.append(RowGroup(optimizer.begin(stack, run), envs, norm, names, parts))
+    optimised = np.zeros(seeds.stage.shape, bool)
+    for slot, envs in owners:
+        optimised[envs, slot] = True
+    trains = among(seeds.stage, ADDED | {Stage.TRAINING}) & ~seeds.doomed
+    assert np.array_equal(optimised, trains), "the optimizer must move exactly the trainable rows"
+    return groups, owners
+
+
+def forget_skipped(body: Body, skipped: Indices, owners: Iterable[tuple[int, Indices]]) -> None:
+    """Take the updates (E,) that were skipped off the step counts, which every update has raised, as nothing is read in between.
+
+    owners: the slot and the rows (n,) of the seeds that trained. Seeds that were freed since are passed over; no seed may have
+    been planted since.
+    """
+    body.host.steps -= skipped
+    for slot, rows in owners:
+        for (at, form), envs in body.envs.items():
+            here = np.flatnonzero(np.isin(envs, rows)) if at == slot else np.zeros(0, np.int64)
+            body.stacks[at, form].steps[here] -= skipped[envs[here]]
