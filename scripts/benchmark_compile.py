@@ -20,7 +20,7 @@ import torch
 
 from esper.leyline.config.tree import build_config
 from esper.tasks.catalog import get_task
-from esper.tasks.digits import digits_narrow
+from esper.tasks.small import digits_narrow
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.coalitions import coalitions
 from esper.tolaria.measure.probe import probe

@@ -33,7 +33,7 @@ from esper.leyline.data.task import AnyTask
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.tasks.catalog import get_task
-from esper.tasks.digits import digits_narrow
+from esper.tasks.small import digits_narrow
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.reads import counted_reads
 

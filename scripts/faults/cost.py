@@ -30,7 +30,7 @@ from esper.store.files import CHECKPOINTS, CONFIG
 from esper.store.tensors import Tree, flatten, to_parts
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
-from esper.tasks.digits import digits_narrow
+from esper.tasks.small import digits_narrow
 from esper.tolaria.engine import VectorizedEngine
 from faults.records import Record, append, records, table
 

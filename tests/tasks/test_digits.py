@@ -9,7 +9,7 @@ from esper.kasmina.host import check_host
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Task
 from esper.leyline.errors import InputError
-from esper.tasks.digits import digits, digits_narrow
+from esper.tasks.small import digits, digits_narrow
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from esper.leyline.plugins import TASKS as GROUP
 from esper.leyline.plugins import lacking, load_plugin, plugins
 from esper.leyline.reference import is_reference, load_reference, unnamed_function
 from esper.leyline.text import did_you_mean
-from esper.tasks import digits, images, repair, small, spirals, text, tinystories, trained
+from esper.tasks import images, repair, small, spirals, text, tinystories, trained
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
-    "digits": (digits.digits, digits.SUMMARY),
-    "digits-narrow": (digits.digits_narrow, digits.NARROW),
+    "digits": (small.digits, small.SUMMARY.format(small.DIGITS)),
+    "digits-narrow": (small.digits_narrow, small.NARROW),
     "spirals": (spirals.spirals, spirals.SUMMARY),
     "spirals-narrow": (spirals.spirals_narrow, spirals.NARROW),
     "spirals-trained": (trained.spirals_trained, trained.SUMMARY),

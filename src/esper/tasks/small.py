@@ -1,6 +1,7 @@
-"""Three classical data sets on hosts that are large enough for them: the right decision is not to grow.
+"""Classical data sets of scikit-learn, on hosts that are large enough for them, without skip connections, or too narrow.
 
-A step trains so long that a host is near its final accuracy after two steps, before a controller has to decide.
+On iris, wine and breast cancer the right decision is not to grow: a step trains so long that a host is near its final accuracy
+after two steps, before a controller has to decide.
 """
 
 from collections.abc import Callable
@@ -18,9 +19,34 @@ from esper.tasks.splits import scaling_of, split
 IRIS = "150 flowers by 4 measures in 3 classes (Fisher, 1936)"
 WINE = "178 wines by 13 measures in 3 classes (Forina, UCI 1991)"
 BREAST_CANCER = "569 tumours by 30 measures in 2 classes (Wolberg, Mangasarian and Street, UCI 1995)"
+DIGITS = "1,797 handwritten digits of 8 x 8 pixels in 10 classes"
 SUMMARY = "{}; a residual network"
 PLAIN = "{}; an MLP without skips"
 WIDTH, HIDDEN = 16, (16, 16)
+NARROW = f"{DIGITS}; an MLP that is narrow in two of its three blocks"
+DIGITS_SIZES = (1024, 256, 128, 389)  # train, probe, validation, test; 16 batches of 64 are one epoch
+DIGITS_HOST = ResidualMLP(inputs=64, width=32, hidden=(32,) * 3, outputs=10)
+
+
+def digits() -> Task:
+    """Scikit-learn's digits (Alpaydin and Kaynak, UCI 1998): 64 features and 10 classes, on a residual host."""
+    from sklearn.datasets import load_digits  # a second of imports that no other task needs
+
+    return table_task(
+        "digits", SUMMARY.format(DIGITS), load_digits(), DIGITS_HOST, sizes=DIGITS_SIZES, batches=(64, 16)
+    )
+
+
+def digits_narrow(hidden: tuple[int, ...] = (4, 12, 5), width: int = 16) -> Task:
+    """`digits` on a damaged host without skip connections in which two blocks are too narrow: a test of controllers.
+
+    With the default sizes, bypasses around the first and the last block restore what the host loses, and a bypass around the
+    middle block adds almost nothing.
+
+    Raises InputError if a width is under 1.
+    """
+    host = MLP(inputs=64, width=width, hidden=hidden, outputs=10)
+    return replace(digits(), name="digits-narrow", summary=NARROW, host=host, room=room_for(host))
 
 
 def iris() -> Task:

@@ -39,7 +39,6 @@ from esper.runs.verdict import verdict_of_loop
 from esper.tamiyo.catalog import find_controller
 from esper.tolaria.engine import Engine
 from esper.tolaria.live.averages import Average
-from esper.tolaria.live.choosing import chooses
 from esper.tolaria.live.grafts import GrowthMode
 from esper.tolaria.live.groups import Groups, unwrapped
 from esper.tolaria.live.population import LivePopulation
@@ -655,7 +654,7 @@ def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
             get_blueprint(name, next(iter(kinds)))  # raises InputError, with the known names
     menu = [BLUEPRINTS[each] for each in named]
     for entry in menu:
-        if chooses(entry.build(8, 8)):
+        if callable(getattr(entry.build(8, 8), "choose", None)):
             raise InputError(
                 f"blueprint {entry.name!r} chooses its rows from the training examples of a task, which a network in your own "
                 "training loop does not have; leave it out of blueprints"

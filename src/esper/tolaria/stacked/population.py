@@ -22,16 +22,16 @@ from esper.kasmina.stack.snapshot import Snapshot
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
 from esper.leyline.data.batches import Batch, leaves, map_leaves, picked, shape_leaves
 from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.data.task import SENSED, AnyTask, Instance, Split, Task
+from esper.leyline.data.task import SENSED, AnyTask, Instance, Objective, Split, Task
 from esper.leyline.errors import DataFault, InputError
 from esper.leyline.lifecycle.sites import Taps
+from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Floats, Seeds, Space
 from esper.leyline.text import counted
-from esper.tolaria.live.choosing import choose_rows
 from esper.tolaria.measure.certifying import compared
 from esper.tolaria.measure.coalitions import coalitions
-from esper.tolaria.measure.probe import ProbeTensors, passed, probe, sense
+from esper.tolaria.measure.probe import ProbeTensors, passed, probe, samples, sense
 from esper.tolaria.measure.sensors import SENSORS, IntactStreams
 from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
 from esper.tolaria.runtime import hold_freed_memory, read_packet, resolve_device, use_deterministic_kernels
@@ -39,7 +39,7 @@ from esper.tolaria.stacked.compiling import Passes, check_divisible
 from esper.tolaria.stacked.data import RowExamples
 from esper.tolaria.stacked.optimizer import GradScaler, StackedOptimizer, forget_skipped
 from esper.tolaria.stacked.resident import ResidentData
-from esper.tolaria.stacked.training import StepStatistics, check_modules, resolve_amp, total_of, train
+from esper.tolaria.stacked.training import StepStatistics, check_modules, doses, resolve_amp, total_of, train
 
 
 class StackedPopulation:
@@ -125,7 +125,7 @@ class StackedPopulation:
             return scalar(self.config.seed, Purpose.BIRTH, instance, self._episode, step, slot)
 
         self.body.edit(changes, seeds, birth_key)
-        choose_rows(self.body, changes, seeds, self.data.fit, self.objective)
+        _choose_rows(self.body, changes, seeds, self.data.fit, self.objective)
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
         """Train every row on the batches of one step. Nothing is read from the device."""
@@ -507,3 +507,39 @@ def _padded(parts: Sequence[Tensor | None], most: int, width: int) -> list[Tenso
         else F.pad(part, (0, width - part.shape[2], 0, 0, 0, most - len(part))).flatten(0, 1)
         for part in parts
     ]
+
+
+def _choose_rows(body: Body, edits: Edits, seeds: Seeds, fit: RowExamples, objective: Objective) -> None:
+    """Let the seeds that an edit has planted choose their rows, from the training examples that the sensors are fitted on.
+
+    A seed sees what it reads, (N, r), and the gradient of the loss for the stream of its slot, (N, w), with the population at its
+    present doses and the seed itself without effect. Nothing is computed where no such seed was planted.
+    """
+    layout = body.layout
+
+    def chooses(env: int, slot: int) -> bool:
+        """Whether the module of the seed has a method `choose(u, gradient)`, which fixes the rows that it trains."""
+        form = layout.forms[slot, int(layout.form_of[slot, seeds.blueprint[env, slot]])]
+        return callable(getattr(form.delta, "choose", None))
+
+    born = [(env, slot) for env, slot in edits.born.tolist() if chooses(env, slot)]
+    if not born:
+        return
+    body.train(False)
+    routes = [body.route(doses(seeds), seeds, part=part, frozen=True) for part in body.parts]
+    seen = samples(body, routes, fit, objective, ("gradient",))
+    for env, slot in born:
+        sample, blueprint = seen[slot], int(seeds.blueprint[env, slot])
+        at = slot, int(layout.form_of[slot, blueprint])
+        row = int(np.flatnonzero(body.envs[at] == env)[0])
+        seed = body.seed_module(seeds, env, slot)
+        u = sample.before if layout.menu[blueprint].tap == Tap.BEFORE else sample.stream
+        reads, writes = (
+            body.table.taps[env, slot, BEFORE if u is sample.before else HERE],
+            body.table.taps[env, slot, HERE],
+        )
+        real = slice(None) if sample.real is None else sample.real[env]
+        assert sample.gradient is not None, "it was asked for"
+        with torch.no_grad():
+            seed.delta.choose(u[env][real, :reads], sample.gradient[env][real, :writes])  # type: ignore[operator]
+        body.stacks[at].write(row, seed)
