@@ -121,9 +121,12 @@ def count(module: nn.Module) -> int:
 @contextmanager
 def drawn_with(key: int) -> Iterator[None]:
     """Seed torch's global generators with a key inside the block, and restore them afterwards."""
-    # torch.manual_seed seeds the generators of GPUs too, from which a user's own loop may draw.
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
-        torch.manual_seed(key)
+    # torch.manual_seed formats the stack for each kind of device that is not in use yet, a millisecond in a deep stack, and seeds
+    # that device when it begins, so that a user's own loop would draw from there.
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=gpus):
+        for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
+            generator.manual_seed(key)
         yield
 
 

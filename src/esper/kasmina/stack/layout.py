@@ -104,20 +104,17 @@ class Layout:
         form_of = np.full(self.fits.shape, -1, np.int64)
         for s in range(len(self.slots)):
             groups: dict[tuple[object, int], list[int]] = {}
+            largest: dict[int, Seed] = {}  # of each blueprint, at the widths of the largest host
             for k, entry in enumerate(self.menu):
-                if self.fits[s, k]:
-                    delta = self._largest(s, k).delta
+                if reads := int(self.widest.reads[s, k]):
+                    largest[k] = self.build(s, k, 0, reads, int(self.widest.taps[s, HERE]))
+                    delta = largest[k].delta
                     same = type(delta) if getattr(delta, "pads", False) else entry.name
-                    groups.setdefault((same, int(self.widest.reads[s, k])), []).append(k)
+                    groups.setdefault((same, reads), []).append(k)
             for index, members in enumerate(groups.values()):
-                forms[s, index] = max((self._largest(s, k) for k in members), key=count)
+                forms[s, index] = max((largest[k] for k in members), key=count)
                 form_of[s, members] = index
         return forms, form_of
-
-    def _largest(self, slot: int, blueprint: int) -> Seed:
-        """Build a seed at the widths of the largest host."""
-        reads, writes = self.widest.reads[slot, blueprint], self.widest.taps[slot, HERE]
-        return self.build(slot, blueprint, 0, int(reads), int(writes))
 
 
 def _width_read(slot: SlotSpec, stream: type[Stream], x: object, here: Batch) -> int:
