@@ -69,7 +69,7 @@ def test_a_cluster_trains_the_same_controller(alone, tmp_path, command, options)
 
 def evaluation(*settings, instances):
     """The arguments of a small evaluation."""
-    shown = ["eval", "--tasks", "iris", "--instances", str(instances), "--seeds", "1", "--search-episodes", "2"]
+    shown = ["eval", "--tasks", "iris", "--instances", str(instances), "--seeds", "1"]
     shown += ["--baselines", "none", "--set", "data.batch_size=12"]
     return [*shown, *(word for setting in settings for word in ("--set", setting))]
 
