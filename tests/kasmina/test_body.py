@@ -143,7 +143,7 @@ def test_evaluation_at_a_dose_equals_a_separate_network_built_without_that_seed(
         torch.testing.assert_close(result.branches[row], rest(x[env]), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 8, 12, 16])
+@pytest.mark.parametrize("width", [1, 3, 16, *(pytest.param(width, marks=pytest.mark.slow) for width in (2, 8, 12))])
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_row_is_bitwise_the_same_in_any_group_for_every_blueprint_and_blend(width, plain):
     batch = 2 * width + 3
@@ -163,7 +163,7 @@ def test_a_row_is_bitwise_the_same_in_any_group_for_every_blueprint_and_blend(wi
             for row in range(1, 6):
                 stack.copy(0, row)
             results = []
-            for group in range(1, 7):  # six is every row, which takes no index
+            for group in (1, 2, 5, 6):  # six is every row, which takes no index
                 dose = doses(seeds)
                 dose[group:] = 0
                 body.host.columns["gradient"].zero_()

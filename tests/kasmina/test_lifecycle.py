@@ -293,81 +293,44 @@ STEPS = 30
 
 @settings(max_examples=60, deadline=None)
 @episodes
-def test_every_slot_does_what_its_machine_does_after_every_phase(rules, envs, slots, seed):
+def test_every_slot_does_what_its_machine_does_and_the_rules_of_the_lifecycle_hold_after_every_phase(
+    rules, envs, slots, seed
+):
+    modules, kept = set(), None
     for moment in play(rules, envs, slots, STEPS, seed):
-        seeds = moment.after
+        before, after = moment.before, moment.after
         for e, s in itertools.product(range(envs), range(slots)):
             machine = moment.machines[e][s]
-            found = [field[e, s].item() for field in (seeds.stage, seeds.age, seeds.life, seeds.blueprint, seeds.blend)]
+            found = [field[e, s].item() for field in (after.stage, after.age, after.life, after.blueprint, after.blend)]
             assert found == [machine.stage, machine.age, machine.life, machine.blueprint, machine.blend]
-            assert seeds.doomed[e, s] == machine.doomed
-            assert seeds.alpha[e, s] == pytest.approx(machine.alpha, abs=1e-6)
+            assert after.doomed[e, s] == machine.doomed
+            assert after.alpha[e, s] == pytest.approx(machine.alpha, abs=1e-6)
 
-
-@settings(max_examples=40, deadline=None)
-@episodes
-def test_exactly_what_the_machine_allows_is_accepted(rules, envs, slots, seed):
-    for moment in play(rules, envs, slots, STEPS, seed):
+        # Exactly what the machine allows is accepted, and a verb changes none of the arrays that it is given.
         assert moment.accepted.tolist() == moment.expected
+        assert kept is None or same(kept, before)
+        kept = copied(after)
 
-
-@settings(max_examples=40, deadline=None)
-@episodes
-def test_only_legal_edges_are_named(rules, envs, slots, seed):
-    for moment in play(rules, envs, slots, STEPS, seed):
-        named = transitions(moment.before, moment.after)
-        assert {(Stage(a), Stage(b)) for a, b in zip(named.source, named.target, strict=True)} <= EDGES
-
-
-@settings(max_examples=40, deadline=None)
-@episodes
-def test_the_edges_that_are_named_lead_from_the_stage_before_to_the_stage_after(rules, envs, slots, seed):
-    for moment in play(rules, envs, slots, STEPS, seed):
-        stage = moment.before.stage.copy()
-        for e, s, source, target in zip(*transitions(moment.before, moment.after), strict=True):
+        # Edges are legal, and lead from the stage before to the stage after.
+        stage = before.stage.copy()
+        for e, s, source, target in zip(*transitions(before, after), strict=True):
+            assert (Stage(source), Stage(target)) in EDGES
             assert stage[e, s] == source
             stage[e, s] = target
-        assert np.array_equal(stage, moment.after.stage)
+        assert np.array_equal(stage, after.stage)
 
-
-@settings(max_examples=40, deadline=None)
-@episodes
-def test_a_slot_has_a_module_exactly_when_it_is_in_the_budget(rules, envs, slots, seed):
-    modules = set()
-    for moment in play(rules, envs, slots, STEPS, seed):
+        # A slot has a module exactly when it is in the budget.
         born, freed = ({tuple(pair) for pair in rows.tolist()} for rows in moment.edits)
         assert not born & modules
         assert freed <= modules
         modules = (modules | born) - freed
-        assert modules == {tuple(pair) for pair in np.argwhere(np.isin(moment.after.stage, list(IN_BUDGET))).tolist()}
+        assert modules == {tuple(pair) for pair in np.argwhere(np.isin(stage, list(IN_BUDGET))).tolist()}
 
-
-@settings(max_examples=40, deadline=None)
-@episodes
-def test_a_controller_never_observes_germinated_or_pruned(rules, envs, slots, seed):
-    for moment in play(rules, envs, slots, STEPS, seed):
+        # A controller never observes these two, and neither limit is exceeded.
         if moment.phase == "tick":
-            assert not np.isin(moment.after.stage, [Stage.GERMINATED, Stage.PRUNED]).any()
-
-
-@settings(max_examples=40, deadline=None)
-@episodes
-def test_the_budget_and_the_number_of_incubating_seeds_are_never_exceeded(rules, envs, slots, seed):
-    for moment in play(rules, envs, slots, STEPS, seed):
-        stage = moment.after.stage
+            assert not np.isin(stage, [Stage.GERMINATED, Stage.PRUNED]).any()
         assert (np.isin(stage, list(IN_BUDGET)).sum(1) <= rules.lifecycle.max_seeds).all()
-        incubating = np.isin(stage, [Stage.GERMINATED, Stage.TRAINING]).sum(1)
-        assert (incubating <= rules.lifecycle.max_training_seeds).all()
-
-
-@settings(max_examples=20, deadline=None)
-@episodes
-def test_a_verb_changes_none_of_the_arrays_that_it_is_given(rules, envs, slots, seed):
-    kept = None
-    for moment in play(rules, envs, slots, STEPS, seed):
-        if kept is not None:
-            assert same(kept, moment.before)
-        kept = copied(moment.after)
+        assert (np.isin(stage, [Stage.GERMINATED, Stage.TRAINING]).sum(1) <= rules.lifecycle.max_training_seeds).all()
 
 
 def test_random_episodes_take_every_edge_there_is():

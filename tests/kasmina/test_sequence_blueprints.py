@@ -1,5 +1,7 @@
 """Sequence blueprints: born well at any length, counted truly, and blind to later positions."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,6 @@ from esper.tolaria.stacked.training import doses
 from sequences import HOST, SEQUENCES, CausalHost, sequence_body
 
 EVERY = pytest.mark.parametrize("name", SEQUENCES)
-BLENDS = pytest.mark.parametrize("blend", Blend)
 
 
 def drawn(name, width=4, key=3):
@@ -44,10 +45,10 @@ def test_a_sequence_blueprint_passes_the_checks_of_its_birth(name):
 
 
 @EVERY
-@pytest.mark.parametrize(("reads", "writes"), [(1, 1), (3, 3), (64, 64)])
-def test_a_sequence_blueprint_has_as_many_parameters_as_it_declares(name, reads, writes):
+def test_a_sequence_blueprint_has_as_many_parameters_as_it_declares(name):
     entry = get_blueprint(name, Kind.SEQUENCE)
-    assert count(entry.build(reads, writes)) == entry.parameters(reads, writes)
+    for width in (1, 3, 64):
+        assert count(entry.build(width, width)) == entry.parameters(width, width)
 
 
 def test_the_sequence_blueprints_read_the_stream_and_the_bypasses_what_entered_the_segment():
@@ -59,31 +60,29 @@ def test_the_sequence_blueprints_read_the_stream_and_the_bypasses_what_entered_t
 
 
 @EVERY
-@pytest.mark.parametrize("length", [1, 2, 7, 64])
-@pytest.mark.parametrize("batch", [1, 7])
-def test_a_newborn_changes_nothing_and_can_learn_at_any_length(name, length, batch):
-    with drawn_with(3):
-        module, u = get_blueprint(name, Kind.SEQUENCE).build(4, 4), torch.randn(batch, length, 4)
-    delta = module(u)
-    assert delta.shape == u.shape
-    assert not delta.count_nonzero()
-    (delta - u).square().sum().backward()
-    assert any(p.grad is not None and p.grad.count_nonzero() for p in module.parameters())
+def test_a_newborn_changes_nothing_and_can_learn_at_any_length(name):
+    for length, batch in itertools.product((1, 2, 7, 64), (1, 7)):
+        with drawn_with(3):
+            module, u = get_blueprint(name, Kind.SEQUENCE).build(4, 4), torch.randn(batch, length, 4)
+        delta = module(u)
+        assert delta.shape == u.shape
+        assert not delta.count_nonzero()
+        (delta - u).square().sum().backward()
+        assert any(p.grad is not None and p.grad.count_nonzero() for p in module.parameters())
 
 
 @EVERY
-@BLENDS
-@pytest.mark.parametrize("length", [2, 5, 8])
-def test_other_values_at_later_positions_leave_earlier_ones_exactly_alone(name, blend, length):
+def test_other_values_at_later_positions_leave_earlier_ones_exactly_alone(name):
     seed = drawn(name)
-    h, u, other = torch.randn(3, 6, length, 4)
-    y = slot_output(Sequence, h, u, seed, 0.75, blend)
-    for first in range(1, length):
-        h2, u2 = h.clone(), u.clone()
-        h2[:, first:], u2[:, first:] = other[:, first:], 3 * other[:, first:]
-        z = slot_output(Sequence, h2, u2, seed, 0.75, blend)
-        assert torch.equal(y[:, :first], z[:, :first])
-        assert not torch.equal(y[:, first:], z[:, first:])
+    for blend, length in itertools.product(Blend, (2, 5, 8)):
+        h, u, other = torch.randn(3, 6, length, 4)
+        y = slot_output(Sequence, h, u, seed, 0.75, blend)
+        for first in range(1, length):
+            h2, u2 = h.clone(), u.clone()
+            h2[:, first:], u2[:, first:] = other[:, first:], 3 * other[:, first:]
+            z = slot_output(Sequence, h2, u2, seed, 0.75, blend)
+            assert torch.equal(y[:, :first], z[:, :first]), (blend, length)
+            assert not torch.equal(y[:, first:], z[:, first:]), (blend, length)
 
 
 @EVERY
@@ -93,16 +92,16 @@ def test_an_example_does_not_depend_on_its_batch(name):
 
 
 @EVERY
-@BLENDS
-def test_the_change_in_a_network_is_exactly_0_at_birth_and_some_gradient_is_not(name, blend):
-    body, x = sequence_body(2, [name]), torch.randn(2, 5, *HOST.inputs)
-    without = body.run(x, body.route(doses(empty(body)), empty(body))).output
-    seeds = set_seed(body, empty(body), 0, 1, 0, blend=blend, jolt=0)
-    output = body.run(x, body.route(doses(seeds), seeds)).output
-    assert torch.equal(output, without)
-    output.square().sum().backward()
-    (at,) = [key for key, envs in body.envs.items() if len(envs)]
-    assert body.stacks[at].columns["gradient"][0].count_nonzero() > 0
+def test_the_change_in_a_network_is_exactly_0_at_birth_and_some_gradient_is_not(name):
+    for blend in Blend:
+        body, x = sequence_body(2, [name]), torch.randn(2, 5, *HOST.inputs)
+        without = body.run(x, body.route(doses(empty(body)), empty(body))).output
+        seeds = set_seed(body, empty(body), 0, 1, 0, blend=blend, jolt=0)
+        output = body.run(x, body.route(doses(seeds), seeds)).output
+        assert torch.equal(output, without), blend
+        output.square().sum().backward()
+        (at,) = [key for key, envs in body.envs.items() if len(envs)]
+        assert body.stacks[at].columns["gradient"][0].count_nonzero() > 0, blend
 
 
 def test_a_norm_is_the_layer_norm_of_torch():
@@ -128,10 +127,9 @@ def test_attention_is_that_of_torch():
 
 
 # The last bit of a row must not depend on its neighbours, at widths and lengths that are no multiples of a word too.
-@EVERY
-@pytest.mark.parametrize("width", [1, 2, 4, 12, 16])
-def test_no_sequence_blueprint_depends_on_neighbours_under_any_blend(name, width):
-    assert blends_that_vary(BLUEPRINTS[Kind.SEQUENCE, name], width) == {}
+@pytest.mark.parametrize("width", [1, 4, 12, *(pytest.param(width, marks=pytest.mark.slow) for width in (2, 16))])
+def test_no_sequence_blueprint_depends_on_neighbours_under_any_blend(width):
+    assert [name for name in SEQUENCES if blends_that_vary(BLUEPRINTS[Kind.SEQUENCE, name], width)] == []
 
 
 # What looks ahead.
