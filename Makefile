@@ -1,7 +1,8 @@
-# `make demo` grows eight small networks that were trained before; `make test` runs the tests of the library; `make test-bench` those
-# of the benchmarks in bench/; `make test-third-party` those with other packages; `make test-browser` those in chromium, which must be
-# installed, as must npm; `make test-all` all but the last, and the slow ones too. `make docs` builds the documentation into site/.
-# Each makes a virtual environment first.
+# `make demo` grows eight small networks that were trained before; `make test` runs the tests of the library; `make test-campaigns` its
+# kills, full disks, runs of several processes, and examples; `make test-bench` the tests of the benchmarks in bench/;
+# `make test-third-party` those with other packages; `make test-browser` those in chromium, which must be installed, as must npm;
+# `make test-all` all but the last, and the slow ones too. `make docs` builds the documentation into site/. Each makes a virtual
+# environment first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ VENV ?= .venv
 # One thread a process: the arrays are small, and sums then come in one order.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-bench test-third-party test-browser test-all docs
+.PHONY: demo test test-campaigns test-bench test-third-party test-browser test-all docs
 .PHONY: install install-dev install-bench install-third-party install-browser install-docs
 
 demo: install
@@ -17,6 +18,9 @@ demo: install
 
 test: install-dev
 	$(VENV)/bin/python -m pytest -n auto --dist loadscope --durations=20
+
+test-campaigns: install-dev
+	$(VENV)/bin/python -m pytest -n auto --dist loadscope -m "campaign and not slow"
 
 test-bench: install-bench
 	cd bench && $(abspath $(VENV))/bin/python -m pytest -n auto --dist loadscope --durations=20
@@ -27,7 +31,7 @@ test-third-party: install-third-party
 test-browser: install-dev install-browser
 	$(VENV)/bin/python -m pytest -m browser tests/browser
 
-test-all: test test-bench test-third-party
+test-all: test test-campaigns test-bench test-third-party
 	$(VENV)/bin/python -m pytest -n auto --dist loadscope -m slow
 	cd bench && $(abspath $(VENV))/bin/python -m pytest -n auto --dist loadscope -m slow
 

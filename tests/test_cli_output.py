@@ -14,7 +14,7 @@ from esper.runs.folder.resume import read_config
 from esper.store.checkpoint import Checkpoints
 from processes import begun
 
-pytestmark = pytest.mark.usefixtures("elsewhere")
+pytestmark = [pytest.mark.usefixtures("elsewhere"), pytest.mark.campaign]
 
 GROW = ["grow", "iris", "--envs", "2", "--models", "none", "--set", "data.batches_per_step=1"]
 ESPER = f"{sys.executable} -m esper"

@@ -41,6 +41,7 @@ def killed(arguments, step):
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("command", "steps"),
     [pytest.param(GROW, (3, 8), id="grow"), pytest.param(TRAIN, (3, 13), id="train", marks=pytest.mark.slow)],
@@ -117,6 +118,7 @@ def content(folder):
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
+@pytest.mark.campaign
 def test_a_run_that_another_process_is_at_is_left_alone(esper):
     command = [sys.executable, "-m", "esper", *GROW, *OFTEN, "--run", "r"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
@@ -141,6 +143,7 @@ def test_a_run_that_another_process_is_at_is_left_alone(esper):
     assert not Path("r/lock").exists()
 
 
+@pytest.mark.campaign
 def test_two_runs_of_one_new_folder_are_kept_apart(tmp_path):
     command = [sys.executable, "-m", "esper", "grow", "iris", "--envs", "2", "--steps", "8", "--models", "none"]
     command += ["--baselines", "none"]
@@ -154,6 +157,7 @@ def test_two_runs_of_one_new_folder_are_kept_apart(tmp_path):
     assert rows == list(range(len(rows)))
 
 
+@pytest.mark.campaign
 def test_a_disk_that_stays_full_ends_a_run_with_the_command_that_goes_on(esper, full):
     disk = full(r"/\.step-000002\.new/", 10**9)
     code, out, err = esper(*GROW, *OFTEN, "--set", "faults.disk_seconds=0", "--run", "r")

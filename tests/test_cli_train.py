@@ -264,6 +264,7 @@ def test_a_training_whose_hosts_diverge_without_a_governor_says_so_with_exit_cod
     assert not Path("r/controller").exists()
 
 
+@pytest.mark.campaign
 def test_ctrl_c_ends_a_training_with_the_best_controller_so_far(tmp_path):
     arguments = ["train", "iris", *TINY, "--rounds", "1000000", "--run", "r", "--json"]
     command = [sys.executable, "-m", "esper", *arguments]

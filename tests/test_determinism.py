@@ -52,6 +52,7 @@ def test_an_engine_that_does_not_ask_for_them_leaves_the_kernels_as_they_are():
     assert torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.campaign
 def test_for_a_gpu_the_workspace_is_fixed_before_cuda_begins_unless_it_is_already():
     code = (
         "import os, torch\nfrom esper.tolaria.runtime import use_deterministic_kernels\n"

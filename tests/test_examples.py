@@ -9,6 +9,8 @@ import pytest
 from esper.cli import main
 from esper.kasmina.blueprints import BLUEPRINTS
 
+pytestmark = pytest.mark.campaign
+
 ROOT = Path(__file__).parents[1]
 PRINTED = {
     "heal": r"grown +\S+ +\+\d.*\nuniform adapters[\s\S]*growth lowers the loss",

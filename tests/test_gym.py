@@ -323,6 +323,7 @@ def test_bad_input_gets_one_sentence(make, sentence):
         make()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("missing", "module", "mend"),
     [

@@ -11,6 +11,8 @@ from esper.leyline.config.tree import CheckpointConfig
 from esper.store.checkpoint import Checkpoints
 from processes import begun
 
+pytestmark = pytest.mark.campaign
+
 STUCK = """
 import os, sys, threading, time
 from pathlib import Path

@@ -108,6 +108,7 @@ def test_a_run_whose_process_is_gone_without_a_last_row_was_killed(run, tmp_path
     assert [row.seq for row in opened.rows()] == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.campaign
 def test_a_run_in_progress_is_followed_to_its_end(tmp_path):
     folder = tmp_path / "live"
     command = [sys.executable, "-m", "esper", "grow", "iris", "--envs", "2", "--steps", "12", "--models", "none"]

@@ -155,6 +155,7 @@ def test_the_status_in_the_list_is_the_status_of_the_run(runs):
         assert entry.status == open_run(entry.folder).status
 
 
+@pytest.mark.campaign
 def test_the_server_tells_of_new_rows_and_new_runs_and_ends_at_once_when_it_is_interrupted(runs, growing):
     run, append = growing
     (run / LOCK).write_text(json.dumps(describe_process()))  # this process passes for the one that writes the run

@@ -158,6 +158,7 @@ def test_actors_that_are_lost_for_good_stop_a_run_that_can_be_resumed(alone, tmp
     assert content(folder) == alone
 
 
+@pytest.mark.campaign
 def test_a_training_is_resumed_with_another_number_of_workers(alone, tmp_path):
     def interrupt(number):
         if number == -1:
@@ -199,6 +200,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """A process that is killed while it has an actor, which has answered."""
 
 
+@pytest.mark.campaign
 def test_a_process_that_is_killed_leaves_no_folder_of_its_actors(tmp_path):
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", KILLED], env=environment, stdout=subprocess.PIPE, check=False)

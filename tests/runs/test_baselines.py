@@ -316,6 +316,7 @@ def leave():
     raise Left
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("action", [interrupt, interrupt_twice])
 def test_an_interrupt_while_baselines_train_keeps_what_is_there_and_resume_adds_the_rest(
     task, finished, tmp_path, action

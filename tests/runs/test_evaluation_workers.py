@@ -69,6 +69,7 @@ def beside(monkeypatch, losses=()):
     return crews
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("workers", "losses"), [(1, ()), (2, (False, True, True, False, True)), (3, ())])
 def test_the_record_does_not_depend_on_the_number_of_workers_or_on_losses(alone, task, monkeypatch, workers, losses):
     crews = beside(monkeypatch, losses)

@@ -15,6 +15,8 @@ from esper.tamiyo.catalog import get_controller
 from journals import events
 from populations import blobs, small_config
 
+pytestmark = pytest.mark.campaign
+
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
 CHECKPOINT = {"every_steps": 2, "every_seconds": 0}
 LEARN = {

@@ -152,6 +152,7 @@ def test_idle_seats_leave_host_and_optimizer_bit_for_bit_as_they_are():
     assert len(seats.optimizer.param_groups) == 1
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_reserve_is_compiled_once_however_it_grows(backend):
     eager, compiled = Run("reserve").whole(), Run("reserve", backend).whole()
@@ -231,6 +232,7 @@ def test_every_one_of_many_growths_is_compiled_and_never_given_up():
     assert run.growth.compilations["emptied"] > 1
 
 
+@pytest.mark.campaign
 def test_networks_of_other_classes_do_not_share_the_limit_of_graphs():
     first = graphs()
     for number in range(10):
@@ -240,6 +242,7 @@ def test_networks_of_other_classes_do_not_share_the_limit_of_graphs():
     assert graphs() - first == 10
 
 
+@pytest.mark.campaign
 def test_a_network_that_is_compiled_too_often_between_two_growths_is_named():
     run = Run("live", "eager", script={(1, 0): (Op.GERMINATE, 0, 1, 0, 1, 3)}, every=10)
     modes = [(training, grad) for training in (True, False) for grad in (True, False)]
@@ -255,6 +258,7 @@ def test_a_network_that_is_compiled_too_often_between_two_growths_is_named():
             run.train(0, 21)
 
 
+@pytest.mark.campaign
 def test_a_resumed_reserve_is_the_one_that_was_never_stopped():
     for stop in (3, 29):
         straight, resumed = Run("reserve", averaged=True).train(0, stop), Run("reserve", averaged=True)

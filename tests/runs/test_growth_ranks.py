@@ -8,6 +8,8 @@ import torch
 import ranks
 from loops import STAGES, equal
 
+pytestmark = pytest.mark.campaign
+
 SEVERAL = {2: list(ranks.CASES), 3: ["shadow", "parts", "spoilt"]}
 EVERYWHERE = [
     pytest.param(size, name, marks=[] if size == 2 else pytest.mark.slow)

@@ -13,6 +13,8 @@ from esper.kasmina.graft.grafted import ungraft
 from esper.kasmina.network.saving import attach, load_grown
 from loops import equal
 
+pytestmark = pytest.mark.campaign
+
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 STRAIGHT = [name for name, case in ranks.SHARDED.items() if not case.start and not case.half]
 CORE = ["before", "after", "after from 9", "bare", "wrapped"]

@@ -438,6 +438,7 @@ def ready(folder, healed, monkeypatch):
     return ("heal", "network.pt2", "--data", "data.npz", "--out", "out")
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("written", ["adapter.safetensors", "network.pt2", "healing.json"])
 @pytest.mark.parametrize("earlier", [False, True])
 def test_on_a_full_disk_the_table_is_printed_and_the_folder_stays_as_it_was(
@@ -460,6 +461,7 @@ def test_on_a_full_disk_the_table_is_printed_and_the_folder_stays_as_it_was(
     monkeypatch.undo()
 
 
+@pytest.mark.campaign
 def test_a_healing_waits_for_room(ready, folder, capsys, monkeypatch, full):
     monkeypatch.setattr("esper.store.disk.EVERY", 0.001)
     full(r"network\.pt2$")
@@ -468,6 +470,7 @@ def test_a_healing_waits_for_room(ready, folder, capsys, monkeypatch, full):
     assert {path.name for path in (folder / "out").iterdir()} == {"adapter", "network.pt2", "healing.json"}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("renames", [0, 1, 2])
 @pytest.mark.parametrize("earlier", [False, True])
 def test_what_a_kill_left_of_a_healing_is_replaced(ready, healed, folder, monkeypatch, renames, earlier):
@@ -499,6 +502,7 @@ def test_a_network_of_ones_own_under_the_name_of_the_result_is_not_replaced(read
     assert (folder / "out" / "network.pt2").read_text() == "mine"
 
 
+@pytest.mark.campaign
 def test_of_two_healings_into_one_folder_the_second_is_refused_before_its_trainings(ready, folder, capsys):
     (folder / "out").mkdir()
     lock = Lock(folder / "out", pytest.fail)

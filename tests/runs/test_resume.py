@@ -579,6 +579,7 @@ def controller(folder):
     return {path.name: path.read_bytes() for path in (folder / "controller").iterdir()}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     "lefts",
     [
@@ -620,6 +621,7 @@ def test_the_cadence_of_checkpoints_does_not_change_where_a_training_comes_to(st
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
+@pytest.mark.campaign
 def test_a_training_that_was_asked_to_end_goes_on_to_the_end(straight, tmp_path):
     tasks = two_tasks()
     configs = training_configs(tasks, "quick", SHORT)

@@ -140,6 +140,7 @@ def test_an_example_that_cannot_be_used_is_named_by_workers_too(workers, event, 
     assert str(raised.value).startswith(words)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("event", [leaves, leaves_as_if_well, is_killed], ids=lambda event: event.__name__)
 def test_a_worker_that_dies_is_one_sentence(event, monkeypatch):
     # torch looks every 5 s whether its workers live; one that left as if well is noticed in no other way
@@ -153,6 +154,7 @@ def test_a_worker_that_dies_is_one_sentence(event, monkeypatch):
     assert "\n" not in sentence
 
 
+@pytest.mark.campaign
 def test_no_worker_is_left_behind_where_one_fails():
     code = (
         "import os, sys, torch\nsys.path.insert(0, 'tests/tasks')\n"

@@ -78,6 +78,7 @@ def tensors_held():
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}.values())
 
 
+@pytest.mark.campaign
 def test_hundreds_of_births_and_prunes_leave_no_memory_behind():
     envs, held = 20, []
     config = small_config(envs=envs, steps=10**6, twin=False, data={"batches_per_step": 1})

@@ -91,7 +91,7 @@ def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[C
     instance_keys(task, config)
     cohorts = []
     trained, watched = (
-        [len(part) for part in np.array_split(np.arange(count), config.shards)]
+        [count // config.shards + (shard < count % config.shards) for shard in range(config.shards)]
         for count in (groups, config.ppo.validate_envs)
     )
     for shard in range(config.shards):
