@@ -153,6 +153,18 @@ def test_every_page_leads_to_the_glossary(page):
     assert re.search(r"\]\((docs/|\.\./)?glossary\.md", page.read_text(encoding="utf-8"))
 
 
+def test_every_program_that_a_page_runs_is_there():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/**/*.md"), *ROOT.glob("examples/*.md")]
+    named = {
+        (page.relative_to(ROOT).as_posix(), path)
+        for page in pages
+        for path in re.findall(r"python (?:-m pytest )?([\w./]+\.py)\b", page.read_text(encoding="utf-8"))
+        if path.partition("/")[0] in ("scripts", "tests", "examples", "bench")
+    }
+    assert len(named) > 50
+    assert not [each for each in named if not (ROOT / each[1]).exists()]
+
+
 @pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_every_place_in_the_code_that_a_page_names_is_there(name):
     named = re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", (ROOT / name).read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """What each family of growth sensors costs on `heal`, as a share of a training step without seeds.
 
-    python scripts/benchmark_sensors.py
+    python bench/scripts/benchmark_sensors.py
 
 Medians of processor seconds of one thread over REPEATS, in turn, for 64 hosts. A family is measured whole, with the forward pass
 and, for gradient and explained, the backward passes that it needs.

@@ -159,6 +159,16 @@ def test_an_overflow_in_one_blend_leaves_the_rows_of_another_alone():
     assert blend_change(h, delta, gate, torch.ones(2, 1, 1), blend).isfinite().all()
 
 
+def test_a_key_draws_what_a_manual_seed_draws_without_the_stack_that_torch_formats_for_it(monkeypatch):
+    before = torch.manual_seed(5).get_state()
+    expected = torch.randn(3)
+    torch.default_generator.set_state(before)
+    monkeypatch.setattr("traceback.format_stack", lambda: pytest.fail("a stack was formatted"))
+    with drawn_with(5):
+        assert torch.equal(torch.randn(3), expected)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_our_sigmoid_is_the_sigmoid():
     x = torch.linspace(-40, 40, 801, dtype=torch.float64)
     torch.testing.assert_close(sigmoid(x), torch.sigmoid(x), rtol=1e-9, atol=1e-15)
