@@ -384,6 +384,14 @@ def test_the_table_says_what_was_chosen_and_what_was_not():
     assert str(find_sites(ResNet(), torch.randn(2, 3, 8, 8))) == TABLE
 
 
+def test_a_unit_of_a_bypass_costs_a_weight_for_each_feature_on_both_of_its_sides_and_a_bias():
+    sites = find_sites(
+        nn.Sequential(nn.Linear(7, 2), nn.ReLU(), nn.Linear(2, 5), nn.ReLU(), nn.Linear(5, 3)), torch.randn(4, 7)
+    )
+    assert sites.reads == {"0": 7, "2": 7, "4": 7}
+    assert [line.split()[4] for line in str(sites).splitlines()[2:5]] == ["10", "13", "11"]
+
+
 def test_the_page_on_sites_shows_what_its_python_prints(capsys):
     page = (Path(__file__).parents[2] / "docs" / "sites.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n((?:(?!```).)*)```\n\n```\n(.*?)```", page, re.DOTALL)
@@ -396,13 +404,13 @@ def test_the_page_on_sites_shows_what_its_python_prints(capsys):
 
 TABLE = """\
 6 sites in ResNet
-site            around          stream   causal  why
-layer1.0        layer1.0        Map(8)   no      one of 4 blocks of Block that run one after the other
-layer1.1        layer1.1        Map(8)   no      one of 4 blocks of Block that run one after the other
-layer2.0.conv1  layer2.0.conv1  Map(16)  no      widens 8 to 16 in layer2.0
-layer2.0.short  layer2.0.short  Map(16)  no      widens 8 to 16 in layer2.0
-layer2.0        layer2.0        Map(16)  no      one of 4 blocks of Block that run one after the other
-layer2.1        layer2.1        Map(16)  no      one of 4 blocks of Block that run one after the other
+site            around          reads  stream   a unit  causal  why
+layer1.0        layer1.0        8      Map(8)   17      no      one of 4 blocks of Block that run one after the other
+layer1.1        layer1.1        8      Map(8)   17      no      one of 4 blocks of Block that run one after the other
+layer2.0.conv1  layer2.0.conv1  8      Map(16)  25      no      widens 8 to 16 in layer2.0
+layer2.0.short  layer2.0.short  8      Map(16)  25      no      widens 8 to 16 in layer2.0
+layer2.0        layer2.0        8      Map(16)  25      no      one of 4 blocks of Block that run one after the other
+layer2.1        layer2.1        16     Map(16)  33      no      one of 4 blocks of Block that run one after the other
 left out
   outside of the repeated blocks: stem, stem.0
   a normalisation alone: stem.1, layer1.0.bn1, layer1.0.bn2 and 6 more

@@ -273,6 +273,15 @@ class Candidates:
         """
         return path if (widths := self._widths(path)) is None else widths[0]
 
+    def reads(self, path: str) -> int | None:
+        """Return the number of features that a bypass at a site reads; None if its submodule reads another kind of tensor."""
+        if (widths := self._widths(path)) is not None:
+            return widths[1]
+        call = self._calls[path][0]
+        if call.entered is None or call.left is None or len(call.entered) != len(call.left):
+            return None
+        return call.entered[self._features(path, len(call.left))]
+
     def _widths(self, path: str) -> tuple[str, int, int, int] | None:
         """Return what is spanned with a layer behind a narrow place, and the widths in front of, at and behind the place."""
         if path not in self._layers or len(self._calls[path]) != 1:
@@ -525,14 +534,23 @@ class FoundSites(Mapping[str, Site]):
     Attributes:
         why (dict[str, str]): for the name of each site, the reason why it was chosen
         left_out (dict[str, str]): for the dotted path of each other submodule, the reason why it is not a site
+        reads (dict[str, int | None]): for the name of each site, the features that a bypass reads; None if it cannot read there
     """
 
-    def __init__(self, network: str, sites: Iterable[Site], why: dict[str, str], left_out: dict[str, str]) -> None:
+    def __init__(
+        self,
+        network: str,
+        sites: Iterable[Site],
+        why: dict[str, str],
+        left_out: dict[str, str],
+        reads: dict[str, int | None],
+    ) -> None:
         """`network`: the name of the module's class."""
         self._network = network
         self._sites = {site.name: site for site in sites}
         self.why = why
         self.left_out = left_out
+        self.reads = reads
 
     def __getitem__(self, name: str) -> Site:
         return self._sites[name]
@@ -544,11 +562,14 @@ class FoundSites(Mapping[str, Site]):
         return len(self._sites)
 
     def __repr__(self) -> str:
-        rows = [("site", "around", "stream", "causal", "why")]
+        rows = [("site", "around", "reads", "stream", "a unit", "causal", "why")]
         for name, site in self.items():
-            stream = f"{type(site.stream).__name__}({site.stream.width})"
-            rows.append((name, site.around, stream, "yes" if site.causal else "no", self.why[name]))
-        sizes = [max(len(row[column]) for row in rows) for column in range(4)]
+            stream, reads = f"{type(site.stream).__name__}({site.stream.width})", self.reads[name]
+            # A hidden unit of a bypass is a row of weights, a bias and a column of weights.
+            sizes_there = ("", "") if reads is None else (f"{reads:,}", f"{reads + 1 + site.stream.width:,}")
+            causal = "yes" if site.causal else "no"
+            rows.append((name, site.around, sizes_there[0], stream, sizes_there[1], causal, self.why[name]))
+        sizes = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = [
             "  ".join([*(cell.ljust(size) for cell, size in zip(row, sizes, strict=False)), row[-1]]) for row in rows
         ]
@@ -617,7 +638,8 @@ def _found(
     streams = {path: stream for path in chosen if isinstance(stream := candidates.stream(path), Stream)}
     causal = causal_paths(module, example, [path for path, each in streams.items() if each.kind == Kind.SEQUENCE])
     sites = [Site(path, path, candidates.span(path), stream, path in causal) for path, stream in streams.items()]
-    return FoundSites(type(module).__name__, sites, chosen, left_out)
+    reads = {path: candidates.reads(path) for path in streams}
+    return FoundSites(type(module).__name__, sites, chosen, left_out, reads)
 
 
 def is_quantised(weight: Tensor) -> bool:
