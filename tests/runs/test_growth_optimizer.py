@@ -203,3 +203,4 @@ def test_a_loop_that_skips_a_third_of_its_batches_is_not_taken_for_one_that_call
                 optimizer.step()
             optimizer.zero_grad()
             growth.step()
+    assert not any("came with no step" in sentence for sentence in growth.summary()["explanations"])

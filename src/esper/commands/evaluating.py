@@ -1,5 +1,7 @@
 """`esper eval`: controllers compared on held-out instances."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,26 +29,34 @@ Controllers = Annotated[
     ),
 ]
 
+Tasks = Annotated[str, typer.Option(metavar="NAME,...", help=f"Tasks of `esper tasks`, or {PLACE}.")]
+Instances = Annotated[int, typer.Option(metavar="N", help="Held-out instances of each task.")]
+Seeds = Annotated[
+    int,
+    typer.Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config."),
+]
+First = Annotated[int, typer.Option(metavar="N", help="Number of the first held-out instance.")]
+RecordFolder = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder of the record and the figure; runs/evaluation/TASKS-HASH."),
+]
+Baselines = Annotated[
+    str,
+    typer.Option(metavar="NAME,...", help="Static networks to compare with: same-size, plain, skips, or none."),
+]
+ReplaceRecord = Annotated[bool, typer.Option("--overwrite", help="Replace the record in DIR.")]
+
 
 def evaluate(
     controllers: Controllers = None,
-    tasks: Annotated[str, typer.Option(metavar="NAME,...", help=f"Tasks of `esper tasks`, or {PLACE}.")] = "repair",
-    instances: Annotated[int, typer.Option(metavar="N", help="Held-out instances of each task.")] = 200,
-    seeds: Annotated[
-        int,
-        typer.Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config."),
-    ] = 3,
-    first: Annotated[int, typer.Option(metavar="N", help="Number of the first held-out instance.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of the record and the figure; runs/evaluation/TASKS-HASH."),
-    ] = None,
+    tasks: Tasks = "repair",
+    instances: Instances = 200,
+    seeds: Seeds = 3,
+    first: First = 0,
+    out: RecordFolder = None,
     settings: Settings = None,
-    baselines: Annotated[
-        str,
-        typer.Option(metavar="NAME,...", help="Static networks to compare with: same-size, plain, skips, or none."),
-    ] = "same-size,plain,skips",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the record in DIR.")] = False,
+    baselines: Baselines = "same-size,plain,skips",
+    overwrite: ReplaceRecord = False,
     json_: Json = False,
     workers: Workers = None,
     devices: Devices = None,
@@ -59,15 +69,10 @@ def evaluate(
     each set of arguments has its own folder.
     """
     use_one_thread()
-    from rich.console import Console
-
     from esper.calls import evaluate as compare
-    from esper.karn.evaluation import print_evaluation
     from esper.leyline.config.tree import parse_setting
     from esper.runs.evaluation.contenders import trainings
-    from esper.runs.evaluation.evaluation import FIGURE, default_folder
-    from esper.runs.workers.transports import ACTOR
-    from esper.store.files import EVALUATION, REPORT, to_json
+    from esper.runs.evaluation.evaluation import default_folder
 
     names = split_names(tasks) or []
     numbers: dict[str, Any] = {"instances": instances, "seeds": seeds, "first": first}
@@ -79,15 +84,27 @@ def evaluate(
     options: dict[str, Any] = {"settings": settings or (), "baselines": static, "out": out, "overwrite": overwrite}
     options |= {"workers": workers, "devices": devices, "cluster": cluster}
 
+    compare_and_print(partial(compare, contenders or None, names, **numbers, **options), out, json_)
+
+
+def compare_and_print(compare: Callable[..., dict[str, Any]], folder: Path, as_json: bool) -> None:
+    """Run a comparison, print its record as soon as it is there, and then name the files in its folder."""
+    from rich.console import Console
+
+    from esper.karn.evaluation import print_evaluation
+    from esper.runs.evaluation.evaluation import FIGURE
+    from esper.runs.workers.transports import ACTOR
+    from esper.store.files import EVALUATION, REPORT, to_json
+
     def printed(record: dict[str, Any]) -> None:
-        if json_:
+        if as_json:
             typer.echo(to_json(record), nl=False)
         else:
             print_evaluation(record, Console())
 
-    record = compare(contenders or None, names, **numbers, **options, progress=True, ready=printed)
-    if record.get("status") == ACTOR or json_:
+    record = compare(progress=True, ready=printed)
+    if record.get("status") == ACTOR or as_json:
         return
     for what, name in (("record", EVALUATION), ("figure", FIGURE), ("report", REPORT)):
-        if (out / name).exists():
-            say(f"{what}: {out / name}")
+        if (folder / name).exists():
+            say(f"{what}: {folder / name}")

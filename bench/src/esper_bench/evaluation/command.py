@@ -1,23 +1,30 @@
 """`esper opponents`: controllers compared with opponents on held-out instances."""
 
-from pathlib import Path
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from esper.commands.evaluating import Controllers
-from esper.commands.options import PLACE, Cluster, Devices, Json, Settings, Workers, say, split_names, use_one_thread
+from esper.commands.evaluating import (
+    Baselines,
+    Controllers,
+    First,
+    Instances,
+    RecordFolder,
+    ReplaceRecord,
+    Seeds,
+    Tasks,
+    compare_and_print,
+)
+from esper.commands.options import Cluster, Devices, Json, Settings, Workers, split_names, use_one_thread
 
 
 def opponents(
     controllers: Controllers = None,
-    tasks: Annotated[str, typer.Option(metavar="NAME,...", help=f"Tasks of `esper tasks`, or {PLACE}.")] = "repair",
-    instances: Annotated[int, typer.Option(metavar="N", help="Held-out instances of each task.")] = 200,
-    seeds: Annotated[
-        int,
-        typer.Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config."),
-    ] = 3,
-    first: Annotated[int, typer.Option(metavar="N", help="Number of the first held-out instance.")] = 0,
+    tasks: Tasks = "repair",
+    instances: Instances = 200,
+    seeds: Seeds = 3,
+    first: First = 0,
     search_episodes: Annotated[
         int | None,
         typer.Option(
@@ -26,19 +33,13 @@ def opponents(
             "as many as the controllers were trained with, or 2048.",
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of the record and the figure; runs/evaluation/TASKS-HASH."),
-    ] = None,
+    out: RecordFolder = None,
     settings: Settings = None,
-    baselines: Annotated[
-        str,
-        typer.Option(metavar="NAME,...", help="Static networks to compare with: same-size, plain, skips, or none."),
-    ] = "same-size,plain,skips",
+    baselines: Baselines = "same-size,plain,skips",
     against: Annotated[
         str, typer.Option(metavar="NAME,...", help="Opponents of the tasks, such as tree,oracle; all, or none.")
     ] = "all",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the record in DIR.")] = False,
+    overwrite: ReplaceRecord = False,
     json_: Json = False,
     workers: Workers = None,
     devices: Devices = None,
@@ -50,14 +51,9 @@ def opponents(
     which knows the best plan of each instance. Otherwise as `esper eval`.
     """
     use_one_thread()
-    from rich.console import Console
-
-    from esper.karn.evaluation import print_evaluation
     from esper.leyline.config.tree import parse_setting
     from esper.runs.evaluation.contenders import trainings
-    from esper.runs.evaluation.evaluation import FIGURE, default_folder
-    from esper.runs.workers.transports import ACTOR
-    from esper.store.files import EVALUATION, REPORT, to_json
+    from esper.runs.evaluation.evaluation import default_folder
     from esper_bench.evaluation.rivals import evaluate
 
     names = split_names(tasks) or []
@@ -69,30 +65,7 @@ def opponents(
         layers = [*(parse_setting(setting) for setting in settings or ()), {"baselines": static, "opponents": rivals}]
         out = default_folder(contenders, names, layers, **numbers, search_episodes=search_episodes)
 
-    def printed(record: dict[str, Any]) -> None:
-        if json_:
-            typer.echo(to_json(record), nl=False)
-        else:
-            print_evaluation(record, Console())
-
-    record = evaluate(
-        contenders,
-        names,
-        **numbers,
-        settings=settings or (),
-        baselines=static,
-        out=out,
-        overwrite=overwrite,
-        opponents=rivals,
-        search_episodes=search_episodes,
-        workers=workers,
-        devices=devices,
-        cluster=cluster,
-        progress=True,
-        ready=printed,
-    )
-    if record.get("status") == ACTOR or json_:
-        return
-    for what, name in (("record", EVALUATION), ("figure", FIGURE), ("report", REPORT)):
-        if (out / name).exists():
-            say(f"{what}: {out / name}")
+    options: dict[str, Any] = {"settings": settings or (), "baselines": static, "out": out, "overwrite": overwrite}
+    options |= {"opponents": rivals, "search_episodes": search_episodes}
+    options |= {"workers": workers, "devices": devices, "cluster": cluster}
+    compare_and_print(partial(evaluate, contenders, names, **numbers, **options), out, json_)
