@@ -3,7 +3,7 @@
     python scripts/benchmark_actors.py ratio [--task repair] [--envs 64] [--shards 2] [--rounds 4] [--turns 3]
     python scripts/benchmark_actors.py parts [--task repair] [--envs 64] [--shards 2]
     python scripts/benchmark_actors.py sleep [--actors 8,64,512]
-    python scripts/benchmark_actors.py eval [--task repair] [--instances 8] [--seeds 2] [--episodes 4] [--opponents all]
+    python scripts/benchmark_actors.py eval [--task repair] [--instances 8] [--seeds 2]
         [--turns 3]
 
 `ratio` trains without actors, with one worker and with two in turns, and prints the median seconds of a round of each, without
@@ -14,7 +14,7 @@ bytes sent and received, processor seconds of a part and of an update. From thes
 each with one shard of that size. `sleep` lets threads that only sleep answer with rollouts of the same size, and measures how
 long the learner needs, beyond the sleep, to hand out the parts and to read the rollouts; the update is not part of it.
 
-`eval` runs `esper eval` with the rules, the best fixed plan and the opponents, with one worker and with two in
+`eval` runs `esper eval` with the rules, with one worker and with two in
 turns, as commands that start with nothing stored. It compares their records, and prints the wall and the processor seconds of
 each, those of all of its processes together.
 """
@@ -63,8 +63,6 @@ def main() -> None:
     parser.add_argument("--sleep", type=float, default=2.0, help="seconds of a part of a sleeping actor")
     parser.add_argument("--instances", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--episodes", type=int, default=4, help="search episodes of an evaluation")
-    parser.add_argument("--opponents", default="all", help="opponents of an evaluation, as of esper eval")
     parser.add_argument("--actors", default=",".join(map(str, MANY)))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -228,9 +226,8 @@ def evaluated(asked: argparse.Namespace, workers: int) -> tuple[float, float, di
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "esper", "eval", "--tasks", asked.task, "--out", f"{folder}/out"]
-        command += ["--instances", str(asked.instances), "--seeds", str(asked.seeds), "--search-episodes"]
-        command += [str(asked.episodes), "--opponents", asked.opponents, "--baselines", "none"]
-        command += ["--workers", str(workers)]
+        command += ["--instances", str(asked.instances), "--seeds", str(asked.seeds)]
+        command += ["--baselines", "none", "--workers", str(workers)]
         begin = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wall = time.perf_counter() - begin

@@ -42,18 +42,7 @@ OFTEN = ("--set", "checkpoint.every_seconds=2")
 LEARN = ("--set", "ppo={imitation_rounds: 2, validate_every: 2, validate_envs: 16}")
 HERE = Path(__file__).parents[1]
 ESPER = (sys.executable, "-m", "esper")
-FEW = (
-    "--instances",
-    "2",
-    "--seeds",
-    "1",
-    "--search-episodes",
-    "8",
-    "--baselines",
-    "same-size",
-    "--opponents",
-    "uniform",
-)
+FEW = ("--instances", "2", "--seeds", "1", "--baselines", "same-size")
 PRUNED = HERE / "faults" / "pruned.py"
 SHARDS, WORKERS = ("--set", "shards=2"), ("--workers", "2")
 VICTIMS = (
