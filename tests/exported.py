@@ -50,6 +50,8 @@ def curves_of_steps(folder):
 class Kept:
     """A target in memory, which holds what it got by run and checks that x never decreases."""
 
+    session = None
+
     def __init__(self):
         self.runs, self.said = {}, []
 

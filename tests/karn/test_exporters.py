@@ -5,13 +5,14 @@ import json
 import os
 import shutil
 import sys
+from collections import defaultdict
 
 import pytest
 from rich.console import Console
 
 import esper
 from esper.karn.export_targets import KEPT, Box, FinalTable, as_markdown, boxes_of, drawing, final_table
-from esper.karn.exporters import Exporter, ExportError, Exports
+from esper.karn.exporters import Export, Exporter, ExportError, Exports
 from esper.karn.run_model import RunModel
 from esper.karn.terminal.console import comparison_table, print_summary
 from esper.leyline.errors import InputError, RunWarning
@@ -272,6 +273,38 @@ def test_a_folder_with_other_files_or_another_target_is_refused_and_left_alone(r
     record.write_text("{")
     with pytest.raises(InputError, match=r"record\.json is damaged .*; remove the folder of exports, and export again"):
         exports.read(0)
+
+
+def test_the_session_of_a_killed_exporter_is_written_again_where_its_target_had_kept_it_in_memory(run, copy, tmp_path):
+    store, lost, again = tmp_path / "store", Kept(), Kept()
+    lost.session = "sessions/1"
+    exports = Exports(store, "kept", copy)
+    exports.make()
+    (store / lost.session).mkdir(parents=True)
+    cut(copy, 12)
+    killed = Export(esper.open_run(copy), exports, lost, lambda run, summary: None)
+    killed.update()
+    assert lost.said == ["open", "flush"]
+    shutil.copy(run / "events.jsonl", copy)
+    shutil.copy(run / "summary.json", copy)
+    again.runs = {killed.record.name: {"curves": defaultdict(list), "images": [], "tables": [], "facts": {}, "x": -1}}
+    carried(copy, store, again)
+    assert again.runs[killed.record.name]["curves"] == curves_of_steps(run)
+    assert not (store / lost.session).exists()
+    assert exports.read(killed.record.began).session is None
+
+
+def test_a_record_whose_session_lies_elsewhere_is_refused_and_nothing_is_removed(copy, tmp_path):
+    exports = Exports(tmp_path / "store", "kept", copy)
+    exports.make()
+    (tmp_path / "mine").mkdir()
+    record = exports.read((copy / "environment.json").stat().st_mtime_ns)
+    for session in ("../mine", ".", str(tmp_path / "mine")):
+        record.session = session
+        exports.write(record)
+        with pytest.raises(InputError, match=r"record\.json is damaged \(its session .* is not in .*store\)"):
+            carried(copy, tmp_path / "store", Kept())
+    assert (tmp_path / "mine").exists()
 
 
 def test_two_runs_of_one_name_have_names_of_their_own_in_a_shared_folder(run, tmp_path):

@@ -36,7 +36,14 @@ class FinalTable(NamedTuple):
 
 
 class Target(Protocol):
-    """A store of runs that another program shows. x never decreases from call to call."""
+    """A store of runs that another program shows. x never decreases from call to call.
+
+    Attributes:
+        session (str or None): the folder, in that of the exports, which holds what was written since `open`, if a process that is
+            killed may leave it without points that were flushed; None if they are on the disk then
+    """
+
+    session: str | None
 
     def open(self, name: str, known: str | None, facts: Facts) -> str:
         """Begin the run `name`, or continue the one that an earlier `open` returned as `known`. Returns what identifies it."""
@@ -65,6 +72,8 @@ class Target(Protocol):
 
 class TensorBoard:
     """Writes event files, a folder for each run. Numbers keep their double precision."""
+
+    session: str | None = None
 
     def __init__(self, folder: Path) -> None:
         import tensorboard  # noqa: F401  # torch names neither the package nor the extra when it is missing
@@ -109,6 +118,7 @@ class WeightsAndBiases:
         import wandb
 
         self.folder, self._wandb = folder, wandb
+        self.session: str | None = None
 
     def open(self, name: str, known: str | None, facts: Facts) -> str:
         """The id of the run is drawn by wandb."""
@@ -124,6 +134,7 @@ class WeightsAndBiases:
                 console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True
             ),
         )
+        self.session = os.path.relpath(Path(self._run.dir).parent, self.folder.absolute())
         return str(self._run.id)
 
     def scalars(self, x: int, time: float, values: Values) -> None:
@@ -137,7 +148,7 @@ class WeightsAndBiases:
         self._run.log({name: cells}, step=x)
 
     def flush(self) -> None:
-        """Its own process writes the file."""
+        """Its own process writes the file, some seconds later, and ends unsaved with the process that it belongs to."""
 
     def close(self) -> None:
         self._run.finish()
@@ -145,6 +156,8 @@ class WeightsAndBiases:
 
 class MLflow:
     """Writes `mlflow.db` and `artifacts`. Metrics are written in batches, because each call is a transaction."""
+
+    session: str | None = None
 
     MOST = 900  # metrics that wait to be written; a batch of MLflow's holds at most 1000
 
@@ -214,6 +227,8 @@ class MLflow:
 
 class Trackio:
     """Writes the project `esper` of the store in a folder. Runs are continued by their names."""
+
+    session: str | None = None
 
     FOLDER = "TRACKIO_DIR"
     REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")  # variables with which trackio would write elsewhere

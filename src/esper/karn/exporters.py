@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -82,6 +83,9 @@ class Record(msgspec.Struct):
         began (int): which run it is: when the first file of it was written [ns]
         known (str or None): what identifies it in the target; None before it was opened
         last (mapping): x of the last point, by kind of row
+        session (str or None): the folder of what is written since the target was opened, if the target's own program keeps it in
+            memory; None after the target was closed
+        safe (mapping): `last` before that session
         ended (float or None): time of the last row of the run whose table and image were written; None if none were
         failed (bool): whether the target failed, so that it is not known what it has
     """
@@ -90,6 +94,8 @@ class Record(msgspec.Struct):
     began: int
     known: str | None = None
     last: dict[str, int] = {}
+    session: str | None = None
+    safe: dict[str, int] = {}
     ended: float | None = None
     failed: bool = False
 
@@ -146,6 +152,15 @@ class Exports:
             name = f"{base}-{count}"
         return Record(name, began)
 
+    def remove(self, session: str) -> None:
+        """Remove the folder of a session. InputError if a record that was edited names a folder elsewhere."""
+        folder = (self.folder / session).resolve()
+        if self.folder.resolve() not in folder.parents:
+            raise InputError(
+                f"{self._own / RECORD} is damaged (its session {session!r} is not in {self.folder}); {_MEND}"
+            )
+        shutil.rmtree(folder, ignore_errors=True)
+
     def write(self, record: Record) -> None:
         """Keep the record."""
         write_atomic(self._own / RECORD, msgspec.json.encode(record))
@@ -180,6 +195,11 @@ class Export:
             self._close()
         if not self.is_open:
             self.record = self.exports.read(began)
+            if (
+                self.record.session is not None
+            ):  # a process was killed, and how much of its points is there is not known
+                self.exports.remove(self.record.session)
+                self.record.session, self.record.last = None, self.record.safe
 
     def update(self) -> None:
         """Write the points of the rows that have come since the last time."""
@@ -203,7 +223,8 @@ class Export:
         if not points:
             return
         self._open()
-        # Before the target has them: a process that is killed in between loses points, and never writes one twice.
+        # Before the target has them: a process that is killed in between never writes a point twice. It loses these points, or,
+        # where the target names the folder of its session, writes that session again.
         self.exports.write(self.record)
         for point in points:
             self._call(lambda point=point: self.target.scalars(point.x, point.time, point.values))  # type: ignore[misc]
@@ -244,12 +265,14 @@ class Export:
             facts |= {name: getattr(head, name) for name in ("envs", "steps", "seed")}
             facts |= {name: printable(getattr(head, name)) for name in ("task", "controller", "device")}
         self.record.known = self._call(lambda: self.target.open(self.record.name, self.record.known, facts))
+        self.record.session = self.target.session
         self.is_open = True
 
     def _close(self) -> None:
         if self.is_open:
             self.is_open = False
             self._call(self.target.close)
+            self.record.session, self.record.safe = None, self.record.last
             self.exports.write(self.record)
 
     def _call(self, call: Callable[[], Any]) -> Any:
