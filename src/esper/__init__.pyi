@@ -15,6 +15,9 @@ from esper.karn.report.compared import compare as compare
 
 # Grow in your own training loop
 from esper.runs.live.growth import Growth as Growth
+from esper.tolaria.live.widening import widen as widen
+from esper.runs.estimators import GrowingClassifier as GrowingClassifier
+from esper.runs.estimators import GrowingRegressor as GrowingRegressor
 from esper.runs.healing.heal import heal as heal
 from esper.runs.healing.healed import Healed as Healed
 from esper.kasmina.graft.grafted import graft as graft

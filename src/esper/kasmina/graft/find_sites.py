@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,25 @@ _KEEPS_FEATURES = re.compile(
 )
 """Names of the autograd nodes whose output has the features of their input, which no weight mixes."""
 
+_KEEPS_CHANNELS = re.compile(rf"({_KEEPS_FEATURES.pattern})|(Add|View|UnsafeView|ReshapeAlias)Backward\d*$")
+"""The same, sums of streams, and flattening, behind which each feature is several: one for each position."""
+
 UNKNOWN_STREAM = "an unknown kind of stream"
 """How the reason begins for which a submodule is left out whose output has a form on which no seed can grow."""
+
+
+class Hidden(NamedTuple):
+    """Features between layers, by the dotted paths of the layers.
+
+    Attributes:
+        writers (set[str]): the layers that return them; several, as the two of a gated pair
+        readers (set[str]): the layers that take them
+        norms (set[str]): BatchNorms between them
+    """
+
+    writers: set[str]
+    readers: set[str]
+    norms: set[str]
 
 
 class Candidates:
@@ -307,31 +324,59 @@ class Candidates:
 
         Of several layers that read the same input, as the two of a gated pair, the first is returned.
         """
+        found, _ = self._fed_by(path)
+        if len({self._calls[layer][0].source for layer in found}) != 1:
+            return None
+        return next(layer for layer in self._layers if layer in found)
+
+    def _fed_by(self, path: str, *, tried: bool = False) -> tuple[set[str], set[GradientEdge]]:
+        """Return the layers that feed a layer through functions that keep the features, none if anything else does, and the way.
+
+        tried: whether what is found will be tried, so that sums, flattening, and factors that may be any tensor pass too.
+        """
+        between = _KEEPS_CHANNELS if tried else _KEEPS_FEATURES
         ends = {
             calls[0].edge: layer for layer in self._layers if layer != path and len(calls := self._calls[layer]) == 1
         }
         dropouts = (path for path in self._calls if isinstance(self._modules[path], nn.modules.dropout._DropoutNd))
         through = {call.edge: call.source for each in dropouts for call in self._calls[each] if call.edge is not None}
         source = self._calls[path][0].source
-        waiting, found, seen = [source] if source is not None else [], set(), set()
+        waiting, found, seen = [source] if source is not None else [], set[str](), set[GradientEdge]()
         while waiting:
             edge = waiting.pop()
             if edge in ends:
                 found.add(ends[edge])
             elif (entered := through.get(edge)) not in (None, edge):
                 waiting.append(entered)
-            elif not _KEEPS_FEATURES.match(edge.node.name()):
-                return None
+            elif not between.match(edge.node.name()):
+                return set(), seen
             elif edge not in seen:
                 seen.add(edge)
                 for node, at in edge.node.next_functions:
-                    if node is None and edge.node.name().startswith("Mul"):  # a factor that may be any tensor
-                        return None
+                    if node is None and not tried and edge.node.name().startswith("Mul"):
+                        return set(), seen  # a factor that may be any tensor
                     if node is not None and not node.name().endswith("AccumulateGrad"):
                         waiting.append(GradientEdge(node, at))
-        if len({self._calls[layer][0].source for layer in found}) != 1:
-            return None
-        return next(layer for layer in self._layers if layer in found)
+        return found, seen
+
+    def hidden(self) -> list[Hidden]:
+        """Return the hidden features of the network: what one or several layers write, and the next layers alone read."""
+        groups: list[Hidden] = []
+        for reader in self._layers:
+            writers, edges = self._fed_by(reader, tried=True) if len(self._calls[reader]) == 1 else (set(), set())
+            if not writers:
+                continue
+            norms = {
+                path
+                for path, calls in self._calls.items()
+                if isinstance(self._modules[path], nn.modules.batchnorm._NormBase) and calls[0].edge in edges
+            }
+            found = Hidden(writers, {reader}, norms)
+            for other in [group for group in groups if group.writers & writers]:
+                groups.remove(other)
+                found = Hidden(*(one | two for one, two in zip(found, other, strict=True)))
+            groups.append(found)
+        return groups
 
     def _behind_narrow(self, path: str) -> str:
         """Return the reason for a site behind a narrow place; empty where there is none."""
@@ -640,6 +685,17 @@ def _found(
     sites = [Site(path, path, candidates.span(path), stream, path in causal) for path, stream in streams.items()]
     reads = {path: candidates.reads(path) for path in streams}
     return FoundSites(type(module).__name__, sites, chosen, left_out, reads)
+
+
+def find_hidden(module: nn.Module, example: Any) -> list[Hidden]:
+    """Find the hidden features of a module by one forward pass on an example, as `find_sites` runs it; same errors."""
+    _check_module(module)
+    examples = _examples(example)
+
+    def found(weights: dict[str, Tensor]) -> list[Hidden]:
+        return Candidates(module, record(module, example, None), weights, examples, example).hidden()
+
+    return on_aliases(module, found)
 
 
 def is_quantised(weight: Tensor) -> bool:

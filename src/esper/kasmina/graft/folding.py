@@ -126,7 +126,7 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[tuple[Tensor, 
     if (len(expected), len(behind)) != (len(found), len(folded)):
         return False
     eps = max(_eps(each) for each in (changes[0][0], *expected, *behind))
-    if not all(_equal(one, other, eps) for one, other in pairs):
+    if not all(same_values(one, other, eps) for one, other in pairs):
         return False
     lost, seed = (
         sum(float((one - other).double().square().sum()) for one, other in zip(behind, others, strict=False))
@@ -158,7 +158,7 @@ def _eps(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps
 
 
-def _equal(one: Tensor, other: Tensor, eps: float) -> bool:
+def same_values(one: Tensor, other: Tensor, eps: float) -> bool:
     """Whether two tensors are equal to half of the digits of the largest finite value; equal infinities and nans are."""
     if one.is_nested or one.layout != torch.strided or one.shape != other.shape:
         return False

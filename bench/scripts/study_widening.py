@@ -1,0 +1,162 @@
+"""Hidden layers that double from two units, in one's own loop, beside networks of the first and of the final size.
+
+    python bench/scripts/study_widening.py                     # 8 seeds of 4 settings, about 20 minutes on one core
+    python bench/scripts/study_widening.py --seeds 2 digits
+
+Two hidden layers of 2 units become 32, or 256 (`esper.widen`), by doubling at equal distances in the first fifth of the steps.
+AdamW at 3e-3, held for 70 % of the steps and then linearly to 0; batches of 64. Arms: without growth; grown; grown with what
+the optimizer remembered of the old elements, where the squares of new ones begin at the mean of the old ones, or at 0; grown in
+the first half of the steps; as large from the start; that for the seconds of the grown one. `letter` needs the Debian package
+r-cran-mlbench, and `rdata`. Prints a table in Markdown.
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits, make_classification
+from sklearn.model_selection import train_test_split
+from study_narrow_places import mlp
+from torch import nn
+
+import esper
+from esper.leyline.intervals import t_interval
+from esper_bench.public_sets import letter_recognition
+
+Data = tuple[NDArray[Any], NDArray[Any]]
+
+
+class Setting(NamedTuple):
+    """A data set, the final units of a hidden layer, and the steps."""
+
+    load: Callable[[], Data]
+    units: int
+    steps: int
+
+
+def classes() -> Data:
+    """6 classes, 20 features, 4,000 examples."""
+    return make_classification(4000, 20, n_informative=12, n_classes=6, n_clusters_per_class=3, random_state=0)
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "digits": Setting(lambda: load_digits(return_X_y=True), 32, 1000),
+    "classes": Setting(classes, 32, 1000),
+    "letter": Setting(letter_recognition, 32, 4000),
+    "letter, 256": Setting(letter_recognition, 256, 4000),
+}
+
+
+class Arm(NamedTuple):
+    """What an arm of one seed reached: test accuracy, test loss, CPU seconds."""
+
+    accuracy: float
+    loss: float
+    seconds: float
+
+
+def train(
+    data: list[torch.Tensor],
+    widths: tuple[int, int],
+    seed: int,
+    steps: int,
+    share: float = 0.2,
+    moments: str = "forgotten",
+) -> Arm:
+    """Train hidden layers of the first width, which double until they have the second one, in a share of the steps."""
+    x, x_test, y, y_test = data
+    torch.manual_seed(seed)
+    network = mlp((x.shape[1], widths[0], widths[0], int(y.max()) + 1))
+    optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (1 - step / steps) / 0.3))
+    batches = torch.Generator().manual_seed(seed)
+    times = int(np.log2(widths[1] / widths[0]))
+    moves = {round(share * steps * (number + 1) / times) for number in range(times)}
+    begun = time.process_time()
+    for step in range(steps):
+        batch = torch.randint(len(x), (64,), generator=batches)
+        nn.functional.cross_entropy(network(x[batch]), y[batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if step + 1 in moves:
+            before = [optimizer.state[parameter] for parameter in network.parameters()]
+            esper.widen(network, 2.0, example=x[:2], optimizer=optimizer, seed=seed * steps + step)
+            for parameter, state in zip(network.parameters(), before, strict=True) if moments != "forgotten" else ():
+                optimizer.state[parameter] = longer(state, parameter.shape, moments)
+    seconds = time.process_time() - begun
+    with torch.no_grad():
+        output = network(x_test)
+        accuracy = (output.argmax(1) == y_test).float().mean()
+        return Arm(float(accuracy), float(nn.functional.cross_entropy(output, y_test)), seconds)
+
+
+def longer(state: Mapping[str, torch.Tensor], shape: torch.Size, squares: str) -> dict[str, torch.Tensor]:
+    """What AdamW remembers of a parameter, for one of a larger shape: new elements begin at 0, or their squares at the mean."""
+    found = {"step": state["step"]}
+    for key in ("exp_avg", "exp_avg_sq"):
+        first = state[key].mean() if (key, squares) == ("exp_avg_sq", "mean") else state[key].new_zeros(())
+        found[key] = first.expand(shape).clone()
+        found[key][tuple(map(slice, state[key].shape))] = state[key]
+    return found
+
+
+def study(name: str, seeds: int) -> str:
+    """Run all arms of a setting; returns the lines of the table."""
+    setting = SETTINGS[name]
+    x, y = setting.load()
+    small, large, grown = (2, 2), (setting.units,) * 2, (2, setting.units)
+    arms: dict[str, list[Arm]] = {}
+    for seed in range(seeds):
+        parts = train_test_split(x, y, test_size=0.25, random_state=seed, stratify=y)
+        center, scale = parts[0].mean(0), parts[0].std(0)
+        scale[scale == 0] = 1
+        data = [torch.tensor((part - center) / scale, dtype=torch.float32) for part in parts[:2]]
+        data += [torch.tensor(part) for part in parts[2:]]
+        found = {"grown": train(data, grown, seed, setting.steps)}
+        found["without growth"] = train(data, small, seed, setting.steps)
+        found["grown, moments kept, new squares at the mean"] = train(data, grown, seed, setting.steps, moments="mean")
+        found["grown, moments kept, new squares at 0"] = train(data, grown, seed, setting.steps, moments="zero")
+        found["grown until half of the steps"] = train(data, grown, seed, setting.steps, 0.5)
+        found["as large from the start"] = train(data, large, seed, setting.steps)
+        ratio = found["grown"].seconds / found["as large from the start"].seconds
+        found["as large, for the seconds of grown"] = train(data, large, seed, max(round(setting.steps * ratio), 10))
+        for arm, one in found.items():
+            arms.setdefault(arm, []).append(one)
+    lines = []
+    for arm, results in arms.items():
+        mean = np.mean(results, 0)
+        shown = [name, arm, f"{mean[0]:.4f}", f"{mean[1]:.3f}"]
+        pairs = list(zip(arms["grown"], results, strict=True))
+        if arm == "grown" or seeds < 2:
+            shown.append("")
+        else:
+            gain = t_interval([mine.accuracy - other.accuracy for mine, other in pairs])
+            shown.append(f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]")
+        shown.append(f"{np.median([mine.seconds / other.seconds for mine, other in pairs]):.2f}")
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"part of a name: {', '.join(SETTINGS)}; all")
+    parser.add_argument("--seeds", type=int, default=8)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    print("| setting | arm | accuracy | loss | grown is better by | seconds of grown, as a multiple |")
+    print("|---|---|---|---|---|---|")
+    for name in SETTINGS:
+        if not asked.settings or any(part in name for part in asked.settings):
+            print(study(name, asked.seeds), flush=True)
+
+
+if __name__ == "__main__":
+    main()

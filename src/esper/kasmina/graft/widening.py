@@ -1,0 +1,178 @@
+"""Give hidden layers more units, in place and with an unchanged function."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.graft.find_sites import Hidden
+from esper.kasmina.graft.folding import same_values
+from esper.kasmina.graft.grafted import call
+from esper.kasmina.graft.recording import floats
+from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+
+_NORM = (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0))
+"""Parameters and buffers of a BatchNorm by feature, with their first values."""
+
+
+class Axes(NamedTuple):
+    """Where the features of a layer are.
+
+    Attributes:
+        writes (int): the axis of its weight along which the features are that it returns
+        reads (int): the axis of its weight along which those are that it is given
+        written (str): its attribute with the number of features that it returns
+        read (str): its attribute with the number of those that it is given
+    """
+
+    writes: int
+    reads: int
+    written: str
+    read: str
+
+
+def axes_of(path: str, layer: nn.Module) -> Axes:
+    """Return where the features of a layer are. InputError if the layer is of a kind that is not known."""
+    kind = type(layer)
+    if kind is nn.Linear:
+        return Axes(0, 1, "out_features", "in_features")
+    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        if layer.groups != 1:
+            raise InputError(f"{path!r} is a convolution with {layer.groups} groups")
+        return Axes(0, 1, "out_channels", "in_channels")
+    if kind.__name__ == "Conv1D" and hasattr(
+        layer, "nf"
+    ):  # of transformers: a Linear with its weight the other way around
+        return Axes(1, 0, "nf", "nx")
+    raise InputError(f"{path!r} is a {kind.__name__}, and widths of Linear, Conv1d, Conv2d and Conv3d alone can change")
+
+
+def width_of(path: str, layer: nn.Module) -> int:
+    """Return the number of features that a layer returns. InputError as for `axes_of`."""
+    return int(getattr(layer, axes_of(path, layer).written))
+
+
+class Addition(NamedTuple):
+    """Values that are appended to a parameter or buffer.
+
+    Attributes:
+        path (str): of the submodule that holds it
+        name (str): its name there
+        axis (int): along which they are appended
+        values (Tensor): the values
+        width (tuple[str, int]): an attribute of the submodule that counts the features, with its new value
+    """
+
+    path: str
+    name: str
+    axis: int
+    values: Tensor
+    width: tuple[str, int]
+
+
+def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Addition]:
+    """Return what is appended to the layers around hidden features so that they are `width` many; nothing is changed.
+
+    What the first layers get is drawn, by a key, as they draw their own first weights; what the next layers get is 0.
+    InputError if a layer is of a kind that is not known, frozen, or shares its weights.
+    """
+    found: list[Addition] = []
+    modules = {path: model.get_submodule(path) for path in sorted(hidden.writers | hidden.readers | hidden.norms)}
+    old = width_of(first := min(hidden.writers), modules[first])
+    for path in sorted(hidden.writers):
+        layer, axes = cast("Any", modules[path]), axes_of(path, modules[path])
+        fresh = copy.deepcopy(layer)
+        for name, axis in (("weight", axes.writes), ("bias", 0)):
+            if (own := getattr(layer, name)) is not None:
+                setattr(fresh, name, nn.Parameter(_zeros(own, axis, width)))
+        with drawn_with(key), torch.no_grad():
+            if callable(reset := getattr(fresh, "reset_parameters", None)):
+                reset()
+            else:
+                fresh.weight.normal_(std=float(layer.weight.std()))
+        for name, axis in (("weight", axes.writes), ("bias", 0)):
+            if (drawn := getattr(fresh, name)) is not None:
+                values = drawn.detach().narrow(axis, old, width - old).clone()
+                found.append(Addition(path, name, axis, values, (axes.written, width)))
+    for path in sorted(hidden.readers):
+        axes, weight = axes_of(path, modules[path]), cast("Tensor", modules[path].weight)
+        positions, rest = divmod(weight.shape[axes.reads], old)
+        if rest:
+            read = weight.shape[axes.reads]
+            raise InputError(f"{path!r} reads {read} features, which is no multiple of the {old} of {first!r}")
+        values = _zeros(weight, axes.reads, positions * (width - old))
+        found.append(Addition(path, "weight", axes.reads, values, (axes.read, positions * width)))
+    for path in sorted(hidden.norms):
+        for name, value in _NORM:
+            if (own := getattr(modules[path], name, None)) is not None:
+                more = own.detach().new_full((width - old,), value)
+                found.append(Addition(path, name, 0, more, ("num_features", width)))
+    _check_owned(model, found)
+    return found
+
+
+def _zeros(like: Tensor, axis: int, size: int) -> Tensor:
+    """Return zeros in the shape of a tensor, but for one axis."""
+    return like.detach().new_zeros([size if at == axis else own for at, own in enumerate(like.shape)])
+
+
+def _check_owned(model: nn.Module, found: Sequence[Addition]) -> None:
+    """InputError if a parameter is shared, frozen, or computed from others before each pass."""
+    holders = [id(parameter) for part in model.modules() for parameter in part._parameters.values()]
+    for path, name, *_ in found:
+        part = model.get_submodule(path)
+        if name in part._buffers:
+            continue
+        own = part._parameters.get(name)
+        if own is None:
+            raise InputError(f"{path}.{name} is computed from other parameters before each pass")
+        if holders.count(id(own)) > 1:
+            raise InputError(f"{path}.{name} is shared with another module")
+        if not own.requires_grad:
+            raise InputError(f"{path}.{name} is frozen")
+
+
+class Layers:
+    """The layers of a network and its moving averages while they are widened; what was appended can be taken back."""
+
+    def __init__(self, networks: Sequence[nn.Module], example: Any) -> None:
+        """The networks are in evaluation mode until the last call here."""
+        self.networks, self._example = networks, example
+        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._expected = [value.clone() for value in floats(call(networks[0], example))]
+
+    def append(self, found: Sequence[Addition]) -> None:
+        """Append values to the layers. InputError if the network then fails or computes something else; nothing is changed."""
+        begun = len(self._before)
+        for network in self.networks:
+            for path, name, axis, values, (width_name, width) in found:
+                part = network.get_submodule(path)
+                state = {"_parameters": dict(part._parameters), "_buffers": dict(part._buffers)}
+                self._before.append((part, {**vars(part), **state}))
+                old = getattr(part, name)
+                grown = torch.cat([old.detach(), values.to(old.device, old.dtype)], axis)
+                setattr(part, name, nn.Parameter(grown, old.requires_grad) if name in part._parameters else grown)
+                if hasattr(part, width_name):
+                    setattr(part, width_name, width)
+        try:
+            output = list(floats(call(self.networks[0], self._example)))
+        except Exception as error:  # the network is the user's
+            self.take_back(begun)
+            if is_out_of_memory(error):
+                raise
+            raise InputError(f"the wider network fails on the example: {typed_line(error)}") from error
+        eps = max((torch.finfo(value.dtype).eps for value in self._expected), default=0.0)
+        same = len(output) == len(self._expected)
+        if not (same and all(same_values(*pair, eps) for pair in zip(self._expected, output, strict=True))):
+            self.take_back(begun)
+            raise InputError("the network depends on the number of these features, as a normalisation over them does")
+
+    def take_back(self, begun: int = 0) -> None:
+        """Take back all but the first changes."""
+        while len(self._before) > begun:
+            part, state = self._before.pop()
+            vars(part).clear()
+            vars(part).update(state)

@@ -1,0 +1,294 @@
+"""scikit-learn estimators whose network starts small and grows while that helps on examples that are held back."""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.model_selection import train_test_split
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from esper.kasmina.blueprints import drawn_with
+from esper.leyline.errors import InputError
+from esper.leyline.text import counted
+from esper.tolaria.live.widening import widen
+
+LOOK = 50
+"""Steps of the optimizer between two looks at the examples that are held back."""
+MOST_HELD_OUT = 10_000
+"""Examples that are held back at most."""
+DECAY = 0.99
+"""Of the moving average of the weights, by step: the network that is measured and returned."""
+WORTH = 0.01
+"""Least share by which the loss must have fallen since the network grew last, for it to grow again."""
+_CHUNK = 8192  # examples of a forward pass
+
+
+class Look(NamedTuple):
+    """What one look found.
+
+    Attributes:
+        steps (int): steps of the optimizer so far
+        units (int): of each hidden layer, until now
+        loss (float): mean over the examples that are held back
+    """
+
+    steps: int
+    units: int
+    loss: float
+
+
+class _Growing(BaseEstimator):
+    """The part that both estimators share; the docstrings of these say what the parameters are."""
+
+    def __init__(
+        self,
+        *,
+        layers: int = 2,
+        units: int = 16,
+        factor: float = 4.0,
+        most_units: int = 256,
+        rate: float = 3e-3,
+        batch: int = 64,
+        held_out: float = 0.15,
+        patience: int = 12,
+        most_steps: int = 20_000,
+        random_state: Any = None,
+    ) -> None:
+        self.layers = layers
+        self.units = units
+        self.factor = factor
+        self.most_units = most_units
+        self.rate = rate
+        self.batch = batch
+        self.held_out = held_out
+        self.patience = patience
+        self.most_steps = most_steps
+        self.random_state = random_state
+
+    def _fit_network(self, x: NDArray[Any], target: Tensor, outputs: int, loss: nn.Module, strata: Any) -> None:
+        """Train and grow. target (n, ...) is what `loss` takes; strata (n,) classes of equal shares on both sides, or None."""
+        self._check()
+        random = check_random_state(self.random_state)
+        key = int(random.randint(2**31 - 1))
+        train, held = _divided(len(x), self.held_out, strata, key)
+        self.mean_, self.scale_ = x[train].mean(0), x[train].std(0)
+        self.scale_[self.scale_ == 0] = 1.0
+        inputs = self._standardized(x)
+        with drawn_with(key):
+            network = _mlp(x.shape[1], self.units, outputs, self.layers)
+        optimizer = torch.optim.AdamW(network.parameters(), self.rate)
+        average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        batches = _batches(train, min(self.batch, len(train)), key)
+        units, steps, since_best, looks = self.units, 0, 0, list[Look]()
+        best = at_growth = math.inf
+        kept: nn.Module | None = None
+        self.stopped_ = f"after the most steps that were allowed, {self.most_steps:,}"
+        while steps < self.most_steps:
+            for _ in range(min(LOOK, self.most_steps - steps)):
+                batch = next(batches)
+                loss(network(inputs[batch]), target[batch]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update_parameters(network)
+                steps += 1
+            found = _mean_loss(average.module, inputs[held], target[held], loss)
+            looks.append(Look(steps, units, found))
+            if found < best * (1 - WORTH / 10):
+                best, since_best, kept = found, 0, copy.deepcopy(average.module)
+            else:
+                since_best += 1
+            if since_best >= self.patience or not math.isfinite(found):
+                self.stopped_ = (
+                    f"after {steps:,} steps, because the loss on the {counted(len(held), 'example')} that are held back had not "
+                    f"fallen in {counted(since_best, 'look')}"
+                )
+                break
+            if best < at_growth * (1 - WORTH) and units * self.factor <= self.most_units:
+                widen(
+                    network, self.factor, example=inputs[held][:2], optimizer=optimizer, ema=average, seed=key + steps
+                )
+                units, at_growth = math.ceil(units * self.factor), best
+        if kept is None:
+            raise InputError(
+                f"the loss on the examples that are held back is {found}; give a smaller rate than {self.rate:g}, or finite data"
+            )
+        self.network_, self.looks_, self.n_iter_ = kept, looks, steps
+        self.units_ = int(kept.get_submodule("0").out_features)  # type: ignore[arg-type]
+        self.growth_ = self._told(units)
+
+    def _told(self, last: int) -> str:
+        """Say in one sentence which size was found, and why no other."""
+        sizes = dict.fromkeys(look.units for look in self.looks_)
+        path = " -> ".join(f"{size:,}" for size in sizes)
+        best = min(self.looks_, key=lambda look: look.loss)
+        if self.units_ != last:
+            why = f"more than {self.units_:,} did not lower the loss"
+        elif last * self.factor > self.most_units:
+            why = f"more would exceed most_units={self.most_units:,}"
+        else:
+            why = f"the loss fell by less than {WORTH:.0%} at this size"
+        return (
+            f"{counted(self.layers, 'hidden layer')} of {path} units; the network of step {best.steps:,} has {self.units_:,}: "
+            f"{why}; ended {self.stopped_}"
+        )
+
+    def _outputs(self, X: ArrayLike) -> NDArray[np.float32]:
+        """(n, outputs) of the network for X (n, features)."""
+        check_is_fitted(self)
+        inputs = self._standardized(validate_data(self, X, reset=False))
+        with torch.no_grad():
+            outputs: NDArray[np.float32] = torch.cat([self.network_(part) for part in inputs.split(_CHUNK)]).numpy()
+        return outputs
+
+    def _standardized(self, x: NDArray[Any]) -> Tensor:
+        return torch.tensor((x - self.mean_) / self.scale_, dtype=torch.float32)
+
+    def _check(self) -> None:
+        """InputError if a parameter cannot be."""
+        for name, least in (
+            ("layers", 1),
+            ("units", 1),
+            ("most_units", 1),
+            ("batch", 1),
+            ("patience", 1),
+            ("most_steps", 1),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+                raise InputError(f"{name} is {value!r}; give a whole number from {least} on")
+        for name, low, high in (("factor", 1.0, math.inf), ("rate", 0.0, math.inf), ("held_out", 0.0, 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not low < value < high:
+                raise InputError(
+                    f"{name} is {value!r}; give a number above {low:g}" + f" and below {high:g}" * (high < math.inf)
+                )
+
+
+class GrowingClassifier(ClassifierMixin, _Growing):
+    """A classifier whose network finds its size: it starts small and grows while that helps on examples that are held back.
+
+        model = esper.GrowingClassifier().fit(x, y)
+        model.score(x_test, y_test), model.units_, model.growth_
+
+    The network has hidden layers of equal width with ReLU, on standardized inputs. AdamW trains it at a constant rate; after
+    every 50 steps the moving average of its weights is measured on the examples that are held back. Where the loss has fallen by
+    1 % since the last growth, every hidden layer gets `factor` times its units (`esper.widen`, which changes no output). Training
+    ends when `patience` looks have found no lower loss; the network with the lowest is kept.
+
+    Args:
+        layers: hidden layers
+        units: of each hidden layer at first
+        factor: by which the units of each layer grow
+        most_units: of each hidden layer
+        rate: learning rate
+        batch: examples of a step
+        held_out: share of the examples that are held back, at most 10,000
+        patience: looks without a lower loss after which training ends
+        most_steps: steps of the optimizer
+        random_state: seed, generator or None, as everywhere in scikit-learn; it decides all that is random here
+
+    Attributes:
+        network_ (nn.Sequential): the network, which reads standardized inputs and returns one logit for each class
+        units_ (int): units of each of its hidden layers
+        growth_ (str): in one sentence which sizes there were, and why it ended with this one
+        looks_ (list[Look]): steps, units and loss at every look
+        n_iter_ (int): steps that were taken
+        classes_, n_features_in_, feature_names_in_: as everywhere in scikit-learn
+    """
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> "GrowingClassifier":
+        """Train on X (n, features) and the classes y (n,). InputError, a ValueError, if a parameter cannot be."""
+        x, labels = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(labels)
+        self.classes_, index = np.unique(labels, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise InputError(f"y has one class, {self.classes_[0]!r}; a classifier needs at least two classes")
+        self._fit_network(x, torch.from_numpy(index), len(self.classes_), nn.CrossEntropyLoss(), index)
+        return self
+
+    def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Return (n, classes) probabilities for X (n, features)."""
+        logits = torch.from_numpy(self._outputs(X)).double()
+        probabilities: NDArray[np.float64] = logits.softmax(1).numpy()
+        return probabilities
+
+    def predict(self, X: ArrayLike) -> NDArray[Any]:
+        """Return (n,) classes for X (n, features)."""
+        outputs = self._outputs(X)
+        classes: NDArray[Any] = self.classes_[outputs.argmax(1)]
+        return classes
+
+
+class GrowingRegressor(RegressorMixin, _Growing):
+    """A regressor whose network finds its size, as that of `GrowingClassifier` does.
+
+        model = esper.GrowingRegressor().fit(x, y)
+
+    Its loss is the squared error of standardized targets, which may be (n,) or (n, outputs). It has the parameters and attributes
+    of `GrowingClassifier`, without `classes_`.
+    """
+
+    def fit(self, X: ArrayLike, y: ArrayLike) -> "GrowingRegressor":
+        """Train on X (n, features) and y (n,) or (n, outputs). InputError, a ValueError, if a parameter cannot be."""
+        x, wanted = validate_data(self, X, y, dtype=np.float64, y_numeric=True, multi_output=True)
+        self._flat = wanted.ndim == 1
+        targets = wanted.reshape(len(wanted), -1).astype(np.float64)
+        self.target_mean_, self.target_scale_ = targets.mean(0), targets.std(0)
+        self.target_scale_[self.target_scale_ == 0] = 1.0
+        target = torch.tensor((targets - self.target_mean_) / self.target_scale_, dtype=torch.float32)
+        self._fit_network(x, target, targets.shape[1], nn.MSELoss(), None)
+        return self
+
+    def predict(self, X: ArrayLike) -> NDArray[np.float64]:
+        """Return (n,) or (n, outputs) for X (n, features)."""
+        outputs: NDArray[np.float64] = self._outputs(X) * self.target_scale_ + self.target_mean_
+        return outputs[:, 0] if self._flat else outputs
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+
+def _mlp(inputs: int, units: int, outputs: int, layers: int) -> nn.Sequential:
+    """Hidden layers of equal width with ReLU."""
+    parts: list[nn.Module] = []
+    for reads in (inputs, *(units,) * (layers - 1)):
+        parts += [nn.Linear(reads, units), nn.ReLU()]
+    return nn.Sequential(*parts, nn.Linear(units, outputs))
+
+
+def _divided(count: int, share: float, strata: Any, key: int) -> tuple[Tensor, Tensor]:
+    """Divide (n,) examples into those to train on and those that are held back: their indices, in order."""
+    if count < 2:
+        raise InputError(
+            f"there is {counted(count, 'example')}, n_samples={count}; give at least 2, as some are held back"
+        )
+    held = max(1, min(round(share * count), MOST_HELD_OUT, count - 1))
+    each = np.bincount(strata) if strata is not None else np.zeros(1)
+    even = strata is not None and each.min() >= 2 and held >= len(each) and count - held >= len(each)
+    parts = train_test_split(np.arange(count), test_size=held, random_state=key, stratify=strata if even else None)
+    return torch.from_numpy(np.sort(parts[0])), torch.from_numpy(np.sort(parts[1]))
+
+
+def _batches(train: Tensor, size: int, key: int) -> Iterator[Tensor]:
+    """Yield batches of indices without an end, in a new order each time all were taken."""
+    generator = torch.Generator().manual_seed(key)
+    while True:
+        order = train[torch.randperm(len(train), generator=generator)]
+        yield from order[: len(order) // size * size].split(size)
+
+
+def _mean_loss(network: nn.Module, inputs: Tensor, target: Tensor, loss: nn.Module) -> float:
+    with torch.no_grad():
+        parts = zip(inputs.split(_CHUNK), target.split(_CHUNK), strict=True)
+        return sum(float(loss(network(x), y)) * len(x) for x, y in parts) / len(inputs)

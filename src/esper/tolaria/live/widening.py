@@ -1,0 +1,161 @@
+"""Widen a network in a person's own loop: its layers, its moving average, and what the optimizer remembers of them."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from esper.kasmina.graft.find_sites import Hidden, find_hidden
+from esper.kasmina.graft.grafted import undisturbed
+from esper.kasmina.graft.grown import is_grafted
+from esper.kasmina.graft.sharding import is_sharded
+from esper.kasmina.graft.widening import Layers, additions, width_of
+from esper.leyline.errors import InputError
+from esper.leyline.text import did_you_mean
+from esper.tolaria.live.groups import unwrapped
+
+
+class Widened(Mapping[str, tuple[int, int]]):
+    """Maps the first layer of each hidden width that changed to the width before and after; prints as one line each.
+
+    Attributes:
+        left_out (dict[str, str]): for each other layer that returns hidden features, why their width stays
+    """
+
+    def __init__(self, widths: Mapping[str, tuple[int, int]], left_out: dict[str, str]) -> None:
+        self._widths, self.left_out = dict(widths), left_out
+
+    def __getitem__(self, path: str) -> tuple[int, int]:
+        return self._widths[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._widths)
+
+    def __len__(self) -> int:
+        return len(self._widths)
+
+    def __repr__(self) -> str:
+        lines = [f"{path}: {before} -> {after} units" for path, (before, after) in self.items()]
+        return "\n".join([*lines, *(f"{path} stays: {reason}" for path, reason in self.left_out.items())])
+
+
+def widen(
+    model: nn.Module,
+    to: float | Mapping[str, int] = 2.0,
+    *,
+    example: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    ema: nn.Module | None = None,
+    seed: int = 0,
+) -> Widened:
+    """Give the hidden layers of a network more units, in place; the network computes what it did.
+
+        esper.widen(model, 2.0, example=x, optimizer=optimizer)      # every hidden layer twice as wide
+        esper.widen(model, {"0": 16}, example=x, optimizer=optimizer)
+
+    Hidden features are what one layer returns and the next layers alone read, through elementwise functions, dropout, pooling,
+    flattening, BatchNorm and sums. For h = W2 f(W1 x + b1) + b2 the wider network is
+
+        h = [W2 0] f([W1; V1] x + [b1; c1]) + b2
+
+    with V1 and c1 drawn as the layer draws its own first weights. Its layers are of the same classes, so that a network that is
+    built with these widths takes its `state_dict`. Layers are nn.Linear, convolutions with one group, and the Conv1D of
+    transformers. Each change is tried on the example, and undone if the outputs change by more than rounding.
+
+    The parameters of these layers are new objects, which take the places of the old ones in the optimizer. It begins anew with
+    them, whole: to keep what it remembered of the old elements was worse in a comparison (docs/widening.md). Call this after
+    `optimizer.step()`, as gradients are dropped.
+
+    Args:
+        model: the network, before DistributedDataParallel, `fully_shard` and torch.compile, and without an unfinished growth
+        to: a factor above 1 for all hidden widths, or new widths by the dotted paths of layers
+        example: an input of the network; a tuple or list holds its arguments, a mapping its named arguments
+        optimizer: that of the loop, if there is one
+        ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, which is widened alike
+        seed: of the new weights; torch's own generators are not used
+
+    Returns:
+        the widths before and after, and why others stay
+
+    Raises:
+        InputError: if a layer that is named cannot be widened, or none can be; nothing is changed then
+    """
+    if isinstance(model, nn.Module) and (is_grafted(model) or is_sharded(model)):
+        grafted = is_grafted(model)
+        mend = "call growth.finish() or esper.ungraft(model) first" if grafted else "widen it before fully_shard"
+        raise InputError(f"the {type(model).__name__} is {'grafted' if grafted else 'sharded'}; {mend}")
+    groups = {min(hidden.writers): hidden for hidden in find_hidden(model, example)}
+    asked = _asked(model, groups, to)
+    networks = (model, *(() if ema is None else (getattr(ema, "module", ema),)))
+    before = dict(model.named_parameters())
+    widths, left_out = dict[str, tuple[int, int]](), dict[str, str]()
+    optimizer = unwrapped(optimizer)
+    with undisturbed(*networks), torch.no_grad():
+        layers = Layers(networks, example)
+        for number, (name, width) in enumerate(asked.items()):
+            try:
+                old = width_of(name, model.get_submodule(name))
+                found = additions(model, groups[name], width, seed + number)
+                layers.append(found)
+            except InputError as error:
+                left_out[name] = str(error)
+            else:
+                widths[name] = old, width
+        if left_out and (isinstance(to, Mapping) or not widths):
+            layers.take_back()
+            name, reason = next(iter(left_out.items()))
+            raise InputError(
+                f"the features of {name!r} cannot be more: {reason}; leave that layer out, and nothing was changed"
+            )
+    if optimizer is not None:
+        _follow(optimizer, before, dict(model.named_parameters()))
+    return Widened(widths, left_out)
+
+
+def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[str, int]) -> dict[str, int]:
+    """Return the new width of each group that is to be wider, by its first layer. InputError if one cannot be meant."""
+    if not groups:
+        raise InputError(
+            f"{type(model).__name__} has no hidden features that one layer returns and the next ones alone read, so that nothing "
+            "can be wider"
+        )
+    if not isinstance(to, Mapping):
+        if isinstance(to, bool) or not isinstance(to, int | float) or not 1 < to < math.inf:
+            raise InputError(f"to is {to!r}; give a factor above 1, or a mapping of layers to widths")
+        return {name: _times(model.get_submodule(name), name, to) for name in groups}
+    first = {path: name for name, group in groups.items() for path in group.writers}
+    asked = dict[str, int]()
+    for path, width in to.items():
+        if path not in first:
+            hint = did_you_mean(path, first, most=3, similarity=0.0)
+            raise InputError(f"to names {path!r}, which is no layer that returns hidden features; {hint}")
+        now = width_of(path, model.get_submodule(path))
+        if isinstance(width, bool) or not isinstance(width, int) or width <= now:
+            raise InputError(f"to gives {path!r} the width {width!r}; give a whole number above {now}, which it has")
+        if asked.setdefault(first[path], width) != width:
+            raise InputError(
+                f"to gives {path!r} another width than {first[path]!r}, and one layer reads both; give them one"
+            )
+    return asked
+
+
+def _times(layer: nn.Module, name: str, factor: float) -> int:
+    """Return a multiple of a layer's width; 0 where the width is not known, which `additions` then says."""
+    try:
+        return math.ceil(factor * width_of(name, layer))
+    except InputError:
+        return 0
+
+
+def _follow(
+    optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
+) -> None:
+    """Put the new parameters of layers, by name, in the places of the old ones, of which the optimizer remembers nothing more."""
+    new = {id(old): after[name] for name, old in before.items() if after[name] is not old}
+    for group in optimizer.param_groups:
+        for index, old in enumerate(group["params"]):
+            if id(old) in new:
+                group["params"][index] = new[id(old)]
+                optimizer.state.pop(old, None)

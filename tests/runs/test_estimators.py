@@ -1,0 +1,119 @@
+"""Growing estimators: they find a size, say which and why, and keep to the rules of scikit-learn."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_diabetes, load_digits
+from sklearn.model_selection import cross_val_score, train_test_split
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import esper
+from esper.leyline.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return train_test_split(*load_digits(return_X_y=True), random_state=0)
+
+
+@pytest.fixture(scope="module")
+def grown(digits):
+    x, _, y, _ = digits
+    return esper.GrowingClassifier(units=4, random_state=0).fit(x, y)
+
+
+def test_a_classifier_grows_from_four_units_to_what_the_digits_need_and_says_so(digits, grown):
+    assert grown.score(digits[1], digits[3]) > 0.95
+    sizes = list(dict.fromkeys(look.units for look in grown.looks_))
+    assert sizes[:3] == [4, 16, 64]
+    assert grown.units_ in sizes
+    assert grown.network_[2].in_features == grown.network_[2].out_features == grown.units_
+    first = " -> ".join(f"{size:,}" for size in sizes)
+    assert grown.growth_.startswith(f"2 hidden layers of {first} units; the network of step ")
+    assert f"has {grown.units_:,}: " in grown.growth_
+    assert (
+        f"ended after {grown.n_iter_:,} steps, because the loss on the 202 examples that are held back" in grown.growth_
+    )
+    assert [look.steps for look in grown.looks_] == list(range(50, grown.n_iter_ + 1, 50))
+
+
+def test_a_growing_network_is_far_above_one_that_may_not_grow(digits, grown):
+    x, x_test, y, y_test = digits
+    small = esper.GrowingClassifier(units=4, most_units=4, random_state=0).fit(x, y)
+    assert small.units_ == 4
+    assert "more would exceed most_units=4" in small.growth_
+    assert grown.score(x_test, y_test) > small.score(x_test, y_test)
+
+
+def test_probabilities_are_those_of_the_network_and_predictions_the_largest(digits, grown):
+    x = digits[1][:9]
+    with torch.no_grad():
+        inputs = torch.tensor((x - grown.mean_) / grown.scale_, dtype=torch.float32)
+        wanted = grown.network_(inputs).double().softmax(1)
+    assert np.allclose(grown.predict_proba(x), wanted, atol=1e-6)
+    assert np.array_equal(grown.predict(x), grown.classes_[grown.predict_proba(x).argmax(1)])
+
+
+def test_a_fit_is_that_of_its_random_state_and_leaves_the_random_numbers_of_torch_alone(digits, grown):
+    x, x_test, y, _ = digits
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    again = clone(grown).fit(x, y)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.array_equal(again.predict_proba(x_test), grown.predict_proba(x_test))
+    loaded = pickle.loads(pickle.dumps(grown))
+    assert np.array_equal(loaded.predict_proba(x_test), grown.predict_proba(x_test))
+
+
+def test_a_regressor_keeps_the_scale_and_the_shape_of_its_targets():
+    x, y = load_diabetes(return_X_y=True)
+    model = esper.GrowingRegressor(random_state=0, most_steps=400)
+    assert cross_val_score(model, x, y, cv=2).mean() > 0.3
+    both = model.fit(x, np.stack([y, -2 * y], 1)).predict(x)
+    assert both.shape == (len(x), 2)
+    assert np.corrcoef(both[:, 0], both[:, 1])[0, 1] < -0.9
+    assert model.fit(x, y).predict(x).shape == (len(x),)
+
+
+def test_it_is_a_step_of_a_pipeline():
+    x, y = load_digits(return_X_y=True)
+    pipeline = make_pipeline(StandardScaler(), esper.GrowingClassifier(most_steps=100, random_state=0)).fit(x, y)
+    assert pipeline[-1].n_iter_ == 100
+    assert pipeline[-1].growth_.endswith("ended after the most steps that were allowed, 100")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"layers": 0}, "layers is 0; give a whole number from 1 on"),
+        ({"units": 2.5}, "units is 2.5; give a whole number"),
+        ({"patience": True}, "patience is True; give a whole number"),
+        ({"factor": 1}, "factor is 1; give a number above 1"),
+        ({"held_out": 1.0}, "held_out is 1.0; give a number above 0 and below 1"),
+        ({"rate": "fast"}, "rate is 'fast'; give a number above 0"),
+        ({"rate": 1e30}, "give a smaller rate than 1e+30"),
+    ],
+)
+def test_a_parameter_that_cannot_be_is_named(settings, sentence):
+    x, y = load_digits(return_X_y=True)
+    with pytest.raises(InputError) as caught:
+        esper.GrowingClassifier(**settings).fit(x, y)
+    assert sentence in str(caught.value)
+
+
+UNEQUAL = {"check_methods_subset_invariance": "a sum of float32 depends on how many rows are summed beside it, by 1e-7"}
+"""Rules of scikit-learn that cannot hold, with the reason."""
+
+
+@pytest.mark.campaign
+@parametrize_with_checks(
+    [esper.GrowingClassifier(most_steps=100), esper.GrowingRegressor(most_steps=100)],
+    expected_failed_checks=lambda estimator: UNEQUAL,
+)
+def test_scikit_learn_accepts_them(estimator, check):
+    check(estimator)

@@ -1,0 +1,270 @@
+"""Wider hidden layers: the network computes what it did, goes on learning, and is an ordinary network of these widths."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import esper
+from esper.leyline.errors import InputError
+
+
+class Gated(nn.Module):
+    """A residual stream without norms, and a gated feed-forward on it."""
+
+    def __init__(self, inner=6, stream=8):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(5, stream), nn.Linear(stream, 3)
+        self.gate, self.up, self.down = nn.Linear(stream, inner), nn.Linear(stream, inner), nn.Linear(inner, stream)
+
+    def forward(self, x):
+        x = self.enter(x)
+        return self.leave(x + self.down(F.silu(self.gate(x)) * self.up(x)))
+
+
+class Normalised(Gated):
+    """The same with a norm over the stream, which depends on its width."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        x = self.enter(x)
+        return self.leave(self.norm(x + self.down(F.silu(self.gate(x)) * self.up(x))))
+
+
+def mlp(*widths):
+    layers = [part for reads, writes in itertools.pairwise(widths) for part in (nn.Linear(reads, writes), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn(channels=4, more=6):
+    return nn.Sequential(
+        nn.Conv2d(1, channels, 3, padding=1),
+        nn.BatchNorm2d(channels),
+        nn.GELU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(channels, more, 3),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Flatten(),
+        nn.Linear(more * 4, 5),
+    )
+
+
+NETWORKS = {
+    "mlp": (lambda: mlp(5, 2, 3, 4), (7, 5), {"0": (2, 4), "2": (3, 6)}),
+    "cnn": (cnn, (7, 1, 8, 8), {"0": (4, 8), "4": (6, 12)}),
+    "temporal convolutions": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.ReLU(), nn.Conv1d(3, 4, 3)),
+        (7, 2, 9),
+        {"0": (3, 6)},
+    ),
+    "stream and gated pair": (Gated, (7, 5), {"down": (8, 16), "gate": (6, 12)}),
+    "gated pair": (Normalised, (7, 5), {"gate": (6, 12)}),
+    "encoder": (
+        lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3)),
+        (7, 4, 8),
+        {"0.linear1": (16, 32)},
+    ),
+}
+
+
+def trained(build, shape, optimizer=torch.optim.AdamW):
+    """A network in float64, an input, an optimizer that has taken steps, and a moving average."""
+    torch.manual_seed(0)
+    model, x = build().double(), torch.randn(shape, dtype=torch.float64)
+    made, average = optimizer(model.parameters(), lr=1e-2), AveragedModel(model)
+    for _ in range(3):
+        step(model, x, made)
+        average.update_parameters(model)
+    return model, x, made, average
+
+
+def step(model, x, optimizer):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def outputs(x, *networks):
+    with torch.no_grad():
+        return [copy.deepcopy(network).eval()(x) for network in networks]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_wider_network_and_its_average_compute_what_they_did_and_learn_on(name):
+    build, shape, widths = NETWORKS[name]
+    model, x, optimizer, average = trained(build, shape)
+    before, state, random = outputs(x, model, average), copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert dict(esper.widen(model, 2.0, example=x, optimizer=optimizer, ema=average)) == widths
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training
+    for one, other in zip(before, outputs(x, model, average), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-9)
+    for key, value in model.state_dict().items():  # what was there stays, bit for bit, in the leading corner
+        assert torch.equal(value[tuple(map(slice, state[key].shape))], state[key]), key
+    assert [each.shape for each in average.module.parameters()] == [each.shape for each in model.parameters()]
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in model.parameters()} >= {id(each) for each in optimizer.state}
+    wide = {path: model.get_submodule(path).weight.detach().clone() for path in widths}
+    for _ in range(2):
+        step(model, x, optimizer)
+        average.update_parameters(model)
+    for path, (old, _) in widths.items():
+        assert (model.get_submodule(path).weight[old:] != wide[path][old:]).any(), "the new units learn"
+
+
+def test_a_network_that_is_built_with_the_widths_takes_the_state_dict():
+    model, x, optimizer, _ = trained(lambda: mlp(5, 2, 3, 4), (7, 5))
+    widened = esper.widen(model, {"0": 9, "2": 4}, example=x, optimizer=optimizer)
+    assert repr(widened) == "0: 2 -> 9 units\n2: 3 -> 4 units"
+    again = mlp(5, 9, 4, 4).double()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), model(x))
+    assert repr(model) == repr(again)
+
+
+def test_the_optimizer_begins_anew_with_what_is_wider_and_remembers_the_rest():
+    model, x, optimizer, _ = trained(lambda: mlp(5, 2, 3, 4), (7, 5))
+    bias, state = model[4].bias, copy.deepcopy(optimizer.state[model[4].bias])
+    esper.widen(model, {"0": 3}, example=x, optimizer=optimizer)
+    assert [parameter in optimizer.state for parameter in model.parameters()] == [False, False, False, True, True, True]
+    assert model[4].bias is bias
+    assert torch.equal(optimizer.state[bias]["exp_avg"], state["exp_avg"])
+    step(model, x, optimizer)
+    assert int(optimizer.state[model[0].weight]["step"]) == 1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9),
+        lambda p, lr: torch.optim.Adam(p, lr, amsgrad=True),
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+        torch.optim.NAdam,
+        torch.optim.Adafactor,
+    ],
+)
+def test_optimizers_of_every_usual_kind_go_on(optimizer):
+    model, x, made, _ = trained(lambda: mlp(5, 2, 4), (7, 5), optimizer)
+    before = outputs(x, model)
+    esper.widen(model, example=x, optimizer=made)
+    assert torch.allclose(*outputs(x, model), *before, atol=1e-9)
+    for _ in range(3):
+        step(model, x, made)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_new_weights_are_drawn_by_a_seed_as_the_layer_draws_its_own():
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(3)
+        model = mlp(400, 2, 4)
+        esper.widen(model, {"0": 300}, example=torch.randn(2, 400), seed=seed)
+        drawn.append(model[0].weight[2:])
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    bound = 400**-0.5  # of the uniform distribution from which nn.Linear draws
+    assert float(drawn[0].detach().abs().max()) <= bound
+    assert float(drawn[0].detach().std()) == pytest.approx(bound / 3**0.5, rel=0.02)
+
+
+class Interleaved(nn.Module):
+    """Flattens a map with its channels last, so that the features of a channel are not beside each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 2, 1), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x).permute(0, 2, 3, 1).flatten(1))
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    return model
+
+
+def frozen():
+    model = mlp(4, 4, 4)
+    model[0].requires_grad_(False)
+    return model
+
+
+def normed():
+    return nn.utils.parametrizations.weight_norm(mlp(4, 4, 4)[0]), nn.ReLU(), nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "sentence"),
+    [
+        (tied, (2, 4), "0.weight is shared with another module"),
+        (frozen, (2, 4), "0.weight is frozen"),
+        (lambda: nn.Sequential(*normed()), (2, 4), "'0' is a ParametrizedLinear, and widths of Linear"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(2, 4, 1, groups=2), nn.Conv2d(4, 3, 1)),
+            (2, 2, 3, 3),
+            "a convolution with 2 groups",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+            (2, 4),
+            "the wider network fails on the example: RuntimeError: Given normalized_shape=[4]",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(1, 4, affine=False), nn.Linear(4, 2)),
+            (2, 4),
+            "the network depends on the number of these features",
+        ),
+        (Interleaved, (2, 1, 2, 2), "has no hidden features that one layer returns"),
+        (lambda: nn.Sequential(nn.Linear(4, 3)), (2, 4), "has no hidden features that one layer returns"),
+    ],
+)
+def test_features_that_cannot_be_more_are_refused_with_the_reason_and_nothing_changes(build, shape, sentence):
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(shape)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shown, state = repr(model), copy.deepcopy(model.state_dict())
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with pytest.raises(InputError) as caught:
+        esper.widen(model, example=x, optimizer=optimizer)
+    assert sentence in str(caught.value)
+    assert repr(model) == shown
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+
+
+def test_a_width_that_cannot_be_is_named_and_nothing_changes():
+    model, x = mlp(5, 2, 3, 4), torch.randn(7, 5)
+    for to, sentence in (
+        ({"0": 2}, "to gives '0' the width 2; give a whole number above 2"),
+        ({"0": 4, "2": True}, "to gives '2' the width True"),
+        ({"4": 9}, "to names '4', which is no layer that returns hidden features; did you mean '"),
+        (1, "to is 1; give a factor above 1"),
+        ("2", "to is '2'; give a factor above 1"),
+    ):
+        with pytest.raises(InputError) as caught:
+            esper.widen(model, to, example=x)
+        assert sentence in str(caught.value)
+    with pytest.raises(InputError, match="to gives 'up' another width than 'gate'"):
+        esper.widen(Gated(), {"gate": 8, "up": 9}, example=torch.randn(7, 5))
+    with pytest.raises(InputError, match=r"is grafted; call growth\.finish\(\)"):
+        esper.widen(esper.graft(model, example=x), example=x)
+    assert [layer.weight.shape for layer in (model[0], model[2], model[4])] == [(2, 5), (3, 2), (4, 3)]
+
+
+def test_of_several_layers_one_that_cannot_be_wider_undoes_them_all_where_it_was_named():
+    model, x = Normalised(), torch.randn(7, 5)
+    with pytest.raises(InputError, match="'down' cannot be more: the wider network fails on the example"):
+        esper.widen(model, {"gate": 12, "down": 16}, example=x)
+    assert (model.gate.out_features, model.down.out_features) == (6, 8)
+    widened = esper.widen(model, 2.0, example=x)
+    assert list(widened.left_out) == ["down"]
