@@ -45,6 +45,7 @@ RUN_ELSEWHERE = [
     "saving.md",
     "sites.md",
     "trainers.md",
+    "widening.md",
     *(page.name for page in WALKTHROUGHS),
 ]
 """Pages whose own test runs their python: it compares what they print, takes fewer steps, or needs an extra."""

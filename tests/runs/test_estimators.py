@@ -112,7 +112,7 @@ UNEQUAL = {"check_methods_subset_invariance": "a sum of float32 depends on how m
 
 @pytest.mark.campaign
 @parametrize_with_checks(
-    [esper.GrowingClassifier(most_steps=100), esper.GrowingRegressor(most_steps=100)],
+    [esper.GrowingClassifier(most_steps=200), esper.GrowingRegressor(most_steps=200)],
     expected_failed_checks=lambda estimator: UNEQUAL,
 )
 def test_scikit_learn_accepts_them(estimator, check):
