@@ -4,7 +4,7 @@
     python bench/scripts/study_widening.py --seeds 2 digits
 
 Two hidden layers of 2 units become 32, or 256 (`esper.widen`), by doubling at equal distances in the first fifth of the steps.
-AdamW at 3e-3, held for 70 % of the steps and then linearly to 0; batches of 64. Arms: without growth; grown; grown with what
+AdamW at `--rate`, held for 70 % of the steps and then linearly to 0; batches of 64. Arms: without growth; grown; grown with what
 the optimizer remembered of the old elements, where the squares of new ones begin at the mean of the old ones, or at 0; grown in
 the first half of the steps; as large from the start; that for the seconds of the grown one. `letter` needs the Debian package
 r-cran-mlbench, and `rdata`. Prints a table in Markdown.
@@ -65,6 +65,7 @@ def train(
     widths: tuple[int, int],
     seed: int,
     steps: int,
+    rate: float,
     share: float = 0.2,
     moments: str = "forgotten",
 ) -> Arm:
@@ -72,7 +73,7 @@ def train(
     x, x_test, y, y_test = data
     torch.manual_seed(seed)
     network = mlp((x.shape[1], widths[0], widths[0], int(y.max()) + 1))
-    optimizer = torch.optim.AdamW(network.parameters(), 3e-3)
+    optimizer = torch.optim.AdamW(network.parameters(), rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (1 - step / steps) / 0.3))
     batches = torch.Generator().manual_seed(seed)
     times = int(np.log2(widths[1] / widths[0]))
@@ -106,7 +107,7 @@ def longer(state: Mapping[str, torch.Tensor], shape: torch.Size, squares: str) -
     return found
 
 
-def study(name: str, seeds: int) -> str:
+def study(name: str, seeds: int, rate: float) -> str:
     """Run all arms of a setting; returns the lines of the table."""
     setting = SETTINGS[name]
     x, y = setting.load()
@@ -118,14 +119,18 @@ def study(name: str, seeds: int) -> str:
         scale[scale == 0] = 1
         data = [torch.tensor((part - center) / scale, dtype=torch.float32) for part in parts[:2]]
         data += [torch.tensor(part) for part in parts[2:]]
-        found = {"grown": train(data, grown, seed, setting.steps)}
-        found["without growth"] = train(data, small, seed, setting.steps)
-        found["grown, moments kept, new squares at the mean"] = train(data, grown, seed, setting.steps, moments="mean")
-        found["grown, moments kept, new squares at 0"] = train(data, grown, seed, setting.steps, moments="zero")
-        found["grown until half of the steps"] = train(data, grown, seed, setting.steps, 0.5)
-        found["as large from the start"] = train(data, large, seed, setting.steps)
+        found = {"grown": train(data, grown, seed, setting.steps, rate)}
+        found["without growth"] = train(data, small, seed, setting.steps, rate)
+        found["grown, moments kept, new squares at the mean"] = train(
+            data, grown, seed, setting.steps, rate, moments="mean"
+        )
+        found["grown, moments kept, new squares at 0"] = train(data, grown, seed, setting.steps, rate, moments="zero")
+        found["grown until half of the steps"] = train(data, grown, seed, setting.steps, rate, 0.5)
+        found["as large from the start"] = train(data, large, seed, setting.steps, rate)
         ratio = found["grown"].seconds / found["as large from the start"].seconds
-        found["as large, for the seconds of grown"] = train(data, large, seed, max(round(setting.steps * ratio), 10))
+        found["as large, for the seconds of grown"] = train(
+            data, large, seed, max(round(setting.steps * ratio), 10), rate
+        )
         for arm, one in found.items():
             arms.setdefault(arm, []).append(one)
     lines = []
@@ -148,6 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"part of a name: {', '.join(SETTINGS)}; all")
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=3e-3, help="the largest learning rate, default %(default)s")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -155,7 +161,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for name in SETTINGS:
         if not asked.settings or any(part in name for part in asked.settings):
-            print(study(name, asked.seeds), flush=True)
+            print(study(name, asked.seeds, asked.rate), flush=True)
 
 
 if __name__ == "__main__":

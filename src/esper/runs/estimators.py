@@ -29,6 +29,8 @@ DECAY = 0.99
 """Of the moving average of the weights, by step: the network that is measured and returned."""
 WORTH = 0.01
 """Least share by which the loss must have fallen since the network grew last, for it to grow again."""
+BY_HEART = 0.1
+"""Share by which the loss on held back examples may be above that on as many training examples, for the network to grow."""
 _CHUNK = 8192  # examples of a forward pass
 
 
@@ -88,7 +90,7 @@ class _Growing(BaseEstimator):
         optimizer = torch.optim.AdamW(network.parameters(), self.rate)
         average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
         batches = _batches(train, min(self.batch, len(train)), key)
-        units, steps, since_best, looks = self.units, 0, 0, list[Look]()
+        units, steps, since_best, looks, why = self.units, 0, 0, list[Look](), ""
         best = at_growth = math.inf
         kept: nn.Module | None = None
         self.stopped_ = f"after the most steps that were allowed, {self.most_steps:,}"
@@ -112,7 +114,15 @@ class _Growing(BaseEstimator):
                     f"fallen in {counted(since_best, 'look')}"
                 )
                 break
-            if best < at_growth * (1 - WORTH) and units * self.factor <= self.most_units:
+            seen = train[: len(held)]
+            known = _mean_loss(average.module, inputs[seen], target[seen], loss)
+            if math.ceil(units * self.factor) > self.most_units:
+                why = f"more would exceed most_units={self.most_units:,}"
+            elif best > at_growth * (1 - WORTH):
+                why = f"the loss had fallen by less than {WORTH:.0%} since it has these"
+            elif found > known * (1 + BY_HEART):
+                why = f"it learns by heart, as the loss is {found / known - 1:.0%} above that on examples it trains on"
+            else:
                 widen(
                     network, self.factor, example=inputs[held][:2], optimizer=optimizer, ema=average, seed=key + steps
                 )
@@ -123,19 +133,13 @@ class _Growing(BaseEstimator):
             )
         self.network_, self.looks_, self.n_iter_ = kept, looks, steps
         self.units_ = int(kept.get_submodule("0").out_features)  # type: ignore[arg-type]
-        self.growth_ = self._told(units)
+        self.growth_ = self._told(units, why)
 
-    def _told(self, last: int) -> str:
-        """Say in one sentence which size was found, and why no other."""
-        sizes = dict.fromkeys(look.units for look in self.looks_)
-        path = " -> ".join(f"{size:,}" for size in sizes)
+    def _told(self, last: int, why: str) -> str:
+        """Say in one sentence which size was found, and why no other; `why` kept it from growing when it had `last` units."""
+        path = " -> ".join(f"{size:,}" for size in dict.fromkeys(look.units for look in self.looks_))
         best = min(self.looks_, key=lambda look: look.loss)
-        if self.units_ != last:
-            why = f"more than {self.units_:,} did not lower the loss"
-        elif last * self.factor > self.most_units:
-            why = f"more would exceed most_units={self.most_units:,}"
-        else:
-            why = f"the loss fell by less than {WORTH:.0%} at this size"
+        why = f"more than {self.units_:,} did not lower the loss" if self.units_ != last else why
         return (
             f"{counted(self.layers, 'hidden layer')} of {path} units; the network of step {best.steps:,} has {self.units_:,}: "
             f"{why}; ended {self.stopped_}"
@@ -181,8 +185,9 @@ class GrowingClassifier(ClassifierMixin, _Growing):
 
     The network has hidden layers of equal width with ReLU, on standardized inputs. AdamW trains it at a constant rate; after
     every 50 steps the moving average of its weights is measured on the examples that are held back. Where the loss has fallen by
-    1 % since the last growth, every hidden layer gets `factor` times its units (`esper.widen`, which changes no output). Training
-    ends when `patience` looks have found no lower loss; the network with the lowest is kept.
+    1 % since the last growth, and is at most a tenth above that on as many training examples, every hidden layer gets `factor`
+    times its units (`esper.widen`, which changes no output). Training ends when `patience` looks have found no lower loss; the
+    network with the lowest is kept.
 
     Args:
         layers: hidden layers

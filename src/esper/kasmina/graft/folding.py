@@ -1,23 +1,24 @@
-"""Fold a seed whose change is linear into the linear layer in front of it."""
+"""Fold a seed into the linear layers at its site: one whose change is linear, and one that is further units of a pair."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows
+from esper.kasmina.blueprints.vector import MLP, Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import sites_of
 from esper.kasmina.graft.planted import Mode, Planted, Seat
 from esper.kasmina.graft.recording import floats
 from esper.kasmina.graft.sharding import fill, gather, gather_module, reshard
+from esper.leyline.errors import is_out_of_memory
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 
-LINEAR = (Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows)
+LINEAR = (Affine, Factored, LinearMap, LowRank, MLP, SparseHead, SparseRows)
 """Modules whose change is W u + b at every position."""
 
 Pass = Callable[[nn.Module], Any]
@@ -26,32 +27,39 @@ Pass = Callable[[nn.Module], Any]
 
 @torch.no_grad()
 def fold(
-    networks: Sequence[nn.Module], name: str, passes: Sequence[Pass], agree: Callable[[bool], bool] = bool
+    networks: Sequence[nn.Module],
+    name: str,
+    passes: Sequence[Pass],
+    agree: Callable[[bool], bool] = bool,
+    *,
+    pairs: bool = True,
 ) -> bool:
-    """Fold the seed at a site into the weight and bias of its nn.Linear: in a network and its moving averages, or in none.
+    """Fold the seed at a site into the weights and biases of nn.Linear layers: in a network and its moving averages, or in none.
 
-        before:  W x + b + alpha (V x + c)            becomes  (W + alpha V) x + b + alpha c
-        here:    (W x + b) + alpha (V (W x + b) + c)  becomes  (W + alpha V W) x + b + alpha (V b + c)
+        before:  W x + b + alpha (V x + c)                     becomes  (W + alpha V) x + b + alpha c
+        here:    (W x + b) + alpha (V (W x + b) + c)           becomes  (W + alpha V W) x + b + alpha (V b + c)
+        a pair:  W f(A x + a) + b + alpha (V f(C x + c) + d)   becomes  [W alpha V] f([A; C] x + [a; c]) + b + alpha d
 
     The seed is folded only if every pass gives what it gave before, to rounding (`_same_output`). So a weight that is also
-    used elsewhere, or is computed from other parameters before each pass, is found by what the network computes. Otherwise
-    every parameter has its bits again. A parameter of the network that requires no gradient, or that a second
-    module holds, is never written.
+    used elsewhere, or is computed from other parameters before each pass, and another function between the layers of a pair than
+    that of the seed, is found by what the network computes. Otherwise every parameter has its bits again. A
+    parameter of the network that requires no gradient, or that a second module holds, is never written. The layers of a pair get
+    other parameters, which are larger.
 
     networks: the network, then its moving averages. agree: makes one decision of those of several processes, which all
-    call this. Returns whether the seed was folded. The seed itself is not removed.
+    call this. pairs: whether layers may become wider. Returns whether the seed was folded. The seed itself is not removed.
     """
     changes = []
     with undisturbed(*networks):
         for network in networks:
             reshard(network)
-            changed = _changes(network, name)
+            changed = _changes(network, name) or (_wider(network, name) if pairs else None)
             if changed is None:
                 return False
             changes.append(changed)
         holders = [parameter for part in networks[0].modules() for parameter in part._parameters.values()]
-        for parameter, _ in changes[0]:
-            if not parameter.requires_grad or sum(each is parameter for each in holders) > 1:
+        for change in changes[0]:
+            if not change.held.requires_grad or sum(each is change.held for each in holders) > 1:
                 return False
         # every process makes every pass, because those of a sharded network wait for each other
         same = [
@@ -62,19 +70,53 @@ def fold(
     if not agree(all(same)):
         return False
     for changed in changes:
-        for parameter, value in changed:
-            fill(parameter, value)
+        for change in changed:
+            change.carry_out()
+            if change.width is not None:
+                setattr(change.part, *change.width)
     return True
 
 
-def _changes(network: nn.Module, name: str) -> list[tuple[Tensor, Tensor]] | None:
+class _Change(NamedTuple):
+    """Another value of a parameter.
+
+    Attributes:
+        part (nn.Module): the module that holds the parameter
+        name (str): its name there
+        value (Tensor): the value, whole; of another shape if the parameter becomes larger
+        width (tuple[str, int] | None): an attribute of the module that counts features, with its new value
+    """
+
+    part: nn.Module
+    name: str
+    value: Tensor
+    width: tuple[str, int] | None = None
+
+    @property
+    def held(self) -> nn.Parameter:
+        """The parameter that the module has now."""
+        held = self.part._parameters[self.name]
+        assert held is not None, "a module has each parameter that is changed"
+        return held
+
+    def carry_out(self) -> None:
+        """Write the value into the parameter, or put a larger parameter in its place."""
+        held = self.held
+        if held.shape == self.value.shape:
+            fill(held, self.value)
+        else:
+            value = self.value.to(held.device, held.dtype)
+            self.part._parameters[self.name] = nn.Parameter(value, requires_grad=held.requires_grad)
+
+
+def _changes(network: nn.Module, name: str) -> list[_Change] | None:
     """The weight of a site's layer, and its bias where that changes, each with its folded value; None if there is none."""
     site, planted = sites_of(network)[name], planted_at(network, name)
     layer = network.get_submodule(site.after)
     assert planted is not None, "there must be a seed to fold"
     reads_input = planted.tap == Tap.BEFORE and site.around == site.after
     if not (
-        isinstance(layer, nn.Linear)
+        _is_linear(layer)
         and isinstance(planted.seed.delta, LINEAR)
         and planted.blend == Blend.ADD
         and (reads_input or planted.tap == Tap.HERE)
@@ -89,15 +131,50 @@ def _changes(network: nn.Module, name: str) -> list[tuple[Tensor, Tensor]] | Non
     more, moved = (
         (matrix, shift) if reads_input else (matrix @ weight, shift if bias is None else matrix @ bias + shift)
     )
-    changed: list[tuple[Tensor, Tensor]] = [(layer.weight, (weight + alpha * more).to(layer.weight.dtype))]
+    changed = [_Change(layer, "weight", (weight + alpha * more).to(layer.weight.dtype))]
     if moved.count_nonzero():
         if bias is None:
             return None
-        changed.append((layer.bias, (bias + alpha * moved).to(layer.bias.dtype)))
+        changed.append(_Change(layer, "bias", (bias + alpha * moved).to(layer.bias.dtype)))
     return changed
 
 
-def _same_output(network: nn.Module, name: str, changes: Sequence[tuple[Tensor, Tensor]], run: Pass) -> bool:
+def _wider(network: nn.Module, name: str) -> list[_Change] | None:
+    """The parameters of the two layers that a site spans, with the hidden units of its seed; None if they cannot be wider."""
+    site, planted = sites_of(network)[name], planted_at(network, name)
+    first, second = network.get_submodule(site.around), network.get_submodule(site.after)
+    assert planted is not None, "there must be a seed to fold"
+    delta = planted.seed.delta
+    if not (
+        first is not second
+        and _is_linear(first)
+        and _is_linear(second)
+        and isinstance(delta, MLP)
+        and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD)
+        and first.out_features == second.in_features
+    ):
+        return None
+    alpha, units = planted.alpha, first.out_features + len(delta.inner.weight)
+    changed = [
+        _Change(first, "weight", torch.cat([first.weight, delta.inner.weight]), ("out_features", units)),
+        _Change(second, "weight", torch.cat([second.weight, alpha * delta.out.weight], 1), ("in_features", units)),
+    ]
+    for layer, more, own in ((first, delta.inner.bias, True), (second, alpha * delta.out.bias, False)):
+        if layer.bias is not None:
+            changed.append(_Change(layer, "bias", torch.cat([layer.bias, more]) if own else layer.bias + more))
+        elif more.count_nonzero():
+            return None
+    return changed
+
+
+def _is_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a layer is an nn.Linear whose weight and bias are its own parameters, and not computed before each pass."""
+    if not isinstance(layer, nn.Linear):
+        return False
+    return layer._parameters.get("weight") is not None and ("bias" in layer._parameters)
+
+
+def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run: Pass) -> bool:
     """Whether a pass gives the same with the folded layer as with the seed; parameters and seed are restored, bit for bit.
 
     Equal are values that differ by at most sqrt(eps) of the largest one in the tensor, which is half of its digits, for the
@@ -110,22 +187,28 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[tuple[Tensor, 
     with _streams(layer, planted) as (front, behind):
         expected = list(floats(run(network)))
     reshard(network)
-    mode, before = planted.mode, [(parameter, parameter.detach().clone()) for parameter, _ in changes]
+    mode, before = planted.mode, [(change, change.held, change.held.detach().clone()) for change in changes]
     try:
         planted.mode = Mode.OFF
-        for parameter, value in changes:
-            fill(parameter, value)
-        with _streams(layer, planted) as (_, folded):
-            found = list(floats(run(network)))
+        for change in changes:
+            change.carry_out()
+        try:
+            with _streams(layer, planted) as (_, folded):
+                found = list(floats(run(network)))
+        except RuntimeError as error:  # something else reads as many features as there were
+            if is_out_of_memory(error) or not any(change.width for change in changes):
+                raise
+            return False
     finally:
         reshard(network)
         planted.mode = mode
-        for parameter, value in before:
-            fill(parameter, value)
+        for change, held, value in before:
+            change.part._parameters[change.name] = held
+            fill(held, value)
     pairs = [*zip(expected, found, strict=False), *zip(behind, folded, strict=False)]
     if (len(expected), len(behind)) != (len(found), len(folded)):
         return False
-    eps = max(_eps(each) for each in (changes[0][0], *expected, *behind))
+    eps = max(_eps(each) for each in (changes[0].held, *expected, *behind))
     if not all(same_values(one, other, eps) for one, other in pairs):
         return False
     lost, seed = (

@@ -1,7 +1,8 @@
 """Give hidden layers more units, in place and with an unchanged function."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -176,3 +177,34 @@ class Layers:
             part, state = self._before.pop()
             vars(part).clear()
             vars(part).update(state)
+
+
+@contextmanager
+def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give the layers of a fresh model the widths that they grew to, unless the block fails.
+
+    shapes: of each parameter that became larger, before. A parameter of another shape stays, for whoever compares them. tensors:
+    of the network that grew. The values are those of fresh memory, for the block to fill in.
+    """
+    parameters = dict(model.named_parameters())
+    before: list[tuple[nn.Module, dict[str, Any]]] = []
+    try:
+        for name, shape in shapes.items():
+            path, _, entry = name.rpartition(".")
+            if name not in parameters or name not in tensors or list(parameters[name].shape) != list(shape):
+                continue
+            part = model.get_submodule(path)
+            axes = axes_of(path, part)
+            before.append((part, {**vars(part), "_parameters": dict(part._parameters)}))
+            made = parameters[name].detach().new_empty(tensors[name].shape)
+            setattr(part, entry, nn.Parameter(made, parameters[name].requires_grad))
+            if entry == "weight":
+                for attribute, axis in ((axes.written, axes.writes), (axes.read, axes.reads)):
+                    if hasattr(part, attribute):
+                        setattr(part, attribute, made.shape[axis])
+        yield
+    except BaseException:
+        for part, state in reversed(before):
+            vars(part).clear()
+            vars(part).update(state)
+        raise

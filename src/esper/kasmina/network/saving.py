@@ -21,6 +21,7 @@ from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ung
 from esper.kasmina.graft.grown import CHILD, check_tensors, is_grafted, prefix_behind
 from esper.kasmina.graft.planted import Mode, Planted, Recipe, Seat
 from esper.kasmina.graft.sharding import gather, in_parts
+from esper.kasmina.graft.widening import resized
 from esper.kasmina.network.sums import SUMS, check_sum, sums_of
 from esper.kasmina.slot import Seed
 from esper.leyline.config.parsing import parse_json
@@ -85,6 +86,7 @@ class _SavedNetwork(_Saved):
     network: str  # name of the class
     seeds: list[_SavedSeed]
     shared: dict[str, str]  # names of tensors that are another one, by name, in the same memory
+    shapes: dict[str, list[int]] = {}  # of the parameters that became larger, before
 
 
 S = TypeVar("S", _SavedAdapter, _SavedNetwork)
@@ -186,10 +188,11 @@ def attach_files(model: M, files: Mapping[str, bytes], folder: Path, *, other_ho
 # Whole networks.
 
 
-def save_grown(network: nn.Module, folder: Path | str | None) -> None:
+def save_grown(network: nn.Module, shapes: Mapping[str, Sequence[int]], folder: Path | str | None) -> None:
     """Write all weights and buffers of a network, and the seeds that act in it, to a folder.
 
-    folder: None in a process that gathers what it has a part of, and writes nothing.
+    shapes: of the parameters that became larger, before. folder: None in a process that gathers what it has a part of, and writes
+    nothing.
     """
     seeds = acting(network)
     described = _described(network, seeds)
@@ -218,7 +221,13 @@ def save_grown(network: nn.Module, folder: Path | str | None) -> None:
         parts = to_parts(tensors)
     except TypeError as error:
         raise InputError(f"the network cannot be saved: {error}; convert that tensor to another dtype") from None
-    whole = _SavedNetwork(format=NETWORK_FORMAT, network=type(network).__name__, seeds=described, shared=shared)
+    whole = _SavedNetwork(
+        format=NETWORK_FORMAT,
+        network=type(network).__name__,
+        seeds=described,
+        shared=shared,
+        shapes={name: list(shape) for name, shape in shapes.items()},
+    )
     text = json.dumps(whole.model_dump(mode="json"), indent=1).encode()
     files: dict[str, Content] = {NETWORK_WEIGHTS: parts, NETWORK: text}
     _write(folder, {**files, SUMS: sums_of(files)})
@@ -227,8 +236,8 @@ def save_grown(network: nn.Module, folder: Path | str | None) -> None:
 def load_grown(folder: Path | str, model: M) -> M:
     """Load what `Growth.save` wrote into a fresh copy of the model, as it was before it grew, in place; return the model.
 
-    The model gets every weight and buffer, and the seeds. It computes bit for bit what the saved network did. Its
-    `state_dict` has the same names, so that later weights of the saved network can be loaded into it too.
+    The model gets every weight and buffer, the widths that its layers grew to, and the seeds. It computes bit for bit what the
+    saved network did. Its `state_dict` has the same names, so that later weights of the saved network can be loaded into it too.
 
     Raises InputError if the folder holds no grown network, or one of another model; the model then stays as it was.
     """
@@ -241,24 +250,35 @@ def load_grown(folder: Path | str, model: M) -> M:
     if missing := [first for first in described.shared.values() if first not in tensors]:
         raise InputError(f"{weights_path} is damaged: it lacks {missing[0]!r}; {again}")
     tensors |= {name: tensors[first] for name, first in described.shared.items()}
-    _check_hosts(model, described.seeds)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
     if is_grafted(model):
         raise InputError(f"the {type(model).__name__} is grafted; give one as it was before esper.graft")
+    with resized(model, described.shapes, tensors):
+        _load_into(model, described.seeds, tensors, folder, again)
+    return model
+
+
+def _load_into(
+    model: nn.Module, seeds: Sequence[_SavedSeed], tensors: Mapping[str, Tensor], folder: Path, again: str
+) -> None:
+    """Plant seeds in a model, and fill all tensors in. InputError, and no seed, if it is another model."""
+    _check_hosts(model, seeds)
     made = {}
-    for seed in described.seeds:
+    for seed in seeds:
         first = prefix_behind(seed.after)
         own = {name.removeprefix(first): value for name, value in tensors.items() if name.startswith(first)}
         weights = {name.removeprefix("seed."): value for name, value in own.items() if name != "alpha"}
-        made[seed.site] = _built(seed, weights, weights_path, again)
-    inside = tuple(map(prefix_behind, _every_name(model, [seed.after for seed in described.seeds])))
+        made[seed.site] = _built(seed, weights, folder / NETWORK_WEIGHTS, again)
+    inside = tuple(map(prefix_behind, _every_name(model, [seed.after for seed in seeds])))
     mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if meta := [name for name, value in mine.items() if value.is_meta]:
         raise InputError(f"{meta[0]!r} of the model is on the meta device; give a model with weights")
     host = {name: value for name, value in tensors.items() if not name.startswith(inside)}
     check_tensors(host, mine, "the saved network", "the model", _MODEL)
     if made:
-        graft(model, {seed.site: seed.planted_at for seed in described.seeds})
-    for seed in described.seeds:
+        graft(model, {seed.site: seed.planted_at for seed in seeds})
+    for seed in seeds:
         after = model.get_submodule(seed.after)
         like = next((p for p in (*after.parameters(), *model.parameters()) if p.is_floating_point()), torch.zeros(()))
         plant(model, seed.site, made[seed.site].to(like.device).train(after.training))
@@ -270,7 +290,6 @@ def load_grown(folder: Path | str, model: M) -> M:
         raise InputError(f"the model does not take the weights in {folder}: {typed_line(error)}; {_MODEL}") from None
     if made:
         trim(model)
-    return model
 
 
 # Files and descriptions of both.

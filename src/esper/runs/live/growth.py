@@ -14,6 +14,7 @@ from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, get_blueprint
 from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
+from esper.kasmina.graft.widening import resized
 from esper.kasmina.network.saving import folder_of, save_adapter, save_grown
 from esper.leyline.config.tree import Config, build_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
@@ -157,7 +158,9 @@ class Growth:
             )
         self.every, self.calls, self.finished = _optimizer_steps("every", every), 0, False
         self.model, self.mode = network, mode
-        self.folded: list[str] = []  # sites whose seeds `finish` made part of a layer
+        self.folded: list[str] = []  # sites whose seeds `finish` made part of layers
+        self.widened: dict[str, tuple[int, int]] = {}  # layers that got units by that: their widths before and after
+        self._shapes: dict[str, torch.Size] = {}  # of the parameters that became larger by that, before
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
         measured = Probe(probe, loss, device)
         if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < float("inf"):
@@ -245,9 +248,10 @@ class Growth:
     def finish(self) -> nn.Module:
         """The network with the seeds that were kept, and no others. It goes on training under the same optimizer.
 
-        A kept seed whose change is linear becomes part of the Linear that it is behind, in the model and in its moving average,
-        if the outputs of both on the probe stay the same, to rounding. Every other seed is a child named `esper` of its
-        submodule, whose class runs it. Submodules without a seed have their own classes again.
+        A kept seed whose change is linear becomes part of the Linear that it is behind. One with a hidden layer of ReLU around
+        two Linear with a ReLU between becomes further units of these two, which get larger parameters (`widened`). Both are done
+        in the model and in its moving average, if the outputs of both on the probe stay the same, to rounding. Every other seed
+        is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own classes again.
         """
         if self.finished:
             return self.model
@@ -257,10 +261,17 @@ class Growth:
         for slot, site in enumerate(population.sites):
             if planted_at(self.model, site.name) is not None and seeds.stage[0, slot] != Stage.FOSSILIZED:
                 population.free(site.name)
+        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         for site in population.sites:
             if planted_at(self.model, site.name) is not None and population.fold(site.name):
                 self.folded.append(site.name)
                 population.free(site.name)
+        now = dict(self.model.named_parameters())
+        self._shapes = {name: shape for name, shape in shapes.items() if name in now and now[name].shape != shape}
+        for name, shape in self._shapes.items():
+            layer, _, entry = name.rpartition(".")
+            if entry == "weight" and now[name].shape[0] != shape[0]:
+                self.widened[layer] = shape[0], now[name].shape[0]
         population.grafts.settle()
         self.frozen.release()
         population.groups.disown()
@@ -287,11 +298,12 @@ class Growth:
         problem, whole_model = "", {}
         try:
             if model is not None:
-                self._plant_kept(model)
-                whole_model = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
                 grown = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
-                target = "the model that gather was given"
-                check_tensors(grown, whole_model, "the grown network", target, "build the same model", dtypes=False)
+                with resized(model, self._shapes, grown):
+                    self._plant_kept(model)
+                    whole_model = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
+                    target = "the model that gather was given"
+                    check_tensors(grown, whole_model, "the grown network", target, "build the same model", dtypes=False)
         except InputError as error:  # the others wait for this process
             problem = str(error)
         problem = next(filter(None, self.population.ranks.from_each(problem)), "")
@@ -340,15 +352,16 @@ class Growth:
         """
         folder = folder_of(folder)
         reshard(self.model)
-        save_grown(self.model, folder if self.population.ranks.first else None)
+        save_grown(self.model, self._shapes, folder if self.population.ranks.first else None)
 
     def summary(self) -> dict[str, Any]:
         """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
         `verdict` says in one line what is known of whether growth paid. `loss` is that on the probe at the last decision, and
         `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for `added_params`, which are the parameters
-        of the seeds that act. `trained_params` require a gradient, seats that are free left out. Each list has its last 500
-        entries, and `unlisted` counts the earlier ones.
+        of the seeds that act. `trained_params` require a gradient, seats that are free left out. `widened` maps the layers that
+        got the units of seeds to their widths before and after. Each list has its last 500 entries, and `unlisted` counts the
+        earlier ones.
         """
         state, population = self.engine.state, self.population
         host = int(population.host_params[0])
@@ -380,6 +393,7 @@ class Growth:
             "host_params": host,
             "added_params": added,
             "trained_params": population.grafts.trained_params(),
+            "widened": {name: list(widths) for name, widths in self.widened.items()},
             "rollbacks": self.engine.governor.record.counts()["rollbacks"],
             **lists,
             "unlisted": dict(self.engine.seed_history.unlisted),

@@ -18,7 +18,7 @@ from esper.kasmina.graft.folding import fold
 from esper.kasmina.graft.grafted import survey, undisturbed
 from esper.kasmina.graft.grown import POINT, sites_of, stream_of
 from esper.kasmina.graft.planted import Mode
-from esper.kasmina.graft.sharding import fill, gather, placed, reshard
+from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard
 from esper.kasmina.lifecycle import Edits, dormant
 from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, scalar
@@ -32,6 +32,7 @@ from esper.tolaria.live.groups import Groups, placed_moments
 from esper.tolaria.live.incubation import Incubation
 from esper.tolaria.live.probe import Probe
 from esper.tolaria.live.ranks import Ranks, SharedGradients
+from esper.tolaria.live.widening import follow
 from esper.tolaria.measure.sensors import participation_ratio
 from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures
 from esper.tolaria.runtime import read_packet
@@ -184,9 +185,16 @@ class LivePopulation:
         self.grafts.free(name)
 
     def fold(self, name: str) -> bool:
-        """Fold a seed into its layer, in the network and its averages, if their outputs on the probe allow it; return whether."""
+        """Fold a seed into its layers, in the network and its averages, if their outputs on the probe allow it; return whether.
+
+        Layers become wider in one process alone: DistributedDataParallel and `fully_shard` know the sizes of parameters.
+        """
         passes = self.probe_batches.passes() if self.ranks.first or self.ranks.together else []
-        return fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed)
+        before = dict(self.network.named_parameters())
+        pairs = self.ranks.size == 1 and self.shared.wrapper is None and not is_sharded(self.network)
+        folded = fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed, pairs=pairs)
+        follow(self.groups.optimizer, before, dict(self.network.named_parameters()))
+        return folded
 
     def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
         """Have just these seeds, in this order; their weights are for the caller to fill in."""

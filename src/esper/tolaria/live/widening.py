@@ -110,7 +110,7 @@ def widen(
                 f"the features of {name!r} cannot be more: {reason}; leave that layer out, and nothing was changed"
             )
     if optimizer is not None:
-        _follow(optimizer, before, dict(model.named_parameters()))
+        follow(optimizer, before, dict(model.named_parameters()))
     return Widened(widths, left_out)
 
 
@@ -149,7 +149,7 @@ def _times(layer: nn.Module, name: str, factor: float) -> int:
         return 0
 
 
-def _follow(
+def follow(
     optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
 ) -> None:
     """Put the new parameters of layers, by name, in the places of the old ones, of which the optimizer remembers nothing more."""
