@@ -1,5 +1,5 @@
-# `make demo` grows eight small networks that were trained before; `make test` runs the tests of the library; `make test-campaigns` its
-# kills, full disks, runs of several processes, and examples; `make test-bench` the tests of the benchmarks in bench/;
+# `make demo` trains a classifier that starts small, and then grows eight networks that were trained before; `make test` runs the tests
+# of the library; `make test-campaigns` its kills, full disks, runs of several processes, and examples; `make test-bench` the tests of the benchmarks in bench/;
 # `make test-third-party` those with other packages; `make test-browser` those in chromium, which must be installed, as must npm;
 # `make test-all` all but the last, and the slow ones too. `make docs` builds the documentation into site/. Each makes a virtual
 # environment first.
@@ -14,6 +14,7 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: install install-dev install-bench install-third-party install-browser install-docs
 
 demo: install
+	$(VENV)/bin/python examples/start_small.py
 	$(VENV)/bin/esper grow spirals-trained --envs 8 --controller heuristic --run runs/demo --overwrite
 
 test: install-dev

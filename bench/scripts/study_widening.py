@@ -1,13 +1,14 @@
 """Hidden layers that double from two units, in one's own loop, beside networks of the first and of the final size.
 
-    python bench/scripts/study_widening.py                     # 8 seeds of 4 settings, about 20 minutes on one core
+    python bench/scripts/study_widening.py                     # 8 seeds of 5 settings, about an hour on one core
     python bench/scripts/study_widening.py --seeds 2 digits
 
-Two hidden layers of 2 units become 32, or 256 (`esper.widen`), by doubling at equal distances in the first fifth of the steps.
+Two hidden layers of 2 units become 32, or 256, and two convolutions of 4 channels 32 (`esper.widen`), by doubling at equal
+distances in the first fifth of the steps.
 AdamW at `--rate`, held for 70 % of the steps and then linearly to 0; batches of 64. Arms: without growth; grown; grown with what
 the optimizer remembered of the old elements, where the squares of new ones begin at the mean of the old ones, or at 0; grown in
-the first half of the steps; as large from the start; that for the seconds of the grown one. `letter` needs the Debian package
-r-cran-mlbench, and `rdata`. Prints a table in Markdown.
+the first half of the steps; as large from the start; that for the seconds of the grown one. `letter` and `fashion` need the
+Debian packages r-cran-mlbench (with `rdata`) and dataset-fashion-mnist. Prints a table in Markdown.
 """
 
 import argparse
@@ -26,17 +27,18 @@ from torch import nn
 
 import esper
 from esper.leyline.intervals import t_interval
-from esper_bench.public_sets import letter_recognition
+from esper_bench.public_sets import fashion_mnist, letter_recognition
 
 Data = tuple[NDArray[Any], NDArray[Any]]
 
 
 class Setting(NamedTuple):
-    """A data set, the final units of a hidden layer, and the steps."""
+    """A data set, the width of the hidden layers at first and at the end, the steps, and whether the layers are convolutions."""
 
     load: Callable[[], Data]
-    units: int
+    widths: tuple[int, int]
     steps: int
+    convolutions: bool = False
 
 
 def classes() -> Data:
@@ -44,12 +46,34 @@ def classes() -> Data:
     return make_classification(4000, 20, n_informative=12, n_classes=6, n_clusters_per_class=3, random_state=0)
 
 
+def fashion() -> Data:
+    """The first 20,000 training images of Fashion-MNIST, as rows of pixels."""
+    (x, y), _ = fashion_mnist()
+    return x[:20_000].reshape(20_000, -1), y[:20_000]
+
+
 SETTINGS: Mapping[str, Setting] = {
-    "digits": Setting(lambda: load_digits(return_X_y=True), 32, 1000),
-    "classes": Setting(classes, 32, 1000),
-    "letter": Setting(letter_recognition, 32, 4000),
-    "letter, 256": Setting(letter_recognition, 256, 4000),
+    "digits": Setting(lambda: load_digits(return_X_y=True), (2, 32), 1000),
+    "classes": Setting(classes, (2, 32), 1000),
+    "letter": Setting(letter_recognition, (2, 32), 4000),
+    "letter, 256": Setting(letter_recognition, (2, 256), 4000),
+    "fashion, CNN": Setting(fashion, (4, 32), 1000, convolutions=True),
 }
+
+
+def cnn(width: int, outputs: int) -> nn.Sequential:
+    """Two convolutions of 3 x 3 with pooling, for rows of 28 x 28 pixels."""
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 28, 28)),
+        nn.Conv2d(1, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(width, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(49 * width, outputs),
+    )
 
 
 class Arm(NamedTuple):
@@ -62,17 +86,19 @@ class Arm(NamedTuple):
 
 def train(
     data: list[torch.Tensor],
+    setting: Setting,
     widths: tuple[int, int],
     seed: int,
-    steps: int,
     rate: float,
+    steps: int = 0,
     share: float = 0.2,
     moments: str = "forgotten",
 ) -> Arm:
     """Train hidden layers of the first width, which double until they have the second one, in a share of the steps."""
     x, x_test, y, y_test = data
+    steps, outputs = steps or setting.steps, int(y.max()) + 1
     torch.manual_seed(seed)
-    network = mlp((x.shape[1], widths[0], widths[0], int(y.max()) + 1))
+    network = cnn(widths[0], outputs) if setting.convolutions else mlp((x.shape[1], widths[0], widths[0], outputs))
     optimizer = torch.optim.AdamW(network.parameters(), rate)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (1 - step / steps) / 0.3))
     batches = torch.Generator().manual_seed(seed)
@@ -111,7 +137,8 @@ def study(name: str, seeds: int, rate: float) -> str:
     """Run all arms of a setting; returns the lines of the table."""
     setting = SETTINGS[name]
     x, y = setting.load()
-    small, large, grown = (2, 2), (setting.units,) * 2, (2, setting.units)
+    grown = setting.widths
+    small, large = (grown[0], grown[0]), (grown[1], grown[1])
     arms: dict[str, list[Arm]] = {}
     for seed in range(seeds):
         parts = train_test_split(x, y, test_size=0.25, random_state=seed, stratify=y)
@@ -119,18 +146,17 @@ def study(name: str, seeds: int, rate: float) -> str:
         scale[scale == 0] = 1
         data = [torch.tensor((part - center) / scale, dtype=torch.float32) for part in parts[:2]]
         data += [torch.tensor(part) for part in parts[2:]]
-        found = {"grown": train(data, grown, seed, setting.steps, rate)}
-        found["without growth"] = train(data, small, seed, setting.steps, rate)
-        found["grown, moments kept, new squares at the mean"] = train(
-            data, grown, seed, setting.steps, rate, moments="mean"
-        )
-        found["grown, moments kept, new squares at 0"] = train(data, grown, seed, setting.steps, rate, moments="zero")
-        found["grown until half of the steps"] = train(data, grown, seed, setting.steps, rate, 0.5)
-        found["as large from the start"] = train(data, large, seed, setting.steps, rate)
+        found = {"grown": train(data, setting, grown, seed, rate)}
+        found["without growth"] = train(data, setting, small, seed, rate)
+        for shown, moments in (("at the mean", "mean"), ("at 0", "zero")):
+            found[f"grown, moments kept, new squares {shown}"] = train(
+                data, setting, grown, seed, rate, moments=moments
+            )
+        found["grown until half of the steps"] = train(data, setting, grown, seed, rate, share=0.5)
+        found["as large from the start"] = train(data, setting, large, seed, rate)
         ratio = found["grown"].seconds / found["as large from the start"].seconds
-        found["as large, for the seconds of grown"] = train(
-            data, large, seed, max(round(setting.steps * ratio), 10), rate
-        )
+        steps = max(round(setting.steps * ratio), 10)
+        found["as large, for the seconds of grown"] = train(data, setting, large, seed, rate, steps)
         for arm, one in found.items():
             arms.setdefault(arm, []).append(one)
     lines = []

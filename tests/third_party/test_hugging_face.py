@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import InputError
 from esper.tolaria.live.groups import OWNER
@@ -165,3 +166,35 @@ def test_parameters_that_growth_cannot_follow_are_refused_by_name(tmp_path, argu
         growing.on_train_begin(
             trainer.args, trainer.state, trainer.control, model=trainer.model, optimizer=None, lr_scheduler=None
         )
+
+
+def llama(inner):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with drawn_with(0):
+        return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, intermediate_size=inner, vocab_size=24))
+
+
+@pytest.mark.parametrize(
+    ("build", "key", "layers", "inner"),
+    [
+        (gpt2, "n_inner", ["transformer.h.0.mlp.c_fc", "transformer.h.1.mlp.c_fc"], 64),
+        (lambda: llama(20), "intermediate_size", [f"model.layers.{layer}.mlp.gate_proj" for layer in (0, 1)], 20),
+    ],
+    ids=["GPT-2", "Llama"],
+)
+def test_a_model_with_wider_feed_forwards_is_one_of_its_config(build, key, layers, inner, tmp_path):
+    model, given = build().eval(), {"input_ids": batch(3)["input_ids"]}
+    before = model(**given).logits
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert dict(esper.widen(model, 1.5, example=given, optimizer=optimizer)) == dict.fromkeys(
+        layers, (inner, 3 * inner // 2)
+    )
+    assert torch.allclose(model(**given).logits, before, atol=1e-5)
+    for _ in range(2):
+        model(**batch(4)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    setattr(model.config, key, 3 * inner // 2)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**given).logits, model(**given).logits)
