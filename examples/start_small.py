@@ -14,6 +14,7 @@ x, x_test, y, y_test = train_test_split(*load_digits(return_X_y=True), random_st
 
 
 def row(name, **settings):
+    """Train a network, and print what it reached."""
     model = esper.GrowingClassifier(random_state=0, **settings)
     begun = time.process_time()
     model.fit(x, y)

@@ -20,7 +20,7 @@ PRINTED = {
     "own_frame": r"^grown \[[\s\S]*test accuracy \[[\s\S]*city +age +bought\n0 +Oslo +70.0 +yes",
     "own_loop": r"without growth: 750 parameters.*\n(kept a .*\n)+with growth: [\d,]+ parameters",
     "own_reward": r"^3 rounds, best validation J \S+\nreward of an episode, by round: \[",
-    "start_small": r"starts with 4, and grows +\d+ +0\.9\d+ .*\n4 from the start[\s\S]*the best of these four[\s\S]*of 4 -> 16 -> 64",
+    "start_small": r"starts with 4, and grows +\d+ +0\.9\d+ .*\n4 from the start[\s\S]*the best of these four[\s\S]* 4 -> 16",
     "save_and_load": r"kept \['[\s\S]*computes the same: True\nexported program differs by at most (0e\+00|\de-0[5-9])",
 }
 """What each example prints, as a regular expression."""

@@ -53,7 +53,7 @@ def test_a_growing_network_is_far_above_one_that_may_not_grow(digits, grown):
 def test_probabilities_are_those_of_the_network_and_predictions_the_largest(digits, grown):
     x = digits[1][:9]
     with torch.no_grad():
-        inputs = torch.tensor((x - grown.mean_) / grown.scale_, dtype=torch.float32)
+        inputs = torch.tensor(grown.scaler_.transform(x), dtype=torch.float32)
         wanted = grown.network_(inputs).double().softmax(1)
     assert np.allclose(grown.predict_proba(x), wanted, atol=1e-6)
     assert np.array_equal(grown.predict(x), grown.classes_[grown.predict_proba(x).argmax(1)])
@@ -96,6 +96,7 @@ def test_it_is_a_step_of_a_pipeline():
         ({"factor": 1}, "factor is 1; give a number above 1"),
         ({"held_out": 1.0}, "held_out is 1.0; give a number above 0 and below 1"),
         ({"rate": "fast"}, "rate is 'fast'; give a number above 0"),
+        ({"most_units": 8}, "most_units is 8, below units, 16; give at least as many"),
         ({"rate": 1e30}, "give a smaller rate than 1e+30"),
     ],
 )
@@ -104,6 +105,31 @@ def test_a_parameter_that_cannot_be_is_named(settings, sentence):
     with pytest.raises(InputError) as caught:
         esper.GrowingClassifier(**settings).fit(x, y)
     assert sentence in str(caught.value)
+
+
+def test_a_sentence_about_a_size_is_true(digits):
+    x, _, y, _ = digits
+    for steps, path, why in ((50, "16", "the training ended then"), (100, "16 -> 64", "the training ended then")):
+        model = esper.GrowingClassifier(most_steps=steps, random_state=0).fit(x, y)
+        assert model.growth_.startswith(f"2 hidden layers of {path} units; the network of step {steps} has ")
+        assert f": {why}; ended after the most steps that were allowed, {steps}" in model.growth_
+        assert model.units_ == int(path.split()[-1])
+
+
+def test_few_rows_constant_columns_and_values_that_are_too_large():
+    x, y = load_diabetes(return_X_y=True)
+    for rows in (2, 3, 5):
+        assert esper.GrowingRegressor(most_steps=50).fit(x[:rows], y[:rows]).predict(x).shape == y.shape
+    x[:, 2] = 0.1
+    model = esper.GrowingRegressor(most_steps=100, random_state=0).fit(x, y)
+    other = x.copy()
+    other[:, 2] += 1e-9
+    assert np.allclose(model.predict(other), model.predict(x), rtol=1e-4)
+    other[3, 2] = 1e300
+    with pytest.raises(InputError, match="row 3 of X has a value that float32 cannot hold"):
+        model.predict(other)
+    with torch.no_grad():
+        assert esper.GrowingRegressor(most_steps=50).fit(x, y).n_iter_ == 50
 
 
 UNEQUAL = {"check_methods_subset_invariance": "a sum of float32 depends on how many rows are summed beside it, by 1e-7"}

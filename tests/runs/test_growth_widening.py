@@ -145,6 +145,14 @@ def test_a_network_that_became_wider_is_saved_loaded_and_gathered_into_a_fresh_c
     assert torch.equal(*outputs(wide, network))
 
 
+def test_a_network_that_is_widened_after_growth_is_saved_too(tmp_path):
+    growth, optimizer, average = grown(host())
+    network = growth.finish()
+    esper.widen(network, {"0": 20, "2": 9}, example=data(7)[0], optimizer=optimizer, ema=average)
+    growth.save(tmp_path / "grown")
+    assert torch.equal(*outputs(esper.load_grown(tmp_path / "grown", host()), network))
+
+
 def test_another_host_than_the_one_that_became_wider_is_refused_and_stays_as_it_was(tmp_path):
     growth, _, _ = grown(host())
     growth.finish()

@@ -224,7 +224,7 @@ def normed():
             (2, 4),
             "the network depends on the number of these features",
         ),
-        (Interleaved, (2, 1, 2, 2), "has no hidden features that one layer returns"),
+        (Interleaved, (2, 1, 2, 2), "the network depends on the number of these features"),
         (lambda: nn.Sequential(nn.Linear(4, 3)), (2, 4), "has no hidden features that one layer returns"),
     ],
 )
@@ -268,3 +268,110 @@ def test_of_several_layers_one_that_cannot_be_wider_undoes_them_all_where_it_was
     assert (model.gate.out_features, model.down.out_features) == (6, 8)
     widened = esper.widen(model, 2.0, example=x)
     assert list(widened.left_out) == ["down"]
+
+
+class Reads(nn.Module):
+    """Reads its hidden features by something else than a layer too."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.first, self.second, self.read = nn.Linear(5, 8), nn.Linear(8, 3), read
+
+    def forward(self, x):
+        h = F.relu(self.first(x))
+        return self.read(h, self.second(h))
+
+
+READS = {
+    "the largest": lambda h, y: y + h.amax(1, keepdim=True),
+    "a mean": lambda h, y: y + h.mean(1, keepdim=True),
+    "a factor without a gradient": lambda h, y: y / (1 + h.detach().amax(1, keepdim=True)),
+    "a part by position": lambda h, y: y + h[:, -3:],
+    "a norm in front of masked outputs": lambda h, y: (y / (1 + h.norm())).masked_fill(y > y.median(), -1e9),
+    "softmax": lambda h, y: y + h.softmax(1)[:, :3],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", READS)
+def test_features_that_something_else_reads_stay_whatever_is_drawn(name, dtype):
+    for seed in range(8):
+        torch.manual_seed(seed)
+        model, x = Reads(READS[name]).to(dtype), torch.randn(3, 5).to(dtype)
+        with pytest.raises(InputError, match="'first' cannot be more"):
+            esper.widen(model, {"first": 10}, example=x, seed=seed)
+        assert model.first.out_features == 8
+
+
+@pytest.mark.parametrize(
+    "function",
+    [nn.PReLU(), nn.Softsign(), nn.Tanhshrink(), nn.Mish(), lambda h: h / 2 - 1, lambda h: torch.where(h > 0, h, -h)],
+)
+def test_any_function_of_each_feature_by_itself_is_passed(function):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.second(function(self.first(x)))
+
+    torch.manual_seed(0)
+    model, x = Plain(), torch.randn(3, 5)
+    before = model(x)
+    esper.widen(model, example=x)
+    assert model.first.out_features == 16
+    assert torch.allclose(model(x), before, atol=1e-6)
+
+
+class Branches(nn.Module):
+    """Has a second layer behind the hidden features, which runs in training mode alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(5, 8), nn.Linear(8, 3), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = F.relu(self.first(x))
+        return (self.second(h), self.third(h)) if self.training else self.second(h)
+
+
+def test_a_layer_that_did_not_run_and_may_read_the_features_is_named():
+    model, x = Branches(), torch.randn(3, 5)
+    with pytest.raises(InputError, match="'third' did not run on the example and may read them"):
+        esper.widen(model.eval(), example=x)
+    assert model.first.out_features == 8
+    esper.widen(model.train(), {"first": 9}, example=x)
+    assert (model.second.in_features, model.third.in_features) == (9, 9)
+
+
+def test_what_cannot_be_is_refused_in_a_sentence_before_anything_changes():
+    model, x = mlp(5, 2, 3, 4), torch.randn(7, 5)
+    optimizer, other = torch.optim.AdamW(model.parameters()), mlp(5, 2, 4)
+    for given, sentence in (
+        ({"optimizer": "adam"}, "the optimizer is a str; give a torch.optim.Optimizer"),
+        ({"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS takes one group of parameters"),
+        ({"optimizer": torch.optim.AdamW(other.parameters())}, "the optimizer holds no parameter of the model"),
+        ({"ema": other}, "ema is a Sequential that has not the parameters of the model"),
+        ({"ema": [model]}, "ema is a list that has not the parameters of the model"),
+        ({"seed": "a"}, "seed is 'a'; give a whole number"),
+        ({"seed": None}, "seed is None; give a whole number"),
+    ):
+        with pytest.raises(InputError) as caught:
+            esper.widen(model, example=x, **{"optimizer": optimizer, **given})
+        assert sentence in str(caught.value)
+    with torch.inference_mode(), pytest.raises(InputError, match=r"is called within torch\.inference_mode"):
+        esper.widen(model, example=x)
+    with pytest.raises(Exception, match=r"memory|size"):  # whatever torch raises; the layers are put back
+        esper.widen(model, {"0": 16, "2": 10**13}, example=x, optimizer=optimizer)
+    assert (model[0].out_features, model[2].out_features) == (2, 3)
+    assert {id(each) for each in optimizer.param_groups[0]["params"]} == {id(each) for each in model.parameters()}
+
+
+def test_attributes_and_the_memory_format_of_a_parameter_are_kept():
+    model = cnn().to(memory_format=torch.channels_last)
+    model[4].weight.no_decay = True
+    esper.widen(model, example=torch.randn(2, 1, 8, 8))
+    assert model[4].weight.no_decay
+    assert model[4].weight.is_contiguous(memory_format=torch.channels_last)
+    assert not model[4].weight.is_contiguous()

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -76,23 +77,28 @@ class _Growing(BaseEstimator):
         self.most_steps = most_steps
         self.random_state = random_state
 
+    @torch.enable_grad()
     def _fit_network(self, x: NDArray[Any], target: Tensor, outputs: int, loss: nn.Module, strata: Any) -> None:
         """Train and grow. target (n, ...) is what `loss` takes; strata (n,) classes of equal shares on both sides, or None."""
         self._check()
+        if torch.is_inference_mode_enabled():
+            raise InputError(
+                "fit is called within torch.inference_mode(), where nothing can learn; call it outside of it"
+            )
         random = check_random_state(self.random_state)
         key = int(random.randint(2**31 - 1))
         train, held = _divided(len(x), self.held_out, strata, key)
-        self.mean_, self.scale_ = x[train].mean(0), x[train].std(0)
-        self.scale_[self.scale_ == 0] = 1.0
+        self.scaler_ = StandardScaler().fit(x[train.numpy()])
         inputs = self._standardized(x)
         with drawn_with(key):
-            network = _mlp(x.shape[1], self.units, outputs, self.layers)
+            network = _mlp(x.shape[1], self.units, outputs, self.layers).float()
         optimizer = torch.optim.AdamW(network.parameters(), self.rate)
         average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
         batches = _batches(train, min(self.batch, len(train)), key)
         units, steps, since_best, looks, why = self.units, 0, 0, list[Look](), ""
         best = at_growth = math.inf
         kept: nn.Module | None = None
+        best_look = Look(0, self.units, math.inf)
         self.stopped_ = f"after the most steps that were allowed, {self.most_steps:,}"
         while steps < self.most_steps:
             for _ in range(min(LOOK, self.most_steps - steps)):
@@ -105,7 +111,7 @@ class _Growing(BaseEstimator):
             found = _mean_loss(average.module, inputs[held], target[held], loss)
             looks.append(Look(steps, units, found))
             if found < best * (1 - WORTH / 10):
-                best, since_best, kept = found, 0, copy.deepcopy(average.module)
+                best, since_best, kept, best_look = found, 0, copy.deepcopy(average.module), looks[-1]
             else:
                 since_best += 1
             if since_best >= self.patience or not math.isfinite(found):
@@ -122,6 +128,8 @@ class _Growing(BaseEstimator):
                 why = f"the loss had fallen by less than {WORTH:.0%} since it has these"
             elif found > known * (1 + BY_HEART):
                 why = f"it learns by heart, as the loss is {found / known - 1:.0%} above that on examples it trains on"
+            elif steps >= self.most_steps:
+                why = "the training ended then"
             else:
                 widen(
                     network, self.factor, example=inputs[held][:2], optimizer=optimizer, ema=average, seed=key + steps
@@ -133,15 +141,15 @@ class _Growing(BaseEstimator):
             )
         self.network_, self.looks_, self.n_iter_ = kept, looks, steps
         self.units_ = int(kept.get_submodule("0").out_features)  # type: ignore[arg-type]
-        self.growth_ = self._told(units, why)
+        self.growth_ = self._told(best_look, why)
 
-    def _told(self, last: int, why: str) -> str:
-        """Say in one sentence which size was found, and why no other; `why` kept it from growing when it had `last` units."""
+    def _told(self, best: Look, why: str) -> str:
+        """Say in one sentence which size was found, and why no other; `why` kept the network from growing at the last look."""
         path = " -> ".join(f"{size:,}" for size in dict.fromkeys(look.units for look in self.looks_))
-        best = min(self.looks_, key=lambda look: look.loss)
-        why = f"more than {self.units_:,} did not lower the loss" if self.units_ != last else why
+        if any(look.units > best.units for look in self.looks_):
+            why = f"more than {best.units:,} did not lower the loss"
         return (
-            f"{counted(self.layers, 'hidden layer')} of {path} units; the network of step {best.steps:,} has {self.units_:,}: "
+            f"{counted(self.layers, 'hidden layer')} of {path} units; the network of step {best.steps:,} has {best.units:,}: "
             f"{why}; ended {self.stopped_}"
         )
 
@@ -154,7 +162,13 @@ class _Growing(BaseEstimator):
         return outputs
 
     def _standardized(self, x: NDArray[Any]) -> Tensor:
-        return torch.tensor((x - self.mean_) / self.scale_, dtype=torch.float32)
+        inputs = torch.tensor(self.scaler_.transform(x), dtype=torch.float32)
+        if not bool(inputs.isfinite().all()):
+            row = int((~inputs.isfinite()).any(1).nonzero()[0])
+            raise InputError(
+                f"row {row} of X has a value that float32 cannot hold when it is standardized; leave it out"
+            )
+        return inputs
 
     def _check(self) -> None:
         """InputError if a parameter cannot be."""
@@ -169,6 +183,8 @@ class _Growing(BaseEstimator):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
                 raise InputError(f"{name} is {value!r}; give a whole number from {least} on")
+        if self.most_units < self.units:
+            raise InputError(f"most_units is {self.most_units}, below units, {self.units}; give at least as many")
         for name, low, high in (("factor", 1.0, math.inf), ("rate", 0.0, math.inf), ("held_out", 0.0, 1.0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not low < value < high:

@@ -39,9 +39,6 @@ _KEEPS_FEATURES = re.compile(
 )
 """Names of the autograd nodes whose output has the features of their input, which no weight mixes."""
 
-_KEEPS_CHANNELS = re.compile(rf"({_KEEPS_FEATURES.pattern})|(Add|View|UnsafeView|ReshapeAlias)Backward\d*$")
-"""The same, sums of streams, and flattening, behind which each feature is several: one for each position."""
-
 UNKNOWN_STREAM = "an unknown kind of stream"
 """How the reason begins for which a submodule is left out whose output has a form on which no seed can grow."""
 
@@ -332,9 +329,8 @@ class Candidates:
     def _fed_by(self, path: str, *, tried: bool = False) -> tuple[set[str], set[GradientEdge]]:
         """Return the layers that feed a layer through functions that keep the features, none if anything else does, and the way.
 
-        tried: whether what is found will be tried, so that sums, flattening, and factors that may be any tensor pass too.
+        tried: whether what is found will be tried, so that everything passes but a product with a weight and an embedding.
         """
-        between = _KEEPS_CHANNELS if tried else _KEEPS_FEATURES
         ends = {
             calls[0].edge: layer for layer in self._layers if layer != path and len(calls := self._calls[layer]) == 1
         }
@@ -348,7 +344,7 @@ class Candidates:
                 found.add(ends[edge])
             elif (entered := through.get(edge)) not in (None, edge):
                 waiting.append(entered)
-            elif not between.match(edge.node.name()):
+            elif not (self._graph.passes(edge.node) if tried else _KEEPS_FEATURES.match(edge.node.name())):
                 return set(), seen
             elif edge not in seen:
                 seen.add(edge)
@@ -687,13 +683,19 @@ def _found(
     return FoundSites(type(module).__name__, sites, chosen, left_out, reads)
 
 
-def find_hidden(module: nn.Module, example: Any) -> list[Hidden]:
-    """Find the hidden features of a module by one forward pass on an example, as `find_sites` runs it; same errors."""
+def find_hidden(module: nn.Module, example: Any) -> tuple[list[Hidden], list[str]]:
+    """Find the hidden features of a module by one forward pass on an example, as `find_sites` runs it; same errors.
+
+    Returns them, and the submodules with parameters of their own that did not run.
+    """
     _check_module(module)
     examples = _examples(example)
 
-    def found(weights: dict[str, Tensor]) -> list[Hidden]:
-        return Candidates(module, record(module, example, None), weights, examples, example).hidden()
+    def found(weights: dict[str, Tensor]) -> tuple[list[Hidden], list[str]]:
+        recording = record(module, example, None)
+        own = [path for path, part in submodules(module).items() if any(True for _ in part.parameters(recurse=False))]
+        idle = [path for path in own if path not in recording.calls]
+        return Candidates(module, recording, weights, examples, example).hidden(), idle
 
     return on_aliases(module, found)
 

@@ -286,6 +286,10 @@ class Graph:
         """The ids of the parameters with two axes or more that multiply a stream."""
         return set().union(*self._products.values())
 
+    def passes(self, node: Node) -> bool:
+        """Whether a node neither multiplies by a parameter nor looks one up."""
+        return not self._products.get(node) and "Embedding" not in node.name()
+
     def before_products(self, layers: Collection[Node]) -> set[Node]:
         """Return the nodes that reach the loss through a multiplication by a parameter or through one of `layers`."""
         found: set[Node] = set()

@@ -1,6 +1,7 @@
 """Give hidden layers more units, in place and with an unchanged function."""
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
@@ -10,13 +11,16 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
-from esper.kasmina.graft.folding import same_values
 from esper.kasmina.graft.grafted import call
 from esper.kasmina.graft.recording import floats
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 
 _NORM = (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0))
 """Parameters and buffers of a BatchNorm by feature, with their first values."""
+
+
+_LARGE = 32.0
+"""By how much new features are larger in a trial than they are drawn."""
 
 
 class Axes(NamedTuple):
@@ -37,7 +41,7 @@ class Axes(NamedTuple):
 
 def axes_of(path: str, layer: nn.Module) -> Axes:
     """Return where the features of a layer are. InputError if the layer is of a kind that is not known."""
-    kind = type(layer)
+    kind = getattr(type(layer), "_esper_original", type(layer))
     if kind is nn.Linear:
         return Axes(0, 1, "out_features", "in_features")
     if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -115,6 +119,29 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ad
     return found
 
 
+def _appended(old: Tensor, axis: int, values: Tensor) -> Tensor:
+    """A larger parameter or buffer, in the memory format of the old one, with its attributes."""
+    grown = torch.cat([old.detach(), values.to(old.device, old.dtype)], axis)
+    if old.dim() == 4 and not old.is_contiguous() and old.is_contiguous(memory_format=torch.channels_last):
+        grown = grown.contiguous(memory_format=torch.channels_last)
+    if not isinstance(old, nn.Parameter):
+        return grown
+    made = nn.Parameter(grown, old.requires_grad)
+    vars(made).update(vars(old))
+    return made
+
+
+def _unchanged(one: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are equal, each value to half of its digits, or to those of a small value of the output."""
+    if one.is_nested or one.layout != torch.strided or one.shape != other.shape:
+        return False
+    half, size = math.sqrt(torch.finfo(one.dtype).eps), one.double().abs()
+    some = size[size.isfinite() & (size > 0)]
+    small = float(some.quantile(0.1)) if 0 < len(some) < 2**24 else 0.0
+    near = (one.double() - other.double()).abs() <= half * size.clamp(min=small)
+    return bool((near | (one == other) | (one.isnan() & other.isnan())).all())
+
+
 def _zeros(like: Tensor, axis: int, size: int) -> Tensor:
     """Return zeros in the shape of a tensor, but for one axis."""
     return like.detach().new_zeros([size if at == axis else own for at, own in enumerate(like.shape)])
@@ -148,28 +175,50 @@ class Layers:
     def append(self, found: Sequence[Addition]) -> None:
         """Append values to the layers. InputError if the network then fails or computes something else; nothing is changed."""
         begun = len(self._before)
-        for network in self.networks:
-            for path, name, axis, values, (width_name, width) in found:
-                part = network.get_submodule(path)
-                state = {"_parameters": dict(part._parameters), "_buffers": dict(part._buffers)}
-                self._before.append((part, {**vars(part), **state}))
-                old = getattr(part, name)
-                grown = torch.cat([old.detach(), values.to(old.device, old.dtype)], axis)
-                setattr(part, name, nn.Parameter(grown, old.requires_grad) if name in part._parameters else grown)
-                if hasattr(part, width_name):
-                    setattr(part, width_name, width)
         try:
-            output = list(floats(call(self.networks[0], self._example)))
-        except Exception as error:  # the network is the user's
+            for network in self.networks:
+                for path, name, axis, values, (width_name, width) in found:
+                    part = network.get_submodule(path)
+                    state = {"_parameters": dict(part._parameters), "_buffers": dict(part._buffers)}
+                    self._before.append((part, {**vars(part), **state}))
+                    setattr(part, name, _appended(getattr(part, name), axis, values))
+                    if hasattr(part, width_name):
+                        setattr(part, width_name, width)
+            self._try(found)
+        except BaseException:
             self.take_back(begun)
-            if is_out_of_memory(error):
-                raise
-            raise InputError(f"the wider network fails on the example: {typed_line(error)}") from error
-        eps = max((torch.finfo(value.dtype).eps for value in self._expected), default=0.0)
-        same = len(output) == len(self._expected)
-        if not (same and all(same_values(*pair, eps) for pair in zip(self._expected, output, strict=True))):
-            self.take_back(begun)
-            raise InputError("the network depends on the number of these features, as a normalisation over them does")
+            raise
+
+    def _try(self, found: Sequence[Addition]) -> None:
+        """InputError if the network fails on the example, or if its outputs depend on the new features.
+
+        They are 0 behind the next layers, whatever they are. So the features are tried large and of both signs too, which shows
+        a largest one, a mean or a norm of features, and a part of them that is taken by its position.
+        """
+        network = self.networks[0]
+        tails = [
+            getattr(network.get_submodule(path), name).narrow(axis, -values.shape[axis], values.shape[axis])
+            for path, name, axis, values, _ in found
+        ]
+        drawn = [tail.clone() for tail in tails]
+        for sign in (0, 1, -1):
+            for tail, (_, name, *_) in zip(tails, found, strict=True) if sign else ():
+                tail.mul_(_LARGE)  # the weights of the next layers stay 0
+                tail.add_(sign * _LARGE if name == "bias" else 0)
+            try:
+                output = list(floats(call(network, self._example)))
+            except Exception as error:  # the network is the user's
+                if is_out_of_memory(error):
+                    raise
+                raise InputError(f"the wider network fails on the example: {typed_line(error)}") from error
+            finally:
+                for tail, values in zip(tails, drawn, strict=True):
+                    tail.copy_(values)
+            same = len(output) == len(self._expected)
+            if not (same and all(_unchanged(*pair) for pair in zip(self._expected, output, strict=True))):
+                raise InputError(
+                    "the network depends on the number of these features, as a normalisation over them does"
+                )
 
     def take_back(self, begun: int = 0) -> None:
         """Take back all but the first changes."""
@@ -194,7 +243,10 @@ def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapp
             if name not in parameters or name not in tensors or list(parameters[name].shape) != list(shape):
                 continue
             part = model.get_submodule(path)
-            axes = axes_of(path, part)
+            try:
+                axes = axes_of(path, part)
+            except InputError:
+                continue
             before.append((part, {**vars(part), "_parameters": dict(part._parameters)}))
             made = parameters[name].detach().new_empty(tensors[name].shape)
             setattr(part, entry, nn.Parameter(made, parameters[name].requires_grad))

@@ -160,7 +160,7 @@ class Growth:
         self.model, self.mode = network, mode
         self.folded: list[str] = []  # sites whose seeds `finish` made part of layers
         self.widened: dict[str, tuple[int, int]] = {}  # layers that got units by that: their widths before and after
-        self._shapes: dict[str, torch.Size] = {}  # of the parameters that became larger by that, before
+        self._first_shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
         measured = Probe(probe, loss, device)
         if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < float("inf"):
@@ -261,17 +261,14 @@ class Growth:
         for slot, site in enumerate(population.sites):
             if planted_at(self.model, site.name) is not None and seeds.stage[0, slot] != Stage.FOSSILIZED:
                 population.free(site.name)
-        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         for site in population.sites:
             if planted_at(self.model, site.name) is not None and population.fold(site.name):
                 self.folded.append(site.name)
                 population.free(site.name)
-        now = dict(self.model.named_parameters())
-        self._shapes = {name: shape for name, shape in shapes.items() if name in now and now[name].shape != shape}
-        for name, shape in self._shapes.items():
+        for name, shape in self._resized().items():
             layer, _, entry = name.rpartition(".")
-            if entry == "weight" and now[name].shape[0] != shape[0]:
-                self.widened[layer] = shape[0], now[name].shape[0]
+            if entry == "weight" and (units := len(self.model.get_parameter(name))) != shape[0]:
+                self.widened[layer] = shape[0], units
         population.grafts.settle()
         self.frozen.release()
         population.groups.disown()
@@ -299,7 +296,7 @@ class Growth:
         try:
             if model is not None:
                 grown = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
-                with resized(model, self._shapes, grown):
+                with resized(model, self._resized(), grown):
                     self._plant_kept(model)
                     whole_model = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
                     target = "the model that gather was given"
@@ -352,7 +349,7 @@ class Growth:
         """
         folder = folder_of(folder)
         reshard(self.model)
-        save_grown(self.model, self._shapes, folder if self.population.ranks.first else None)
+        save_grown(self.model, self._resized(), folder if self.population.ranks.first else None)
 
     def summary(self) -> dict[str, Any]:
         """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
@@ -486,6 +483,11 @@ class Growth:
     def __repr__(self) -> str:
         name, state = type(self.model).__name__, self.engine.state
         return f"Growth({name}, sites={len(self.population.sites)}, steps={self.calls}, decisions={state.step})"
+
+    def _resized(self) -> dict[str, torch.Size]:
+        """The parameters of the host that have other shapes than when growth began, by name: their shapes then."""
+        now = dict(self.model.named_parameters())
+        return {name: shape for name, shape in self._first_shapes.items() if name in now and now[name].shape != shape}
 
     def _decide(self) -> None:
         """Ask the controller, and carry out what it decides."""

@@ -1,17 +1,18 @@
 """Widen a network in a person's own loop: its layers, its moving average, and what the optimizer remembers of them."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.sharding import is_sharded
-from esper.kasmina.graft.widening import Layers, additions, width_of
+from esper.kasmina.graft.widening import Layers, additions, axes_of, width_of
 from esper.leyline.errors import InputError
 from esper.leyline.text import did_you_mean
 from esper.tolaria.live.groups import unwrapped
@@ -55,18 +56,19 @@ def widen(
         esper.widen(model, 2.0, example=x, optimizer=optimizer)      # every hidden layer twice as wide
         esper.widen(model, {"0": 16}, example=x, optimizer=optimizer)
 
-    Hidden features are what one layer returns and the next layers alone read, through elementwise functions, dropout, pooling,
-    flattening, BatchNorm and sums. For h = W2 f(W1 x + b1) + b2 the wider network is
+    Hidden features are what one layer returns and the next layers alone read, through any functions that treat each feature by
+    itself, BatchNorm, pooling, flattening and sums. For h = W2 f(W1 x + b1) + b2 the wider network is
 
         h = [W2 0] f([W1; V1] x + [b1; c1]) + b2
 
     with V1 and c1 drawn as the layer draws its own first weights. Its layers are of the same classes, so that a network that is
     built with these widths takes its `state_dict`. Layers are nn.Linear, convolutions with one group, and the Conv1D of
-    transformers. Each change is tried on the example, and undone if the outputs change by more than rounding.
+    transformers. Each change is tried on the example, in evaluation mode, with new features as they are drawn and with large ones
+    of both signs. It is undone if the outputs change by more than rounding, so the example must run all layers that there are.
 
     The parameters of these layers are new objects, which take the places of the old ones in the optimizer. It begins anew with
-    them, whole: to keep what it remembered of the old elements was worse in a comparison (docs/widening.md). Call this after
-    `optimizer.step()`, as gradients are dropped.
+    them, whole: to keep what it remembered of the old elements was not better in a comparison (docs/widening.md). Call this after
+    `optimizer.step()`, as gradients and hooks of these parameters are dropped.
 
     Args:
         model: the network, before DistributedDataParallel, `fully_shard` and torch.compile, and without an unfinished growth
@@ -82,21 +84,31 @@ def widen(
     Raises:
         InputError: if a layer that is named cannot be widened, or none can be; nothing is changed then
     """
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            "esper.widen is called within torch.inference_mode(), where nothing can learn; call it outside of it"
+        )
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**62:
+        raise InputError(f"seed is {seed!r}; give a whole number from 0 on")
     if isinstance(model, nn.Module) and (is_grafted(model) or is_sharded(model)):
         grafted = is_grafted(model)
         mend = "call growth.finish() or esper.ungraft(model) first" if grafted else "widen it before fully_shard"
         raise InputError(f"the {type(model).__name__} is {'grafted' if grafted else 'sharded'}; {mend}")
-    groups = {min(hidden.writers): hidden for hidden in find_hidden(model, example)}
+    found_hidden, idle = find_hidden(model, example)
+    groups = {min(hidden.writers): hidden for hidden in found_hidden}
     asked = _asked(model, groups, to)
-    networks = (model, *(() if ema is None else (getattr(ema, "module", ema),)))
     before = dict(model.named_parameters())
+    networks, optimizer = (model, *_averages(ema, before)), unwrapped(optimizer)
+    if optimizer is not None:
+        _check_optimizer(optimizer, before)
     widths, left_out = dict[str, tuple[int, int]](), dict[str, str]()
-    optimizer = unwrapped(optimizer)
-    with undisturbed(*networks), torch.no_grad():
+    with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
         layers = Layers(networks, example)
+        undone.callback(layers.take_back)
         for number, (name, width) in enumerate(asked.items()):
             try:
                 old = width_of(name, model.get_submodule(name))
+                _check_idle(model, idle, old)
                 found = additions(model, groups[name], width, seed + number)
                 layers.append(found)
             except InputError as error:
@@ -104,11 +116,11 @@ def widen(
             else:
                 widths[name] = old, width
         if left_out and (isinstance(to, Mapping) or not widths):
-            layers.take_back()
             name, reason = next(iter(left_out.items()))
             raise InputError(
                 f"the features of {name!r} cannot be more: {reason}; leave that layer out, and nothing was changed"
             )
+        undone.pop_all()
     if optimizer is not None:
         follow(optimizer, before, dict(model.named_parameters()))
     return Widened(widths, left_out)
@@ -139,6 +151,43 @@ def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[s
                 f"to gives {path!r} another width than {first[path]!r}, and one layer reads both; give them one"
             )
     return asked
+
+
+def _averages(ema: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Module, ...]:
+    """Return the module of a moving average, in a tuple; none where there is no average. InputError if it is of another model."""
+    if ema is None:
+        return ()
+    module = getattr(ema, "module", ema)
+    own = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
+    if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in parameters.items()}:
+        raise InputError(
+            f"ema is a {type(ema).__name__} that has not the parameters of the model; give a module with them, or an object "
+            "whose attribute `module` is one, such as torch.optim.swa_utils.AveragedModel"
+        )
+    return (module,)
+
+
+def _check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+    """InputError if an optimizer is none of the model, or cannot take other parameters."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError("LBFGS takes one group of parameters that never changes; use another optimizer")
+    own = {id(parameter) for parameter in parameters.values()}
+    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        raise InputError("the optimizer holds no parameter of the model; make it with model.parameters()")
+
+
+def _check_idle(model: nn.Module, idle: Sequence[str], width: int) -> None:
+    """InputError if a layer that did not run on the example may read features of this width elsewhere."""
+    for path in idle:
+        try:
+            axes = axes_of(path, layer := model.get_submodule(path))
+        except InputError:
+            continue
+        weight = layer.weight
+        if isinstance(weight, Tensor) and weight.shape[axes.reads] == width:
+            raise InputError(f"{path!r} did not run on the example and may read them; give an example on which it runs")
 
 
 def _times(layer: nn.Module, name: str, factor: float) -> int:
