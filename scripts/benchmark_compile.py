@@ -24,7 +24,7 @@ from esper.tasks.small import digits_narrow
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.coalitions import coalitions
 from esper.tolaria.measure.probe import probe
-from esper.tolaria.stacked.compiling import Inputs, compiled, traced
+from esper.tolaria.stacked.compiling import CompiledInputs, compiled, traced
 from esper.tolaria.stacked.data import RowExamples
 from esper.tolaria.stacked.training import doses
 
@@ -93,7 +93,7 @@ def probes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
     def run(*of: Any) -> list[torch.Tensor]:
         return list(probe(body, seeds, RowExamples(*of), population.objective, asked, signs=True))
 
-    inputs = Inputs.of(body, [body.host], *examples)
+    inputs = CompiledInputs.of(body, [body.host], *examples)
     begin = processor_seconds()
     with torch.no_grad():
         fast = compiled(traced(body, [body.host], inputs, run), inputs.tensors)

@@ -17,7 +17,7 @@ from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
 from esper.runs.live.growth import Growth
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 
 SETTINGS = {"gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0}}
 UNTOUCHED = 5
@@ -114,11 +114,11 @@ def live(host: Host) -> Life:
     sites: FoundSites = model.sites
     planted = plan(model, sites)
     first, *_ = planted
-    entries = [Entry(at=UNTOUCHED + 1, op=op, slot=first) for op in (Op.ADVANCE, Op.FOSSILIZE)]
+    entries = [ScheduleEntry(at=UNTOUCHED + 1, op=op, slot=first) for op in (Op.ADVANCE, Op.FOSSILIZE)]
     for name, (blueprint, blend) in planted.items():
         chosen = {"blueprint": blueprint, "blend": blend, "tempo": 1, "target": 1.0}
         at = 1 if name == first else UNTOUCHED + 1
-        entries.append(Entry(at=at, op=Op.GERMINATE, slot=name, keep=name != first, **chosen))
+        entries.append(ScheduleEntry(at=at, op=Op.GERMINATE, slot=name, keep=name != first, **chosen))
     settings = {**SETTINGS, "blueprints": list(dict.fromkeys(blueprint for blueprint, _ in planted.values()))}
     growth = Growth(
         model,

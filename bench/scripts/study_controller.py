@@ -51,7 +51,7 @@ from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.controller import Learned, Policy, load_policy
 from esper.tamiyo.policy.features import RELATIVE
 from esper.tamiyo.policy.observation import Inputs, Observation, input_names
-from esper.tamiyo.rules.schedule import Entry
+from esper.tamiyo.rules.schedule import ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import Facts, describe
 from esper_bench.controllers.plans import Placed, Plan
@@ -361,7 +361,9 @@ def contender_of(player: Player) -> Contender:
     ours = {"controller": player.name}
     if player.source.endswith(".json"):
         found = read(Path(player.source))
-        choice: Placed | tuple[Entry, ...] = tuple(Entry.model_validate(line) for line in found["entries"])
+        choice: Placed | tuple[ScheduleEntry, ...] = tuple(
+            ScheduleEntry.model_validate(line) for line in found["entries"]
+        )
         if found["plan"] is not None:
             name, here, others, everywhere, slot = found["plan"]
             choice = Placed(Plan(name, tuple(here), tuple(others), everywhere), slot)

@@ -30,7 +30,7 @@ from esper.leyline.protocols import Controller
 from esper.simic.rewards import objective
 from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tamiyo.rules.baselines import Never, RandomValid, Rule
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 
@@ -153,7 +153,7 @@ def client_of(arm: Arm, config: Config) -> Controller:
     if arm.way == "instant":
         return Together(arm.plan, START - 1, 1)
     entries = [
-        Entry(at=START, op="germinate", slot=f"block{slot}", blueprint=b, keep=True, tempo=2, target=1.0)
+        ScheduleEntry(at=START, op="germinate", slot=f"block{slot}", blueprint=b, keep=True, tempo=2, target=1.0)
         for slot, b in arm.plan
     ]
     return Schedule(entries)

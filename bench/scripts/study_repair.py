@@ -35,7 +35,7 @@ from esper.runs.training.train import train
 from esper.store.disk import write_atomic
 from esper.store.files import SUMMARY, to_json
 from esper.tamiyo.rules.baselines import Rule
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 
@@ -187,7 +187,7 @@ def schedule(name: str, lines: Sequence[Record]) -> Contender:
 
 def of_lines(lines: Sequence[Record]) -> Schedule:
     """The schedule of a file's lines."""
-    return Schedule([Entry.model_validate(line) for line in lines])
+    return Schedule([ScheduleEntry.model_validate(line) for line in lines])
 
 
 def candidates(task: str, starts: Sequence[int]) -> list[list[Record]]:

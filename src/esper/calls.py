@@ -27,7 +27,7 @@ from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, evaluation_fo
 from esper.runs.evaluation.work import disk_retry
 from esper.runs.folder.interrupt import ended_by_signals
 from esper.runs.folder.resume import (
-    Change,
+    ConfigChange,
     Opening,
     changed,
     cohort_configs,
@@ -125,7 +125,7 @@ def go_on(
     if asked.any and not is_training(before):
         raise InputError(f"{folder} is a growth, which no actors play; leave workers, devices and cluster out")
     config = changed(before, settings) if settings else before
-    change = None if config == before else Change(before, tuple(settings))
+    change = None if config == before else ConfigChange(before, tuple(settings))
     known = finished(folder) if change is None else None
     if known is not None and can_print(known, is_training(config)):  # a damaged summary is computed again
         wrong = check_events(folder) if config.telemetry.level != "off" else None

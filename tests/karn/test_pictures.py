@@ -7,7 +7,7 @@ from PIL import Image
 import esper
 from esper.cli import main
 from esper.karn.report.drawing import write_pictures
-from esper.karn.report.figures import Content, Curves, Forest, ForestRow, HeatMap, Section, Series, Timeline
+from esper.karn.report.figures import Content, Curves, ForestPlot, ForestRow, HeatMap, ReportSection, Series, Timeline
 from esper.karn.run_model import SeedMark, Stay
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
@@ -28,7 +28,7 @@ def figures(name):
     return [
         Curves(name, [0, 1], [Series(name, np.array([[0.0, 1.0], [NAN, 2.0]]), "grown")], "step", name),
         Timeline(name, [stay], [SeedMark(0, 0, 1, True, name, None), SeedMark(0, 0, 3, False, name, name)], 1, 0, 4),
-        Forest(
+        ForestPlot(
             name, [ForestRow(name, 0.5, NAN, NAN, "kept", name), ForestRow(name, 0.1, 0.0, 0.2, "plain", name)], name
         ),
         HeatMap(name, [name], ["0", "1"], np.array([[1.0, NAN]]), "step"),
@@ -36,7 +36,7 @@ def figures(name):
 
 
 def content(drawn):
-    return Content("run", "", [Section("key", "Section", figures=drawn)])
+    return Content("run", "", [ReportSection("key", "Section", figures=drawn)])
 
 
 @pytest.mark.parametrize(("form", "start"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
@@ -51,7 +51,7 @@ def test_figures_without_data_are_named_and_not_drawn(tmp_path):
     empty = [
         Curves("a", [0], [Series("x", np.array([[NAN]]), "grown")], "step", ""),
         Timeline("b", [], [], 2, 0, 3),
-        Forest("c", [], ""),
+        ForestPlot("c", [], ""),
         HeatMap("d", ["r"], ["0"], np.array([[NAN]]), "step"),
     ]
     drawn = write_pictures(content(empty)._replace(missing=["sensors: none"]), tmp_path)

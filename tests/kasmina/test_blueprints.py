@@ -8,7 +8,7 @@ from torch import nn
 
 from bodies import empty, make_body, set_seed
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint, check, count, drawn_with, get_blueprint
-from esper.kasmina.blueprints.vector import MLP
+from esper.kasmina.blueprints.vector import MLPSeed
 from esper.kasmina.slot import blend_change, sigmoid
 from esper.kasmina.stack.layers import zero_linear
 from esper.leyline.errors import InputError
@@ -342,7 +342,7 @@ def test_a_name_that_is_like_no_other_lists_them_all():
 def test_a_module_drawn_with_a_key_is_the_same_every_time():
     def draw(seed):
         with drawn_with(seed):
-            return nn.utils.parameters_to_vector(MLP(4, 4, 3).parameters())
+            return nn.utils.parameters_to_vector(MLPSeed(4, 4, 3).parameters())
 
     assert torch.equal(draw(5), draw(5))
     assert not torch.equal(draw(5), draw(6))

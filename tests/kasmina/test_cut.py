@@ -10,7 +10,7 @@ from torch import nn
 import esper
 from esper.kasmina.graft.cut import CutHost
 from esper.leyline.errors import InputError
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 
 X = torch.randn(2, 6)
 
@@ -179,7 +179,7 @@ def test_a_plain_module_grows_and_its_network_loads_with_its_factory(build, tmp_
     x = torch.randn(240, 6)
     task = esper.task("t", x, (x[:, 0] * x[:, 1] > 0).long(), host=build, standardize=True)
     slot = task.host().slots[0].name
-    plan = Schedule([Entry(at=0, op="germinate", slot=slot, blueprint="bypass-mlp", keep=True)])
+    plan = Schedule([ScheduleEntry(at=0, op="germinate", slot=slot, blueprint="bypass-mlp", keep=True)])
     config = {"envs": 2, "steps": 10, "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1}}
     settings = {**config, "data": {"batches_per_step": 1}, "baselines": [], "early_stopping": {"enabled": False}}
     summary = esper.grow(task, settings, controller=plan, run=tmp_path / "r", progress=False)

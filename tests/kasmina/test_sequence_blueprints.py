@@ -9,7 +9,7 @@ from torch import nn
 
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import BLUEPRINTS, blueprint, check, count, drawn_with, get_blueprint
-from esper.kasmina.blueprints.sequence import Attention, CausalConv, FullHead, Norm, SparseHead
+from esper.kasmina.blueprints.sequence import Attention, CausalConv, FullHead, NormedSparseHead, NormSeed
 from esper.kasmina.blueprints.vector import SparseRows
 from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.host import SegmentedHost, check_host
@@ -105,7 +105,7 @@ def test_the_change_in_a_network_is_exactly_0_at_birth_and_some_gradient_is_not(
 
 
 def test_a_norm_is_the_layer_norm_of_torch():
-    module, u = Norm(4), torch.randn(5, 3, 4)
+    module, u = NormSeed(4), torch.randn(5, 3, 4)
     nn.init.ones_(module.scale)
     torch.testing.assert_close(module(u), nn.functional.layer_norm(u, (4,)))
 
@@ -238,13 +238,13 @@ def test_a_full_head_turns_the_head_of_a_transformer_into_any_other():
     torch.testing.assert_close(head(u) + module(u), target(u))
 
 
-@pytest.mark.parametrize("build", [SparseRows, SparseHead])
+@pytest.mark.parametrize("build", [SparseRows, NormedSparseHead])
 def test_chosen_rows_are_those_with_the_largest_gradient_and_compute_as_a_dense_map_with_the_others_0(build):
     module, u, pull = build(6, 7, 3), torch.randn(5, 4, 6), torch.randn(5, 4, 7)
-    dense = nn.Linear(6, 7, bias=build is SparseHead)
+    dense = nn.Linear(6, 7, bias=build is NormedSparseHead)
     for parameter in dense.parameters():
         nn.init.zeros_(parameter)
-    read = nn.functional.layer_norm(u, (6,)) if build is SparseHead else u
+    read = nn.functional.layer_norm(u, (6,)) if build is NormedSparseHead else u
     (dense(read) * pull).sum().backward()  # the gradient of this loss for the stream is `pull`
     norms = sum(p.grad.square().flatten(1).sum(1) if p.dim() > 1 else p.grad.square() for p in dense.parameters())
     if build is SparseRows:
@@ -266,7 +266,7 @@ def test_equal_gradients_choose_the_first_rows_and_fewer_features_than_rows_choo
     module.choose(torch.ones(4, 5), torch.ones(4, 2))
     assert module.chosen.tolist() == [0, 1, 2]
     assert SparseRows(2, 5, 8).chosen.tolist() == [0, 1]
-    assert SparseHead(5, 2, 8).chosen.tolist() == [0, 1]
+    assert NormedSparseHead(5, 2, 8).chosen.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("name", ["sparse-rows", "sparse-head"])

@@ -6,7 +6,7 @@ from torch import nn
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost, check_host
-from esper.kasmina.network.static import Absent, Skipped, Widened, skip_places, widened, without_bottlenecks
+from esper.kasmina.network.static import Absent, Skipped, WidenedHosts, skip_places, widened, without_bottlenecks
 from esper.kasmina.stack.layers import Linear, PositionMean
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
@@ -123,11 +123,11 @@ def test_a_width_is_raised_to_the_smaller_of_the_widest_on_either_side(widths, r
 @pytest.mark.parametrize("parameters", [1, 60, 400, 3000])
 def test_the_widened_host_has_at_least_the_parameters_and_the_next_narrower_has_not(factory, x, outputs, parameters):
     made = widened(factory, x, parameters)
-    assert isinstance(made, Widened)
+    assert isinstance(made, WidenedHosts)
     assert count(made()) >= parameters
     check_host(made(), x[:3], outputs)
     if max(made.widths[:-1]) > 1:
-        narrower = Widened(factory, (*(width - 1 for width in made.widths[:-1]), made.widths[-1]))
+        narrower = WidenedHosts(factory, (*(width - 1 for width in made.widths[:-1]), made.widths[-1]))
         assert count(narrower()) < parameters
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost
-from esper.kasmina.network.static import Skipped, Widened
+from esper.kasmina.network.static import Skipped, WidenedHosts
 from esper.leyline.config.tree import BASELINES, EarlyStoppingConfig, build_config
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
@@ -151,18 +151,18 @@ def test_plain_is_the_smallest_width_of_at_least_the_grown_size_of_every_environ
     trained = train_baseline("plain", task, config, grown, steps=1)
     for size, wanted in zip(trained.params, grown.params, strict=True):
         assert size >= wanted
-        width = next(w for w in range(1, 100) if count(Widened(task.host, (w,) * 5 + (3,))()) >= wanted)
-        assert size == count(Widened(task.host, (width,) * 5 + (3,))())
+        width = next(w for w in range(1, 100) if count(WidenedHosts(task.host, (w,) * 5 + (3,))()) >= wanted)
+        assert size == count(WidenedHosts(task.host, (width,) * 5 + (3,))())
     assert len(set(trained.params.tolist())) == 2, "the environment that grew has a wider one"
 
 
 def test_a_task_brings_a_plain_network_of_its_own(task, population):
 
     _, config, grown = population
-    mine = replace(task, plain=lambda parameters: Widened(task.host, (40,) * 5 + (3,)))
+    mine = replace(task, plain=lambda parameters: WidenedHosts(task.host, (40,) * 5 + (3,)))
     assert (
         train_baseline("plain", mine, config, grown, steps=1).params.tolist()
-        == [count(Widened(task.host, (40,) * 5 + (3,))())] * 3
+        == [count(WidenedHosts(task.host, (40,) * 5 + (3,))())] * 3
     )
     small = replace(task, plain=lambda parameters: task.host)
     assert "fewer than the grown network has" in train_baseline("plain", small, config, grown, steps=1).reason

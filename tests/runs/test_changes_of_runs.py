@@ -15,7 +15,7 @@ from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import (
     FIXED,
-    Change,
+    ConfigChange,
     Opening,
     change_config,
     changed,
@@ -60,7 +60,7 @@ def set_(folder, *settings, after=None):
     """As `esper resume --set` does."""
     before = read_config(folder)
     config = changed(before, settings)
-    return run(folder, config, after, opening=Opening(resume=True, change=Change(before, settings)))
+    return run(folder, config, after, opening=Opening(resume=True, change=ConfigChange(before, settings)))
 
 
 def content(folder):
@@ -240,7 +240,7 @@ def test_a_crash_between_any_two_system_calls_leaves_the_run_with_one_config_or_
         shutil.copytree(start, folder)
 
     for _ in at_every_call(
-        monkeypatch, prepare, lambda: change_config(folder, config, Change(before, ("steps=7",)), 5)
+        monkeypatch, prepare, lambda: change_config(folder, config, ConfigChange(before, ("steps=7",)), 5)
     ):
         found.append(read_config(folder).steps)
         assert read_trail(folder).run == identity
@@ -266,7 +266,7 @@ def lengthened(tasks, folder, *settings):
     # the objective may be another one than that under which Ctrl-C was pressed
     before = read_config(folder)
     config = changed(before, settings)
-    opening = Opening(resume=True, change=Change(before, settings), other_data=True)
+    opening = Opening(resume=True, change=ConfigChange(before, settings), other_data=True)
     return train(tasks, cohort_configs(config), folder, opening=opening)
 
 

@@ -12,13 +12,13 @@ from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import RULES, Contender, named
 from esper.runs.evaluation.evaluation import evaluate, run_evaluation
-from esper.runs.evaluation.record import Evaluation, Figures
+from esper.runs.evaluation.record import Evaluation, RecordedFigures
 from esper.runs.grow import grow
 from esper.runs.training.cohort import settings_of_policy
 from esper.store.files import to_json
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper.tamiyo.rules.baselines import Never
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import repair
 from populations import blobs, small_config
@@ -29,7 +29,7 @@ SHORT = {
     "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1},
     "heuristic": {"weak_below": 0.9},
 }
-PLAN = [Entry(at=0, op="germinate", slot="block0", blueprint="bypass-mlp", keep=True)]
+PLAN = [ScheduleEntry(at=0, op="germinate", slot="block0", blueprint="bypass-mlp", keep=True)]
 PLANNED = Contender("plan", {}, lambda config: Schedule(PLAN))
 HEURISTIC, NEVER = named("heuristic"), named("never")
 STATIC = ("same-size", "plain", "skips")
@@ -48,8 +48,8 @@ def slim():
     return blobs(hidden=(1, 6))
 
 
-def assert_equal(ours: Figures, theirs: Figures) -> None:
-    for name, a, b in zip(Figures._fields, ours, theirs, strict=True):
+def assert_equal(ours: RecordedFigures, theirs: RecordedFigures) -> None:
+    for name, a, b in zip(RecordedFigures._fields, ours, theirs, strict=True):
         if name != "seconds":
             np.testing.assert_array_equal(a, b, err_msg=name)
 
@@ -60,7 +60,7 @@ def run(task, contenders, instances=3, seeds=2, **over) -> Evaluation:
 
 def test_never_against_itself_differs_by_nothing(mixture):
     figures = run(mixture, [NEVER, NEVER._replace(name="again")]).figures
-    assert_equal(Figures(*(field[0] for field in figures)), Figures(*(field[1] for field in figures)))
+    assert_equal(RecordedFigures(*(field[0] for field in figures)), RecordedFigures(*(field[1] for field in figures)))
     assert not figures.added_params.any()
 
 
@@ -79,7 +79,7 @@ def test_what_becomes_of_an_environment_does_not_depend_on_how_many_are_grown_at
 def test_an_instance_is_the_same_whichever_comes_before_it(mixture):
     whole, last = run(mixture, [PLANNED]), run(mixture, [PLANNED], instances=1, first=2)
     assert whole.instances[2] == last.instances[0] == mixture.keys("heldout")[2]
-    assert_equal(Figures(*(field[:, 2:] for field in whole.figures)), last.figures)
+    assert_equal(RecordedFigures(*(field[:, 2:] for field in whole.figures)), last.figures)
 
 
 @pytest.mark.parametrize("measure", ["metric", "log_loss"])
@@ -98,7 +98,7 @@ def test_seeds_count_up_from_that_of_the_config(mixture):
     both = run(mixture, [PLANNED])
     second = evaluate(mixture, [PLANNED], instances=3, seeds=1, settings=[SHORT, {"seed": 1}])
     assert (both.seeds, second.seeds) == ((0, 1), (1,))
-    assert_equal(Figures(*(field[..., 1:] for field in both.figures)), second.figures)
+    assert_equal(RecordedFigures(*(field[..., 1:] for field in both.figures)), second.figures)
 
 
 def test_a_test_split_is_read_when_the_last_decision_is_made(mixture):
@@ -150,7 +150,9 @@ def test_a_contender_may_bring_all_that_a_trained_controller_brings(mixture):
     trained = NEVER._replace(name="trained", settings=settings_of_policy(small_config()))
     found = run(mixture, [NEVER, trained], instances=2, seeds=1)
     assert found.contenders == ("never", "trained")
-    assert_equal(Figures(*(field[0] for field in found.figures)), Figures(*(field[1] for field in found.figures)))
+    assert_equal(
+        RecordedFigures(*(field[0] for field in found.figures)), RecordedFigures(*(field[1] for field in found.figures))
+    )
 
 
 def test_a_contender_may_bring_gates_of_its_own(mixture):

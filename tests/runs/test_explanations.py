@@ -12,7 +12,7 @@ from esper.nissa.events import read_events
 from esper.nissa.rows import LifecycleRow
 from esper.runs.grow import grow
 from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from populations import GROW, Script, blobs, small_config
 
 
@@ -88,7 +88,7 @@ def test_the_heuristic_says_which_of_its_conditions_stood_against_planting():
 
 
 def plan(*entries):
-    return Schedule([Entry(**entry) for entry in entries], "plan")
+    return Schedule([ScheduleEntry(**entry) for entry in entries], "plan")
 
 
 def planting(slot, at=0, **more):

@@ -16,7 +16,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.runs.live.growth import Growth
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from lives import SETTINGS, Host, live, row, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
@@ -281,7 +281,7 @@ def test_what_grows_in_a_causal_network_looks_at_no_later_position():
     names = list(graft(model, example=probe[0][0]).sites)
     blueprints = ["attention", "causal-conv", "bypass-mlp", "low-rank"]
     entries = [
-        Entry(
+        ScheduleEntry(
             at=1,
             op=Op.GERMINATE,
             slot=name,

@@ -15,7 +15,7 @@ from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.sites import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 
 pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of reentrant checkpoints
 WIDTH = 8
@@ -69,7 +69,7 @@ def step(model, optimizer, number, path=(0, 1)):
 def growing(model, blueprints=("mlp-small", "bypass-mlp"), *, keep=True):
     """A network in whose two sites seeds are planted at once, with its optimizer."""
     entries = [
-        Entry(at=0, op=Op.GERMINATE, slot=slot, blueprint=blueprint, tempo=2, target=1.0, keep=keep)
+        ScheduleEntry(at=0, op=Op.GERMINATE, slot=slot, blueprint=blueprint, tempo=2, target=1.0, keep=keep)
         for slot, blueprint in zip(SITES, blueprints, strict=True)
     ]
     optimizer = torch.optim.AdamW(graft(model, SITES).parameters(), lr=0.01)
@@ -117,7 +117,7 @@ def test_a_finished_network_grows_further_and_keeps_what_it_has():
     with pytest.raises(InputError, match=r"submodule 'blocks.0' of site 'block' holds a seed that was kept"):
         graft(model, SITES)
     names = [name for name in graft(model, example=x).sites if name not in ("blocks.0", "blocks.1.fall")]
-    entry = Entry(at=0, op=Op.GERMINATE, slot=names[0], blueprint="mlp-small", tempo=2, target=1.0, keep=True)
+    entry = ScheduleEntry(at=0, op=Op.GERMINATE, slot=names[0], blueprint="mlp-small", tempo=2, target=1.0, keep=True)
     again = Growth(
         model,
         optimizer,

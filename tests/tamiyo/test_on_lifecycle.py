@@ -11,7 +11,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Estimate
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tamiyo.rules.heuristic import Heuristic
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 
 
 def episode(controller, view, config, *, envs=1, slots=3, steps=24, worth=0.1):
@@ -64,7 +64,9 @@ def test_the_heuristic_prunes_a_seed_without_gain_and_tries_again(view, config):
 
 
 def test_a_schedule_with_keep_plants_and_keeps_one_seed_after_the_other(view, config):
-    entries = [Entry(at=2, op="germinate", slot=slot, blueprint="bypass-mlp", keep=True) for slot in ("s2", "s0")]
+    entries = [
+        ScheduleEntry(at=2, op="germinate", slot=slot, blueprint="bypass-mlp", keep=True) for slot in ("s2", "s0")
+    ]
     log, seeds = episode(Schedule(entries), view, config)
     assert [(op, slot) for _, op, slot in log] == [
         (Op.GERMINATE, 2),

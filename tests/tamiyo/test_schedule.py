@@ -4,7 +4,7 @@ import pytest
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
-from esper.tamiyo.rules.schedule import Entry, Schedule, load_schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry, load_schedule
 
 PRUNABLE = {Op.PRUNE: True}
 
@@ -15,7 +15,7 @@ def taken(actions):
 
 
 def prunes(*slots, at=0):
-    return Schedule([Entry(at=at, op="prune", slot=slot) for slot in slots])
+    return Schedule([ScheduleEntry(at=at, op="prune", slot=slot) for slot in slots])
 
 
 def test_an_entry_waits_for_its_step(view):
@@ -48,7 +48,7 @@ def test_an_entry_is_carried_out_once(view):
 
 
 def test_an_entry_may_be_a_wait(view):
-    schedule = Schedule([Entry(at=0, op="WAIT"), Entry(at=0, op="PRUNE", slot="s0")])
+    schedule = Schedule([ScheduleEntry(at=0, op="WAIT"), ScheduleEntry(at=0, op="PRUNE", slot="s0")])
     assert [schedule.act(view(may=PRUNABLE, step=step)).op[0] for step in range(2)] == [Op.WAIT, Op.PRUNE]
 
 
@@ -72,19 +72,19 @@ def test_a_new_episode_starts_the_list_again(view):
 
 
 def test_the_heads_of_an_entry_become_indices(view):
-    entry = Entry(at=0, op="GERMINATE", slot="s2", blueprint="mlp-small", blend="gate", tempo=4, target=0.5)
+    entry = ScheduleEntry(at=0, op="GERMINATE", slot="s2", blueprint="mlp-small", blend="gate", tempo=4, target=0.5)
     actions = Schedule([entry]).act(view(may={Op.GERMINATE: True}, step=0))
     assert [field[0] for field in actions] == [Op.GERMINATE, 2, 2, Blend.GATE, 3, 1]
 
 
 def test_heads_left_out_are_an_added_full_dose_in_two_steps(view):
-    entry = Entry(at=0, op="germinate", slot="s0", blueprint="bypass-mlp")
+    entry = ScheduleEntry(at=0, op="germinate", slot="s0", blueprint="bypass-mlp")
     actions = Schedule([entry]).act(view(may={Op.GERMINATE: True}, step=0))
     assert [field[0] for field in actions] == [Op.GERMINATE, 0, 1, Blend.ADD, 2, 3]
 
 
 def test_an_entry_waits_until_the_choice_that_it_names_is_valid(view):
-    schedule = Schedule([Entry(at=0, op="prune", slot="s0", tempo=4)])
+    schedule = Schedule([ScheduleEntry(at=0, op="prune", slot="s0", tempo=4)])
     assert schedule.act(view([[Stage.BLENDING] * 3], PRUNABLE, doomed=True, step=0)).op == [Op.WAIT]
     assert schedule.act(view([[Stage.HOLDING] * 3], PRUNABLE, step=1)).op == [Op.PRUNE]
 
@@ -95,7 +95,7 @@ def test_an_entry_that_leaves_the_tempo_open_takes_one_that_is_valid(view):
 
 
 def kept(*slots, keep=True):
-    return [Entry(at=0, op="germinate", slot=slot, blueprint="bypass-mlp", keep=keep) for slot in slots]
+    return [ScheduleEntry(at=0, op="germinate", slot=slot, blueprint="bypass-mlp", keep=keep) for slot in slots]
 
 
 def test_keep_advances_and_fossilizes_as_soon_as_the_masks_allow(view):
@@ -206,20 +206,20 @@ def test_a_file_that_cannot_be_read_gets_a_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        (Entry(at=0, op="prune", slot="up"), "there is no slot 'up' here; choose one of s0, s1, s2"),
+        (ScheduleEntry(at=0, op="prune", slot="up"), "there is no slot 'up' here; choose one of s0, s1, s2"),
         (
-            Entry(at=0, op="germinate", slot="s0", blueprint="skip"),
+            ScheduleEntry(at=0, op="germinate", slot="s0", blueprint="skip"),
             "there is no blueprint 'skip' here; choose one of bypass-linear, bypass-mlp, mlp-small",
         ),
-        (Entry(at=0, op="prune", slot="s0", tempo=3), "there is no tempo 3 here; choose one of 0, 1, 2, 4, 8"),
+        (ScheduleEntry(at=0, op="prune", slot="s0", tempo=3), "there is no tempo 3 here; choose one of 0, 1, 2, 4, 8"),
         (
-            Entry(at=0, op="set_alpha", slot="s0", target=0.3),
+            ScheduleEntry(at=0, op="set_alpha", slot="s0", target=0.3),
             "there is no target 0.3 here; choose one of 0.25, 0.5, 0.75, 1.0",
         ),
     ],
 )
 def test_a_name_that_the_space_lacks_gets_a_sentence_at_the_first_act(view, entry, sentence):
-    schedule = Schedule([Entry(at=0, op="wait"), entry], source="plan.yaml")
+    schedule = Schedule([ScheduleEntry(at=0, op="wait"), entry], source="plan.yaml")
     with pytest.raises(InputError) as caught:
         schedule.act(view())
     assert str(caught.value) == f"plan.yaml, entry 2: {sentence}"

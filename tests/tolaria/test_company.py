@@ -12,7 +12,7 @@ from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.view import take
 from esper.tamiyo.rules.baselines import RandomValid
-from esper.tasks.repair import POOLS, SIZES, Part, describe, held_back, repair, sample
+from esper.tasks.repair import POOLS, SIZES, RepairSplit, describe, held_back, repair, sample
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.data import stack_splits
 from populations import small_config
@@ -112,9 +112,9 @@ def test_an_instance_is_bitwise_the_same_beside_its_twin(singles):
 
 
 def test_no_split_of_repair_is_longer_than_its_room():
-    assert repair().lengths == Lengths(probe=SIZES[Part.PROBE], held=SIZES[Part.TEST])
-    assert SIZES[Part.VALIDATION] <= SIZES[Part.TEST]
-    assert POOLS[Part.PROBE] >= SIZES[Part.PROBE]
+    assert repair().lengths == Lengths(probe=SIZES[RepairSplit.PROBE], held=SIZES[RepairSplit.TEST])
+    assert SIZES[RepairSplit.VALIDATION] <= SIZES[RepairSplit.TEST]
+    assert POOLS[RepairSplit.PROBE] >= SIZES[RepairSplit.PROBE]
 
 
 def test_rows_of_a_length_are_padded_alike_with_one_split_or_several():

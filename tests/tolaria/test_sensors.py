@@ -11,7 +11,7 @@ from esper.tolaria.measure.sensors import (
     RELU_UNITS,
     SENSORS,
     Sample,
-    Widths,
+    TrueWidths,
     activity,
     participation_ratio,
     relu_expansion,
@@ -62,7 +62,7 @@ def draw(seed, examples, dtype=torch.float64):
 
 
 def truth(dtype=torch.float64):
-    return [Widths(*(torch.tensor(WIDTHS[name][s], dtype=dtype) for name in Widths._fields)) for s in range(S)]
+    return [TrueWidths(*(torch.tensor(WIDTHS[name][s], dtype=dtype) for name in TrueWidths._fields)) for s in range(S)]
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_examples_that_are_padding_change_nothing_whatever_they_hold(samples, fi
             [each(s, lambda values: values[rows, : counts[row]]) for s in part]  # noqa: B023
             for part, counts in zip(samples, REAL, strict=True)
         ]
-        alone = growth_sensors(*short, [Widths(*(w[rows] for w in width)) for width in truth()])
+        alone = growth_sensors(*short, [TrueWidths(*(w[rows] for w in width)) for width in truth()])
         torch.testing.assert_close(found[row], alone[0], rtol=1e-9, atol=1e-12)
 
 
@@ -186,7 +186,7 @@ def test_rows_do_not_touch(dtype, padded):
     whole = growth_sensors(*parts, truth(dtype))
     for rows in ([0, 1], [3, 2], [4, 0, 2], [1, 1, 1, 3]):
         some = [[Sample(*(f[rows] if f is not None else None for f in s)) for s in part] for part in parts]
-        found = growth_sensors(*some, [Widths(*(w[rows] for w in width)) for width in truth(dtype)])
+        found = growth_sensors(*some, [TrueWidths(*(w[rows] for w in width)) for width in truth(dtype)])
         assert torch.equal(found, whole[rows])
 
 
@@ -321,7 +321,7 @@ def test_a_gradient_that_is_0_has_nothing_to_explain(samples):
 def only_stream(stream, gradient, held, gradient_held):
     samples = [[Sample(h, h, h, None, g, None)] for h, g in ((stream, gradient), (held, gradient_held))]
     width = torch.full(stream.shape[:1], stream.shape[2], dtype=stream.dtype)
-    found = growth_sensors(*samples, [Widths(width, width, width, width)])
+    found = growth_sensors(*samples, [TrueWidths(width, width, width, width)])
     return dict(zip(NAMES, found[:, 0].unbind(1), strict=True))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from esper.kasmina.stack.rows import Place, Stack
+from esper.kasmina.stack.rows import ParameterPlace, Stack
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import LIVE, Stage
 from esper.tolaria.stacked import compiling
@@ -112,7 +112,7 @@ def test_what_is_compiled_again_after_many_other_plans_is_counted(monkeypatch):
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 2), (2, 3, 2, 2)])
 def test_a_parameter_of_rows_is_turned_back_into_their_columns(shape):
     shape = torch.Size(shape)
-    place, rows = Place("p", shape, 2, 2 + shape.numel(), ()), torch.randn(4, shape.numel() + 5)
+    place, rows = ParameterPlace("p", shape, 2, 2 + shape.numel(), ()), torch.randn(4, shape.numel() + 5)
     assert torch.equal(place.flat(place.of(rows)), rows[:, 2 : 2 + shape.numel()])
 
 

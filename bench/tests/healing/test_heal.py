@@ -13,7 +13,7 @@ from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import Stage
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
 from esper_bench.healing.damage import DamageKind, damage_split
@@ -125,7 +125,7 @@ def test_a_removed_block_is_named_as_a_skip_so_that_a_saved_network_can_be_rebui
 # Growing.
 
 
-def grown(keys: list[int], entries: list[Entry]) -> VectorizedEngine:
+def grown(keys: list[int], entries: list[ScheduleEntry]) -> VectorizedEngine:
     task = heal()
     task = replace(task, sample=lambda key: heal().sample(keys[key % len(keys)]))
     config = build_config(
@@ -140,7 +140,8 @@ def grown(keys: list[int], entries: list[Entry]) -> VectorizedEngine:
 def test_a_grown_episode_leaves_every_frozen_host_bitwise_unchanged() -> None:
     keys = [first(kind) for kind in (DamageKind.PRUNED, DamageKind.REMOVED, DamageKind.INPUT)]
     entries = [
-        Entry(at=0, op=Op.GERMINATE, slot=slot, blueprint="bypass-rank-1", keep=True) for slot in ("block1", "block3")
+        ScheduleEntry(at=0, op=Op.GERMINATE, slot=slot, blueprint="bypass-rank-1", keep=True)
+        for slot in ("block1", "block3")
     ]
     engine = grown(keys, entries)
     assert (engine.state.seeds.stage == Stage.FOSSILIZED).sum(1).tolist() == [2, 2, 2]
@@ -153,7 +154,9 @@ def test_a_grown_episode_leaves_every_frozen_host_bitwise_unchanged() -> None:
 
 
 def test_a_seed_over_the_cap_is_refused() -> None:
-    entries = [Entry(at=0, op=Op.GERMINATE, slot=f"block{k}", blueprint="bypass-rank-4", keep=True) for k in range(5)]
+    entries = [
+        ScheduleEntry(at=0, op=Op.GERMINATE, slot=f"block{k}", blueprint="bypass-rank-4", keep=True) for k in range(5)
+    ]
     engine = grown([0, 1], entries)
     added = engine.population.added_params(engine.state.seeds)
     hosts = engine.population.host_params

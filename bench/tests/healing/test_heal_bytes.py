@@ -12,7 +12,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.store.files import VARIABLE
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.hosts.factories import host_from
 from esper.tasks.hosts.sequential import Transformer
 from esper.tolaria.engine import VectorizedEngine
@@ -238,7 +238,7 @@ def test_damage_of_the_text_changes_symbols_of_the_input_or_of_the_output_alone(
 # Growing.
 
 
-def grown(keys: list[int], entries: list[Entry], **settings: object) -> VectorizedEngine:
+def grown(keys: list[int], entries: list[ScheduleEntry], **settings: object) -> VectorizedEngine:
     """An engine on these keys after two steps of a schedule."""
     task = heal_bytes().sealed()
     config = build_config(
@@ -251,8 +251,8 @@ def grown(keys: list[int], entries: list[Entry], **settings: object) -> Vectoriz
     return engine
 
 
-def planted(plan: Plan, slot: str, at: int = 0) -> Entry:
-    return Entry(at=at, op=Op.GERMINATE, slot=slot, blueprint=plan.here[0], keep=True)
+def planted(plan: Plan, slot: str, at: int = 0) -> ScheduleEntry:
+    return ScheduleEntry(at=at, op=Op.GERMINATE, slot=slot, blueprint=plan.here[0], keep=True)
 
 
 def test_seeds_at_both_ends_train_choose_by_gradient_and_leave_the_frozen_host_bitwise_unchanged() -> None:

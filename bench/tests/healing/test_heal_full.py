@@ -10,7 +10,7 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import View
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
@@ -153,7 +153,10 @@ def grown(keys: list[int], seeds: dict[str, str], **settings: object) -> Vectori
     ours = {"task": task.name, "envs": len(keys), "baselines": [], "gates": {"permissive": True}, "steps": 4}
     engine = VectorizedEngine(task, build_config(task.defaults, ours, settings))
     engine.reset(np.array(keys))
-    play(engine, Schedule([Entry(at=0, op=Op.GERMINATE, slot=s, blueprint=b, keep=True) for s, b in seeds.items()]))
+    play(
+        engine,
+        Schedule([ScheduleEntry(at=0, op=Op.GERMINATE, slot=s, blueprint=b, keep=True) for s, b in seeds.items()]),
+    )
     return engine
 
 

@@ -22,7 +22,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.view import sensor
 from esper.tamiyo.policy.packages import inner_slots
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.hosts.factories import host_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
@@ -287,7 +287,9 @@ def engine_of(keys: list[int], taught: bool = False) -> VectorizedEngine:
 def test_a_grown_episode_leaves_every_frozen_host_bitwise_unchanged() -> None:
     keys = [first(kind) for kind in (DamageKind.PRUNED, DamageKind.REMOVED, DamageKind.INPUT)]
     engine = engine_of(keys)
-    entries = [Entry(at=0, op=Op.GERMINATE, slot=s, blueprint="bypass-rank-1", keep=True) for s in ("embed", "block3")]
+    entries = [
+        ScheduleEntry(at=0, op=Op.GERMINATE, slot=s, blueprint="bypass-rank-1", keep=True) for s in ("embed", "block3")
+    ]
     play(engine, Schedule(entries))
     assert (engine.state.seeds.stage == Stage.FOSSILIZED).sum(1).tolist() == [2, 2, 2]
     body = engine.population.body  # type: ignore[attr-defined]

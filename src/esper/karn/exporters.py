@@ -24,7 +24,7 @@ from esper.karn.export_targets import (
     wait_for,
 )
 from esper.karn.reader import OpenRun, Tail, open_run
-from esper.karn.run_model import Point, RunModel
+from esper.karn.run_model import CurvePoint, RunModel
 from esper.leyline.errors import InputError, RunWarning, first_line, typed_line, warn
 from esper.leyline.exporters import check_installed
 from esper.leyline.text import printable
@@ -211,7 +211,7 @@ class Export:
             found = [point for row in rows if (point := self.model.write(row)) is not None]
             self._write([point for point in found if self._is_new(point)])
 
-    def _is_new(self, point: Point) -> bool:
+    def _is_new(self, point: CurvePoint) -> bool:
         """Whether the target lacks a point; it is counted, so that it is not new any more."""
         last = self.record.last
         if point.x <= last.get(point.kind, -1) or point.x < self.record.x or not point.values:
@@ -219,7 +219,7 @@ class Export:
         self.record.last = {**last, point.kind: point.x}
         return True
 
-    def _write(self, points: Sequence[Point]) -> None:
+    def _write(self, points: Sequence[CurvePoint]) -> None:
         if not points:
             return
         self._open()

@@ -96,7 +96,7 @@ class SeedMark(NamedTuple):
     why: str | None
 
 
-class Population(NamedTuple):
+class EpisodeSteps(NamedTuple):
     """The steps of an episode.
 
     Attributes:
@@ -219,7 +219,7 @@ class Decided(NamedTuple):
     why: str
 
 
-class Planting(NamedTuple):
+class PlantingDecision(NamedTuple):
     """A decision to plant a seed: where, when, which, and the reason in words."""
 
     env: int
@@ -250,7 +250,7 @@ class DecisionLog:
     first: list[Decided] = field(default_factory=list)
     kept: list[tuple[str, int]] = field(default_factory=list)
     planted: int = 0
-    plantings: list[Planting] = field(default_factory=list)
+    plantings: list[PlantingDecision] = field(default_factory=list)
     idle: int = 0
     _ends: list[Decided] = field(default_factory=list)
 
@@ -261,7 +261,7 @@ class DecisionLog:
         if row.to_stage == "GERMINATED" and row.cohort is UNSET and row.why:
             self.planted += 1
             if len(self.plantings) < LISTED:
-                self.plantings.append(Planting(row.env, row.step, row.slot, row.blueprint or "", row.why))
+                self.plantings.append(PlantingDecision(row.env, row.step, row.slot, row.blueprint or "", row.why))
         if row.to_stage not in ("FOSSILIZED", "PRUNED") or not row.blueprint or not row.why:
             return
         decided = Decided(
@@ -436,7 +436,7 @@ class Curve:
             self.x, self.y, self._every = self.x[::2], self.y[::2], 2 * self._every
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """The values of the exported curves at one place (`esper docs exporters`).
 
     Attributes:
@@ -572,7 +572,7 @@ class RunModel:
             self.write(row)
         return self
 
-    def write(self, row: Row) -> Point | None:
+    def write(self, row: Row) -> CurvePoint | None:
         """Take in the next row. Returns the point that it adds to the exported curves; None if it adds none."""
         self.rows += 1
         cohort = row.cohort if isinstance(row, PlayedRow) else UNSET  # UNSET outside of a training
@@ -589,7 +589,7 @@ class RunModel:
             case StepRow() if cohort is UNSET:  # a training shows its rounds instead
                 return self._write_step(row)
             case GradientsRow() if cohort is UNSET:
-                return Point("gradients", row.step, row.time, self._spreads(row, OF_GRADIENTS, row.step))
+                return CurvePoint("gradients", row.step, row.time, self._spreads(row, OF_GRADIENTS, row.step))
             case LifecycleRow():
                 self._write_change(row)
             case DecisionRow():
@@ -612,7 +612,7 @@ class RunModel:
                 self.validated[number] = [*self.validated.get(number, []), *row.objectives]  # a row for each task
         return None
 
-    def _write_round(self, row: RoundRow) -> Point:
+    def _write_round(self, row: RoundRow) -> CurvePoint:
         self.rounds.append(row)
         self._times.append(row.time)
         values = {}
@@ -626,7 +626,7 @@ class RunModel:
                 name = f"{cohort}/{self._task_name(task)}/{quantity.name}"
                 values |= _spread(name, quantity.best, [getattr(each, quantity.field) for each in ended])[0]
         self._episodes.clear()
-        return Point("round", len(self.rounds) - 1, row.time, values)
+        return CurvePoint("round", len(self.rounds) - 1, row.time, values)
 
     def _task_name(self, task: str) -> str:
         """The name of a task with the characters that every target of an export accepts; each task has a name of its own."""
@@ -639,7 +639,7 @@ class RunModel:
             self._task_names[task] = name
         return self._task_names[task]
 
-    def _write_step(self, row: StepRow) -> Point:
+    def _write_step(self, row: StepRow) -> CurvePoint:
         if row.episode != self.episode:
             self.curves.clear()
             self._steps = []
@@ -653,7 +653,7 @@ class RunModel:
             twin = None if row.twin_metrics is None else _floats(row.twin_metrics)
             added = np.array(row.added_param_counts, np.int64)
             self._steps.append((row.step, *figures, twin, added, self._stages, self._alphas))
-        return Point("step", row.step, row.time, self._spreads(row, OF_STEPS, row.step) | self.counts)
+        return CurvePoint("step", row.step, row.time, self._spreads(row, OF_STEPS, row.step) | self.counts)
 
     def _spreads(self, row: Row, quantities: Iterable[Quantity], x: int) -> dict[str, float]:
         """The values of the exported curves of some quantities; those of the live curves are added to these."""
@@ -779,7 +779,7 @@ class RunModel:
         self.status, self.config, self.summary, self.environment = status, config, summary, environment
         self.tallies = self._analytics.tallies()
         self.params = {key: params / count for key, (count, params) in self._prices.items()}
-        self.population: Population | None = None
+        self.population: EpisodeSteps | None = None
         self.stays: list[Stay] = []
         self.marks: list[SeedMark] = []
         if self.head is not None and self._steps:
@@ -805,7 +805,7 @@ class RunModel:
         return self
 
 
-def _population(head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Iterable[LifecycleRow]) -> Population:
+def _population(head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Iterable[LifecycleRow]) -> EpisodeSteps:
     numbers, metric, loss, train_loss, twins, added, stages, alphas = zip(*steps, strict=True)
     stage = np.array(stages)
     seed = np.full(stage.shape, NO_SEED)
@@ -816,7 +816,7 @@ def _population(head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Iterabl
         if row.step in at:
             known = names.get(row.blueprint, NO_SEED) if row.blueprint is not None else NO_SEED
             seed[at[row.step] :, row.env, slots[row.slot]] = known
-    return Population(
+    return EpisodeSteps(
         np.array(numbers),
         np.array(metric),
         np.array(loss),
@@ -829,7 +829,7 @@ def _population(head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Iterabl
     )
 
 
-def _stays(population: Population, head: RunRow, changes: Iterable[LifecycleRow]) -> list[Stay]:
+def _stays(population: EpisodeSteps, head: RunRow, changes: Iterable[LifecycleRow]) -> list[Stay]:
     """The stays of every slot but those in DORMANT, by environment, slot and step."""
     slots = {name: index for index, name in enumerate(head.slots)}
     reasons = {(row.env, slots[row.slot], row.step): row.why for row in changes if row.why is not None}

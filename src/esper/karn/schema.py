@@ -172,7 +172,7 @@ class Grown(Summary):
     phase_seconds: NotRequired[dict[str, float]]
 
 
-class Trained(Summary):
+class FinishedTraining(Summary):
     """summary.json of a training that came to its end."""
 
     status: Status
@@ -190,7 +190,7 @@ class Trained(Summary):
 def check_summary(summary: Any, path: Path, mend: str) -> None:
     """InputError, which names the key and ends in `mend`, if the content of a summary.json is none."""
     try:
-        kind = Grown if "grown_params" in summary else Trained if "rounds_done" in summary else Failed
+        kind = Grown if "grown_params" in summary else FinishedTraining if "rounds_done" in summary else Failed
         msgspec.convert(summary, kind)
         if kind is Grown:
             for place, values in _of_environments(summary):

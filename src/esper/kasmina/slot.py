@@ -50,7 +50,7 @@ def blend_change(
     return change if alpha is None else alpha * change
 
 
-class Rule(torch.autograd.Function):
+class DifferentiableFunction(torch.autograd.Function):
     """A function with gradients of its own, which `torch.func` can transform.
 
     Subclasses define forward, setup_context and backward of torch, and `tangent`, which computes the tangent of the output from
@@ -74,12 +74,12 @@ class Rule(torch.autograd.Function):
 
 
 @functools.cache
-def _with_jvp(rule: type[Rule]) -> type[Rule]:
+def _with_jvp(rule: type[DifferentiableFunction]) -> type[DifferentiableFunction]:
     """The same function under forward-mode differentiation too."""
     return type(rule.__name__, (rule,), {"jvp": staticmethod(rule.tangent)})
 
 
-class Straight(Rule):
+class Straight(DifferentiableFunction):
     """Straight-through incubation: the value is h, bit for bit; the gradient goes unchanged to h and to the change.
 
     The formula h + (c - c.detach()) is not used, because it passes a nan of the seed on to the host.
@@ -108,7 +108,7 @@ class Straight(Rule):
         return h.index_add(0, ctx.saved_tensors[0], change)
 
 
-class Proximal(Rule):
+class Proximal(DifferentiableFunction):
     """Return the change c, bit for bit, and add the gradient of weight * |c|^2 / |h|^2 to that of c; h gets no gradient."""
 
     @staticmethod

@@ -7,7 +7,7 @@ from esper.leyline.lifecycle.view import View
 from esper.leyline.text import duration
 
 
-class Watch(Protocol):
+class ProgressWatch(Protocol):
     """Shows the progress of a population."""
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:

@@ -19,7 +19,7 @@ from esper.leyline.data.task import AnyTask, epochs_of
 from esper.leyline.errors import InputError, OutOfMemory, RolledBack, describe_error
 from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.view import View
-from esper.leyline.progress import Silent, Watch
+from esper.leyline.progress import ProgressWatch, Silent
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.nissa.outputs import Output
@@ -52,7 +52,7 @@ def grow(
     config: Config,
     client: Controller,
     folder: Path | None = None,
-    watch: Watch | None = None,
+    watch: ProgressWatch | None = None,
     opening: Opening = NEW,
     outputs: Sequence[Output] = (),
 ) -> Summary:
@@ -206,7 +206,7 @@ class Episode(Observer):
     client: Controller
     engine: VectorizedEngine
     run: RunFolder
-    watch: Watch
+    watch: ProgressWatch
     started: float  # time.perf_counter() at the start [seconds]
     view: View = field(init=False)  # the view for the next decision
     decided: Decision | None = None  # the next decision, if it was made already

@@ -26,7 +26,7 @@ _MEND = "restore the original file"
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
-class Entry(
+class RunChange(
     msgspec.Struct, frozen=True, omit_defaults=True, rename={"settings": "set", "source": "from", "target": "to"}
 ):
     """One change of a run."""
@@ -45,7 +45,7 @@ class Trail(NamedTuple):
     """The changes from the first config of a run to the present one."""
 
     run: str  # sha256 of the first config.yaml, which identifies the run
-    entries: list[Entry]  # the changes in effect, oldest first
+    entries: list[RunChange]  # the changes in effect, oldest first
 
 
 def read_trail(folder: Path) -> Trail:
@@ -65,13 +65,13 @@ def record_change(folder: Path, config: str, settings: Sequence[str], steps: int
     """Write the entry of a config that is about to be written, unless the last entry is the same."""
     source, target = digest_of((folder / CONFIG).read_bytes()), digest_of(config.encode())
     if source != target:
-        _append(folder, Entry(time.time(), steps, tuple(settings), source, target))
+        _append(folder, RunChange(time.time(), steps, tuple(settings), source, target))
 
 
 def record_origin(folder: Path, noted: Sequence[str], origin: dict[str, Any], steps: int) -> None:
     """Write an entry for new versions and data under an unchanged config, unless the last entry is the same."""
     digest = digest_of((folder / CONFIG).read_bytes())
-    _append(folder, Entry(time.time(), steps, (), digest, digest, tuple(noted), origin))
+    _append(folder, RunChange(time.time(), steps, (), digest, digest, tuple(noted), origin))
 
 
 def digest_of(content: bytes) -> str:
@@ -79,19 +79,19 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _append(folder: Path, entry: Entry) -> None:
+def _append(folder: Path, entry: RunChange) -> None:
     """Add an entry, unless the last one is the same."""
     known = _read(folder)
     if not known or msgspec.structs.replace(known[-1], time=entry.time) != entry:
         write_atomic(folder / CHANGES, to_json(msgspec.to_builtins([*known, entry])))
 
 
-def _read(folder: Path) -> list[Entry]:
+def _read(folder: Path) -> list[RunChange]:
     path = folder / CHANGES
     if not path.exists() and not path.is_symlink():
         return []
     found = parse_json(read_kept(path, _LARGEST, _MEND), path, _MEND)
     try:
-        return msgspec.convert(found, list[Entry])
+        return msgspec.convert(found, list[RunChange])
     except msgspec.ValidationError:
         raise InputError(f"{path} does not hold the changes of a run; {_MEND}") from None

@@ -69,7 +69,7 @@ RADIUS = 2.0  # of spirals and checkerboards, so that features have a standard d
 REFERENCE = 1000  # inputs by which the classes of a teacher are balanced
 
 
-class Part(IntEnum):
+class RepairSplit(IntEnum):
     """A split of an instance, or REFERENCE, the inputs by which the outputs of a teacher are normalized."""
 
     TRAIN = 0
@@ -79,8 +79,8 @@ class Part(IntEnum):
     REFERENCE = 4
 
 
-SIZES: Mapping[Part, int] = MappingProxyType(
-    {Part.PROBE: 200, Part.VALIDATION: 200, Part.TEST: 400, Part.REFERENCE: REFERENCE}
+SIZES: Mapping[RepairSplit, int] = MappingProxyType(
+    {RepairSplit.PROBE: 200, RepairSplit.VALIDATION: 200, RepairSplit.TEST: 400, RepairSplit.REFERENCE: REFERENCE}
 )
 """Numbers of examples. A split of digits has fewer where its pool has fewer of the classes. The size of train is drawn."""
 
@@ -189,7 +189,7 @@ def repair() -> Mixture:
                 frozen=(False,) * BLOCKS,
             ),
             (max(INPUTS.values()),),
-            Lengths(probe=SIZES[Part.PROBE], held=max(SIZES[Part.VALIDATION], SIZES[Part.TEST])),
+            Lengths(probe=SIZES[RepairSplit.PROBE], held=max(SIZES[RepairSplit.VALIDATION], SIZES[RepairSplit.TEST])),
         ),
         sample=sample,
         test=held_back,
@@ -209,14 +209,14 @@ def repair() -> Mixture:
 def sample(key: int) -> Instance:
     """The instance of a key, without its test split. InputError for a key outside RANGES."""
     facts = describe(key)
-    parts = (Part.TRAIN, Part.PROBE, Part.VALIDATION)
+    parts = (RepairSplit.TRAIN, RepairSplit.PROBE, RepairSplit.VALIDATION)
     train, probe, validation = (_examples(facts, part) for part in parts)
     return Instance(facts.host, train, probe, validation, facts.host.outputs)
 
 
 def held_back(key: int) -> Split:
     """The test split of the instance of a key. InputError for a key outside RANGES."""
-    return _examples(describe(key), Part.TEST)
+    return _examples(describe(key), RepairSplit.TEST)
 
 
 def describe(key: int) -> Facts:
@@ -276,22 +276,22 @@ def digit_pools() -> tuple[tuple[Floats, Labels], ...]:
     return tuple((((x[pool] - mean) / PIXEL_SCALE).numpy(), y[pool].numpy()) for pool in pools)
 
 
-def _examples(facts: Facts, part: Part) -> Split:
+def _examples(facts: Facts, part: RepairSplit) -> Split:
     """One split, in torch's default dtype. It shares no storage."""
-    x, y = _GENERATORS[facts.family](facts, part, facts.examples if part == Part.TRAIN else SIZES[part])
+    x, y = _GENERATORS[facts.family](facts, part, facts.examples if part == RepairSplit.TRAIN else SIZES[part])
     if facts.noise:
         x = x + facts.noise * _normal(facts, _Draw.FEATURE_NOISE, part, *x.shape)
-    if facts.label_noise and part == Part.TRAIN:
+    if facts.label_noise and part == RepairSplit.TRAIN:
         again = _uniform(facts, _Draw.FLIP, part, len(y)) < facts.label_noise
         y = np.where(again, _integers(facts, _Draw.FLIPPED, part, facts.host.outputs, len(y)), y)
     return Split(torch.from_numpy(x).to(torch.get_default_dtype(), copy=True), torch.from_numpy(y))
 
 
-def _digits(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+def _digits(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels]:
     assert facts.digits is not None
     x, y = digit_pools()[part]
     order = np.arange(len(y))
-    if part == Part.TRAIN:
+    if part == RepairSplit.TRAIN:
         order = _uniform(facts, _Draw.ORDER, part, len(y)).argsort()
     taken = order[np.isin(y[order], facts.digits)][:count]
     pixels = _uniform(facts, _Draw.PIXELS, 0, x.shape[1]).argsort()
@@ -300,7 +300,7 @@ def _digits(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
     return x[taken][:, pixels], label[y[taken]]
 
 
-def _spiral(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+def _spiral(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels]:
     """t = sqrt(u),   angle = 2 pi (turns t + y / C),   x = RADIUS t (cos angle, sin angle)."""
     y = _integers(facts, _Draw.LABEL, part, facts.host.outputs, count)
     t = np.sqrt(_uniform(facts, _Draw.INPUT, part, count))
@@ -308,19 +308,19 @@ def _spiral(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
     return RADIUS * np.stack([t * np.cos(angle), t * np.sin(angle)], axis=1), y
 
 
-def _parity(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+def _parity(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels]:
     """x = 2 b - 1,   y = (b_1 + ... + b_k) mod 2,   with bits b and k = detail."""
     bits = _integers(facts, _Draw.INPUT, part, 2, count, facts.host.inputs)
     return (2 * bits - 1).astype(np.float64), bits[:, : int(facts.detail)].sum(1) % 2
 
 
-def _checker(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+def _checker(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels]:
     """x = RADIUS (2 u - 1),   y = (floor(k u_1) + floor(k u_2)) mod 2,   with k = detail squares in a row."""
     u = _uniform(facts, _Draw.INPUT, part, count, facts.host.inputs)
     return RADIUS * (2 * u - 1), np.floor(u * facts.detail).sum(1).astype(np.int64) % 2
 
 
-def _teacher(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
+def _teacher(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels]:
     """y = argmax_c (z_c - mean_c) / deviation_c,   z = max(x W - 1/2, 0) V.
 
     Mean and standard deviation are those of the REFERENCE inputs, so the labels of a split do not depend on another split.
@@ -329,16 +329,16 @@ def _teacher(facts: Facts, part: Part, count: int) -> tuple[Floats, Labels]:
     first = _normal(facts, _Draw.FIRST_MAP, 0, inputs, units) * (2 / math.sqrt(inputs))
     second = _normal(facts, _Draw.SECOND_MAP, 0, units, classes)
 
-    def inputs_and_outputs(part: Part, count: int) -> tuple[Floats, Floats]:
+    def inputs_and_outputs(part: RepairSplit, count: int) -> tuple[Floats, Floats]:
         x = _normal(facts, _Draw.INPUT, part, count, inputs)
         return x, np.maximum(x @ first - 0.5, 0) @ second
 
     x, z = inputs_and_outputs(part, count)
-    _, reference = inputs_and_outputs(Part.REFERENCE, SIZES[Part.REFERENCE])
+    _, reference = inputs_and_outputs(RepairSplit.REFERENCE, SIZES[RepairSplit.REFERENCE])
     return x, ((z - reference.mean(0)) / (reference.std(0) + 1e-6)).argmax(1)
 
 
-_GENERATORS: Mapping[str, Callable[[Facts, Part, int], tuple[Floats, Labels]]] = MappingProxyType(
+_GENERATORS: Mapping[str, Callable[[Facts, RepairSplit, int], tuple[Floats, Labels]]] = MappingProxyType(
     {"digits": _digits, "spiral": _spiral, "parity": _parity, "checker": _checker, "teacher": _teacher}
 )
 

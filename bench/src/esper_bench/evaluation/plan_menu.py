@@ -16,7 +16,7 @@ from esper.leyline.protocols import Controller
 from esper.runs.evaluation.contenders import Contender
 from esper.tamiyo.policy.packages import indices
 from esper.tamiyo.rules.baselines import Rule
-from esper.tamiyo.rules.schedule import Entry, Schedule
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tolaria.engine import VectorizedEngine
 from esper_bench.controllers.placement import Fixed
 from esper_bench.controllers.plans import Placed, plans_of
@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
     """
 
     name: str
-    choice: Placed | tuple[Entry, ...]
+    choice: Placed | tuple[ScheduleEntry, ...]
     settings: Mapping[str, Any]
     parts: tuple[Part, ...] = ()
     plants: str = ""
@@ -113,7 +113,7 @@ def _scheduled(parts: tuple[Part, ...], at: int, settings: Mapping[str, Any], sp
     """Return a schedule that plants seeds and keeps those that pass their gates."""
     seeds = [(space.blueprints[kind].name, space.slots[slot]) for kind, slot in parts]
     entries = tuple(
-        Entry(at=at, op=Op.GERMINATE, slot=slot, blueprint=blueprint, keep=True) for blueprint, slot in seeds
+        ScheduleEntry(at=at, op=Op.GERMINATE, slot=slot, blueprint=blueprint, keep=True) for blueprint, slot in seeds
     )
     alike = len({blueprint for blueprint, _ in seeds}) == 1
     where = f"{seeds[0][0]} at {', '.join(slot for _, slot in seeds)}"
@@ -165,6 +165,6 @@ class _Schedules(Rule):
         return ((own, slice(index * each, (index + 1) * each)) for index, own in enumerate(self.schedules))
 
 
-def entry_line(entry: Entry) -> dict[str, Any]:
+def entry_line(entry: ScheduleEntry) -> dict[str, Any]:
     """Return an entry as a mapping in the form of a schedule file."""
     return {**entry.model_dump(mode="json", exclude_none=True), "op": entry.op.name.lower()}

@@ -15,10 +15,10 @@ from esper.karn.comparison import (
     result_rows,
     settings_that_differ,
 )
-from esper.karn.report.figures import Content, Curves, Section, Series
+from esper.karn.report.figures import Content, Curves, ReportSection, Series
 from esper.karn.report.frame import flat_settings, render, write_page
 from esper.karn.result import Table
-from esper.karn.run_model import Floats, Population
+from esper.karn.run_model import EpisodeSteps, Floats
 from esper.leyline.config.arguments import to_path
 from esper.leyline.text import printable
 
@@ -63,7 +63,7 @@ def content_of(comparison: Comparison) -> Content:
     return Content("Comparison of runs", names, [section for section in sections if section is not None])
 
 
-def _result(comparison: Comparison) -> Section:
+def _result(comparison: Comparison) -> ReportSection:
     rows = [tuple(map(printable, row)) for row in result_rows(comparison.runs)]
     tables = [Table("What came out of each run, on the test split", RESULT_COLUMNS, rows, texts=(1,))]
     pairs = [
@@ -79,24 +79,24 @@ def _result(comparison: Comparison) -> Section:
         columns = ("runs", "test metric", "J", "added parameters", "environments")
         tables.append(Table("Difference of every pair, with its 95 % interval", columns, pairs))
     lines = [each.sentence for each in comparison.verdicts]
-    return Section("result", "How the runs compare", lines, tables, notes=notes(comparison))
+    return ReportSection("result", "How the runs compare", lines, tables, notes=notes(comparison))
 
 
 def _count(found: object) -> str:
     return str(getattr(found, "pairs", "-"))
 
 
-def _settings(runs: Sequence[Compared]) -> Section:
+def _settings(runs: Sequence[Compared]) -> ReportSection:
     flat = [dict(flat_settings(run.model.config)) for run in runs]
     rows = settings_that_differ(runs, flat)
     if not rows:
-        return Section("asked", "What was asked", ["All settings are the same."])
+        return ReportSection("asked", "What was asked", ["All settings are the same."])
     columns = ("key", *(printable(run.name) for run in runs))
     caption = "Settings that differ"
-    return Section("asked", "What was asked", [], [Table(caption, columns, rows, texts=range(1, len(columns)))])
+    return ReportSection("asked", "What was asked", [], [Table(caption, columns, rows, texts=range(1, len(columns)))])
 
 
-FIGURES: Sequence[tuple[str, Callable[[Population], Floats]]] = (
+FIGURES: Sequence[tuple[str, Callable[[EpisodeSteps], Floats]]] = (
     ("metric on the probe split", lambda population: population.metric),
     ("loss on the probe split", lambda population: population.loss),
     ("added parameters", lambda population: population.added.astype(float)),
@@ -104,7 +104,7 @@ FIGURES: Sequence[tuple[str, Callable[[Population], Floats]]] = (
 """Figures over the steps of an episode, with the values (T, E) that each shows."""
 
 
-def _curves(runs: Sequence[Compared]) -> Section | None:
+def _curves(runs: Sequence[Compared]) -> ReportSection | None:
     drawn = [(index, run, run.model.population) for index, run in enumerate(runs)]
     shown = [(index, run, population) for index, run, population in drawn if population is not None]
     if not shown:
@@ -121,7 +121,7 @@ def _curves(runs: Sequence[Compared]) -> Section | None:
     left_out = [printable(run.name) for _, run, population in drawn if population is None]
     if left_out:
         lines.append(f"Without steps in their events, and so not drawn: {', '.join(left_out)}.")
-    return Section("curves", "Over time", lines, figures=figures)
+    return ReportSection("curves", "Over time", lines, figures=figures)
 
 
 def _on_axis(axis: Sequence[int], steps: Sequence[int], values: Floats) -> Floats:
@@ -132,7 +132,7 @@ def _on_axis(axis: Sequence[int], steps: Sequence[int], values: Floats) -> Float
     return spread
 
 
-def _growth(runs: Sequence[Compared]) -> Section | None:
+def _growth(runs: Sequence[Compared]) -> ReportSection | None:
     grown = [(run, run.summary["grown"]) for run in runs if run.summary is not None]
     if not grown:
         return None
@@ -142,7 +142,7 @@ def _growth(runs: Sequence[Compared]) -> Section | None:
     ]
     seeds = sorted({seed for count in counts for seed in count})
     if not seeds:
-        return Section("growth", "What was kept", ["No run kept a seed."])
+        return ReportSection("growth", "What was kept", ["No run kept a seed."])
     rows = [
         (
             f"{printable(blueprint)} at {printable(slot)}",
@@ -154,10 +154,10 @@ def _growth(runs: Sequence[Compared]) -> Section | None:
         for slot, blueprint in seeds
     ]
     columns = ("seed", *(printable(run.name) for run, _ in grown))
-    return Section("growth", "What was kept", [], [Table("Environments that kept a seed", columns, rows)])
+    return ReportSection("growth", "What was kept", [], [Table("Environments that kept a seed", columns, rows)])
 
 
-def _trainings(runs: Sequence[Compared]) -> Section | None:
+def _trainings(runs: Sequence[Compared]) -> ReportSection | None:
     trained = [(index, run) for index, run in enumerate(runs) if run.model.rounds]
     if not trained:
         return None
@@ -175,4 +175,4 @@ def _trainings(runs: Sequence[Compared]) -> Section | None:
         if figure.absent is None:
             figures.append(figure)
     line = "Rounds below 0 are imitation. `esper docs training` explains every figure."
-    return Section("training", "Trainings", [line], figures=figures)
+    return ReportSection("training", "Trainings", [line], figures=figures)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from esper.karn.report.figures import Forest, ForestRow, Integers, Section, with_error
+from esper.karn.report.figures import ForestPlot, ForestRow, Integers, ReportSection, with_error
 from esper.karn.result import Table
 from esper.karn.run_model import DRAWN_DECISIONS, LISTED, Decided, DecisionLog, RunModel
 from esper.leyline.lifecycle.stages import Stage
@@ -34,7 +34,7 @@ REFUSALS: Mapping[str, str] = {
 """The reasons of refusals (`esper.Refusal`) in words."""
 
 
-def decisions_section(model: RunModel) -> Section | None:
+def decisions_section(model: RunModel) -> ReportSection | None:
     """What was decided and why, and what was refused."""
     if model.head is None:
         return None
@@ -87,7 +87,7 @@ def decisions_section(model: RunModel) -> Section | None:
         tables.append(_plantings(model.decided))
     if model.decided.total:
         tables.append(_decided(model.decided))
-    return Section("decisions", "Decisions and why", lines, tables, figures)
+    return ReportSection("decisions", "Decisions and why", lines, tables, figures)
 
 
 def _price(model: RunModel, blueprint: str, slot: str) -> tuple[str, str]:
@@ -157,14 +157,14 @@ def _errors(z: float) -> str:
     return "less its standard error" if z == 1 else f"less {z:g} of its standard errors"
 
 
-def _contributions(measured: Sequence[Decided]) -> Forest:
+def _contributions(measured: Sequence[Decided]) -> ForestPlot:
     rows = []
     for each in measured:
         name = f"{each.blueprint} at {each.slot}, environment {each.env}, step {each.step}"
         ends = each.contribution - each.error, each.contribution + each.error
         words = f"{name}: {with_error(each.contribution, each.error)}, {each.why}"
         rows.append(ForestRow(name, each.contribution, *ends, "kept" if each.kept else "pruned", words))
-    return Forest(
+    return ForestPlot(
         "Contributions when seeds were kept or pruned", rows, "contribution to the metric, with one standard error"
     )
 
@@ -219,7 +219,7 @@ def _decided(decided: DecisionLog) -> Table:
     return Table(f"Keeps and prunes with their reasons{more}", names, rows, texts=range(len(names) - 4, len(names)))
 
 
-def faults_section(model: RunModel) -> Section | None:
+def faults_section(model: RunModel) -> ReportSection | None:
     """Rollbacks, and what is out of the ordinary."""
     if model.head is None:
         return None
@@ -258,7 +258,9 @@ def faults_section(model: RunModel) -> Section | None:
     else:
         lines.append("No environment failed, so none was restored.")
     odd = [line for line in (_not_finite(model), _worse(model), _harmful(model), _slow(model)) if line]
-    return Section("faults", "Rollbacks and anomalies", [*lines, *(odd or ["No other anomaly was found."])], tables)
+    return ReportSection(
+        "faults", "Rollbacks and anomalies", [*lines, *(odd or ["No other anomaly was found."])], tables
+    )
 
 
 def _lost(slot: str, blueprint: str | None) -> str:

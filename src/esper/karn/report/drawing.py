@@ -21,7 +21,7 @@ from esper.karn.report.figures import (
     Content,
     Curves,
     Figure,
-    Forest,
+    ForestPlot,
     HeatMap,
     Timeline,
     describe,
@@ -105,7 +105,7 @@ def lay_out(figure: Figure) -> Drawing:
             return _curves(figure)
         case Timeline():
             return _timeline(figure)
-        case Forest():
+        case ForestPlot():
             return _forest(figure)
         case HeatMap():
             return _heat_map(figure)
@@ -177,7 +177,7 @@ def _timeline(figure: Timeline) -> Drawing:
     return Drawing(f"slot {figure.name}", words, height, shapes, "chart timeline", keys=keys)
 
 
-def _forest(figure: Forest) -> Drawing:
+def _forest(figure: ForestPlot) -> Drawing:
     height = TOP + 16 * len(figure.rows) + BOTTOM
     known = [value for each in figure.rows for value in (each.value, each.low, each.high) if np.isfinite(value)]
     low, high = min(0.0, *known), max(0.0, *known)

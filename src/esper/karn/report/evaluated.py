@@ -15,7 +15,7 @@ from esper.karn.evaluation import (
     spread,
     static_lines,
 )
-from esper.karn.report.figures import Content, Forest, ForestRow, Section
+from esper.karn.report.figures import Content, ForestPlot, ForestRow, ReportSection
 from esper.karn.report.frame import flat_settings
 from esper.karn.result import Table, table_of
 from esper.karn.tables import actor_lines
@@ -48,16 +48,16 @@ def content_of(record: Record, name: str) -> Content:
     """What the page of a record shows; `name` is that of its folder."""
     tasks = record["tasks"]
     sections = [
-        Section("asked", "What was asked", _asked(record), [_settings(record)] if record["settings"] else []),
+        ReportSection("asked", "What was asked", _asked(record), [_settings(record)] if record["settings"] else []),
         *(_task(record, task, f"task{index}") for index, task in enumerate(tasks)),
     ]
     if record["together"] is not None:
         tables, figures = _estimates(record["together"], tasks[0]["metric"], record)
         title = f"All {counted(len(tasks), 'task')} together"
         line = "Every task has the same weight."
-        sections.append(Section("together", title, [line], tables, figures, notes=interval_lines(record)))
+        sections.append(ReportSection("together", title, [line], tables, figures, notes=interval_lines(record)))
     machine = Table("Machine", ("name", "value"), flat_settings(record["environment"]), texts=(1,))
-    sections.append(Section("machine", "Machine", tables=[machine]))
+    sections.append(ReportSection("machine", "Machine", tables=[machine]))
     controllers = ", ".join(printable(row["name"]) for row in tasks[0]["controllers"])
     return Content(name, f"evaluation of {controllers}", sections)
 
@@ -80,7 +80,7 @@ def _settings(record: Record) -> Table:
     return Table("Settings of all controllers", ("key", "value"), rows, texts=(1,))
 
 
-def _task(record: Record, task: Record, key: str) -> Section:
+def _task(record: Record, task: Record, key: str) -> ReportSection:
     metric = task["metric"]
     tables, figures = _estimates(task, metric, record)
     verdicts = [_verdict(row, sample_words(record, task)) for row in compared(task, record)]
@@ -93,7 +93,7 @@ def _task(record: Record, task: Record, key: str) -> Section:
         *group_lines(task),
         *map(printable, task.get("lines", ())),
     ]
-    return Section(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)
+    return ReportSection(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)
 
 
 def _verdict(row: Record, sample: str) -> str | None:
@@ -108,7 +108,7 @@ def _verdict(row: Record, sample: str) -> str | None:
     return f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}."
 
 
-def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Table], list[Forest]]:
+def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Table], list[ForestPlot]]:
     tables = [
         table_of("J of every controller, mean and interquartile mean", objectives_table(estimates)),
         table_of(
@@ -119,8 +119,8 @@ def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Tab
     controllers = [(row["name"], row["objective"]) for row in estimates["controllers"]]
     pairs = [(f"{row['controller']} less {row['rule']}", row["difference"]) for row in compared(estimates, record)]
     figures = [
-        Forest("J on the test split", _points(controllers, ".4f"), "J, with its interval"),
-        Forest("Paired differences of J", _points(pairs, "+.4f"), "difference of J, with its interval"),
+        ForestPlot("J on the test split", _points(controllers, ".4f"), "J, with its interval"),
+        ForestPlot("Paired differences of J", _points(pairs, "+.4f"), "difference of J, with its interval"),
     ]
     return tables, figures
 

@@ -103,7 +103,7 @@ class ForestRow(NamedTuple):
     words: str
 
 
-class Forest(NamedTuple):
+class ForestPlot(NamedTuple):
     """Values with bars, one a line.
 
     Attributes:
@@ -160,10 +160,10 @@ class HeatMap(NamedTuple):
         return shades
 
 
-Figure = Curves | Timeline | Forest | HeatMap
+Figure = Curves | Timeline | ForestPlot | HeatMap
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """A part of the page under its own heading.
 
     Attributes:
@@ -201,7 +201,7 @@ class Content(NamedTuple):
 
     title: str
     heading: str
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]
     data: Markup | None = None
     last_step: int = 0
     missing: Sequence[str] = ()

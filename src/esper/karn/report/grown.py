@@ -9,17 +9,17 @@ from esper.karn.report.decided import REFUSALS
 from esper.karn.report.figures import (
     Bools,
     Curves,
-    Forest,
+    ForestPlot,
     ForestRow,
     HeatMap,
     Integers,
-    Section,
+    ReportSection,
     Series,
     Timeline,
     with_error,
 )
 from esper.karn.result import Table
-from esper.karn.run_model import NO_SEED, Floats, Population, RunModel, Worths
+from esper.karn.run_model import NO_SEED, EpisodeSteps, Floats, RunModel, Worths
 from esper.karn.terminal.console import DESCRIPTIONS
 from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
@@ -34,9 +34,9 @@ COLOURS = 8
 BANDS = "Lines are medians over environments; bands reach from the 10th to the 90th percentile."
 
 
-def first_figures(model: RunModel) -> list[Curves | Forest | HeatMap]:
+def first_figures(model: RunModel) -> list[Curves | ForestPlot | HeatMap]:
     """What grew where over time, the metric over time beside that of the twins, and the differences from all static networks."""
-    figures: list[Curves | Forest | HeatMap] = []
+    figures: list[Curves | ForestPlot | HeatMap] = []
     population, head, summary = model.population, model.head, model.summary or {}
     metric = str(summary.get("metric", "metric"))
     if population is not None and head is not None:
@@ -71,11 +71,11 @@ def first_figures(model: RunModel) -> list[Curves | Forest | HeatMap]:
             rows.append(ForestRow(name, found.mean, found.low, found.high, style, f"{what}: {shown(found, '+.4f')}"))
     if rows:
         title = "The grown networks less each static network, on the test split"
-        figures.append(Forest(title, rows, f"difference of {metric}, paired, with its 95 % interval"))
+        figures.append(ForestPlot(title, rows, f"difference of {metric}, paired, with its 95 % interval"))
     return figures
 
 
-def curves_section(model: RunModel) -> Section | None:
+def curves_section(model: RunModel) -> ReportSection | None:
     """Loss and added parameters over the steps."""
     population = model.population
     if population is None:
@@ -87,10 +87,10 @@ def curves_section(model: RunModel) -> Section | None:
         Curves("Loss", steps, losses, "step", "loss"),
         Curves("Added parameters", steps, added, "step", "parameters"),
     ]
-    return Section("curves", "Over time", [BANDS], figures=figures)
+    return ReportSection("curves", "Over time", [BANDS], figures=figures)
 
 
-def growth_section(model: RunModel) -> Section | None:
+def growth_section(model: RunModel) -> ReportSection | None:
     """The stages of every slot, and whether a limit held growth back."""
     population, head = model.population, model.head
     if population is None or head is None:
@@ -121,7 +121,7 @@ def growth_section(model: RunModel) -> Section | None:
         "acts. GERMINATED and PRUNED last less than a step and are drawn as marks. Point at a stage or a mark, or move to a "
         "figure with the tab key and through it with the arrow keys, to read what it is and why.",
     ]
-    return Section(
+    return ReportSection(
         "growth",
         "What grew, where and when",
         lines,
@@ -131,7 +131,7 @@ def growth_section(model: RunModel) -> Section | None:
     )
 
 
-def _frequencies(model: RunModel, population: Population) -> HeatMap:
+def _frequencies(model: RunModel, population: EpisodeSteps) -> HeatMap:
     """How many environments have which seed in which slot after the last step."""
     assert model.head is not None
     seeds, names = population.seed[-1], list(model.head.blueprints)
@@ -142,7 +142,7 @@ def _frequencies(model: RunModel, population: Population) -> HeatMap:
     return HeatMap(title, list(model.head.slots), [*names, "empty"], counts.astype(float), "blueprint")
 
 
-def _limit_lines(model: RunModel, population: Population) -> list[str]:
+def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
     """Whether the limits on seeds and parameters were reached, and how many decisions they closed or refused."""
     lifecycle = model.config.get("lifecycle") or {}
     seeds, incubating = lifecycle.get("max_seeds"), lifecycle.get("max_training_seeds")
@@ -194,13 +194,13 @@ def _closed_line(limit: str, closed: Bools, free: Bools, seed: Integers) -> str:
     return line
 
 
-def worth_section(model: RunModel) -> Section | None:
+def worth_section(model: RunModel) -> ReportSection | None:
     """Contributions over time, Shapley values and interactions."""
     measured, head = model.worths, model.head
     if measured is None or head is None:
         return None
     series = [Series(slot, measured.contribution[:, :, s], f"run{s % COLOURS}") for s, slot in enumerate(head.slots)]
-    figures: list[Curves | Forest | HeatMap] = [
+    figures: list[Curves | ForestPlot | HeatMap] = [
         Curves("Contribution of the seeds in each slot", measured.steps.tolist(), series, "step", "contribution")
     ]
     lines = [BANDS, "A contribution counts for seeds that act, with alpha above 0."]
@@ -208,17 +208,17 @@ def worth_section(model: RunModel) -> Section | None:
         lines.append(
             "Shapley values and interactions were not measured (probe.coalitions_every, or never two seeds at once)."
         )
-        return Section("worth", "What the seeds were worth", lines, figures=figures)
+        return ReportSection("worth", "What the seeds were worth", lines, figures=figures)
     figures.append(_shapley(measured.shapley, head.slots))
     lines.append(
         "A Shapley value shares the metric that all seeds of a network brought together fairly among them. It is the last that "
         "was measured in an environment; the figure has means over environments with 95 % t intervals."
     )
     table, sentence = _interactions(measured, head.slots)
-    return Section("worth", "What the seeds were worth", [*lines, sentence], table, figures)
+    return ReportSection("worth", "What the seeds were worth", [*lines, sentence], table, figures)
 
 
-def _shapley(values: Floats, slots: Sequence[str]) -> Forest:
+def _shapley(values: Floats, slots: Sequence[str]) -> ForestPlot:
     rows = []
     for slot, column in zip(slots, values.T, strict=True):
         known = column[np.isfinite(column)]
@@ -227,7 +227,7 @@ def _shapley(values: Floats, slots: Sequence[str]) -> Forest:
         mean, low, high, count = t_interval(known.tolist())
         name = f"{slot}, {counted(count, 'environment')}"
         rows.append(ForestRow(name, mean, low, high, "kept" if mean > 0 else "pruned", f"{name}: {mean:+.4f}"))
-    return Forest("Shapley values by slot", rows, "Shapley value, with its 95 % interval over environments")
+    return ForestPlot("Shapley values by slot", rows, "Shapley value, with its 95 % interval over environments")
 
 
 def _interactions(measured: Worths, slots: Sequence[str]) -> tuple[list[Table], str]:
@@ -250,7 +250,7 @@ def _interactions(measured: Worths, slots: Sequence[str]) -> tuple[list[Table], 
     return [Table(caption, ("slots", "interaction", "environments"), rows)], sentence
 
 
-def sensors_section(model: RunModel) -> Section | None:
+def sensors_section(model: RunModel) -> ReportSection | None:
     """The growth sensors of every slot over time, beside what was decided there."""
     sensed, head = model.sensed, model.head
     if sensed is None or head is None:
@@ -277,7 +277,7 @@ def sensors_section(model: RunModel) -> Section | None:
         "has its own scale, from its least to its largest value in brackets.",
         "The rows above the sensors count the seeds that were planted, pruned and kept since the column before.",
     ]
-    return Section("sensors", "Sensors beside what was decided", lines, figures=figures)
+    return ReportSection("sensors", "Sensors beside what was decided", lines, figures=figures)
 
 
 def _chosen(steps: Integers) -> Integers:

@@ -14,7 +14,7 @@ from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.report import evaluated
 from esper.karn.report.decided import decisions_section, faults_section
 from esper.karn.report.drawing import Pictures, write_pictures
-from esper.karn.report.figures import Content, Curves, Section, Series
+from esper.karn.report.figures import Content, Curves, ReportSection, Series
 from esper.karn.report.frame import flat_settings, render, write_page
 from esper.karn.report.grown import (
     COLOURS,
@@ -131,9 +131,9 @@ def content_of(model: RunModel, name: str) -> Content:
     """What the page of a model shows: first the verdict, what grew where and the curve with its rivals, and last the settings."""
     verdicts, lines, tables, notes = results(model)
     sections = (
-        Section("result", "What came out", verdicts, figures=first_figures(model)),
+        ReportSection("result", "What came out", verdicts, figures=first_figures(model)),
         *training_sections(model),
-        Section("results", "Results", lines, tables, notes=notes) if tables else None,
+        ReportSection("results", "Results", lines, tables, notes=notes) if tables else None,
         growth_section(model),
         curves_section(model),
         decisions_section(model),
@@ -165,7 +165,7 @@ def missing_parts(model: RunModel) -> list[str]:
     return [sentence for sentence, found in why.items() if found is None]
 
 
-def _asked(model: RunModel) -> Section:
+def _asked(model: RunModel) -> ReportSection:
     config, head = model.config, model.head
     lines = []
     if head is not None:
@@ -199,7 +199,7 @@ def _asked(model: RunModel) -> Section:
         "Settings that differ from the defaults of Esper, those that the task or esper train brings along included"
     )
     tables = [Table(caption, ("key", "value", "default"), own, texts=(1, 2))]
-    return Section("asked", "What was asked", lines, tables if own else [])
+    return ReportSection("asked", "What was asked", lines, tables if own else [])
 
 
 def _rent_line(config: Mapping[str, Any], hosts: list[int]) -> str | None:
@@ -238,7 +238,7 @@ def _command(model: RunModel) -> str | None:
     return printable(shlex.join(["esper", *map(str, words[1:])]))
 
 
-def _machine(model: RunModel) -> Section:
+def _machine(model: RunModel) -> ReportSection:
     tables, lines, summary = [], [], model.summary or {}
     if "grown_params" in summary:
         lines.append(console.time_line(summary))
@@ -268,7 +268,7 @@ def _machine(model: RunModel) -> Section:
     if model.environment is not None:
         tables.append(Table("Machine", ("name", "value"), _machine_rows(model), texts=(1,)))
     tables.append(Table("Config", ("key", "value"), flat_settings(model.config), texts=(1,)))
-    return Section("machine", "Time, machine and config", lines, tables, figures)
+    return ReportSection("machine", "Time, machine and config", lines, tables, figures)
 
 
 def _machine_rows(model: RunModel) -> list[tuple[str, str]]:
@@ -281,9 +281,11 @@ def _machine_rows(model: RunModel) -> list[tuple[str, str]]:
     ]
 
 
-def _words() -> Section:
+def _words() -> ReportSection:
     rows = list(WORDS.items())
-    return Section("glossary", "Words", tables=[Table("Words of this page", ("word", "meaning"), rows, texts=(1,))])
+    return ReportSection(
+        "glossary", "Words", tables=[Table("Words of this page", ("word", "meaning"), rows, texts=(1,))]
+    )
 
 
 def _data(model: RunModel) -> Markup | None:

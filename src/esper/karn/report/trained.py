@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from esper.karn.report.figures import Curves, Forest, ForestRow, Section, Series
+from esper.karn.report.figures import Curves, ForestPlot, ForestRow, ReportSection, Series
 from esper.karn.run_model import RunModel
 from esper.leyline.intervals import shown, t_interval
 from esper.leyline.text import counted
@@ -47,7 +47,7 @@ MEANINGS: Mapping[str, str] = {
 """Headings of figures; the others have their name."""
 
 
-def training_sections(model: RunModel) -> list[Section]:
+def training_sections(model: RunModel) -> list[ReportSection]:
     """Learning curves, the health of the learner, and what the policy does; empty if the run is no training."""
     if not model.rounds:
         return []
@@ -56,8 +56,8 @@ def training_sections(model: RunModel) -> list[Section]:
     health = [name for name in names if name not in LEARNING]
     line = f"{counted(len(model.rounds), 'round')}; rounds below 0 are imitation. `esper docs training` explains every figure."
     return [
-        Section("training", "Training", [line, *_validation_lines(model)], figures=_drawn(model, learning)),
-        Section("health", "Health of the learner", _health_lines(model), figures=_drawn(model, health)),
+        ReportSection("training", "Training", [line, *_validation_lines(model)], figures=_drawn(model, learning)),
+        ReportSection("health", "Health of the learner", _health_lines(model), figures=_drawn(model, health)),
         _policy(model),
     ]
 
@@ -143,7 +143,7 @@ def _health_lines(model: RunModel) -> list[str]:
     return lines
 
 
-def _policy(model: RunModel) -> Section:
+def _policy(model: RunModel) -> ReportSection:
     """What the policy decides, round by round, and which inputs its decisions depend on."""
     rounds = [row.round for row in model.rounds]
     operations = list(dict.fromkeys(name for _, counts in sorted(model.operations.items()) for name in counts))
@@ -156,7 +156,7 @@ def _policy(model: RunModel) -> Section:
         for index, name in enumerate(operations)
     ]
     lines: list[str] = []
-    figures: list[Curves | Forest] = []
+    figures: list[Curves | ForestPlot] = []
     if operations:
         figures.append(Curves("Decisions of a round by operation", rounds, series, "round", "decisions"))
     else:
@@ -172,14 +172,14 @@ def _policy(model: RunModel) -> Section:
         )
     else:
         lines.append("What the policy looks at is known when the training has ended.")
-    return Section("policy", "What the policy does and looks at", lines, figures=figures)
+    return ReportSection("policy", "What the policy does and looks at", lines, figures=figures)
 
 
-def _inputs(weights: Mapping[str, float]) -> Forest:
+def _inputs(weights: Mapping[str, float]) -> ForestPlot:
     strongest = sorted(weights.items(), key=lambda each: -each[1])[:DRAWN_INPUTS]
     nothing = float("nan")
     rows = [ForestRow(name, weight, nothing, nothing, "plain", f"{name}: {weight:.2f}") for name, weight in strongest]
-    return Forest("What the policy looks at", rows, "squared weights in the first layer, 1 is the mean")
+    return ForestPlot("What the policy looks at", rows, "squared weights in the first layer, 1 is the mean")
 
 
 def _or_nan(value: float | None) -> float:

@@ -23,7 +23,7 @@ from esper.karn.serve.access import Door, Guard
 from esper.karn.serve.decisions import decisions, read_filter
 from esper.karn.serve.downloads import FILES, archive, archives_of, chunks, files_of, open_file
 from esper.karn.serve.following import Following
-from esper.karn.serve.library import Entry, Library, Selection
+from esper.karn.serve.library import Library, ListedRun, Selection
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 from esper.nissa.rows import DecisionRow, RunRow
@@ -39,7 +39,7 @@ MOST_COMPARED = 16
 """Most runs in one comparison."""
 
 
-class Site:
+class RouteContext:
     """What the routes share.
 
     library: the runs. stop: set when the server ends, so that pages that follow a run do not hold it up.
@@ -194,7 +194,7 @@ def asset(request: Request) -> Response:
 
 def create_app(library: Library, door: Door, stop: threading.Event) -> ASGIApp:
     """The application. `stop` ends the events of pages that follow a run. `server.Server` adds the headers of every answer."""
-    site = Site(library, stop)
+    site = RouteContext(library, stop)
     routes: Sequence[tuple[str, Callable[[Request], Any]]] = (
         ("/", site.runs),
         ("/content", site.runs_content),
@@ -223,7 +223,7 @@ def create_app(library: Library, door: Door, stop: threading.Event) -> ASGIApp:
     return Guard(app, door)
 
 
-def version_of(entries: Sequence[Entry]) -> str:
+def version_of(entries: Sequence[ListedRun]) -> str:
     """A text that changes with the list of runs."""
     return f"{hash(tuple(entries)) & 0xFFFFFFFFFFFFFFFF:016x}"
 

@@ -25,7 +25,7 @@ LARGEST_ROW = 2**24
 _MEND = "put back what the run wrote"
 
 
-class Entry(NamedTuple):
+class ListedRun(NamedTuple):
     """A run in the list.
 
     Attributes:
@@ -69,7 +69,7 @@ class Selection(NamedTuple):
     controller: str = ""
     status: str = ""
 
-    def accepts(self, entry: Entry) -> bool:
+    def accepts(self, entry: ListedRun) -> bool:
         """Whether a run is shown."""
         text = "\n".join((entry.name, entry.task, entry.controller, entry.state)).casefold()
         return (
@@ -97,11 +97,11 @@ class Library:
         self._lock = threading.Lock()
         self._found: dict[str, tuple[str, Path]] = {}  # name and folder by key
         self._known: dict[
-            str, tuple[object, Entry]
+            str, tuple[object, ListedRun]
         ] = {}  # entry by key, with the state of the files that it was read from
         self._looked = float("-inf")
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ListedRun]:
         """All runs, the newest first."""
         with self._lock:
             self._look()
@@ -125,7 +125,7 @@ class Library:
         self._found = {key_of(folder): (_name(root, folder), folder) for root, folder in found}
         self._known = {key: known for key, known in self._known.items() if key in self._found}
 
-    def _entry(self, key: str, name: str, folder: Path) -> Entry:
+    def _entry(self, key: str, name: str, folder: Path) -> ListedRun:
         state = file_state(folder)
         known = self._known.get(key)
         if known is None or known[0] != state:
@@ -177,7 +177,7 @@ def _name(root: Path, folder: Path) -> str:
     return folder.name if folder == root else str(folder.relative_to(root))
 
 
-def _read_entry(key: str, name: str, folder: Path) -> Entry:
+def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
     """The entry of a folder, from its config and the ends of its events."""
     try:
         run = open_run(folder)
@@ -191,8 +191,8 @@ def _read_entry(key: str, name: str, folder: Path) -> Entry:
             controller, envs, began = head.controller, head.envs, head.time
         status = run.status_after(last.status if isinstance(last, RunRow) else "running" if head is not None else None)
     except (InputError, OSError) as error:
-        return Entry(key, name, folder, "", "", None, None, _modified(folder), first_line(error))
-    return Entry(key, name, folder, task, controller, status, envs, began, None)
+        return ListedRun(key, name, folder, "", "", None, None, _modified(folder), first_line(error))
+    return ListedRun(key, name, folder, task, controller, status, envs, began, None)
 
 
 def _modified(folder: Path) -> float:

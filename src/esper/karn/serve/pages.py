@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse
 from esper.karn.report.frame import asset as report_asset
 from esper.karn.serve.decisions import FATES, OPERATIONS, Filter, where
 from esper.karn.serve.downloads import File
-from esper.karn.serve.library import Entry, Selection
+from esper.karn.serve.library import ListedRun, Selection
 from esper.leyline.text import counted, printable, rounded
 from esper.nissa.rows import DecisionRow
 
@@ -78,7 +78,7 @@ def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
     return shell(title, _render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
 
 
-def runs_content(entries: Sequence[Entry], chosen: Selection) -> str:
+def runs_content(entries: Sequence[ListedRun], chosen: Selection) -> str:
     """The list of runs, and the form that selects them."""
     shown = [entry for entry in entries if chosen.accepts(entry)]
     read = {"task": lambda e: e.task, "controller": lambda e: e.controller, "status": lambda e: e.state}

@@ -18,7 +18,7 @@ from esper.karn.tables import print_line
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Seeds, View
-from esper.leyline.progress import Pace, Progress, Silent, Watch
+from esper.leyline.progress import Pace, Progress, ProgressWatch, Silent
 from esper.leyline.text import counted, printable
 
 Shown = Literal["auto"] | bool
@@ -37,7 +37,7 @@ class AnswersOnly(Silent):
         print_line(self._console, text)
 
 
-def growth_progress(shown: Any, steps: int, metric: str) -> AbstractContextManager[Watch]:
+def growth_progress(shown: Any, steps: int, metric: str) -> AbstractContextManager[ProgressWatch]:
     """The progress display of a population, to be entered while the run lasts."""
     console = Console(stderr=True)
     if is_shown(shown, console):

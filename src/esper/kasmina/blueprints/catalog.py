@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints import sequence as sequences
-from esper.kasmina.blueprints.vector import MLP, Affine, Factored, Gated, LinearMap, LowRank, SparseHead, SparseRows
+from esper.kasmina.blueprints.vector import Affine, Factored, Gated, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
@@ -295,7 +295,7 @@ def _built_in(name: str, tap: Tap, build: Build, parameters: Count, summary: str
 
 def _mlp(hidden: int, kind: Kind = Kind.VECTOR) -> dict[str, Any]:
     return {
-        "build": lambda r, w: MLP(r, w, hidden),
+        "build": lambda r, w: MLPSeed(r, w, hidden),
         "parameters": lambda r, w: hidden * (r + 1) + w * (hidden + 1),
         "kind": kind,
     }
@@ -391,7 +391,9 @@ for _name in ("low-rank", "mlp-small", *(f"bypass-rank-{_k}" for _k in (1, 2, 4,
 
 
 _SEQUENCE = Kind.SEQUENCE
-_built_in("norm", Tap.HERE, lambda r, w: sequences.Norm(w), lambda r, w: 2 * w, "each position normalised", _SEQUENCE)
+_built_in(
+    "norm", Tap.HERE, lambda r, w: sequences.NormSeed(w), lambda r, w: 2 * w, "each position normalised", _SEQUENCE
+)
 _built_in(
     "low-rank",
     Tap.HERE,
@@ -437,4 +439,9 @@ _built_in(
 for _name, _units in (("bypass-mlp", 16), ("bypass-mlp-small", 4)):
     _about = f"hidden layer of {_units} units at each position around the segment: width"
     _built_in(_name, Tap.BEFORE, **_mlp(_units, _SEQUENCE), summary=_about)
-_ends(_SEQUENCE, sequences.FullHead, "linear map of the normalised features around a last layer", sequences.SparseHead)
+_ends(
+    _SEQUENCE,
+    sequences.FullHead,
+    "linear map of the normalised features around a last layer",
+    sequences.NormedSparseHead,
+)

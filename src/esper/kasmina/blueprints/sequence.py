@@ -15,7 +15,7 @@ from esper.kasmina.blueprints.vector import ChosenOutputs
 from esper.kasmina.stack.layers import Linear, causal_attention, zero_linear
 
 
-class Norm(nn.Module):
+class NormSeed(nn.Module):
     """delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at initialisation; 2 w parameters.
 
     Mean and variance are those of the features of one position (Ba et al., "Layer Normalization", 2016, equation 4).
@@ -85,7 +85,8 @@ class Attention(nn.Module):
 class FullHead(nn.Module):
     """delta = W n(u) + b, with n(u) normalised over the features of a position; r w + w parameters, zero at initialisation.
 
-    Around a last layer that normalises and maps, as of `Transformer`, it can turn the map into any other. n is that of `Norm`.
+    Around a last layer that normalises and maps, as of `Transformer`, it can turn the map into any other. n is that of
+    `NormSeed`.
     """
 
     stacks = True
@@ -96,11 +97,11 @@ class FullHead(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """(B, L, reads) -> (B, L, writes), or (E, B, L, reads) -> (E, B, L, writes)."""
-        delta: Tensor = self.out(F.layer_norm(u, u.shape[-1:], eps=Norm.eps))
+        delta: Tensor = self.out(F.layer_norm(u, u.shape[-1:], eps=NormSeed.eps))
         return delta
 
 
-class SparseHead(ChosenOutputs):
+class NormedSparseHead(ChosenOutputs):
     """delta_o = a_o n(u) + b_o for k chosen outputs o, and 0 for the others; k (r + 1) parameters, zero at initialisation.
 
     These are rows of `FullHead`, as a last layer has a row for each token.
@@ -108,4 +109,4 @@ class SparseHead(ChosenOutputs):
 
     def read(self, u: Tensor) -> Tensor:
         """u, normalised over the features of a position."""
-        return F.layer_norm(u, u.shape[-1:], eps=Norm.eps)
+        return F.layer_norm(u, u.shape[-1:], eps=NormSeed.eps)

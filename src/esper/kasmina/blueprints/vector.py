@@ -88,7 +88,7 @@ class Factored(nn.Module):
         return delta
 
 
-class MLP(nn.Module):
+class MLPSeed(nn.Module):
     """delta = W relu(V u + c) + b with k hidden units; k (r + 1) + w (k + 1) parameters.
 
     Seeds of different hidden widths share one stack: a unit whose weights are all 0 stays 0, because relu(0) and its

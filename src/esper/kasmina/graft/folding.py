@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.vector import MLP, Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows
+from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import sites_of
 from esper.kasmina.graft.planted import Mode, Planted, Seat
@@ -18,7 +18,7 @@ from esper.leyline.errors import is_out_of_memory
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 
-LINEAR = (Affine, Factored, LinearMap, LowRank, MLP, SparseHead, SparseRows)
+LINEAR = (Affine, Factored, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows)
 """Modules whose change is W u + b at every position."""
 
 Pass = Callable[[nn.Module], Any]
@@ -149,7 +149,7 @@ def _wider(network: nn.Module, name: str) -> list[_Change] | None:
         first is not second
         and _is_linear(first)
         and _is_linear(second)
-        and isinstance(delta, MLP)
+        and isinstance(delta, MLPSeed)
         and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD)
         and first.out_features == second.in_features
     ):

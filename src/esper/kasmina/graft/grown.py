@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.planted import Bank, Planted
 from esper.kasmina.graft.recording import floats
-from esper.kasmina.slot import Rule
+from esper.kasmina.slot import DifferentiableFunction
 from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.lifecycle.sites import Site
 from esper.leyline.lifecycle.slots import Tap
@@ -299,7 +299,7 @@ def check_tensors(
 # Frozen networks.
 
 
-class _Anchor(Rule):
+class _Anchor(DifferentiableFunction):
     """Return a tensor, bit for bit, that requires a gradient; the gradient reaches no parameter."""
 
     @staticmethod

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.slot import Proximal, Rule, Seed, Straight, sigmoid, slot_change, slot_output
+from esper.kasmina.slot import DifferentiableFunction, Proximal, Seed, Straight, sigmoid, slot_change, slot_output
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.sites import Site
 from esper.leyline.lifecycle.slots import Tap
@@ -303,7 +303,7 @@ class Bank(nn.Module):
         return [seat for seat in self.all() if seat.mode == Mode.ON]
 
 
-class _Valve(Rule):
+class _Valve(DifferentiableFunction):
     """A tensor, bit for bit, whose gradient passes where `open` () is true and is 0 elsewhere."""
 
     @staticmethod
@@ -329,7 +329,7 @@ class _Valve(Rule):
         return torch.where(ctx.saved_tensors[0], value, torch.zeros_like(value))
 
 
-class _Join(Rule):
+class _Join(DifferentiableFunction):
     """y + c where a seed acts, and y elsewhere; c gets the gradient where it acts or learns straight-through."""
 
     @staticmethod

@@ -60,7 +60,7 @@ def width_of(path: str, layer: nn.Module) -> int:
     return int(getattr(layer, axes_of(path, layer).written))
 
 
-class Addition(NamedTuple):
+class AppendedValues(NamedTuple):
     """Values that are appended to a parameter or buffer.
 
     Attributes:
@@ -78,13 +78,13 @@ class Addition(NamedTuple):
     width: tuple[str, int]
 
 
-def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Addition]:
+def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[AppendedValues]:
     """Return what is appended to the layers around hidden features so that they are `width` many; nothing is changed.
 
     What the first layers get is drawn, by a key, as they draw their own first weights; what the next layers get is 0.
     InputError if a layer is of a kind that is not known, frozen, or shares its weights.
     """
-    found: list[Addition] = []
+    found: list[AppendedValues] = []
     modules = {path: model.get_submodule(path) for path in sorted(hidden.writers | hidden.readers | hidden.norms)}
     old = width_of(first := min(hidden.writers), modules[first])
     for path in sorted(hidden.writers):
@@ -101,7 +101,7 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ad
         for name, axis in (("weight", axes.writes), ("bias", 0)):
             if (drawn := getattr(fresh, name)) is not None:
                 values = drawn.detach().narrow(axis, old, width - old).clone()
-                found.append(Addition(path, name, axis, values, (axes.written, width)))
+                found.append(AppendedValues(path, name, axis, values, (axes.written, width)))
     for path in sorted(hidden.readers):
         axes, weight = axes_of(path, modules[path]), cast("Tensor", modules[path].weight)
         positions, rest = divmod(weight.shape[axes.reads], old)
@@ -109,12 +109,12 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ad
             read = weight.shape[axes.reads]
             raise InputError(f"{path!r} reads {read} features, which is no multiple of the {old} of {first!r}")
         values = _zeros(weight, axes.reads, positions * (width - old))
-        found.append(Addition(path, "weight", axes.reads, values, (axes.read, positions * width)))
+        found.append(AppendedValues(path, "weight", axes.reads, values, (axes.read, positions * width)))
     for path in sorted(hidden.norms):
         for name, value in _NORM:
             if (own := getattr(modules[path], name, None)) is not None:
                 more = own.detach().new_full((width - old,), value)
-                found.append(Addition(path, name, 0, more, ("num_features", width)))
+                found.append(AppendedValues(path, name, 0, more, ("num_features", width)))
     _check_owned(model, found)
     return found
 
@@ -147,7 +147,7 @@ def _zeros(like: Tensor, axis: int, size: int) -> Tensor:
     return like.detach().new_zeros([size if at == axis else own for at, own in enumerate(like.shape)])
 
 
-def _check_owned(model: nn.Module, found: Sequence[Addition]) -> None:
+def _check_owned(model: nn.Module, found: Sequence[AppendedValues]) -> None:
     """InputError if a parameter is shared, frozen, or computed from others before each pass."""
     holders = [id(parameter) for part in model.modules() for parameter in part._parameters.values()]
     for path, name, *_ in found:
@@ -163,7 +163,7 @@ def _check_owned(model: nn.Module, found: Sequence[Addition]) -> None:
             raise InputError(f"{path}.{name} is frozen")
 
 
-class Layers:
+class WideningTrial:
     """The layers of a network and its moving averages while they are widened; what was appended can be taken back."""
 
     def __init__(self, networks: Sequence[nn.Module], example: Any) -> None:
@@ -172,7 +172,7 @@ class Layers:
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         self._expected = [value.clone() for value in floats(call(networks[0], example))]
 
-    def append(self, found: Sequence[Addition]) -> None:
+    def append(self, found: Sequence[AppendedValues]) -> None:
         """Append values to the layers. InputError if the network then fails or computes something else; nothing is changed."""
         begun = len(self._before)
         try:
@@ -189,7 +189,7 @@ class Layers:
             self.take_back(begun)
             raise
 
-    def _try(self, found: Sequence[Addition]) -> None:
+    def _try(self, found: Sequence[AppendedValues]) -> None:
         """InputError if the network fails on the example, or if its outputs depend on the new features.
 
         They are 0 behind the next layers, whatever they are. So the features are tried large and of both signs too, which shows

@@ -27,7 +27,7 @@ READS = {
 }
 
 
-class Part(NamedTuple):
+class DrawnLine(NamedTuple):
     """One line of a description.
 
     Attributes:
@@ -84,7 +84,7 @@ def draw(network: nn.Module, out: str | Path | None = None) -> str:
     return image
 
 
-def parts_of(network: nn.Module) -> list[Part]:
+def parts_of(network: nn.Module) -> list[DrawnLine]:
     """Return the parts of a grown network in the order in which they run, or the children of any other module in their order."""
     if isinstance(network, GrownNetwork):
         return list(_grown_parts(network))
@@ -92,12 +92,12 @@ def parts_of(network: nn.Module) -> list[Part]:
     for name, child in network.named_children():
         planted = [(path, module) for path, module in child.named_modules() if isinstance(module, Planted)]
         own = count_all(child) - sum(count_all(seed) for _, seed in planted)
-        parts.append(Part("host", name, _layers(child), "", own))
+        parts.append(DrawnLine("host", name, _layers(child), "", own))
         for path, seed in planted:
             place = ".".join([name, *path.split(".")[:-1]])
             note = f"{READS[seed.tap]}, alpha {float(seed.alpha):g}, {seed.blend.name}"
-            parts.append(Part("seed", place, _layers(seed.seed.delta), note, count_all(seed), seed.tap))
-    return parts or [Part("host", type(network).__name__, _layers(network), "", count_all(network))]
+            parts.append(DrawnLine("seed", place, _layers(seed.seed.delta), note, count_all(seed), seed.tap))
+    return parts or [DrawnLine("host", type(network).__name__, _layers(network), "", count_all(network))]
 
 
 def count_all(module: nn.Module) -> int:
@@ -105,35 +105,35 @@ def count_all(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _grown_parts(network: GrownNetwork) -> Iterator[Part]:
-    yield Part(
+def _grown_parts(network: GrownNetwork) -> Iterator[DrawnLine]:
+    yield DrawnLine(
         "input", "input", _shape(network.inputs), "standardized" if network.standardize is not None else "", None
     )
     names = {slot.after: slot.name for slot in network.slots}
     yield from _segments(network.segments, network.seeds, network.grafts, names, "segment")
     classes = network.classes
     what = "" if classes is None else f"{len(classes)} classes"
-    yield Part(
+    yield DrawnLine(
         "output", "output", what, "restored to the scale of the targets" if network.restore is not None else "", None
     )
 
 
 def _segments(
     segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft], names: dict[int, str], label: str
-) -> Iterator[Part]:
+) -> Iterator[DrawnLine]:
     """Yield the segments and the seeds behind them; seeds of an earlier growth are inside the segments."""
     for index, segment in enumerate(segments):
         name = f"{label} {index}"
         if isinstance(segment, GraftedSegments):
             yield from _segments(segment.segments, segment.seeds, segment.grafts, {}, f"{name}, part")
         else:
-            yield Part("host", name, _layers(segment), "", count_all(segment))
+            yield DrawnLine("host", name, _layers(segment), "", count_all(segment))
         for graft, seed in zip(grafts, seeds, strict=True):
             if graft.after == index:
                 assert isinstance(seed, Seed)
                 note = f"{READS[graft.tap]}, alpha {graft.alpha:g}, {graft.blend.name}"
                 what = graft.blueprint or _layers(seed.delta)
-                yield Part("seed", names.get(index, f"behind {name}"), what, note, count_all(seed), graft.tap)
+                yield DrawnLine("seed", names.get(index, f"behind {name}"), what, note, count_all(seed), graft.tap)
 
 
 def _shape(inputs: object) -> str:
@@ -165,7 +165,7 @@ def _layer(layer: nn.Module) -> str:
     return name
 
 
-def _label(part: Part) -> str:
+def _label(part: DrawnLine) -> str:
     return f"+ {part.name}" if part.kind == "seed" else part.name
 
 
@@ -180,9 +180,9 @@ _STYLE = (
 )
 
 
-def _svg(parts: Sequence[Part], title: str) -> str:
+def _svg(parts: Sequence[DrawnLine], title: str) -> str:
     """Draw the parts of the host in a column, and each seed to the right of the part in front of it."""
-    rows: list[tuple[Part, list[Part]]] = []
+    rows: list[tuple[DrawnLine, list[DrawnLine]]] = []
     for part in parts:
         if part.kind == "seed":
             rows[-1][1].append(part)
@@ -212,7 +212,7 @@ def _svg(parts: Sequence[Part], title: str) -> str:
     )
 
 
-def _box(part: Part, x: int, y: int, width: int) -> str:
+def _box(part: DrawnLine, x: int, y: int, width: int) -> str:
     fits = (width - 16) // 7  # characters of the first line, about 7 px each
     head = f"{part.name}: {part.what}" if part.what else part.name
     params = "" if part.params is None else f"{part.params:,} parameters"

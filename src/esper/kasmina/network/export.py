@@ -60,16 +60,16 @@ _Dtype = Literal["uint8", "int8", "int16", "int32", "int64", "bool", "float16", 
 _Shape = list[PositiveInt]
 
 
-class _Saved(BaseModel):
+class _ExportedPart(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _SavedHost(_Saved):
+class _SavedHost(_ExportedPart):
     name: str
     arguments: dict[str, Any]
 
 
-class _SavedSeed(_Saved):
+class _ExportedSeed(_ExportedPart):
     slot: str
     after: int
     blueprint: str
@@ -85,7 +85,7 @@ def _names(classes: list[Label]) -> list[Label]:
     return classes
 
 
-class _SavedTopology(_Saved):
+class _SavedTopology(_ExportedPart):
     """The content of topology.json."""
 
     format: int
@@ -101,7 +101,7 @@ class _SavedTopology(_Saved):
     example: _Dtype | list[_Dtype] | dict[str, _Dtype]  # dtype of one example, or of each of its tensors
     parameters: int
     host_parameters: int
-    seeds: list[_SavedSeed]
+    seeds: list[_ExportedSeed]
     unfinished: list[str]
 
 

@@ -104,7 +104,7 @@ def _goes_around(segment: nn.Module, x: Tensor) -> bool:
     return not torch.equal(y, y[:1].expand_as(y))
 
 
-def widened(factory: Factory, x: Batch, parameters: int) -> "Widened | Absent":
+def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts | Absent":
     """Return the factory of a host's plain network: every narrow inner width is raised, then all inner widths are scaled.
 
     A width is raised to the smaller of the widest layer in front of it and the widest behind it, if it is narrower than
@@ -135,7 +135,7 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "Widened | Absent":
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _size(chain, scaled(middle)) >= parameters else (middle, high)
-    made = Widened(factory, scaled(high))
+    made = WidenedHosts(factory, scaled(high))
     try:
         with drawn_with(0), torch.no_grad():
             wide = made().eval()
@@ -152,7 +152,7 @@ def without_bottlenecks(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Widened:
+class WidenedHosts:
     """The networks of a host at other widths, initialised as torch initialises layers."""
 
     host: Factory
@@ -174,7 +174,7 @@ class Widened:
         return _rebuilt(host, segments, slots)
 
 
-class _Layer(NamedTuple):
+class _ChainLayer(NamedTuple):
     """A layer of a chain whose width can be changed."""
 
     module: nn.Module
@@ -192,7 +192,7 @@ _RESIZED = (nn.Linear, Linear, nn.Conv2d, nn.LayerNorm, nn.BatchNorm1d, nn.Batch
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
-def _chain(host: SegmentedHost) -> list[_Layer] | Absent:
+def _chain(host: SegmentedHost) -> list[_ChainLayer] | Absent:
     """Return the layers with parameters, in the order in which the host runs them."""
     leaves: list[nn.Module] = []
     for index, segment in enumerate(host.segments):
@@ -208,7 +208,7 @@ def _chain(host: SegmentedHost) -> list[_Layer] | Absent:
             if module in leaves:
                 return Absent(f"{where} of the host shares its weights with another layer")
             leaves.append(module)
-    chain: list[_Layer] = []
+    chain: list[_ChainLayer] = []
     width = 0  # of the stream
     for module in leaves:
         ins, outs = _ins(module), _outs(module)
@@ -217,7 +217,7 @@ def _chain(host: SegmentedHost) -> list[_Layer] | Absent:
             return Absent(
                 f"a layer of the host reads {ins} features of a stream of {width}, so its width cannot be scaled"
             )
-        chain.append(_Layer(module, ins, outs, positions))
+        chain.append(_ChainLayer(module, ins, outs, positions))
         width = outs if isinstance(module, _WEIGHTS) else width or outs
     return chain
 
@@ -244,7 +244,7 @@ def _outs(module: nn.Module) -> int:
     return _ins(module)
 
 
-def _layers(chain: Sequence[_Layer], widths: Sequence[int]) -> list[nn.Module]:
+def _layers(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> list[nn.Module]:
     """Return the layers of a chain at other widths (outputs of those with weights), newly initialised."""
     made: list[nn.Module] = []
     places = iter(widths)
@@ -278,7 +278,7 @@ def _layers(chain: Sequence[_Layer], widths: Sequence[int]) -> list[nn.Module]:
     return made
 
 
-def _size(chain: Sequence[_Layer], widths: Sequence[int]) -> int:
+def _size(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> int:
     """Return the number of parameters of a chain at other widths."""
     total, width = 0, 0
     places = iter(widths)

@@ -14,7 +14,7 @@ Needed = Sequence[bool]
 """Whether a layer is asked for the gradient of its input, and of each of its tensors."""
 
 
-class Map:
+class RowMap:
     """A linear map of each row: x (n, B, D), weight (n, O, D), bias (n, O) or None -> (n, B, O)."""
 
     tensors: ClassVar = ("weight", "bias")
@@ -52,7 +52,7 @@ class ReLU:
         return [torch.ops.aten.threshold_backward(dy, y, 0)]
 
 
-class Floor:
+class RowFloor:
     """max(x, floor): floor (n, 1, 1)."""
 
     tensors: ClassVar = ("floor",)
@@ -132,7 +132,7 @@ def _steps(prefix: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield from [("", each)] if each is ReLU else _steps(f"{prefix}{each}.", module.get_submodule(each))
     else:
         kind = ReLU if type(module) is nn.ReLU else vars(type(module)).get("fused")  # not that of a base class
-        yield prefix, kind if kind in (Map, ReLU, Floor) else None
+        yield prefix, kind if kind in (RowMap, ReLU, RowFloor) else None
 
 
 def mark(leaf: Tensor) -> None:
@@ -154,7 +154,7 @@ def mapped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _PRODUCT(x, (weight,)) if bias is None else _MAP(x, (weight, bias))
 
 
-_MAP, _PRODUCT = Layers((Map,), (0, 1)), Layers((Map,), (0, None))
+_MAP, _PRODUCT = Layers((RowMap,), (0, 1)), Layers((RowMap,), (0, None))
 
 
 class _Fused(torch.autograd.Function):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.stack.fused import Map, mapped
+from esper.kasmina.stack.fused import RowMap, mapped
 
 # torch's fused attention has no rule for vmap; it runs row by row with a warning that a user can do nothing about.
 warnings.filterwarnings("ignore", message=".*batching rule for aten::_scaled_dot_product_flash_attention_for_cpu")
@@ -17,7 +17,7 @@ class Linear(nn.Linear):
     """nn.Linear over (B, ..., D); with stacked parameters (E, O, D), (E, O) over (E, B, ..., D)."""
 
     stacks = True
-    fused = Map  # `esper.kasmina.stack.fused`
+    fused = RowMap  # `esper.kasmina.stack.fused`
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, ..., D) -> (B, ..., O), or (E, B, ..., D) -> (E, B, ..., O)."""

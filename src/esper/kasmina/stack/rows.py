@@ -85,7 +85,7 @@ ALIGNED = 16
 kernel may depend on the alignment of its operands, and a row must not depend on its index."""
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """The place of one parameter of the module in a row.
 
     Attributes:
@@ -138,9 +138,9 @@ class Columns:
             owners = tuple(
                 (owner, own) for owner in module.modules() for own, p in owner._parameters.items() if p is parameter
             )
-            places.append(Place(name, parameter.shape, start, start + parameter.numel(), owners))
+            places.append(ParameterPlace(name, parameter.shape, start, start + parameter.numel(), owners))
             start += -(-parameter.numel() // aligned) * aligned
-        self.places: tuple[Place, ...] = tuple(places)
+        self.places: tuple[ParameterPlace, ...] = tuple(places)
         self.size = start
         self.trained = max(
             (place.stop for place, (_, p) in zip(places, named, strict=True) if p.requires_grad), default=0
@@ -157,7 +157,7 @@ class Columns:
         self.steps = np.zeros(capacity, np.int64)
 
     @property
-    def trained_places(self) -> tuple[Place, ...]:
+    def trained_places(self) -> tuple[ParameterPlace, ...]:
         """The parameters that train in some row."""
         return tuple(place for place in self.places if place.stop <= self.trained)
 
@@ -290,7 +290,7 @@ class _Part(NamedTuple):
 
     prefix: str
     module: nn.Module
-    places: tuple[Place, ...]
+    places: tuple[ParameterPlace, ...]
     owners: tuple[tuple[tuple[nn.Module, str], ...], ...]  # for each place, the owners inside the part
     names: tuple[tuple[str, ...], ...]  # for each place, its names inside the part; several if the parameter is shared
     buffers: tuple[tuple[str, nn.Module, str], ...]  # the column of each buffer, its owner, and its name there
@@ -496,7 +496,7 @@ class Stack(Columns):
         self._bound = False
 
     @property
-    def leaves(self) -> list[tuple[Tensor, slice, Place]]:
+    def leaves(self) -> list[tuple[Tensor, slice, ParameterPlace]]:
         """The parameters that calls have read, as leaves of the graph, each with its rows and its place."""
         return [
             (leaf, slice(start, stop), place)

@@ -133,7 +133,7 @@ class Ordinal(_Step):
         return made
 
 
-class Chain(_Step):
+class StepsInOrder(_Step):
     """Steps one after the other."""
 
     kind: Literal["chain"] = "chain"
@@ -164,8 +164,8 @@ class Parts(_Step):
         return [column for part in self.parts for column in part.step.apply([table[at] for at in part.columns])]
 
 
-Step = Annotated[Keep | Scale | Impute | OneHot | Ordinal | Chain | Parts, Field(discriminator="kind")]
-for _model in (Chain, Part, Parts):
+Step = Annotated[Keep | Scale | Impute | OneHot | Ordinal | StepsInOrder | Parts, Field(discriminator="kind")]
+for _model in (StepsInOrder, Part, Parts):
     _model.model_rebuild()
 
 
@@ -324,7 +324,7 @@ def _read(fitted: Any) -> Any:
             case "ColumnTransformer":
                 return _parts(fitted)
             case "Pipeline":
-                return Chain(steps=[_read(step) for _, step in fitted.steps])
+                return StepsInOrder(steps=[_read(step) for _, step in fitted.steps])
     except ValidationError as error:
         raise InputError(
             f"the {name} of preprocess cannot be saved with a network: {error.errors()[0]['msg']}; transform the features "

@@ -20,7 +20,7 @@ from esper.leyline.progress import Pace
 from esper.leyline.text import counted
 from esper.runs.baselines import GrowthResult, grown_of, train_baseline
 from esper.runs.evaluation.contenders import ROWS, Contender, Say, contender_config, grow_contender, tell
-from esper.runs.evaluation.record import Figures
+from esper.runs.evaluation.record import RecordedFigures
 from esper.runs.evaluation.statistics import best_by_others
 from esper.runs.evaluation.work import Arrays, EvaluationActors, EvaluationPart, Kept, computed, play_parts
 from esper.runs.figures import exported_objective, test_splits
@@ -132,7 +132,7 @@ class Grower(NamedTuple):
                 design.task,
                 [name, sizer.name, sizer.content],
                 config,
-                Figures._fields,
+                RecordedFigures._fields,
                 partial(_trained, name, grown[at][start // design.rows]),
                 self._said(name, config, start),
             )
@@ -158,7 +158,9 @@ class Grower(NamedTuple):
 
         On one data set, the other runs are those from all other starts.
         """
-        values = {name: np.stack([stacked(runs, name) for runs in plans]) for name in Figures._fields}  # (K, N, R)
+        values = {
+            name: np.stack([stacked(runs, name) for runs in plans]) for name in RecordedFigures._fields
+        }  # (K, N, R)
         scores = values["objective"]
         alike = scores if isinstance(self.design.task, Mixture) else scores.reshape(len(scores), 1, -1)
         chosen = best_by_others(alike).reshape(scores.shape[1:])
@@ -188,7 +190,7 @@ def stacked(runs: Sequence[Sequence[Arrays]], name: str) -> Floats:
 def grown_part(kept: Kept, task: AnyTask, contender: Contender, config: Config) -> EvaluationPart:
     """Return the part that computes the figures (E,) of a contender's population, and its growth as arrays."""
     who = [contender.name, contender.content]
-    return EvaluationPart(kept, task, who, config, Figures._fields, partial(_figures, contender))
+    return EvaluationPart(kept, task, who, config, RecordedFigures._fields, partial(_figures, contender))
 
 
 _KEPT = ("stage", "blueprint", "blend", "alpha")
@@ -206,14 +208,16 @@ def _figures(contender: Contender, task: AnyTask, config: Config, *observers: Ob
     }
 
 
-def tested(task: AnyTask, config: Config, engine: VectorizedEngine, outcome: Outcome, seconds: float) -> Figures:
+def tested(
+    task: AnyTask, config: Config, engine: VectorizedEngine, outcome: Outcome, seconds: float
+) -> RecordedFigures:
     """Return the figures (E,) of a population that was grown on `task.sealed()`, by the test split. Only this function here
     reads test data of a growth.
 
     outcome: the last one. seconds: duration of the steps.
     """
     metric, loss = engine.evaluate(test_splits(engine, task))
-    return Figures(
+    return RecordedFigures(
         objective=exported_objective(engine, metric, loss),
         metric=metric,
         added_params=(engine.exported_params() - outcome.host_params).astype(np.float64),
@@ -236,7 +240,7 @@ def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, *observer
     host_params, reward = grown.params - arrays["added_params"].astype(np.int64), config.reward
     value, added = trained.metric if reward.objective == "metric" else -trained.loss, trained.params - host_params
     kept = (seeds.stage == Stage.FOSSILIZED).sum(1) if name == "same-size" else np.full(config.envs, np.nan)
-    return Figures(
+    return RecordedFigures(
         objective=objective(value, added, host_params, reward.rent, reward.rent_size),
         metric=trained.metric,
         added_params=added.astype(np.float64),

@@ -20,7 +20,7 @@ from esper.leyline.progress import Pace
 from esper.leyline.text import counted
 from esper.runs.evaluation.contenders import ROWS, RULES, Contender, Say, named
 from esper.runs.evaluation.design import Design, Grower, Runs, grow_all, stacked
-from esper.runs.evaluation.record import Evaluation, Figures, Record, findings
+from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
 from esper.runs.evaluation.work import References, evaluation_work, hired
 from esper.runs.folder.environment import describe_environment
 from esper.runs.workers.transports import serve_rank
@@ -265,7 +265,9 @@ def _compared(
         instances=instance_keys(task, design.config(contenders[0], design.seeds[0])),
         seeds=design.seeds,
         sampled=isinstance(task, Mixture),
-        figures=Figures(*(np.stack([stacked(each, name) for each in runs.values()]) for name in Figures._fields)),
+        figures=RecordedFigures(
+            *(np.stack([stacked(each, name) for each in runs.values()]) for name in RecordedFigures._fields)
+        ),
         static=tuple(name for name in static if name not in absent),
         absent=absent,
         sized_by=sized_by,

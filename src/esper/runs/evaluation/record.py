@@ -23,7 +23,7 @@ from esper.runs.evaluation.statistics import (
 Record = dict[str, Any]
 
 
-class Figures(NamedTuple):
+class RecordedFigures(NamedTuple):
     """Figures of networks as exported; all fields have the same shape, float64."""
 
     objective: Floats  # J on the test split
@@ -42,7 +42,7 @@ class Evaluation(NamedTuple):
     instances: NDArray[np.int64]  # (N,) keys of the instances
     seeds: tuple[int, ...]  # seeds of the runs
     sampled: bool  # True where instances are problems of a mixture, False where they are starts on one data set
-    figures: Figures  # (C, N, R) the figures
+    figures: RecordedFigures  # (C, N, R) the figures
     static: tuple[str, ...] = ()  # the contenders that are static networks
     # static networks and opponents that could not take part, with the reasons
     absent: Mapping[str, str] = MappingProxyType({})

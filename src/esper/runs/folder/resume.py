@@ -90,7 +90,7 @@ FIXED = (
 """Keys that cannot change when a run is resumed."""
 
 
-class Change(NamedTuple):
+class ConfigChange(NamedTuple):
     """A change of the config of a run that is resumed."""
 
     before: Config  # the config in the folder
@@ -102,7 +102,7 @@ class Opening(NamedTuple):
 
     overwrite: bool = False  # whether to replace the run in the folder
     resume: bool = False  # whether to continue the run in the folder from its last checkpoint
-    change: Change | None = None  # a change of the config of the run that continues
+    change: ConfigChange | None = None  # a change of the config of the run that continues
     other_data: bool = False  # whether the run may continue with other data than it began with
 
 
@@ -152,7 +152,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 
 def take_up(
-    folder: Path, config: Config, change: Change | None, note: Callable[[str], None], retry: Retry
+    folder: Path, config: Config, change: ConfigChange | None, note: Callable[[str], None], retry: Retry
 ) -> tuple[Checkpoints, Checkpoint | None]:
     """Return the checkpoints of a run, and the one to continue from; None if there is none.
 
@@ -184,7 +184,7 @@ def fitting(found: Checkpoint) -> Iterator[None]:
         ) from None
 
 
-def change_config(folder: Path, config: Config, change: Change, steps: int) -> None:
+def change_config(folder: Path, config: Config, change: ConfigChange, steps: int) -> None:
     """Replace the config of a run and record the change. A crash leaves either the old or the new config."""
     (folder / SUMMARY).unlink(missing_ok=True)  # with the new config, the run is not finished
     text = MARK + dump_config(config)

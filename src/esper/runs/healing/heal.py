@@ -27,7 +27,7 @@ from esper.runs.healing.healed import Healed, HealingSeed
 from esper.runs.healing.places import Place, check_weights, ranked
 from esper.runs.healing.training import (
     Case,
-    Trained,
+    TrainedNetwork,
     all_weights,
     examples_of,
     losses_of,
@@ -138,7 +138,7 @@ def heal(
     ]
     whole = [all_weights(case, rate) for rate in rates("all weights", "all weights")]
     rivals = {"uniform adapters": [each for each in adapted if each is not None], "all weights": whole}
-    networks = {"nothing": Trained(host, 0.0, 0, 0.0, 0.0), "grown": best}
+    networks = {"nothing": TrainedNetwork(host, 0.0, 0, 0.0, 0.0), "grown": best}
     networks |= {name: min(trained, key=rank) for name, trained in rivals.items() if trained}
     rows, losses = table(case, networks)
     remarks, y = few_examples({"what was held back for the table": len(parts.held)}), parts.held.y
@@ -153,7 +153,7 @@ def heal(
 
 def _grown(
     case: Case, sites: Mapping[str, Site], places: list[Place], budget: float, rate: float
-) -> tuple[Trained, tuple[HealingSeed, ...], list[str], Mapping[str, bytes]]:
+) -> tuple[TrainedNetwork, tuple[HealingSeed, ...], list[str], Mapping[str, bytes]]:
     """Grow a copy of the host, and attach the seeds that were kept to another, so that none is folded into a damaged weight.
 
     Returns that network, the seeds, sentences about the others, and the files of the adapter.
@@ -210,7 +210,7 @@ def _grown(
     removed = [f"{each['blueprint']} at {each['site']} was removed: {each['reason']}" for each in summary["prunes"]]
     seconds = time.perf_counter() - begin
     score = float(losses_of(healed, case.parts.probe, case).mean())
-    trained = Trained(healed, score, sum(each.parameters for each in planted), rate, seconds)
+    trained = TrainedNetwork(healed, score, sum(each.parameters for each in planted), rate, seconds)
     return trained, planted, [*removed, *growth.summary()["explanations"]], adapter
 
 

@@ -70,7 +70,7 @@ class HealingSeed(NamedTuple):
     kept: str
 
 
-class Contender(NamedTuple):
+class ComparedNetwork(NamedTuple):
     """A row of the table: one network on the examples that were held back.
 
     Attributes:
@@ -120,7 +120,7 @@ class Healed:
     """
 
     network: nn.Module
-    table: tuple[Contender, ...]
+    table: tuple[ComparedNetwork, ...]
     planted: tuple[HealingSeed, ...]
     explanations: tuple[str, ...]
     adapter: Mapping[str, bytes]
@@ -150,7 +150,7 @@ class Healed:
             )
         return said
 
-    def row(self, name: str) -> Contender:
+    def row(self, name: str) -> ComparedNetwork:
         """The row of a network."""
         return next(row for row in self.table if row.network == name)
 

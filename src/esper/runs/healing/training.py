@@ -26,7 +26,7 @@ from esper.leyline.data.keys import Purpose, key, permutations, scalar
 from esper.leyline.data.task import check_finite
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.lifecycle.sites import Site
-from esper.runs.healing.healed import Contender, half_width
+from esper.runs.healing.healed import ComparedNetwork, half_width
 from esper.tolaria.live.probe import Loss, Probe, Way
 
 SHARES = {"train": 0.7, "probe": 0.15}
@@ -43,7 +43,7 @@ PIECES = 20
 """Batches that are measured if a loss does not know examples; fewer where there are fewer examples."""
 
 
-class Examples(NamedTuple):
+class HealingExamples(NamedTuple):
     """Inputs and targets, trees of tensors (N, ...). An input that is a tuple or a mapping is the arguments of a model."""
 
     x: Any
@@ -54,14 +54,14 @@ class Examples(NamedTuple):
             len(leaf) for leaf in pytree.tree_leaves((self.x, self.y)) if isinstance(leaf, Tensor) and leaf.dim()
         )
 
-    def at(self, index: Tensor | slice) -> "Examples":
-        return Examples(*pytree.tree_map_only(Tensor, lambda leaf: leaf[index], (self.x, self.y)))
+    def at(self, index: Tensor | slice) -> "HealingExamples":
+        return HealingExamples(*pytree.tree_map_only(Tensor, lambda leaf: leaf[index], (self.x, self.y)))
 
-    def like(self, network: nn.Module) -> "Examples":
+    def like(self, network: nn.Module) -> "HealingExamples":
         """The examples with floating-point inputs of the dtype of the network's parameters."""
         dtype = next((own.dtype for own in network.parameters() if own.is_floating_point()), torch.get_default_dtype())
         x = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, self.x)
-        return Examples(x, self.y)
+        return HealingExamples(x, self.y)
 
     def batches(self, least: int = 2) -> list[tuple[Any, Any]]:
         """All examples as at least `least` (input, target) pairs of about equal length, each of at most `BATCH` examples."""
@@ -70,15 +70,15 @@ class Examples(NamedTuple):
         return [(part.x, part.y) for part in (self.at(slice(*cut)) for cut in itertools.pairwise(cuts))]
 
 
-class Parts(NamedTuple):
+class HealingParts(NamedTuple):
     """Examples of a healing: `train` trains, `probe` ranks places, opens gates and chooses rates, `held` is for the table."""
 
-    train: Examples
-    probe: Examples
-    held: Examples
+    train: HealingExamples
+    probe: HealingExamples
+    held: HealingExamples
 
 
-def examples_of(data: Any) -> Examples:
+def examples_of(data: Any) -> HealingExamples:
     """Read (x, y), a mapping with x and y, an iterable of (x, y) batches, or the path of a .npz, .pt or .safetensors file.
 
     Floating-point arrays become torch's default dtype. Raises InputError if there are no examples, x and y differ in length, an
@@ -89,8 +89,8 @@ def examples_of(data: Any) -> Examples:
         if missing := {"x", "y"} - set(found):
             raise InputError(f"data has no {' and no '.join(sorted(missing))}; give arrays named x and y")
         found = (found["x"], found["y"])
-    if isinstance(found, Examples) or (isinstance(found, tuple) and len(found) == 2):
-        examples = Examples(
+    if isinstance(found, HealingExamples) or (isinstance(found, tuple) and len(found) == 2):
+        examples = HealingExamples(
             *(pytree.tree_map(partial(_tensor, what), tree) for what, tree in zip("xy", found, strict=True))
         )
     elif isinstance(found, Iterable):
@@ -138,7 +138,7 @@ def _content(path: Path) -> Any:
     raise InputError(f"{path} ends in {path.suffix!r}; give a .npz, .pt or .safetensors file with x and y")
 
 
-def _joined(batches: list[Any]) -> Examples:
+def _joined(batches: list[Any]) -> HealingExamples:
     """Join batches of one structure."""
     check_pairs(batches, "data")
     trees = [
@@ -151,7 +151,7 @@ def _joined(batches: list[Any]) -> Examples:
         if each != (shapes[0], structures[0]):
             raise InputError(f"batch {number} of data has examples of another shape than batch 0; give all one shape")
     whole = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in zip(*leaves, strict=True)]
-    return Examples(*pytree.tree_unflatten(whole, structures[0]))
+    return HealingExamples(*pytree.tree_unflatten(whole, structures[0]))
 
 
 def _tensor(what: str, value: Any) -> Any:
@@ -164,11 +164,11 @@ def _tensor(what: str, value: Any) -> Any:
     return found.to(torch.get_default_dtype()) if found.is_floating_point() else found
 
 
-def split(examples: Examples, seed: int) -> Parts:
+def split(examples: HealingExamples, seed: int) -> HealingParts:
     """Split at random: `SHARES` to train and probe, the rest held back."""
     order = permutations(key(Purpose.SPLIT, seed), np.array([len(examples)]), torch.device("cpu"))[0]
     first, second = (round(share * len(examples)) for share in np.cumsum(list(SHARES.values())))
-    return Parts(*(examples.at(part) for part in (order[:first], order[first:second], order[second:])))
+    return HealingParts(*(examples.at(part) for part in (order[:first], order[first:second], order[second:])))
 
 
 def usual_loss(output: Any, target: Any) -> Tensor:
@@ -205,19 +205,19 @@ class Case(NamedTuple):
 
     host: nn.Module  # the damaged network, in evaluation mode
     masks: Mapping[str, Tensor]  # masks of pruned parameters
-    parts: Parts  # the examples
+    parts: HealingParts  # the examples
     loss: Loss  # of an output and a target
     steps: int  # steps of the optimizer
     batch: int  # examples in a step
     seed: int  # seed of batches and weights
     way: Way = "given"  # how the loss of an example is had, as in `tolaria/live/probe.py::Probe`
 
-    def batches(self, examples: Examples) -> list[tuple[Any, Any]]:
+    def batches(self, examples: HealingExamples) -> list[tuple[Any, Any]]:
         """Batches to measure on: `PIECES` where only batches have a loss, so that an interval has enough of them."""
         return examples.batches(PIECES if self.way == "whole" else 2)
 
 
-class Trained(NamedTuple):
+class TrainedNetwork(NamedTuple):
     """A network after its training: its loss on the probe, its trained parameters, its learning rate, and the seconds it took."""
 
     network: nn.Module
@@ -249,7 +249,7 @@ def train(
     network.eval()
 
 
-def all_weights(case: Case, rate: float) -> Trained:
+def all_weights(case: Case, rate: float) -> TrainedNetwork:
     """A copy of which every weight is trained; what was pruned stays 0."""
     network = copy.deepcopy(case.host)
     for parameter in network.parameters():
@@ -264,7 +264,7 @@ def all_weights(case: Case, rate: float) -> Trained:
     return _trained(network, case, rate, behind, still=False)
 
 
-def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int) -> Trained | None:
+def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int) -> TrainedNetwork | None:
     """A frozen copy with LoRA of one rank, at least 1, at every layer at or in a site, of about `size` parameters in all.
 
     No rank is larger than its matrix.
@@ -301,7 +301,7 @@ def settled(case: Case) -> Case:
     return case
 
 
-def losses_of(network: nn.Module, examples: Examples, case: Case) -> NDArray[np.float64]:
+def losses_of(network: nn.Module, examples: HealingExamples, case: Case) -> NDArray[np.float64]:
     """(N,) the loss of each example, or of each batch if the loss does not know examples."""
     probe = _probe(network, case.batches(examples), case.loss)
     probe.way = case.way
@@ -310,12 +310,14 @@ def losses_of(network: nn.Module, examples: Examples, case: Case) -> NDArray[np.
     return losses
 
 
-def rank(trained: Trained) -> float:
+def rank(trained: TrainedNetwork) -> float:
     """The loss on the probe, which chooses among rates; one that is not finite comes last."""
     return trained.probe if math.isfinite(trained.probe) else math.inf
 
 
-def table(case: Case, networks: Mapping[str, Trained]) -> tuple[tuple[Contender, ...], dict[str, NDArray[np.float64]]]:
+def table(
+    case: Case, networks: Mapping[str, TrainedNetwork]
+) -> tuple[tuple[ComparedNetwork, ...], dict[str, NDArray[np.float64]]]:
     """Every network on the examples that were held back, and its losses there. The first network is the damaged one."""
     held = case.parts.held
     losses = {name: losses_of(each.network, held, case) for name, each in networks.items()}
@@ -324,7 +326,7 @@ def table(case: Case, networks: Mapping[str, Trained]) -> tuple[tuple[Contender,
     for name, each in networks.items():
         less = first - losses[name]
         measured = float(losses[name].mean()), float(less.mean()), half_width(less), _accuracy(each.network, held)
-        rows.append(Contender(name, *measured, each.learned, each.rate or None, round(each.seconds, 2)))
+        rows.append(ComparedNetwork(name, *measured, each.learned, each.rate or None, round(each.seconds, 2)))
     return tuple(rows), losses
 
 
@@ -352,17 +354,19 @@ def _probe(network: nn.Module, batches: list[tuple[Any, Any]], loss: Loss) -> Pr
     return Probe(batches, loss, next((parameter.device for parameter in network.parameters()), torch.device("cpu")))
 
 
-def _trained(network: nn.Module, case: Case, rate: float, behind: Callable[[Any, Any], Any], *, still: bool) -> Trained:
+def _trained(
+    network: nn.Module, case: Case, rate: float, behind: Callable[[Any, Any], Any], *, still: bool
+) -> TrainedNetwork:
     begin = time.perf_counter()
     learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
     train(network, optimizer, case, behind, still=still)
     score = float(losses_of(network, case.parts.probe, case).mean())
-    return Trained(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
+    return TrainedNetwork(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
 
 
 @torch.no_grad()
-def _accuracy(network: nn.Module, examples: Examples) -> float | None:
+def _accuracy(network: nn.Module, examples: HealingExamples) -> float | None:
     """Share of right labels; None if targets are no labels."""
     right = []
     with undisturbed(network):

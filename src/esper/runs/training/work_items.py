@@ -193,7 +193,7 @@ def learner_of(policy: Policy, config: Config) -> PPO:
     )
 
 
-class _Rows(list[bytes]):
+class _KeptRows(list[bytes]):
     """An output that keeps rows as lines of JSON."""
 
     def write(self, row: Row) -> None:
@@ -230,7 +230,7 @@ class TrainingPlayer:
         for cohort in first:
             cohort.release()
         self._facts = shared_facts(made)
-        self._rows, self._most, self._recent = _Rows(), engines, list[int]()
+        self._rows, self._most, self._recent = _KeptRows(), engines, list[int]()
         hub = Hub([self._rows], level, raise_steps=configs[0].telemetry.raise_steps)
         self.player = Player(cohorts, learner_of(policy, configs[0]), reward, hub)
 

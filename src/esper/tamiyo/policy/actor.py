@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.masks import only_wait
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Masks, Outcome, Space, View
 from esper.leyline.protocols import Judgement
-from esper.tamiyo.policy.distribution import GREEDY, Decision, decide
+from esper.tamiyo.policy.distribution import GREEDY, SampledDecision, decide
 from esper.tamiyo.policy.network import Encoded, Hidden
 from esper.tamiyo.policy.observation import History, Inputs, Observation, observe
 from esper.tamiyo.policy.packages import Opened, package_costs, package_reasons, unpacked, with_packages
@@ -35,7 +35,7 @@ class ActorOutput(NamedTuple):
     """
 
     observation: Observation
-    decision: Decision
+    decision: SampledDecision
     value: Tensor
     starts: NDArray[np.bool_]
     idle: NDArray[np.bool_]

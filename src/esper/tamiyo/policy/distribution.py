@@ -28,7 +28,7 @@ GREEDY: Mapping[Head, float] = dict.fromkeys(Head, 0.0)
 _RELEVANT = torch.from_numpy(RELEVANT.copy())
 
 
-class Decision(NamedTuple):
+class SampledDecision(NamedTuple):
     """One decision per environment.
 
     Attributes:
@@ -74,7 +74,7 @@ def decide(
     masks: Masks,
     draws: NDArray[np.float64] | None,
     exploration: Mapping[Head, float],
-) -> Decision:
+) -> SampledDecision:
     """One decision per environment, from the encodings of one step (1, E, ...).
 
     draws: (heads, E) uniform in [0, 1), for inverse transform sampling. None takes the most probable choice, and the first of
@@ -99,7 +99,7 @@ def decide(
         return choice.numpy()
 
     actions = chosen_in_turn(masks, choose)
-    return Decision(actions, offered(masks, actions), log_prob, told[0], told[1])
+    return SampledDecision(actions, offered(masks, actions), log_prob, told[0], told[1])
 
 
 def judge(

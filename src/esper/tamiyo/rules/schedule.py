@@ -56,7 +56,7 @@ def _member(kind: type[_Name]) -> Callable[[Any], Any]:
     return parse
 
 
-class Entry(BaseModel):
+class ScheduleEntry(BaseModel):
     """One entry of a schedule. A head that is left out takes its default (`baselines.defaults`), or another valid choice.
 
     Error messages quote the description of a field as the accepted values.
@@ -76,7 +76,7 @@ class Entry(BaseModel):
     keep: bool = Field(False, description="true or false")
 
     @pydantic.model_validator(mode="after")
-    def _heads_that_matter(self) -> "Entry":
+    def _heads_that_matter(self) -> "ScheduleEntry":
         op = self.op.name
         for head in (Head.SLOT, *OPEN):
             name = head.name.lower()
@@ -123,7 +123,7 @@ class Schedule(Rule):
     another seed is planted in the slot.
     """
 
-    def __init__(self, entries: Sequence[Entry], source: str = "schedule") -> None:
+    def __init__(self, entries: Sequence[ScheduleEntry], source: str = "schedule") -> None:
         self.entries = tuple(entries)
         self.source = source  # the name of the schedule in messages
         self._plan: _Plan | None = None
@@ -192,7 +192,7 @@ class Schedule(Rule):
                     sentences.append(f"{done} in {envs}: {self._cause(cause, entry)}")
         return sentences
 
-    def _cause(self, cause: EntryObstacle, entry: Entry) -> str:
+    def _cause(self, cause: EntryObstacle, entry: ScheduleEntry) -> str:
         slot = entry.slot
         gate = (
             "gates.gain_z or gates.min_training_steps"
@@ -241,40 +241,40 @@ def load_schedule(path: str | Path) -> Schedule:
     return Schedule([_entry(item, f"{path}, entry {i}") for i, item in enumerate(content, 1)], str(path))
 
 
-def _entry(item: object, where: str) -> Entry:
+def _entry(item: object, where: str) -> ScheduleEntry:
     if not isinstance(item, dict):
         raise InputError(f"{where} is {item!r}, not a mapping; write it as {{at: 4, op: WAIT}}")
     try:
-        return Entry.model_validate(item)
+        return ScheduleEntry.model_validate(item)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
     if not first["loc"]:
         raise InputError(f"{where}: {first['msg'].removeprefix('Value error, ')}")
     name = str(first["loc"][0])
-    if name not in Entry.model_fields:
-        raise InputError(f"{where}: unknown key {name!r}; the keys are {', '.join(Entry.model_fields)}")
-    accepted = Entry.model_fields[name].description
+    if name not in ScheduleEntry.model_fields:
+        raise InputError(f"{where}: unknown key {name!r}; the keys are {', '.join(ScheduleEntry.model_fields)}")
+    accepted = ScheduleEntry.model_fields[name].description
     if first["type"] == "missing":
         raise InputError(f"{where}: {name} is missing; give {accepted}")
     raise InputError(f"{where}: {name} is {first['input']!r}; give {accepted}")
 
 
-def _expanded(entries: Sequence[Entry]) -> list[tuple[int, Entry]]:
+def _expanded(entries: Sequence[ScheduleEntry]) -> list[tuple[int, ScheduleEntry]]:
     """Every entry with its number in the list, from 1. The entries that a `keep` adds follow with the same number."""
-    rows: list[tuple[int, Entry]] = []
+    rows: list[tuple[int, ScheduleEntry]] = []
     for number, entry in enumerate(entries, 1):
         rows.append((number, entry))
         if entry.keep:
-            rows += [(number, Entry(at=entry.at, op=op, slot=entry.slot)) for op in (Op.ADVANCE, Op.FOSSILIZE)]
+            rows += [(number, ScheduleEntry(at=entry.at, op=op, slot=entry.slot)) for op in (Op.ADVANCE, Op.FOSSILIZE)]
     return rows
 
 
-def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
+def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
     """The entries as indices. InputError if the space lacks a name or a value of one, or its blueprint does not fit the slot."""
     for number, entry in enumerate(entries, 1):
         _check(entry, space, f"{source}, entry {number}")
     numbers, rows = [each for each, _ in _expanded(entries)], [entry for _, entry in _expanded(entries)]
-    rows.append(Entry(at=0, op=Op.WAIT))
+    rows.append(ScheduleEntry(at=0, op=Op.WAIT))
     # for an entry of a `keep`, the row of its GERMINATE, which is the first with its number; otherwise -1
     first = [numbers.index(number) for number in numbers]
     parent = np.array([*(-1 if row == at else at for row, at in enumerate(first)), -1], np.int64)
@@ -309,7 +309,7 @@ def _plan(entries: Sequence[Entry], space: Space, source: str) -> _Plan:
     )
 
 
-def _check(entry: Entry, space: Space, where: str) -> None:
+def _check(entry: ScheduleEntry, space: Space, where: str) -> None:
     menu = [blueprint.name for blueprint in space.blueprints]
     for name, given, known in (
         ("slot", entry.slot, space.slots),

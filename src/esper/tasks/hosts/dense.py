@@ -172,7 +172,7 @@ class Floor(nn.Module):
     """
 
     stacks = True
-    fused = fused.Floor
+    fused = fused.RowFloor
     floor: Tensor  # (1, 1); stacked (E, 1, 1)
 
     def __init__(self, linear: bool) -> None:

@@ -148,7 +148,7 @@ class Transformer(_Sequential):
         return replace(self, width=-(-width // step) * step)
 
 
-class OneHot(nn.Module):
+class OneHotTokens(nn.Module):
     """A vector of one 1 for each token: (B, L) int64 -> (B, L, vocabulary), of torch's default dtype or that of `unit`."""
 
     stacks = True
@@ -165,7 +165,7 @@ class OneHot(nn.Module):
 
 
 class TokenMap(nn.Module):
-    """The vectors of tokens that are given as `OneHot`, and a vector of each position: what `Embedding` computes."""
+    """The vectors of tokens that are given as `OneHotTokens`, and a vector of each position: what `Embedding` computes."""
 
     stacks = True
 
@@ -225,7 +225,7 @@ class OpenTransformer(Transformer):
             *(replace(slot, after=slot.after + 1) for slot in closed.slots),
             SlotSpec("head", after=last, width=self.vocabulary, kind=Kind.SEQUENCE, causal=True),
         ]
-        host = SegmentedHost([OneHot(self.vocabulary), tokens, *blocks, head, nn.Identity()], slots)
+        host = SegmentedHost([OneHotTokens(self.vocabulary), tokens, *blocks, head, nn.Identity()], slots)
         host.stacks = True
         host.requires_grad_(not self.frozen)
         return host

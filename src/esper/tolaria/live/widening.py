@@ -12,7 +12,7 @@ from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.sharding import is_sharded
-from esper.kasmina.graft.widening import Layers, additions, axes_of, width_of
+from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import InputError
 from esper.leyline.text import did_you_mean
 from esper.tolaria.live.groups import unwrapped
@@ -103,7 +103,7 @@ def widen(
         _check_optimizer(optimizer, before)
     widths, left_out = dict[str, tuple[int, int]](), dict[str, str]()
     with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
-        layers = Layers(networks, example)
+        layers = WideningTrial(networks, example)
         undone.callback(layers.take_back)
         for number, (name, width) in enumerate(asked.items()):
             try:

@@ -22,7 +22,7 @@ from esper.leyline.data.task import Objective
 from esper.leyline.lifecycle.streams import Kind, Stream
 from esper.leyline.lifecycle.view import Estimate, Seeds
 from esper.tolaria.measure.coalitions import Coalitions
-from esper.tolaria.measure.sensors import IntactStreams, Sample, Widths, growth_sensors, participation_ratio
+from esper.tolaria.measure.sensors import IntactStreams, Sample, TrueWidths, growth_sensors, participation_ratio
 from esper.tolaria.stacked.data import RowExamples
 from esper.tolaria.stacked.training import doses
 
@@ -181,7 +181,7 @@ def sense(
     measured = samples(body, routes, fit, objective, families)
     other = samples(body, routes, held, objective, families) if "explained" in families else []
     true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype, non_blocking=True)
-    widths = [Widths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
+    widths = [TrueWidths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
     found: Tensor = beside_itself(growth_sensors, measured, other, widths, taught, families)
     return found
 

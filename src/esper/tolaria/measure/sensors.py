@@ -117,7 +117,7 @@ class IntactStreams(NamedTuple):
     before: Tensor
 
 
-class Widths(NamedTuple):
+class TrueWidths(NamedTuple):
     """True widths at one slot, (E,) each, in the dtype of the samples. Features beyond them are 0; `inner` 0 means none."""
 
     stream: Tensor
@@ -130,7 +130,7 @@ class Widths(NamedTuple):
 def growth_sensors(
     fit: Sequence[Sample],
     held: Sequence[Sample],
-    widths: Sequence[Widths],
+    widths: Sequence[TrueWidths],
     taught: Sequence[IntactStreams] = (),
     families: Collection[str] = SENSOR_FAMILIES,
 ) -> Tensor:
@@ -283,7 +283,7 @@ class _Reading(NamedTuple):
     )  # `linear` (E, M, 1 + W) on held-out examples, and a hidden layer on both samples
 
 
-def _read(tap: Literal["stream", "before", "input"], fit: Sample, held: Sample | None, widths: Widths) -> _Reading:
+def _read(tap: Literal["stream", "before", "input"], fit: Sample, held: Sample | None, widths: TrueWidths) -> _Reading:
     """The features of a tap of a slot."""
     u: Tensor = _only(getattr(fit, tap), fit.real)
     width: Tensor = getattr(widths, tap)
@@ -302,7 +302,7 @@ def _read(tap: Literal["stream", "before", "input"], fit: Sample, held: Sample |
     return _Reading(linear, rms, (linear_held, hidden, hidden_held))
 
 
-def _of_gradients(fit: Sample, held: Sample | None, width: Widths, source: _Reading) -> dict[str, Tensor]:
+def _of_gradients(fit: Sample, held: Sample | None, width: TrueWidths, source: _Reading) -> dict[str, Tensor]:
     """The sensors of the family `gradient`, and with a held-out sample those of `explained`. source: the tap `input`."""
     counts, g = _count(fit), _gradient(fit)
     here, before = _read("stream", fit, held, width), _read("before", fit, held, width)

@@ -46,7 +46,7 @@ _TENSOR = object()
 """Stands for a tensor among what else a pass takes."""
 
 
-class Inputs(NamedTuple):
+class CompiledInputs(NamedTuple):
     """What a pass over some stacks takes, as a list of tensors and what puts them together again.
 
     Attributes:
@@ -62,7 +62,7 @@ class Inputs(NamedTuple):
     state: int
 
     @classmethod
-    def of(cls, body: Body, stacks: Sequence[Stack], *arguments: Any) -> "Inputs":
+    def of(cls, body: Body, stacks: Sequence[Stack], *arguments: Any) -> "CompiledInputs":
         """Flatten the arguments of a pass. Arrays among them become tensors on the device."""
         columns = [{name: stack.columns[name] for name in ("value", *stack.buffers)} for stack in stacks]
         state = columns, body.real_outputs
@@ -104,7 +104,7 @@ def bound(body: Body, stacks: Sequence[Stack], columns: Sequence[dict[str, Tenso
 
 
 def traced(
-    body: Body, stacks: Sequence[Stack], inputs: Inputs, run: Callable[..., Sequence[Tensor]]
+    body: Body, stacks: Sequence[Stack], inputs: CompiledInputs, run: Callable[..., Sequence[Tensor]]
 ) -> torch.fx.GraphModule:
     """Return the graph of a pass, with all of its operations, as a function of the tensors of its inputs.
 
@@ -422,11 +422,13 @@ class Passes:
             self.counts.eager += 1
         return self._eager(route, *piece[1:])
 
-    def inputs(self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None) -> Inputs:
+    def inputs(
+        self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None
+    ) -> CompiledInputs:
         """Return what a pass takes; the arguments are those of `backward`."""
-        return Inputs.of(self.body, self._stacks(route.plan), route.doses, x, y, weights, factors)
+        return CompiledInputs.of(self.body, self._stacks(route.plan), route.doses, x, y, weights, factors)
 
-    def traced(self, plan: Plan, inputs: Inputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
+    def traced(self, plan: Plan, inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
         """Return the graph of the passes of a plan, and the columns whose gradients it returns behind the losses."""
         stacks = self._stacks(plan)
         runs: list[ColumnRun] = []
@@ -446,7 +448,7 @@ class Passes:
             total.backward()
         return losses
 
-    def _prepared(self, plan: Plan, key: Any, inputs: Inputs, remaining: int) -> CompiledPass | None:
+    def _prepared(self, plan: Plan, key: Any, inputs: CompiledInputs, remaining: int) -> CompiledPass | None:
         begin, found, stacks = time.perf_counter(), None, self._stacks(plan)
         # Whether a module runs in a loop over the rows is known once a pass has run.
         if not any(stack.loops for stack in stacks):
@@ -459,7 +461,7 @@ class Passes:
         self.counts.seconds += time.perf_counter() - begin
         return found
 
-    def _make(self, plan: Plan, key: Any, inputs: Inputs, remaining: int) -> CompiledPass | None:
+    def _make(self, plan: Plan, key: Any, inputs: CompiledInputs, remaining: int) -> CompiledPass | None:
         if self.mode == "on":
             return self._compile(plan, key, inputs)
         stacks = self._stacks(plan)
@@ -487,7 +489,7 @@ class Passes:
         self.counts.slower += 1
         return None
 
-    def _compile(self, plan: Plan, key: Any, inputs: Inputs) -> CompiledPass:
+    def _compile(self, plan: Plan, key: Any, inputs: CompiledInputs) -> CompiledPass:
         self.counts.plans += 1
         self._made.add(hash(key))
         graph, runs = self.traced(plan, inputs)
@@ -498,7 +500,7 @@ class Passes:
         return CompiledPass(run, runs)
 
     @contextmanager
-    def _aside(self, stacks: list[Stack], inputs: Inputs) -> Iterator[Any]:
+    def _aside(self, stacks: list[Stack], inputs: CompiledInputs) -> Iterator[Any]:
         """Let eager passes leave every column as it was; gives the arguments of the inputs."""
         (columns, outputs), arguments = inputs.merged(inputs.copies())
         for stack, own in zip(stacks, columns, strict=True):
