@@ -67,8 +67,8 @@ def widen(
     of both signs. It is undone if the outputs change by more than rounding, so the example must run all layers that there are.
 
     The parameters of these layers are new objects, which take the places of the old ones in the optimizer. It begins anew with
-    them, whole: to keep what it remembered of the old elements was not better in a comparison (`esper docs widening`). Call this after
-    `optimizer.step()`, as gradients and hooks of these parameters are dropped.
+    them, whole: to keep what it remembered of the old elements was not better in a comparison (`esper docs widening`). Call this
+    after `optimizer.step()`, as gradients and hooks of these parameters are dropped.
 
     Args:
         model: the network, before DistributedDataParallel, `fully_shard` and torch.compile, and without an unfinished growth
