@@ -3,6 +3,7 @@
 import gzip
 import struct
 import zlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,12 @@ def fashion_mnist(folder: Path = FASHION) -> tuple[Labelled, Labelled]:
 
 def letter_recognition(path: Path = LETTER) -> Labelled:
     """Read Letter Recognition (Frey and Slate, 1991): 20,000 letters as 16 numbers each, 26 classes. It needs `rdata`."""
+    path = _there(path, "r-cran-mlbench")
+    if find_spec("rdata") is None:
+        raise InputError(f"{path} is read by rdata, which is not installed; run pip install 'esper-bench[letter]'")
     import rdata
 
-    frame = rdata.read_rda(_there(path, "r-cran-mlbench"))["LetterRecognition"]
+    frame = rdata.read_rda(path)["LetterRecognition"]
     letters = np.asarray(frame["lettr"].astype(str))
     return frame.drop(columns="lettr").to_numpy(np.float32), np.unique(letters, return_inverse=True)[1].astype(np.int64)
 
