@@ -287,8 +287,8 @@ class Graph:
         return set().union(*self._products.values())
 
     def passes(self, node: Node) -> bool:
-        """Whether a node neither multiplies by a parameter nor looks one up."""
-        return not self._products.get(node) and "Embedding" not in node.name()
+        """Whether a node is no product of matrices, attention, softmax or embedding, which mix features or positions."""
+        return not re.search(rf"{_PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding", node.name())
 
     def before_products(self, layers: Collection[Node]) -> set[Node]:
         """Return the nodes that reach the loss through a multiplication by a parameter or through one of `layers`."""

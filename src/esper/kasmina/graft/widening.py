@@ -88,6 +88,8 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ap
     modules = {path: model.get_submodule(path) for path in sorted(hidden.writers | hidden.readers | hidden.norms)}
     old = width_of(first := min(hidden.writers), modules[first])
     for path in sorted(hidden.writers):
+        if (own_width := width_of(path, modules[path])) != old:
+            raise InputError(f"{path!r} returns {own_width} features where {first!r} returns {old}")
         layer, axes = cast("Any", modules[path]), axes_of(path, modules[path])
         fresh = copy.deepcopy(layer)
         for name, axis in (("weight", axes.writes), ("bias", 0)):
