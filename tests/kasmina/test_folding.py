@@ -116,6 +116,14 @@ def test_a_layer_without_a_bias_takes_what_needs_none(name):
         assert torch.allclose(model(x), before, atol=1e-6)
 
 
+def test_a_seed_that_is_linear_on_the_probe_alone_does_not_fold():
+    model, x = grown(Kind.VECTOR, "mlp-small")
+    with torch.no_grad():
+        model[1].esper.seed.delta.inner.bias.fill_(50.0)  # every unit is above 0 there, and its ReLU the identity
+    assert is_linear(model[1].esper.seed.delta, Kind.VECTOR, WRITES)
+    assert not fold(model, x)
+
+
 class Tied(nn.Module):
     """Two linear layers, and a third product with a parameter of one of them."""
 

@@ -329,7 +329,7 @@ class Candidates:
     def _fed_by(self, path: str, *, tried: bool = False) -> tuple[set[str], set[GradientEdge]]:
         """Return the layers that feed a layer through functions that keep the features, none if anything else does, and the way.
 
-        tried: whether what is found will be tried, so that everything passes but a product with a weight and an embedding.
+        tried: whether what is found will be tried, so that everything passes that is not known to mix features (`Graph.passes`).
         """
         ends = {
             calls[0].edge: layer for layer in self._layers if layer != path and len(calls := self._calls[layer]) == 1

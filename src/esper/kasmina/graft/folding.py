@@ -18,7 +18,7 @@ from esper.leyline.errors import is_out_of_memory
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 
-LINEAR = (Affine, Factored, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows)
+LINEAR = (Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows)
 """Modules whose change is W u + b at every position."""
 
 Pass = Callable[[nn.Module], Any]
@@ -105,8 +105,16 @@ class _Change(NamedTuple):
         if held.shape == self.value.shape:
             fill(held, self.value)
         else:
-            value = self.value.to(held.device, held.dtype)
-            self.part._parameters[self.name] = nn.Parameter(value, requires_grad=held.requires_grad)
+            self.part._parameters[self.name] = successor(held, self.value.to(held.device, held.dtype))
+
+
+def successor(held: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """Return a parameter for the place of another one, with a larger value, in its memory format and with its attributes."""
+    if held.dim() == 4 and not held.is_contiguous() and held.is_contiguous(memory_format=torch.channels_last):
+        value = value.contiguous(memory_format=torch.channels_last)
+    made = nn.Parameter(value, held.requires_grad)
+    vars(made).update(vars(held))
+    return made
 
 
 def _changes(network: nn.Module, name: str) -> list[_Change] | None:
@@ -169,9 +177,8 @@ def _wider(network: nn.Module, name: str) -> list[_Change] | None:
 
 def _is_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is an nn.Linear whose weight and bias are its own parameters, and not computed before each pass."""
-    if not isinstance(layer, nn.Linear):
-        return False
-    return layer._parameters.get("weight") is not None and ("bias" in layer._parameters)
+    own = layer._parameters
+    return isinstance(layer, nn.Linear) and own.get("weight") is not None and "bias" in own
 
 
 def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run: Pass) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
+from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.grafted import call
 from esper.kasmina.graft.recording import floats
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
@@ -121,18 +122,6 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ap
     return found
 
 
-def _appended(old: Tensor, axis: int, values: Tensor) -> Tensor:
-    """A larger parameter or buffer, in the memory format of the old one, with its attributes."""
-    grown = torch.cat([old.detach(), values.to(old.device, old.dtype)], axis)
-    if old.dim() == 4 and not old.is_contiguous() and old.is_contiguous(memory_format=torch.channels_last):
-        grown = grown.contiguous(memory_format=torch.channels_last)
-    if not isinstance(old, nn.Parameter):
-        return grown
-    made = nn.Parameter(grown, old.requires_grad)
-    vars(made).update(vars(old))
-    return made
-
-
 def _unchanged(one: Tensor, other: Tensor) -> bool:
     """Whether two outputs are equal, each value to half of its digits, or to those of a small value of the output."""
     if one.is_nested or one.layout != torch.strided or one.shape != other.shape:
@@ -184,7 +173,9 @@ class WideningTrial:
                     part = network.get_submodule(path)
                     state = {"_parameters": dict(part._parameters), "_buffers": dict(part._buffers)}
                     self._before.append((part, {**vars(part), **state}))
-                    setattr(part, name, _appended(getattr(part, name), axis, values))
+                    old = getattr(part, name)
+                    grown = torch.cat([old.detach(), values.to(old.device, old.dtype)], axis)
+                    setattr(part, name, successor(old, grown) if name in part._parameters else grown)
                     if hasattr(part, width_name):
                         setattr(part, width_name, width)
             self._try(found)
@@ -252,7 +243,7 @@ def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapp
                 continue
             before.append((part, {**vars(part), "_parameters": dict(part._parameters)}))
             made = parameters[name].detach().new_empty(tensors[name].shape)
-            setattr(part, entry, nn.Parameter(made, parameters[name].requires_grad))
+            setattr(part, entry, successor(parameters[name], made))
             if entry == "weight":
                 for attribute, axis in ((axes.written, axes.writes), (axes.read, axes.reads)):
                     if hasattr(part, attribute):
