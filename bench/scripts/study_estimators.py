@@ -114,7 +114,7 @@ def study(name: str, seeds: int) -> str:
             shown += ["", "1.0"]
         else:
             gain = t_interval([mine.score - other.score for mine, other in pairs])
-            shown.append(f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]")
+            shown.append(f"{gain:+.4f}")
             shown.append(f"{np.median([other.seconds / mine.seconds for mine, other in pairs]):.1f}")
         shown.append(f"{np.mean([one.seconds for one in fits]):.1f}")
         shown.append(", ".join(map(str, units)))

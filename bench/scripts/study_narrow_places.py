@@ -158,7 +158,7 @@ def study(name: str, seeds: int) -> str:
         if arm != "grown" and not np.isnan(score):
             pairs = zip(arms["grown"], results, strict=True)
             difference = t_interval([mine.score - other.score for mine, other in pairs])
-            cells[-1] += f" ({difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}])"
+            cells[-1] += f" ({difference:+.3f})"
     ratio = np.median([mine.seconds / other.seconds for mine, other in zip(arms["grown"], arms["plain"], strict=True)])
     cells += [f"{ratio:.1f}", f"{arms['plain'][0].parameters} to {int(np.mean([g.parameters for g in arms['grown']]))}"]
     return f"| {' | '.join(cells)} |"

@@ -168,7 +168,7 @@ def study(name: str, seeds: int, rate: float) -> str:
             shown.append("")
         else:
             gain = t_interval([mine.accuracy - other.accuracy for mine, other in pairs])
-            shown.append(f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]")
+            shown.append(f"{gain:+.4f}")
         shown.append(f"{np.median([mine.seconds / other.seconds for mine, other in pairs]):.2f}")
         lines.append(f"| {' | '.join(shown)} |")
     return "\n".join(lines)

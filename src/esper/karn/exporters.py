@@ -195,9 +195,8 @@ class Export:
             self._close()
         if not self.is_open:
             self.record = self.exports.read(began)
-            if (
-                self.record.session is not None
-            ):  # a process was killed, and how much of its points is there is not known
+            # A session that was not closed is that of a killed process: how many of its points are there is not known.
+            if self.record.session is not None:
                 self.exports.remove(self.record.session)
                 self.record.session, self.record.last = None, self.record.safe
 

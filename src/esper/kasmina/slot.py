@@ -1,7 +1,8 @@
 """The computation of a slot, for one network and for populations alike."""
 
 import functools
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +59,7 @@ class DifferentiableFunction(torch.autograd.Function):
     """
 
     generate_vmap_rule = True
-
-    @staticmethod
-    def tangent(ctx: Any, *tangents: Any) -> Tensor | None:
-        """Return the tangent of the output."""
-        raise NotImplementedError
+    tangent: ClassVar[Callable[..., Tensor | None]]
 
     @classmethod
     def of(cls, *inputs: Any) -> Tensor:

@@ -26,6 +26,10 @@ class MeanInterval(NamedTuple):
     high: float
     size: int
 
+    def __format__(self, spec: str) -> str:
+        """The mean and the interval in brackets, each number in a format, as `f"{gain:+.4f}"`."""
+        return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+
     @property
     def above(self) -> bool:
         """Whether the whole interval is above 0."""

@@ -120,13 +120,12 @@ class _Growing(BaseEstimator):
                     f"fallen in {counted(since_best, 'look')}"
                 )
                 break
-            seen = train[: len(held)]
-            known = _mean_loss(average.module, inputs[seen], target[seen], loss)
+            seen = train[: len(held)]  # as many that it trains on
             if math.ceil(units * self.factor) > self.most_units:
                 why = f"more would exceed most_units={self.most_units:,}"
             elif best > at_growth * (1 - WORTH):
                 why = f"the loss had fallen by less than {WORTH:.0%} since it has these"
-            elif found > known * (1 + BY_HEART):
+            elif found > (1 + BY_HEART) * (known := _mean_loss(average.module, inputs[seen], target[seen], loss)):
                 why = f"it learns by heart, as the loss is {found / known - 1:.0%} above that on examples it trains on"
             elif steps >= self.most_steps:
                 why = "the training ended then"
