@@ -77,6 +77,9 @@ class Kept:
     def flush(self):
         self.said.append("flush")
 
+    def holds(self, x, name):
+        return x in dict(self.now["curves"][name])
+
     def close(self):
         self.said.append("close")
 

@@ -55,6 +55,27 @@ def kill():
 threading.Thread(target=kill, daemon=True).start()
 MLflow(folder).open("first", None, {})
 """
+KILLED_AT_WORK = """
+import os, signal, sys
+from pathlib import Path
+import esper
+from esper.karn.export_targets import MAKE
+from esper.karn.exporters import begin_export
+
+folder, name, into, place = sys.argv[1:]
+export = begin_export(esper.open_run(Path(folder)), name, Path(into), draw=lambda run, summary: None)
+kept = getattr(MAKE[name], place)
+
+def killed(*values):
+    if place == "flush":
+        kept(*values)
+    if place == "flush" or values[1] == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kept(*values)
+
+setattr(MAKE[name], place, killed)
+export.update()
+"""
 TRACKIO = """
 import json, sys
 from trackio.sqlite_storage import SQLiteStorage
@@ -213,6 +234,23 @@ def test_an_export_afterwards_equals_the_one_while_the_run_went_on(resumed, targ
     assert after.tables == live.tables
     said = exported(resumed, target, tmp_path / "after", "--follow")
     assert "of which 0 are new" in said
+
+
+@pytest.mark.parametrize("place", ["scalars", "flush"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_exporter_that_was_killed_at_work_loses_no_point_and_writes_none_twice(
+    resumed, target, place, tmp_path, monkeypatch
+):
+    monkeypatch.delenv(
+        "WANDB_SERVICE", raising=False
+    )  # a process of wandb that outlives the killed one would hold its run
+    command = [sys.executable, "-c", KILLED_AT_WORK, str(resumed), target, str(tmp_path / "store"), place]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == -9, done.stderr
+    exported(resumed, target, tmp_path / "store")
+    runs = READERS[target](tmp_path / "store")
+    assert list(runs) == ["iris"]
+    check_whole(runs["iris"], resumed)
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -1,5 +1,6 @@
 """The programs that a run can be exported to, one class each, and the table and the image that they get at its end."""
 
+import glob
 import logging
 import os
 import sys
@@ -62,7 +63,11 @@ class Target(Protocol):
         ...
 
     def flush(self) -> None:
-        """Let the target's own program see what was written so far, if the target can."""
+        """Put on the disk what was written so far, unless the target has a session."""
+        ...
+
+    def holds(self, x: int, name: str) -> bool:
+        """Whether the run that was opened has a value of the curve `name` at x on the disk; asked only without a session."""
         ...
 
     def close(self) -> None:
@@ -73,17 +78,19 @@ class Target(Protocol):
 class TensorBoard:
     """Writes event files, a folder for each run. Numbers keep their double precision."""
 
-    session: str | None = None
-
     def __init__(self, folder: Path) -> None:
         import tensorboard  # noqa: F401  # torch names neither the package nor the extra when it is missing
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self._make = folder, SummaryWriter
+        self.session: str | None = None
 
     def open(self, name: str, known: str | None, facts: Facts) -> str:
         """A further event file in the folder of a known run continues it."""
+        before = set(self.folder.glob(f"{glob.escape(name)}/*"))
         self._writer = self._make(str(self.folder / name))
+        (made,) = set(self.folder.glob(f"{glob.escape(name)}/*")) - before
+        self.session = os.path.relpath(made, self.folder)
         if known is None:
             about = FinalTable(("run", name), [(key, str(value)) for key, value in facts.items()])
             self._writer.add_text("run", as_markdown(about), 0)
@@ -101,6 +108,9 @@ class TensorBoard:
 
     def flush(self) -> None:
         self._writer.flush()
+
+    def holds(self, x: int, name: str) -> bool:
+        return True
 
     def close(self) -> None:
         self._writer.close()
@@ -149,6 +159,9 @@ class WeightsAndBiases:
 
     def flush(self) -> None:
         """Its own process writes the file, some seconds later, and ends unsaved with the process that it belongs to."""
+
+    def holds(self, x: int, name: str) -> bool:
+        return True
 
     def close(self) -> None:
         self._run.finish()
@@ -220,6 +233,9 @@ class MLflow:
             self._client.log_batch(self._id, metrics=self._waiting)
             self._waiting = []
 
+    def holds(self, x: int, name: str) -> bool:
+        return any(each.step == x for each in self._client.get_metric_history(self._id, name))
+
     def close(self) -> None:
         self.flush()
         self._client.set_terminated(self._id)
@@ -230,6 +246,7 @@ class Trackio:
 
     session: str | None = None
 
+    PATIENCE = 10.0  # that a flush waits [seconds]
     FOLDER = "TRACKIO_DIR"
     REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")  # variables with which trackio would write elsewhere
 
@@ -252,7 +269,7 @@ class Trackio:
         self._trackio = trackio
 
     def open(self, name: str, known: str | None, facts: Facts) -> str:
-        resume = "never" if known is None else "must"
+        resume = "never" if known is None else "allow"  # a killed process may have left nothing
         options = {"resume": resume, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         self._run = self._trackio.init(PROJECT, name, config=dict(facts), **options)
         self._logged = self._stored()
@@ -269,7 +286,16 @@ class Trackio:
         self._log({name: cells}, x)
 
     def flush(self) -> None:
-        """A thread of its own writes the store."""
+        """A thread of its own writes the store, twice a second; `close` raises an error where it did not."""
+        until = time.monotonic() + self.PATIENCE
+        while self._stored() != self._logged and time.monotonic() < until:
+            time.sleep(0.02)
+
+    def holds(self, x: int, name: str) -> bool:
+        from trackio.sqlite_storage import SQLiteStorage
+
+        logs = SQLiteStorage.get_logs(PROJECT, self._run.name, run_id=self._run.id)
+        return any(each["step"] == x and name in each for each in logs)
 
     def close(self) -> None:
         self._trackio.finish()

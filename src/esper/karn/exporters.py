@@ -83,9 +83,9 @@ class Record(msgspec.Struct):
         began (int): which run it is: when the first file of it was written [ns]
         known (str or None): what identifies it in the target; None before it was opened
         last (mapping): x of the last point, by kind of row
-        session (str or None): the folder of what is written since the target was opened, if the target's own program keeps it in
-            memory; None after the target was closed
-        safe (mapping): `last` before that session
+        session (str or None): the file or folder of what is written since the target was opened, if the target has one; None
+            after the target was closed
+        safe (mapping): `last` before that session, or, without one, after the last flush
         ended (float or None): time of the last row of the run whose table and image were written; None if none were
         failed (bool): whether the target failed, so that it is not known what it has
     """
@@ -153,13 +153,16 @@ class Exports:
         return Record(name, began)
 
     def remove(self, session: str) -> None:
-        """Remove the folder of a session. InputError if a record that was edited names a folder elsewhere."""
-        folder = (self.folder / session).resolve()
-        if self.folder.resolve() not in folder.parents:
+        """Remove the file or the folder of a session. InputError if a record that was edited names a folder elsewhere."""
+        path = (self.folder / session).resolve()
+        if self.folder.resolve() not in path.parents:
             raise InputError(
                 f"{self._own / RECORD} is damaged (its session {session!r} is not in {self.folder}); {_MEND}"
             )
-        shutil.rmtree(folder, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
     def write(self, record: Record) -> None:
         """Keep the record."""
@@ -183,6 +186,7 @@ class Export:
         self.points = 0
         self.is_open = False
         self.record: Record
+        self._doubtful: dict[str, int] = {}  # x up to which a killed process may have written or not, by kind of row
         self._tail = Tail(run.folder / EVENTS)
         self._begin()
 
@@ -195,10 +199,14 @@ class Export:
             self._close()
         if not self.is_open:
             self.record = self.exports.read(began)
-            # A session that was not closed is that of a killed process: how many of its points are there is not known.
+            # A process that was killed: how many of its last points are there is not known.
+            self._doubtful = {}
             if self.record.session is not None:
                 self.exports.remove(self.record.session)
-                self.record.session, self.record.last = None, self.record.safe
+                self.record.session = None
+            else:
+                self._doubtful = self.record.last
+            self.record.last = self.record.safe
 
     def update(self) -> None:
         """Write the points of the rows that have come since the last time."""
@@ -216,18 +224,24 @@ class Export:
         if point.x <= last.get(point.kind, -1) or point.x < self.record.x or not point.values:
             return False
         self.record.last = {**last, point.kind: point.x}
-        return True
+        if point.x > self._doubtful.get(point.kind, -1):
+            return True
+        self._open()
+        return not self._call(lambda: self.target.holds(point.x, next(iter(point.values))))
 
     def _write(self, points: Sequence[CurvePoint]) -> None:
         if not points:
             return
         self._open()
-        # Before the target has them: a process that is killed in between never writes a point twice. It loses these points, or,
-        # where the target names the folder of its session, writes that session again.
+        # Before the target has them: after a kill in between the next export asks the target for each of these points, or, where
+        # the target has a session, writes that session again.
         self.exports.write(self.record)
         for point in points:
             self._call(lambda point=point: self.target.scalars(point.x, point.time, point.values))  # type: ignore[misc]
         self._call(self.target.flush)
+        if self.record.session is None:
+            self.record.safe = self.record.last
+            self.exports.write(self.record)
         self.points += len(points)
 
     def end(self) -> Exported:
