@@ -77,8 +77,8 @@ class Kept:
     def flush(self):
         self.said.append("flush")
 
-    def holds(self, x, name):
-        return x in dict(self.now["curves"][name])
+    def held(self, name):
+        return {x for x, _ in self.now["curves"][name]}
 
     def close(self):
         self.said.append("close")

@@ -66,8 +66,8 @@ class Target(Protocol):
         """Put on the disk what was written so far, unless the target has a session."""
         ...
 
-    def holds(self, x: int, name: str) -> bool:
-        """Whether the run that was opened has a value of the curve `name` at x on the disk; asked only without a session."""
+    def held(self, name: str) -> set[int]:
+        """The x at which the run that was opened has values of the curve `name` on the disk; asked only without a session."""
         ...
 
     def close(self) -> None:
@@ -109,8 +109,8 @@ class TensorBoard:
     def flush(self) -> None:
         self._writer.flush()
 
-    def holds(self, x: int, name: str) -> bool:
-        return True
+    def held(self, name: str) -> set[int]:
+        return set()
 
     def close(self) -> None:
         self._writer.close()
@@ -160,8 +160,8 @@ class WeightsAndBiases:
     def flush(self) -> None:
         """Its own process writes the file, some seconds later, and ends unsaved with the process that it belongs to."""
 
-    def holds(self, x: int, name: str) -> bool:
-        return True
+    def held(self, name: str) -> set[int]:
+        return set()
 
     def close(self) -> None:
         self._run.finish()
@@ -233,8 +233,8 @@ class MLflow:
             self._client.log_batch(self._id, metrics=self._waiting)
             self._waiting = []
 
-    def holds(self, x: int, name: str) -> bool:
-        return any(each.step == x for each in self._client.get_metric_history(self._id, name))
+    def held(self, name: str) -> set[int]:
+        return {each.step for each in self._client.get_metric_history(self._id, name)}
 
     def close(self) -> None:
         self.flush()
@@ -291,11 +291,11 @@ class Trackio:
         while self._stored() != self._logged and time.monotonic() < until:
             time.sleep(0.02)
 
-    def holds(self, x: int, name: str) -> bool:
+    def held(self, name: str) -> set[int]:
         from trackio.sqlite_storage import SQLiteStorage
 
         logs = SQLiteStorage.get_logs(PROJECT, self._run.name, run_id=self._run.id)
-        return any(each["step"] == x and name in each for each in logs)
+        return {each["step"] for each in logs if name in each}
 
     def close(self) -> None:
         self._trackio.finish()

@@ -187,6 +187,7 @@ class Export:
         self.is_open = False
         self.record: Record
         self._doubtful: dict[str, int] = {}  # x up to which a killed process may have written or not, by kind of row
+        self._held: dict[str, set[int]] = {}  # x of the values that the target has, by curve, where they are in doubt
         self._tail = Tail(run.folder / EVENTS)
         self._begin()
 
@@ -200,7 +201,7 @@ class Export:
         if not self.is_open:
             self.record = self.exports.read(began)
             # A process that was killed: how many of its last points are there is not known.
-            self._doubtful = {}
+            self._doubtful, self._held = {}, {}
             if self.record.session is not None:
                 self.exports.remove(self.record.session)
                 self.record.session = None
@@ -226,8 +227,11 @@ class Export:
         self.record.last = {**last, point.kind: point.x}
         if point.x > self._doubtful.get(point.kind, -1):
             return True
-        self._open()
-        return not self._call(lambda: self.target.holds(point.x, next(iter(point.values))))
+        name = next(iter(point.values))
+        if name not in self._held:
+            self._open()
+            self._held[name] = self._call(lambda: self.target.held(name))
+        return point.x not in self._held[name]
 
     def _write(self, points: Sequence[CurvePoint]) -> None:
         if not points:
