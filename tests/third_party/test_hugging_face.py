@@ -198,3 +198,31 @@ def test_a_model_with_wider_feed_forwards_is_one_of_its_config(build, key, layer
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert torch.equal(loaded(**given).logits, model(**given).logits)
+
+
+def bert():
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return tf.BertForMaskedLM(tf.BertConfig(vocab_size=24, max_position_embeddings=32, **sizes))
+
+
+def vit():
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return tf.ViTForImageClassification(tf.ViTConfig(image_size=8, patch_size=4, num_channels=1, **sizes))
+
+
+@pytest.mark.parametrize("build", [gpt2, lambda: llama(20), bert, vit], ids=["GPT-2", "Llama", "BERT", "ViT"])
+def test_a_model_of_twice_the_width_is_one_of_its_config(build, tmp_path):
+    torch.manual_seed(0)
+    model = build().eval()
+    pixels = {"pixel_values": torch.randn(3, 1, 8, 8)}
+    given = pixels if model.main_input_name == "pixel_values" else {"input_ids": batch(3)["input_ids"]}
+    before, size = model(**given).logits, model.config.hidden_size
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert not esper.widen(model, 2, example=given, optimizer=optimizer).left_out
+    assert model.config.hidden_size == 2 * size
+    assert torch.allclose(model(**given).logits, before, atol=1e-5)
+    model(**given).logits.square().mean().backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**given).logits, model(**given).logits)

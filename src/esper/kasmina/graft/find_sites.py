@@ -30,7 +30,7 @@ from esper.leyline.text import counted
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, *_CONVOLUTIONS)
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 _KEEPS_FEATURES = re.compile(
     r"(Relu|LeakyRelu|Prelu|Rrelu|Gelu|Silu|Mish|Elu|Celu|Selu|Tanh|Sigmoid|LogSigmoid|Softplus|Softsign|Softshrink|Hard\w+|"
@@ -83,7 +83,7 @@ class Candidates:
         others = [
             path
             for path in self._calls
-            if not isinstance(self._modules[path], (*_EMBEDDINGS, ParametrizationList))
+            if not isinstance(self._modules[path], (*EMBEDDINGS, ParametrizationList))
             and any(id(p) in factors for p in self._modules[path].parameters(recurse=False))
             and not any(_within(path, layer) for layer in known)
         ]
@@ -221,7 +221,7 @@ class Candidates:
         module = self._modules[path]
         if path not in choice and any(_within(other, path) for other in choice):
             return "contains blocks or layers that were considered instead"
-        if isinstance(module, _EMBEDDINGS):
+        if isinstance(module, EMBEDDINGS):
             return "an embedding"
         if path not in self._calls:
             return "does not run on the example"
@@ -660,7 +660,7 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
     Raises:
         InputError: if the module cannot be examined, cannot run on the example, or has no site
     """
-    _check_module(module)
+    check_module(module)
     examples = _examples(example)
     return on_aliases(module, lambda weights: _found(module, example, loss, weights, examples))
 
@@ -688,7 +688,7 @@ def find_hidden(module: nn.Module, example: Any) -> tuple[list[Hidden], list[str
 
     Returns them, and the submodules with parameters of their own that did not run.
     """
-    _check_module(module)
+    check_module(module)
     examples = _examples(example)
 
     def found(weights: dict[str, Tensor]) -> tuple[list[Hidden], list[str]]:
@@ -725,7 +725,7 @@ def _examples(example: Any) -> int:
     return sizes[0]
 
 
-def _check_module(module: nn.Module) -> None:
+def check_module(module: nn.Module) -> None:
     """Raise InputError if the module cannot be recorded, or its weights cannot have a gradient."""
     if not isinstance(module, nn.Module):
         raise InputError(f"module is a {type(module).__name__}; give an nn.Module")

@@ -22,7 +22,7 @@ from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 
 Result = TypeVar("Result")
 
-_PRODUCT = re.compile(r"[Mm]m|[Mm]v|Conv|[Ll]inear|Rnn")
+PRODUCT = re.compile(r"[Mm]m|[Mm]v|Conv|[Ll]inear|Rnn")
 """Names of the autograd nodes that multiply by a weight."""
 
 _RESHAPE = re.compile(
@@ -276,9 +276,9 @@ class Graph:
 
     def __init__(self, loss: Tensor, weights: Iterable[Tensor]) -> None:
         """`weights`: the parameters."""
-        self._order = _inputs_first(loss.grad_fn)
+        self._order = inputs_first(loss.grad_fn)
         matrices = {id(weight) for weight in weights if weight.dim() >= 2}
-        self._products = {node: _factors(node) & matrices for node in self._order if _PRODUCT.search(node.name())}
+        self._products = {node: factors(node) & matrices for node in self._order if PRODUCT.search(node.name())}
         self.nodes = set(self._order)
 
     @property
@@ -288,7 +288,7 @@ class Graph:
 
     def passes(self, node: Node) -> bool:
         """Whether a node is no product of matrices, attention, softmax or embedding, which mix features or positions."""
-        return not re.search(rf"{_PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding", node.name())
+        return not re.search(rf"{PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding", node.name())
 
     def before_products(self, layers: Collection[Node]) -> set[Node]:
         """Return the nodes that reach the loss through a multiplication by a parameter or through one of `layers`."""
@@ -315,7 +315,7 @@ class Graph:
         return reached
 
 
-def _inputs_first(root: Node | None) -> list[Node]:
+def inputs_first(root: Node | None) -> list[Node]:
     """Return all nodes under the root, each after those that it depends on."""
     order: list[Node] = []
     seen: set[Node] = set()
@@ -331,7 +331,7 @@ def _inputs_first(root: Node | None) -> list[Node]:
     return order
 
 
-def _factors(node: Node) -> set[int]:
+def factors(node: Node) -> set[int]:
     """Yield the ids of the leaves that a node takes, unchanged or transposed, reshaped or cast."""
     found = set()
     for each, _ in node.next_functions:

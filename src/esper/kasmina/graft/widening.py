@@ -122,7 +122,7 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ap
     return found
 
 
-def _unchanged(one: Tensor, other: Tensor) -> bool:
+def unchanged(one: Tensor, other: Tensor) -> bool:
     """Whether two outputs are equal, each value to half of its digits, or to those of a small value of the output."""
     if one.is_nested or one.layout != torch.strided or one.shape != other.shape:
         return False
@@ -209,7 +209,7 @@ class WideningTrial:
                 for tail, values in zip(tails, drawn, strict=True):
                     tail.copy_(values)
             same = len(output) == len(self._expected)
-            if not (same and all(_unchanged(*pair) for pair in zip(self._expected, output, strict=True))):
+            if not (same and all(unchanged(*pair) for pair in zip(self._expected, output, strict=True))):
                 raise InputError(
                     "the network depends on the number of these features, as a normalisation over them does"
                 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import is_grafted
+from esper.kasmina.graft.multiplying import Multiplication
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import InputError
@@ -38,7 +39,10 @@ class Widened(Mapping[str, tuple[int, int]]):
         return len(self._widths)
 
     def __repr__(self) -> str:
-        lines = [f"{path}: {before} -> {after} units" for path, (before, after) in self.items()]
+        layers: dict[tuple[int, int], list[str]] = {}
+        for path, widths in self.items():
+            layers.setdefault(widths, []).append(path)
+        lines = [f"{', '.join(paths)}: {before} -> {after} units" for (before, after), paths in layers.items()]
         return "\n".join([*lines, *(f"{path} stays: {reason}" for path, reason in self.left_out.items())])
 
 
@@ -51,9 +55,9 @@ def widen(
     ema: nn.Module | None = None,
     seed: int = 0,
 ) -> Widened:
-    """Give the hidden layers of a network more units, in place; the network computes what it did.
+    """Give a network more units, in place; it computes what it did.
 
-        esper.widen(model, 2.0, example=x, optimizer=optimizer)      # every hidden layer twice as wide
+        esper.widen(model, 2.0, example=x, optimizer=optimizer)      # all inner widths
         esper.widen(model, {"0": 16}, example=x, optimizer=optimizer)
 
     Hidden features are what one layer returns and the next layers alone read, through any functions that treat each feature by
@@ -61,10 +65,17 @@ def widen(
 
         h = [W2 0] f([W1; V1] x + [b1; c1]) + b2
 
-    with V1 and c1 drawn as the layer draws its own first weights. Its layers are of the same classes, so that a network that is
-    built with these widths takes its `state_dict`. Layers are nn.Linear, convolutions with one group, and the Conv1D of
-    transformers. Each change is tried on the example, in evaluation mode, with new features as they are drawn and with large ones
-    of both signs. It is undone if the outputs change by more than rounding, so the example must run all layers that there are.
+    with V1 and c1 drawn as the layer draws its own first weights.
+
+    A whole factor also multiplies the widths of all that is left: embeddings, residual streams with norms, the heads of
+    attention, whose size stays, recurrent layers, grouped convolutions and tied weights. New features of a stream begin at zero,
+    or at the mean of the old ones where a LayerNorm subtracts that, and the weights and `eps` of norms are scaled by their
+    number. Where that does not hold, as with a GroupNorm or with norms behind each block, features are copied, and whatever reads
+    them divides its weights among the copies. Attributes that count widths or heads, of modules and of their `config`, follow.
+
+    Layers are of the same classes, so that a network that is built with these widths takes its `state_dict`. Each change is tried
+    on the example, in evaluation mode, and undone if the outputs change by more than rounding. So the example must run all layers
+    that there are.
 
     The parameters of these layers are new objects, which take the places of the old ones in the optimizer. It begins anew with
     them, whole: to keep what it remembered of the old elements was not better in a comparison (`esper docs widening`). Call this
@@ -72,7 +83,7 @@ def widen(
 
     Args:
         model: the network, before DistributedDataParallel, `fully_shard` and torch.compile, and without an unfinished growth
-        to: a factor above 1 for all hidden widths, or new widths by the dotted paths of layers
+        to: a factor above 1, a whole one for all inner widths, or new widths by the dotted paths of layers
         example: an input of the network; a tuple or list holds its arguments, a mapping its named arguments
         optimizer: that of the loop, if there is one
         ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, which is widened alike
@@ -103,7 +114,7 @@ def widen(
         _check_optimizer(optimizer, before)
     widths, left_out = dict[str, tuple[int, int]](), dict[str, str]()
     with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
-        layers = WideningTrial(networks, example)
+        layers, wider = WideningTrial(networks, example), list[tuple[Hidden, int]]()
         undone.callback(layers.take_back)
         for number, (name, width) in enumerate(asked.items()):
             try:
@@ -115,6 +126,14 @@ def widen(
                 left_out[name] = str(error)
             else:
                 widths[name] = old, width
+                wider.append((groups[name], old))
+        if not isinstance(to, Mapping) and to == int(to):
+            _multiply(networks, example, int(to), seed, wider, widths, left_out)
+        if not (widths or left_out):
+            raise InputError(
+                f"{type(model).__name__} has no hidden features that one layer returns and the next ones alone read, so that "
+                "nothing can be wider"
+            )
         if left_out and (isinstance(to, Mapping) or not widths):
             name, reason = next(iter(left_out.items()))
             raise InputError(
@@ -126,13 +145,32 @@ def widen(
     return Widened(widths, left_out)
 
 
+def _multiply(
+    networks: Sequence[nn.Module],
+    example: Any,
+    factor: int,
+    seed: int,
+    wider: Sequence[tuple[Hidden, int]],
+    widths: dict[str, tuple[int, int]],
+    left_out: dict[str, str],
+) -> None:
+    """Multiply the widths that are not among the hidden ones that are wider, and note them; or why they stay."""
+    first = type(networks[0]).__name__
+    try:
+        multiplication = Multiplication(networks[0], example, wider)
+        if multiplication.widths:
+            first = next(iter(multiplication.widths))
+            multiplication.apply(networks, example, factor, seed)
+    except InputError as error:
+        left_out[first] = str(error)
+        return
+    for path, width in multiplication.widths.items():
+        widths[path] = width, factor * width
+        left_out.pop(path, None)
+
+
 def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[str, int]) -> dict[str, int]:
     """Return the new width of each group that is to be wider, by its first layer. InputError if one cannot be meant."""
-    if not groups:
-        raise InputError(
-            f"{type(model).__name__} has no hidden features that one layer returns and the next ones alone read, so that nothing "
-            "can be wider"
-        )
     if not isinstance(to, Mapping):
         if isinstance(to, bool) or not isinstance(to, int | float) or not 1 < to < math.inf:
             raise InputError(f"to is {to!r}; give a factor above 1, or a mapping of layers to widths")

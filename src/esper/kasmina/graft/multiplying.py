@@ -1,0 +1,660 @@
+"""Multiply all inner widths of a network at once, in place and with an unchanged function: streams, attention heads and all.
+
+Every inner feature gets further ones beside it. Three ways to keep the function are tried in turn; the first that holds is taken.
+
+- zeros: nothing writes the new features of a stream, and whatever reads them begins with drawn weights. An RMSNorm over
+  r times as many features divides by a root of mean squares that is smaller by sqrt(r), for which its weights make up.
+- means: the new features of a stream are the mean of the old ones, which leaves what a LayerNorm subtracts as it was.
+- copies: each feature gets copies, and whatever reads them divides its weights among them, with noise that sums to 0 over them
+  (Net2Net, Chen et al. 2016, arXiv 1511.05641). Any norm computes what it did.
+
+In the first two ways, features over which nothing normalises, as those of attention heads, are drawn, and nothing reads them yet.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
+from esper.kasmina.graft.folding import successor
+from esper.kasmina.graft.grafted import call
+from esper.kasmina.graft.recording import (
+    PRODUCT,
+    Recording,
+    factors,
+    floats,
+    inputs_first,
+    on_aliases,
+    record,
+    submodules,
+)
+from esper.kasmina.graft.widening import axes_of, unchanged
+from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+
+Way = Literal["zeros", "means", "copies"]
+WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
+
+NOISE = 0.5
+"""Standard deviation of the noise on weights that read copies, as a share of that of these weights."""
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BY_FEATURE = (nn.modules.batchnorm._NormBase,)
+_OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
+
+_HEADS = re.compile(r"head(?!.*(dim|size|mask|group))", re.I)
+_HEAD_SIZES = re.compile(r"head_?(dim|size)|d_head|dim_head|d_k$", re.I)
+_WIDTHS = re.compile(r"emb|dim|hidden|width|channel|feature|d_model|units|inner|split|planes|intermediate|size", re.I)
+_NO_WIDTHS = re.compile(r"vocab|block|context|position|length|image|patch|kernel|window|batch|num_embeddings", re.I)
+"""Names of attributes of a person's modules, and of their configs, that count attention heads, or features."""
+
+
+class Axis(NamedTuple):
+    """An axis of a parameter or buffer along which there will be more.
+
+    Attributes:
+        axis (int): the axis
+        block (int): elements that stay beside each other: 1, those of an attention head, or the positions of a channel of a map
+            that is flattened
+        reads (bool): whether the elements read features, and do not write them
+        stream (bool): whether something normalises over these features
+        copied (bool): whether these features are copied in any way, as keys and values that several heads share
+    """
+
+    axis: int
+    block: int = 1
+    reads: bool = False
+    stream: bool = False
+    copied: bool = False
+
+
+class _Reach(NamedTuple):
+    """What the inputs of a layer, or the outputs of the network, depend on without another layer between.
+
+    Attributes:
+        layers (dict[str, bool]): the layers, and whether the way there leads through attention
+        nodes (dict[Node, bool]): the nodes of the autograd graph on the way, and whether attention follows on them
+    """
+
+    layers: dict[str, bool]
+    nodes: dict[Node, bool]
+
+
+class _Heads(NamedTuple):
+    """The attention heads around a layer: features of each, their number, and whether the layer writes for fewer of them."""
+
+    size: int
+    number: int
+    shared: bool
+
+
+class Multiplication:
+    """Where a network gets the further features, found by one pass on an example.
+
+    Attributes:
+        widths (dict[str, int]): the layers that write inner features, with the number of these
+        axes (dict[str, list[Axis]]): by the name of each parameter and buffer that changes; none of a scale of features
+        scales (dict[str, float or None]): parameters and buffers that are applied to each feature, with the value for new ones,
+            None for the mean of the old ones
+        normalising (set[str]): those of them that are the weights of norms over a stream
+        counts (dict[str, dict[str, int]]): attributes that are multiplied, with their values, by the path of the submodule, or by
+            `path:name` of its config
+        epsilons (dict[str, dict[str, float]]): likewise, what such norms add to the mean square
+    """
+
+    def __init__(self, module: nn.Module, example: Any, wider: Sequence[tuple[Hidden, int]] = ()) -> None:
+        """wider: hidden features of which there are more already, with the number before.
+
+        InputError if a layer is of a kind that is not known, frozen, or did not run.
+        """
+        self._module, self._before = module, {width for _, width in wider}
+        self._written = {path for hidden, _ in wider for path in hidden.writers}
+        self._read = {path for hidden, _ in wider for path in hidden.readers}
+        self._normed = {path for hidden, _ in wider for path in hidden.norms}
+        self._parts = {"": module, **submodules(module)}
+        self._frozen = {name for name, own in module.named_parameters() if not own.requires_grad}
+        self.widths: dict[str, int] = {}
+        self.axes: dict[str, list[Axis]] = {}
+        self.scales: dict[str, float | None] = {}
+        self.normalising: set[str] = set()
+        self.counts: dict[str, dict[str, int]] = {}
+        self.epsilons: dict[str, dict[str, float]] = {}
+        self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
+        check_module(module)
+        on_aliases(module, lambda weights: self._find(record(module, example, None), weights))
+
+    def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
+        self._calls = recording.calls
+        held = [path for path, part in self._parts.items() if any(True for _ in part.parameters(recurse=False))]
+        known = [path for path in held if self._is_layer(path)]
+        inside = {path for path in held if any(path.startswith(f"{layer}.") for layer in known)}
+        self._layers = set(known) - inside
+        for path in held:
+            if path and path not in self._calls and path not in inside:
+                raise InputError(f"{path!r} did not run on the example; give an example on which every layer runs")
+        order = inputs_first(recording.loss.grad_fn)
+        self._owner = self._owners(order, weights)
+        outer = self._reach(_before(recording.loss.grad_fn), "")
+        reads = {
+            path: self._reach([each for node in order if self._owner.get(node) == path for each in _before(node)], path)
+            for path in self._layers
+        }
+        self._external, self._inner = set(outer.nodes), dict[Node, bool]()
+        for reach in reads.values():
+            if reach.layers:
+                self._inner |= {node: through or self._inner.get(node, False) for node, through in reach.nodes.items()}
+            else:  # what the layer reads is the input of the network, or norms and parameters alone
+                self._external |= set(reach.nodes)
+        self._heads = self._find_heads(reads)
+        self._streams = self._find_streams(reads)
+        for path in sorted(self._layers):
+            self._grow_layer(
+                path,
+                reads[path],
+                reading=bool(reads[path].layers) and path not in self._read,
+                writing=path not in outer.layers and path not in self._written,
+            )
+        self._grow_norms()
+        self._grow_parameters(order, weights)
+        self._join_tied()
+        self._count()
+
+    def _is_layer(self, path: str) -> bool:
+        part = self._parts[path]
+        known = isinstance(part, (nn.Linear, nn.RNNBase, nn.MultiheadAttention, *_CONVOLUTIONS, *EMBEDDINGS))
+        return known or type(part).__name__ == "Conv1D"
+
+    def _owners(self, order: Sequence[Node], weights: Mapping[str, Tensor]) -> dict[Node, str]:
+        """Return the layer by whose weight each product multiplies. InputError if it is the weight of no known layer."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        holders: dict[int, list[str]] = {}
+        for path, part in self._parts.items():
+            layer = next((each for each in self._layers if path.startswith(f"{each}.")), path)
+            for own in part._parameters.values():
+                if own is not None and own.dim() >= 2:
+                    holders.setdefault(id(weights[names[id(own)]]), []).append(layer)
+        found: dict[Node, str] = {}
+        for node in order:
+            embeds = "Embedding" in node.name()
+            if not embeds and not PRODUCT.search(node.name()):
+                continue
+            for weight in factors(node):
+                named = holders.get(weight, [])
+                fitting = [path for path in named if isinstance(self._parts[path], EMBEDDINGS) == embeds]
+                if named and not set(fitting) & self._layers:
+                    kind = type(self._parts[named[0]]).__name__
+                    raise InputError(
+                        f"{named[0] or kind!r} multiplies by a weight of its own, as a {kind} that is not known"
+                    )
+                if fitting:
+                    found[node] = fitting[0]
+        return found
+
+    def _reach(self, starts: Sequence[Node], path: str) -> _Reach:
+        """Follow nodes towards the inputs of the network up to the next layers; those of the layer `path` itself are passed."""
+        layers, nodes = dict[str, bool](), dict[Node, bool]()
+        waiting = [(node, False) for node in starts]
+        while waiting:
+            node, through = waiting.pop()
+            layer = self._owner.get(node)
+            if layer is not None and layer != path:
+                layers[layer] = layers.get(layer, False) or through
+            elif node not in nodes or (through and not nodes[node]):
+                nodes[node] = through
+                mixes = through or re.search(rf"{PRODUCT.pattern}|Scaled|Attention", node.name())
+                waiting += [(each, layer is None and bool(mixes)) for each in _before(node)]
+        return _Reach(layers, nodes)
+
+    def _find_heads(self, reads: Mapping[str, _Reach]) -> dict[str, _Heads]:
+        """Return the attention heads of the layers around them. InputError if nothing says how many there are."""
+        found: dict[str, _Heads] = {}
+        for path, reach in reads.items():
+            writers = [each for each, through in reach.layers.items() if through]
+            part: Any = self._parts[path]
+            if not writers or isinstance(part, nn.MultiheadAttention):
+                continue
+            inner = part.weight.shape[axes_of(path, part).reads]
+            places = {each.rsplit(".", n)[0] for each in (path, *writers) for n in range(1, each.count(".") + 1)}
+            for place in [*sorted(places, key=lambda each: -each.count(".")), ""]:
+                numbers = [
+                    (name, own) for name, own in _whole_numbers(self._parts[place]) if own > 0 and inner % own == 0
+                ]
+                size = next((own for name, own in numbers if _HEAD_SIZES.search(name)), 0)
+                count = next((own for name, own in numbers if _HEADS.search(name)), 0)
+                if size or count:
+                    size = size or inner // count
+                    found[path] = _Heads(size, inner // size, False)
+                    found |= {each: _Heads(size, inner // size, self._width(each) < inner) for each in writers}
+                    break
+            else:
+                raise InputError(f"no module around {path!r} has an attribute that counts the heads of its attention")
+        return found
+
+    def _normalises(self, path: str) -> bool:
+        """Whether a submodule normalises over the features of a stream, and not over those of one attention head."""
+        part: Any = self._parts[path]
+        weights = [own for own in part._parameters.values() if own is not None]
+        named = bool(re.search("norm|rms", type(part).__name__, re.I)) and not isinstance(part, _BY_FEATURE)
+        if not (isinstance(part, _OVER_FEATURES) or (weights and named)) or path in self._layers:
+            return False
+        size = part.normalized_shape[-1] if hasattr(part, "normalized_shape") else max(map(len, weights), default=0)
+        node = self._node(path)
+        return (
+            node is None or not self._inner.get(node, False) or size not in {each.size for each in self._heads.values()}
+        )
+
+    def _node(self, path: str) -> Node | None:
+        """Return the node of the autograd graph that a submodule's first call returned."""
+        calls = self._calls.get(path)
+        return calls[0].edge.node if calls and calls[0].edge is not None else None
+
+    def _find_streams(self, reads: Mapping[str, _Reach]) -> set[tuple[str, bool]]:
+        """Return the layers that read (True) or write (False) features over which something normalises."""
+        norms = {self._node(path) for path in self._parts if self._normalises(path)}
+        group = {(path, way): {(path, way)} for path in self._layers for way in (True, False)}
+        for path, reach in reads.items():
+            joined = set().union(group[path, True], *(group[each, False] for each in reach.layers))
+            group |= dict.fromkeys(joined, joined)
+        normed = {path for path, reach in reads.items() if norms & set(reach.nodes)}
+        return {each for path in normed for each in group[path, True]}
+
+    def _width(self, path: str) -> int:
+        """Return how many features a layer writes."""
+        part: Any = self._parts[path]
+        for kind, name in (
+            (EMBEDDINGS, "embedding_dim"),
+            (nn.RNNBase, "hidden_size"),
+            (nn.MultiheadAttention, "embed_dim"),
+            (_CONVOLUTIONS, "out_channels"),
+        ):
+            if isinstance(part, kind):
+                return int(getattr(part, name))
+        return int(getattr(part, axes_of(path, part).written))
+
+    def _grow_layer(self, path: str, reach: _Reach, *, reading: bool, writing: bool) -> None:
+        """Note the axes of a layer's parameters."""
+        part: Any = self._parts[path]
+        if not (reading or writing):
+            return
+        prefix, counts = _prefix(path), self.counts.setdefault(path, {})
+        heads = self._heads.get(path)
+        into, out = (
+            Axis(1, reads=True, stream=(path, True) in self._streams),
+            Axis(0, stream=(path, False) in self._streams),
+        )
+        if heads and any(reach.layers.values()):
+            into = into._replace(block=heads.size)
+        elif heads:
+            out = out._replace(block=heads.size, copied=heads.shared)
+        if writing:
+            self.widths[path] = self._width(path)
+        if isinstance(part, EMBEDDINGS):
+            self._grow(f"{prefix}weight", out._replace(axis=1))
+            counts["embedding_dim"] = part.embedding_dim
+        elif isinstance(part, nn.RNNBase):
+            self._grow_recurrent(part, path, into if reading else None, out if writing else None)
+        elif isinstance(part, nn.MultiheadAttention):
+            if not (reading and writing) or part.in_proj_weight is None:
+                raise InputError(f"{path!r} reads or writes what is no inner width of the network, or several widths")
+            self._grow(f"{prefix}in_proj_weight", into, Axis(0, part.head_dim))
+            self._grow(f"{prefix}in_proj_bias", Axis(0, part.head_dim))
+            self._grow(f"{prefix}out_proj.weight", Axis(1, part.head_dim, reads=True), out)
+            self._grow(f"{prefix}out_proj.bias", out)
+            self._grow(f"{prefix}bias_k", Axis(2, part.head_dim))
+            self._grow(f"{prefix}bias_v", Axis(2, part.head_dim))
+            counts |= {name: getattr(part, name) for name in ("embed_dim", "kdim", "vdim", "num_heads")}
+            self.counts[f"{prefix}out_proj"] = dict.fromkeys(("in_features", "out_features"), part.embed_dim)
+        else:
+            maps = [self._width(each) for each in reach.layers if isinstance(self._parts[each], _CONVOLUTIONS)]
+            if maps and isinstance(part, nn.Linear) and part.in_features % max(maps) == 0:
+                into = into._replace(block=part.in_features // max(maps))
+            self._grow_matrix(part, path, into if reading else None, out if writing else None)
+
+    def _grow_matrix(self, part: Any, path: str, into: Axis | None, out: Axis | None) -> None:
+        prefix, counts = _prefix(path), self.counts[path]
+        writes, reads, names = 0, 1, ["out_channels", "in_channels"]
+        if not isinstance(part, _CONVOLUTIONS):
+            writes, reads, *names = axes_of(path, part)
+        elif part.transposed:
+            writes, reads = 1, 0
+        if getattr(part, "groups", 1) > 1:
+            if part.transposed:
+                raise InputError(f"{path!r} is a transposed convolution with {part.groups} groups")
+            if into and out and part.weight.shape[1] == 1:  # depthwise: each new channel is a group of its own
+                if part.in_channels != part.out_channels:
+                    raise InputError(f"{path!r} returns several channels for each of its {part.groups} groups")
+                counts |= {"groups": part.groups, "in_channels": part.in_channels}
+                into = None
+        self._grow(
+            f"{prefix}weight",
+            *([into._replace(axis=reads)] if into else []),
+            *([out._replace(axis=writes)] if out else []),
+        )
+        self._grow(f"{prefix}bias", *([out] if out else []))
+        counts |= {
+            name: getattr(part, name)
+            for name, own in zip(names, (out, into), strict=True)
+            if own and hasattr(part, name)
+        }
+
+    def _grow_recurrent(self, part: nn.RNNBase, path: str, into: Axis | None, out: Axis | None) -> None:
+        if part.proj_size:
+            raise InputError(f"{path!r} is an LSTM with proj_size, which is not known")
+        prefix, counts = _prefix(path), self.counts[path]
+        counts |= {"input_size": part.input_size} if into else {}
+        counts |= {"hidden_size": part.hidden_size} if out else {}
+        for layer in range(part.num_layers):
+            for end in [f"_l{layer}", *([f"_l{layer}_reverse"] if part.bidirectional else [])]:
+                inner = out and Axis(1, reads=True, stream=out.stream)
+                for name, read in (
+                    ("weight_ih", into if layer == 0 else inner),
+                    ("weight_hh", inner),
+                    ("bias_ih", None),
+                    ("bias_hh", None),
+                ):
+                    self._grow(f"{prefix}{name}{end}", *([read] if read else []), *([out] if out else []))
+
+    def _grow(self, name: str, *axes: Axis) -> None:
+        """Note the axes of a parameter or buffer, if there is one. InputError if it cannot change."""
+        path, _, entry = name.rpartition(".")
+        part = self._parts[path]
+        own = part._parameters.get(entry, part._buffers.get(entry))
+        if own is None and getattr(part, entry, None) is not None:
+            raise InputError(f"{name} is computed from other parameters before each pass")
+        if not axes or own is None:
+            return
+        if name in self._frozen:
+            raise InputError(f"{name} is frozen")
+        self.axes.setdefault(name, []).extend(axes)
+
+    def _grow_norms(self) -> None:
+        """Note the norms of torch whose features become more."""
+        for path, part in self._parts.items():
+            node: Any = self._node(path)
+            if not isinstance(part, (*_BY_FEATURE, *_OVER_FEATURES)) or path in self._normed:
+                continue
+            if node in self._external or node not in self._inner:
+                continue
+            over = self._normalises(path)
+            shape = getattr(part, "normalized_shape", (0,))
+            if isinstance(part, _OVER_FEATURES) and not over:
+                continue  # of each attention head, the size of which stays
+            if len(shape) > 1:
+                raise InputError(f"{path!r} normalises over {len(shape)} axes")
+            names = [name for name in ("normalized_shape", "num_channels", "num_features") if hasattr(part, name)]
+            self.counts[path] = {name: shape[0] or getattr(part, name) for name in names}
+            for name, value in (("weight", None), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+                self._grow(_prefix(path) + name, Axis(0, stream=over))
+                self.scales[_prefix(path) + name] = value
+            if over:
+                self._note_norm(path)
+
+    def _note_norm(self, path: str) -> None:
+        self.normalising |= {
+            _prefix(path) + name
+            for name, own in self._parts[path]._parameters.items()
+            if name != "bias" and own is not None
+        }
+        for where, holder in ((path, self._parts[path]), *_configs(self._parts[""], "")):
+            small = {
+                name: own for name, own in vars(holder).items() if isinstance(own, float) and "eps" in name.lower()
+            }
+            if small:
+                self.epsilons[where] = small
+
+    def _grow_parameters(self, order: Sequence[Node], weights: Mapping[str, Tensor]) -> None:
+        """Note the parameters of other modules: positions, tokens, scales of features, and the weights of norms."""
+        names = {id(weight): name for name, weight in weights.items()}
+        factor = {each for node in order if node.name().startswith("Mul") for each in _leaves(node)}
+        streams = {self._width(path) for path in self.widths if path not in self._heads or self._is_behind_heads(path)}
+        for node in order:
+            name = names.get(id(getattr(node, "variable", None)))
+            if name is None or name in self.axes or node in self._external or node not in self._inner:
+                continue
+            path, _, _ = name.rpartition(".")
+            if path in self._layers | self._normed or any(path.startswith(f"{layer}.") for layer in self._layers):
+                continue
+            shape = tuple(weights[name].shape)
+            wanted = streams
+            if self._inner[node] and self._heads:
+                if any(length == heads.size for length in shape for heads in self._heads.values()):
+                    continue
+                wanted = {heads.number for heads in self._heads.values()}
+            axis = next(
+                (axis for axis in reversed(range(len(shape))) if shape[axis] in wanted and shape[axis] > 1), None
+            )
+            if axis is None:
+                continue
+            over = self._normalises(path)
+            self._grow(name, Axis(axis, stream=not self._inner[node], copied=self._inner[node]))
+            if node in factor:
+                self.scales[name] = None
+            if over:
+                self._note_norm(path)
+
+    def _is_behind_heads(self, path: str) -> bool:
+        return any(
+            each.reads and each.block == self._heads[path].size for each in self.axes.get(f"{_prefix(path)}weight", [])
+        )
+
+    def _join_tied(self) -> None:
+        """Let layers with one weight agree on it: where one writes by it and one reads, the norm in front of that one divides."""
+        tied: dict[int, list[str]] = {}
+        for path, part in self._parts.items():
+            for entry, own in part._parameters.items():
+                if own is not None:
+                    tied.setdefault(id(own), []).append(_prefix(path) + entry)
+        for first, *others in tied.values():
+            for other in others:
+                one, two = (sorted(self.axes.get(name, [])) for name in (first, other))
+                if [each[:2] for each in one] != [each[:2] for each in two]:
+                    raise InputError(
+                        f"{first} is shared with another module, which reads or writes other features by it"
+                    )
+                if one != two:
+                    reader = next(name for name, axes in ((first, one), (other, two)) if axes[0].reads).rpartition(".")[
+                        0
+                    ]
+                    norm = self._norm_before(reader)
+                    if norm is not None:
+                        self._divided |= {
+                            _prefix(norm) + name
+                            for name, own in self._parts[norm]._parameters.items()
+                            if own is not None
+                        }
+                    self.axes[first] = self.axes[other] = [each._replace(reads=False) for each in one]
+
+    def _norm_before(self, path: str) -> str | None:
+        """Return the module with parameters by feature whose output a layer reads, or a part of it; None if there is none."""
+        made = {
+            self._node(each): each for each in self._calls if self._parts[each]._parameters and each not in self._layers
+        }
+        source = self._calls[path][0].source
+        node = None if source is None else source.node
+        while node is not None and node not in made:
+            before = _before(node)
+            node = before[0] if len(before) == 1 else None
+        return None if node is None else made[node]
+
+    def _count(self) -> None:
+        """Note the attributes of a person's modules, and of their configs, that count inner features or attention heads."""
+        widths = {*self.widths.values(), *self._before}
+        widths |= {len(part.weight) for path in self.widths if isinstance(part := self._parts[path], nn.Linear)}
+        sizes = {heads.size for heads in self._heads.values()}
+        for path, part in self._parts.items():
+            if type(part).__module__.startswith("torch.") or path in self._layers:
+                continue
+            for where, holder in ((path, part), *_configs(part, path)):
+                for name, own in _whole_numbers(holder):
+                    if _NO_WIDTHS.search(name) or (_HEAD_SIZES.search(name) and own in sizes):
+                        continue
+                    if (self._heads and _HEADS.search(name)) or (own in widths and own > 1 and _WIDTHS.search(name)):
+                        self.counts.setdefault(where, {})[name] = own
+
+    @torch.no_grad()
+    def apply(self, networks: Sequence[nn.Module], example: Any, factor: int, key: int) -> Way:
+        """Multiply the widths of a network and its moving averages, in the first way that keeps its outputs; returns that way.
+
+        InputError if there is none; nothing is changed then. Weights that are all 0 are drawn during the trial, because nothing
+        would be seen behind them.
+        """
+        network, generator = networks[0], torch.Generator().manual_seed(key)
+        blank = [parameter for parameter in network.parameters() if parameter.numel() and not parameter.any()]
+        before = [(holder, {**vars(holder), **_tables(holder)}) for each in networks for holder in _holders(each)]
+        problem = InputError("the network is empty")
+        for way in WAYS:
+            try:
+                for parameter in blank:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+                expected = [value.clone() for value in floats(call(network, example))]
+                self._change(network, way, factor, key)
+                output = list(floats(call(network, example)))
+                kept = len(output) == len(expected) and all(map(unchanged, expected, output))
+                if not kept:
+                    problem = InputError(
+                        "the outputs of the wider network are others; something depends on the number of features"
+                    )
+            except Exception as error:  # the network is the user's
+                if is_out_of_memory(error) or isinstance(error, InputError):
+                    raise
+                kept, problem = False, InputError(f"the wider network fails on the example: {typed_line(error)}")
+            finally:
+                for holder, state in before:
+                    vars(holder).clear()
+                    vars(holder).update(
+                        {name: dict(own) if name in ("_parameters", "_buffers") else own for name, own in state.items()}
+                    )
+                for parameter in blank:
+                    parameter.zero_()
+            if kept:
+                for each in networks:
+                    self._change(each, way, factor, key)
+                return way
+        raise problem
+
+    def _change(self, network: nn.Module, way: Way, factor: int, key: int) -> None:
+        """Multiply the widths of a network."""
+        parts = {"": network, **dict(network.named_modules())}
+        generator = torch.Generator().manual_seed(key)
+        tables: Sequence[tuple[Mapping[str, Mapping[str, float]], int]]
+        tables = (self.counts, 1), (self.epsilons, 0 if way == "copies" else -1)
+        for table, power in tables:
+            done = set[tuple[int, str]]()  # modules share a config
+            for where, numbers in table.items():
+                path, _, config = where.partition(":")
+                holder = vars(parts[path])[config] if config else parts[path]
+                for name, number in numbers.items():
+                    if (id(holder), name) not in done:
+                        done.add((id(holder), name))
+                        product = number * factor**power
+                        vars(holder)[name] = (product,) if name == "normalized_shape" else product
+        made: dict[int, nn.Parameter] = {}
+        for name, axes in self.axes.items():
+            path, _, entry = name.rpartition(".")
+            part = parts[path]
+            old = getattr(part, entry)
+            if id(old) not in made:
+                value = old.detach()
+                if name in self.scales and way != "copies":
+                    value = _scaled(value, axes[0], factor, self.scales[name])
+                    value = value / math.sqrt(factor) if name in self.normalising else value
+                else:
+                    value = _multiplied(value, axes, way, factor, generator)
+                    value = value / factor if name in self._divided and way == "copies" else value
+                if entry in part._buffers:
+                    part._buffers[entry] = value
+                    continue
+                made[id(old)] = successor(old, value)
+            setattr(part, entry, made[id(old)])
+
+
+def _multiplied(value: Tensor, axes: Sequence[Axis], way: Way, factor: int, generator: torch.Generator) -> Tensor:
+    """Return a tensor with more along some axes, in the order of `axes`: first along what it reads, then along what it writes."""
+    spread = float(value.double().std(correction=0)) if value.numel() else 0.0
+
+    def drawn(like: Tensor) -> Tensor:
+        return spread * torch.randn(like.shape, generator=generator).to(like)
+
+    for axis, block, reads, stream, copied in axes:
+        old = value.unflatten(axis, (-1, block)).unsqueeze(axis + 1)
+        more = old.repeat_interleave(factor - 1, axis + 1)
+        if copied or way == "copies":
+            value = torch.cat([old, more], axis + 1)
+            if reads:
+                noise = drawn(value)
+                noise -= noise.mean(axis + 1, keepdim=True)
+                value = (value + NOISE * math.sqrt(factor / (factor - 1)) * noise) / factor
+        else:
+            if reads:
+                more = drawn(more) / math.sqrt(factor) if stream else torch.zeros_like(more)
+            elif not stream:
+                more = drawn(more)
+            elif way == "means":
+                more = old.mean(axis, keepdim=True).expand_as(more)
+            else:
+                more = torch.zeros_like(more)
+            value = torch.cat([old, more], axis + 1)
+        value = value.flatten(axis, axis + 2)
+    return value
+
+
+def _scaled(value: Tensor, at: Axis, factor: int, new: float | None) -> Tensor:
+    """Return what is applied to each feature with more features, each with the value `new`, or with the mean of the old ones."""
+    old = value.unsqueeze(at.axis + 1)
+    fill = old.mean(at.axis, keepdim=True) if new is None else old.new_full((), new)
+    more = fill.expand_as(old.repeat_interleave(factor - 1, at.axis + 1)) if factor > 1 else old[:0]
+    return torch.cat([old, more], at.axis + 1).flatten(at.axis, at.axis + 1)
+
+
+def _prefix(path: str) -> str:
+    return f"{path}." if path else ""
+
+
+def _before(node: Node | None) -> list[Node]:
+    return [each for each, _ in (node.next_functions if node else ()) if each is not None]
+
+
+def _leaves(node: Node) -> Iterator[Node]:
+    """Yield the nodes of the parameters that a node reads, unchanged or reshaped."""
+    for each in _before(node):
+        reshaped = each
+        while len(_before(reshaped)) == 1 and not PRODUCT.search(reshaped.name()):
+            reshaped = _before(reshaped)[0]
+        if reshaped.name().endswith("AccumulateGrad"):
+            yield reshaped
+
+
+def _whole_numbers(holder: Any) -> list[tuple[str, int]]:
+    """Return the whole numbers among the attributes of a module or config."""
+    return [(name, value) for name, value in vars(holder).items() if type(value) is int]
+
+
+def _configs(part: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module that hold sizes as attributes of their own, each with `path:name`."""
+    for name in ("config", "cfg", "args", "hparams"):
+        value = vars(part).get(name)
+        with suppress(TypeError):
+            if value is not None and not isinstance(value, nn.Module | Mapping) and vars(value):
+                yield f"{path}:{name}", value
+
+
+def _holders(network: nn.Module) -> list[Any]:
+    """Return the modules of a network and their configs, each once."""
+    found = {
+        id(holder): holder for part in network.modules() for holder in (part, *(own for _, own in _configs(part, "")))
+    }
+    return list(found.values())
+
+
+def _tables(holder: Any) -> dict[str, Any]:
+    """Return copies of what a module keeps its parameters and buffers in."""
+    return (
+        {name: dict(vars(holder)[name]) for name in ("_parameters", "_buffers")}
+        if isinstance(holder, nn.Module)
+        else {}
+    )

@@ -1,0 +1,287 @@
+"""Whole networks of many kinds become twice as wide, compute what they did, and learn on in every part that is new."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import esper
+from esper.kasmina.graft.multiplying import WAYS, Multiplication
+from esper.leyline.errors import InputError
+
+
+class RMSNorm(nn.Module):
+    """A norm of a person's own."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x):
+        return self.weight * F.rms_norm(x, (x.shape[-1],), eps=self.eps)
+
+
+class Block(nn.Module):
+    """A transformer block with one matrix for queries, keys and values."""
+
+    def __init__(self, width, heads, norm):
+        super().__init__()
+        self.n_head, self.n_embd = heads, width
+        self.norm_1, self.norm_2 = norm(width), norm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
+            for part in self.c_attn(self.norm_1(x)).split(self.n_embd, dim=2)
+        )
+        x = x + self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, norm=nn.LayerNorm, tied=True, zero=False, width=8):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(20, width), nn.Parameter(torch.randn(12, width))
+        self.h = nn.ModuleList(Block(width, 2, norm) for _ in range(2))
+        self.ln_f, self.lm_head = norm(width), nn.Linear(width, 20, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+        for block in self.h if zero else ():
+            nn.init.zeros_(block.c_proj.weight)
+
+    def forward(self, tokens):
+        x = self.wte(tokens) + self.wpe[: tokens.shape[1]]
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+class SharedKeys(nn.Module):
+    """Attention in which two heads share keys and values, and normalise each head's queries."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = 4, 2, 4
+        self.enter, self.norm, self.leave = nn.Linear(5, 16), nn.RMSNorm(16), nn.Linear(16, 3)
+        self.q, self.k, self.v, self.o = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 16)
+        self.q_norm = nn.RMSNorm(4)
+
+    def forward(self, x):
+        x = self.enter(x)
+        q, k, v = (
+            layer(self.norm(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        k, v = (each.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for each in (k, v))
+        mixed = (self.q_norm(q) @ k.transpose(-1, -2) / self.head_dim**0.5).softmax(-1) @ v
+        return self.leave(x + self.o(mixed.transpose(1, 2).flatten(2)))
+
+
+class Residual(nn.Module):
+    def __init__(self, norm, channels=4):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 3, padding=1)
+        self.first, self.second = norm(channels), norm(channels)
+
+    def forward(self, x):
+        return F.relu(x + self.second(self.two(F.relu(self.first(self.one(x))))))
+
+
+def resnet(norm):
+    body = [nn.Conv2d(1, 4, 3), norm(4), nn.ReLU(), Residual(norm), Residual(norm)]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 5))
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.down, self.middle = nn.Conv1d(1, 4, 3, padding=1), nn.Conv1d(4, 8, 2, 2), nn.Conv1d(8, 8, 1)
+        self.norm, self.up = nn.GroupNorm(2, 8), nn.ConvTranspose1d(8, 4, 2, 2)
+        self.join, self.leave = nn.Conv1d(8, 4, 3, padding=1), nn.Conv1d(4, 1, 1)
+
+    def forward(self, x):
+        x = F.silu(self.enter(x))
+        inner = F.silu(self.middle(F.silu(self.norm(self.down(x)))))
+        return self.leave(F.silu(self.join(torch.cat([x, self.up(inner)], 1))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **settings):
+        super().__init__()
+        self.embed = nn.Embedding(20, 6, padding_idx=0)
+        self.body = kind(6, 5, num_layers=2, batch_first=True, **settings)
+        self.leave = nn.Linear(10 if settings else 5, 4)
+
+    def forward(self, tokens):
+        return self.leave(self.body(self.embed(tokens))[0])
+
+
+def depthwise():
+    inner = [nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 4, 3, groups=4), nn.BatchNorm2d(4)]
+    return nn.Sequential(*inner, nn.ReLU6(), nn.Conv2d(4, 6, 1, groups=2), nn.Flatten(), nn.Linear(96, 4))
+
+
+class ViT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(1, 8, 2, 2), nn.Parameter(torch.randn(1, 1, 8))
+        self.positions = nn.Parameter(torch.randn(1, 17, 8))
+        layer = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).mT
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
+        return self.head(self.norm(self.body(x))[:, 0])
+
+
+def encoder():
+    return nn.Sequential(nn.Linear(5, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3))
+
+
+TOKENS = torch.arange(16).reshape(2, 8) % 20
+NETWORKS = {
+    "a norm between two layers": (
+        lambda: nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+        (3, 5),
+        "means",
+    ),
+    "GPT, tied": (GPT, TOKENS, "means"),
+    "GPT, zero projections": (lambda: GPT(zero=True, tied=False), TOKENS, "means"),
+    "GPT, RMSNorm": (lambda: GPT(nn.RMSNorm), TOKENS, "zeros"),
+    "GPT, a norm of its own": (lambda: GPT(RMSNorm), TOKENS, "zeros"),
+    "shared keys": (SharedKeys, (2, 6, 5), "zeros"),
+    "ResNet, BatchNorm": (lambda: resnet(nn.BatchNorm2d), (3, 1, 8, 8), "zeros"),
+    "ResNet, GroupNorm": (lambda: resnet(lambda c: nn.GroupNorm(2, c)), (3, 1, 8, 8), "copies"),
+    "U-Net": (UNet, (3, 1, 16), "copies"),
+    "LSTM": (lambda: Recurrent(nn.LSTM), TOKENS, "zeros"),
+    "GRU in both directions": (lambda: Recurrent(nn.GRU, bidirectional=True), TOKENS, "zeros"),
+    "depthwise and grouped": (depthwise, (2, 3, 6, 6), "zeros"),
+    "ViT": (ViT, (3, 1, 8, 8), "means"),
+    "encoder with norms behind": (encoder, (3, 4, 5), "copies"),
+}
+
+
+def trained(name):
+    """A network in float64 whose parameters have all been trained, its input, and a moving average."""
+    build, given, _ = NETWORKS[name]
+    torch.manual_seed(0)
+    model = build().double()
+    x = given if isinstance(given, torch.Tensor) else torch.randn(given, dtype=torch.float64)
+    average, optimizer = AveragedModel(model), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    return model, x, average, optimizer
+
+
+def output(model, x):
+    with torch.no_grad():
+        return copy.deepcopy(model).eval()(x)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_of_twice_the_width_computes_what_it_did_and_all_of_it_learns(name):
+    model, x, average, optimizer = trained(name)
+    before, random = [output(each, x) for each in (model, average)], torch.get_rng_state()
+    widths = esper.widen(model, 2, example=x, optimizer=optimizer, ema=average, seed=1)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not widths.left_out
+    for one, other in zip(before, (model, average), strict=True):
+        assert torch.allclose(one, output(other, x), rtol=0, atol=1e-9)
+    assert {each.shape for each in average.module.parameters()} == {each.shape for each in model.parameters()}
+    born = {key: value.detach().clone() for key, value in model.named_parameters()}
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for key, value in model.named_parameters():
+        moved = (value != born[key]).double().mean()
+        tokens = 15 / 16 if key.startswith("embed") else 1  # a row of an embedding learns where its token was seen
+        assert moved > 0.5 * tokens, f"{key}: {float(moved):.2f} of its values learn"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_first_way_that_keeps_the_function_is_taken(name):
+    model, x, *_ = trained(name)
+    assert Multiplication(model, x).apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
+
+
+def test_a_wider_network_loads_into_one_that_is_built_with_the_widths():
+    model, x, *_ = trained("GPT, tied")
+    esper.widen(model, 2, example=x)
+    again = GPT(width=16).double()
+    for block in again.h:
+        block.n_head = 4  # heads keep their size, and there are more
+    for each in again.modules():
+        if isinstance(each, nn.LayerNorm):
+            each.eps /= 2
+    again.load_state_dict(model.state_dict())
+    assert model.lm_head.weight is model.wte.weight
+    assert torch.allclose(again(x), model(x), atol=1e-12)
+    assert (model.h[0].n_head, model.h[0].n_embd, model.h[0].c_attn.out_features) == (4, 16, 48)
+
+
+def test_a_network_grows_twice_and_by_other_factors():
+    model, x, *_ = trained("shared keys")
+    before = output(model, x)
+    for seed, factor in enumerate((3, 2)):
+        esper.widen(model, factor, example=x, seed=seed)
+    assert (model.enter.out_features, model.num_heads, model.num_kv_heads, model.head_dim) == (96, 24, 12, 4)
+    assert torch.allclose(output(model, x), before, atol=1e-9)
+
+
+class Own(nn.Module):
+    """Multiplies by a matrix of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.matrix = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return self.leave(self.norm(self.enter(x)) @ self.matrix)
+
+
+class Counted(Own):
+    """Divides by the number of its features, which it counts."""
+
+    def forward(self, x):
+        h = self.norm(self.enter(x))
+        return self.leave(h / h.shape[-1])
+
+
+class Skipping(Own):
+    """Adds its input to its features."""
+
+    def forward(self, x):
+        return self.leave(self.norm(self.enter(x) + F.pad(x, (0, 3))))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (Own, "'Own' multiplies by a weight of its own, as a Own that is not known"),
+        (Counted, "the outputs of the wider network are others"),
+        (Skipping, "the wider network fails on the example"),
+    ],
+)
+def test_a_network_that_cannot_be_wider_stays_and_the_reason_is_said(build, reason):
+    torch.manual_seed(0)
+    model, x = build(), torch.randn(2, 5)
+    shown, state, held = repr(model), copy.deepcopy(model.state_dict()), list(model.parameters())
+    with pytest.raises(InputError) as caught:
+        esper.widen(model, 2, example=x)
+    assert reason in str(caught.value)
+    assert repr(model) == shown
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+    assert WAYS[-1] == "copies"
