@@ -226,3 +226,25 @@ def test_a_model_of_twice_the_width_is_one_of_its_config(build, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert torch.equal(loaded(**given).logits, model(**given).logits)
+
+
+@pytest.mark.parametrize("build", [gpt2, lambda: llama(20), vit], ids=["GPT-2", "Llama", "ViT"])
+def test_a_model_with_more_blocks_is_one_of_its_config(build, tmp_path):
+    torch.manual_seed(0)
+    model = build().eval()
+    pixels = {"pixel_values": torch.randn(3, 1, 8, 8)}
+    given = pixels if model.main_input_name == "pixel_values" else {"input_ids": batch(3)["input_ids"]}
+    before = model(**given).logits
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert list(esper.deepen(model, 2, example=given, optimizer=optimizer).values()) == [(2, 4)]
+    assert torch.equal(model(**given).logits, before)
+    model(**given).logits.square().mean().backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert loaded.config.num_hidden_layers == 4
+    assert torch.equal(loaded(**given).logits, model(**given).logits)
+    if hasattr(model, "generate"):
+        assert torch.equal(
+            *(model.generate(**given, do_sample=False, max_new_tokens=4, use_cache=use) for use in (True, False))
+        )

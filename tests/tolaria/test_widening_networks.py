@@ -45,10 +45,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, norm=nn.LayerNorm, tied=True, zero=False, width=8):
+    def __init__(self, norm=nn.LayerNorm, tied=True, zero=False, width=8, blocks=2):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(20, width), nn.Parameter(torch.randn(12, width))
-        self.h = nn.ModuleList(Block(width, 2, norm) for _ in range(2))
+        self.h = nn.ModuleList(Block(width, 2, norm) for _ in range(blocks))
         self.ln_f, self.lm_head = norm(width), nn.Linear(width, 20, bias=False)
         if tied:
             self.lm_head.weight = self.wte.weight

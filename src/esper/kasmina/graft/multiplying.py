@@ -22,20 +22,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
+from esper.kasmina.graft.flow import CONVOLUTIONS, Flow, Reach, before
 from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.grafted import call
 from esper.kasmina.graft.recording import (
     PRODUCT,
     Recording,
-    factors,
     floats,
-    inputs_first,
     on_aliases,
     record,
-    submodules,
 )
 from esper.kasmina.graft.widening import axes_of, unchanged
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+
+TABLES = ("_parameters", "_buffers", "_modules")
+"""Attributes in which a module keeps what belongs to it."""
 
 Way = Literal["zeros", "means", "copies"]
 WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
@@ -43,7 +44,6 @@ WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
 NOISE = 0.5
 """Standard deviation of the noise on weights that read copies, as a share of that of these weights."""
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _BY_FEATURE = (nn.modules.batchnorm._NormBase,)
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -71,18 +71,6 @@ class Axis(NamedTuple):
     reads: bool = False
     stream: bool = False
     copied: bool = False
-
-
-class _Reach(NamedTuple):
-    """What the inputs of a layer, or the outputs of the network, depend on without another layer between.
-
-    Attributes:
-        layers (dict[str, bool]): the layers, and whether the way there leads through attention
-        nodes (dict[Node, bool]): the nodes of the autograd graph on the way, and whether attention follows on them
-    """
-
-    layers: dict[str, bool]
-    nodes: dict[Node, bool]
 
 
 class _Heads(NamedTuple):
@@ -116,7 +104,6 @@ class Multiplication:
         self._written = {path for hidden, _ in wider for path in hidden.writers}
         self._read = {path for hidden, _ in wider for path in hidden.readers}
         self._normed = {path for hidden, _ in wider for path in hidden.norms}
-        self._parts = {"": module, **submodules(module)}
         self._frozen = {name for name, own in module.named_parameters() if not own.requires_grad}
         self.widths: dict[str, int] = {}
         self.axes: dict[str, list[Axis]] = {}
@@ -129,20 +116,13 @@ class Multiplication:
         on_aliases(module, lambda weights: self._find(record(module, example, None), weights))
 
     def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
-        self._calls = recording.calls
-        held = [path for path, part in self._parts.items() if any(True for _ in part.parameters(recurse=False))]
-        known = [path for path in held if self._is_layer(path)]
-        inside = {path for path in held if any(path.startswith(f"{layer}.") for layer in known)}
-        self._layers = set(known) - inside
-        for path in held:
-            if path and path not in self._calls and path not in inside:
-                raise InputError(f"{path!r} did not run on the example; give an example on which every layer runs")
-        order = inputs_first(recording.loss.grad_fn)
-        self._owner = self._owners(order, weights)
-        outer = self._reach(_before(recording.loss.grad_fn), "")
+        self._flow = flow = Flow(self._module, recording, weights)
+        outer = flow.reach(before(recording.loss.grad_fn), "")
         reads = {
-            path: self._reach([each for node in order if self._owner.get(node) == path for each in _before(node)], path)
-            for path in self._layers
+            path: flow.reach(
+                [each for node in flow.order if flow.owner.get(node) == path for each in before(node)], path
+            )
+            for path in flow.layers
         }
         self._external, self._inner = set(outer.nodes), dict[Node, bool]()
         for reach in reads.values():
@@ -152,7 +132,7 @@ class Multiplication:
                 self._external |= set(reach.nodes)
         self._heads = self._find_heads(reads)
         self._streams = self._find_streams(reads)
-        for path in sorted(self._layers):
+        for path in sorted(flow.layers):
             self._grow_layer(
                 path,
                 reads[path],
@@ -160,69 +140,23 @@ class Multiplication:
                 writing=path not in outer.layers and path not in self._written,
             )
         self._grow_norms()
-        self._grow_parameters(order, weights)
+        self._grow_parameters(weights)
         self._join_tied()
         self._count()
 
-    def _is_layer(self, path: str) -> bool:
-        part = self._parts[path]
-        known = isinstance(part, (nn.Linear, nn.RNNBase, nn.MultiheadAttention, *_CONVOLUTIONS, *EMBEDDINGS))
-        return known or type(part).__name__ == "Conv1D"
-
-    def _owners(self, order: Sequence[Node], weights: Mapping[str, Tensor]) -> dict[Node, str]:
-        """Return the layer by whose weight each product multiplies. InputError if it is the weight of no known layer."""
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        holders: dict[int, list[str]] = {}
-        for path, part in self._parts.items():
-            layer = next((each for each in self._layers if path.startswith(f"{each}.")), path)
-            for own in part._parameters.values():
-                if own is not None and own.dim() >= 2:
-                    holders.setdefault(id(weights[names[id(own)]]), []).append(layer)
-        found: dict[Node, str] = {}
-        for node in order:
-            embeds = "Embedding" in node.name()
-            if not embeds and not PRODUCT.search(node.name()):
-                continue
-            for weight in factors(node):
-                named = holders.get(weight, [])
-                fitting = [path for path in named if isinstance(self._parts[path], EMBEDDINGS) == embeds]
-                if named and not set(fitting) & self._layers:
-                    kind = type(self._parts[named[0]]).__name__
-                    raise InputError(
-                        f"{named[0] or kind!r} multiplies by a weight of its own, as a {kind} that is not known"
-                    )
-                if fitting:
-                    found[node] = fitting[0]
-        return found
-
-    def _reach(self, starts: Sequence[Node], path: str) -> _Reach:
-        """Follow nodes towards the inputs of the network up to the next layers; those of the layer `path` itself are passed."""
-        layers, nodes = dict[str, bool](), dict[Node, bool]()
-        waiting = [(node, False) for node in starts]
-        while waiting:
-            node, through = waiting.pop()
-            layer = self._owner.get(node)
-            if layer is not None and layer != path:
-                layers[layer] = layers.get(layer, False) or through
-            elif node not in nodes or (through and not nodes[node]):
-                nodes[node] = through
-                mixes = through or re.search(rf"{PRODUCT.pattern}|Scaled|Attention", node.name())
-                waiting += [(each, layer is None and bool(mixes)) for each in _before(node)]
-        return _Reach(layers, nodes)
-
-    def _find_heads(self, reads: Mapping[str, _Reach]) -> dict[str, _Heads]:
+    def _find_heads(self, reads: Mapping[str, Reach]) -> dict[str, _Heads]:
         """Return the attention heads of the layers around them. InputError if nothing says how many there are."""
         found: dict[str, _Heads] = {}
         for path, reach in reads.items():
             writers = [each for each, through in reach.layers.items() if through]
-            part: Any = self._parts[path]
+            part: Any = self._flow.parts[path]
             if not writers or isinstance(part, nn.MultiheadAttention):
                 continue
             inner = part.weight.shape[axes_of(path, part).reads]
             places = {each.rsplit(".", n)[0] for each in (path, *writers) for n in range(1, each.count(".") + 1)}
             for place in [*sorted(places, key=lambda each: -each.count(".")), ""]:
                 numbers = [
-                    (name, own) for name, own in _whole_numbers(self._parts[place]) if own > 0 and inner % own == 0
+                    (name, own) for name, own in _whole_numbers(self._flow.parts[place]) if own > 0 and inner % own == 0
                 ]
                 size = next((own for name, own in numbers if _HEAD_SIZES.search(name)), 0)
                 count = next((own for name, own in numbers if _HEADS.search(name)), 0)
@@ -237,26 +171,21 @@ class Multiplication:
 
     def _normalises(self, path: str) -> bool:
         """Whether a submodule normalises over the features of a stream, and not over those of one attention head."""
-        part: Any = self._parts[path]
+        part: Any = self._flow.parts[path]
         weights = [own for own in part._parameters.values() if own is not None]
         named = bool(re.search("norm|rms", type(part).__name__, re.I)) and not isinstance(part, _BY_FEATURE)
-        if not (isinstance(part, _OVER_FEATURES) or (weights and named)) or path in self._layers:
+        if not (isinstance(part, _OVER_FEATURES) or (weights and named)) or path in self._flow.layers:
             return False
         size = part.normalized_shape[-1] if hasattr(part, "normalized_shape") else max(map(len, weights), default=0)
-        node = self._node(path)
+        node = self._flow.node(path)
         return (
             node is None or not self._inner.get(node, False) or size not in {each.size for each in self._heads.values()}
         )
 
-    def _node(self, path: str) -> Node | None:
-        """Return the node of the autograd graph that a submodule's first call returned."""
-        calls = self._calls.get(path)
-        return calls[0].edge.node if calls and calls[0].edge is not None else None
-
-    def _find_streams(self, reads: Mapping[str, _Reach]) -> set[tuple[str, bool]]:
+    def _find_streams(self, reads: Mapping[str, Reach]) -> set[tuple[str, bool]]:
         """Return the layers that read (True) or write (False) features over which something normalises."""
-        norms = {self._node(path) for path in self._parts if self._normalises(path)}
-        group = {(path, way): {(path, way)} for path in self._layers for way in (True, False)}
+        norms = {self._flow.node(path) for path in self._flow.parts if self._normalises(path)}
+        group = {(path, way): {(path, way)} for path in self._flow.layers for way in (True, False)}
         for path, reach in reads.items():
             joined = set().union(group[path, True], *(group[each, False] for each in reach.layers))
             group |= dict.fromkeys(joined, joined)
@@ -265,20 +194,20 @@ class Multiplication:
 
     def _width(self, path: str) -> int:
         """Return how many features a layer writes."""
-        part: Any = self._parts[path]
+        part: Any = self._flow.parts[path]
         for kind, name in (
             (EMBEDDINGS, "embedding_dim"),
             (nn.RNNBase, "hidden_size"),
             (nn.MultiheadAttention, "embed_dim"),
-            (_CONVOLUTIONS, "out_channels"),
+            (CONVOLUTIONS, "out_channels"),
         ):
             if isinstance(part, kind):
                 return int(getattr(part, name))
         return int(getattr(part, axes_of(path, part).written))
 
-    def _grow_layer(self, path: str, reach: _Reach, *, reading: bool, writing: bool) -> None:
+    def _grow_layer(self, path: str, reach: Reach, *, reading: bool, writing: bool) -> None:
         """Note the axes of a layer's parameters."""
-        part: Any = self._parts[path]
+        part: Any = self._flow.parts[path]
         if not (reading or writing):
             return
         prefix, counts = _prefix(path), self.counts.setdefault(path, {})
@@ -310,7 +239,7 @@ class Multiplication:
             counts |= {name: getattr(part, name) for name in ("embed_dim", "kdim", "vdim", "num_heads")}
             self.counts[f"{prefix}out_proj"] = dict.fromkeys(("in_features", "out_features"), part.embed_dim)
         else:
-            maps = [self._width(each) for each in reach.layers if isinstance(self._parts[each], _CONVOLUTIONS)]
+            maps = [self._width(each) for each in reach.layers if isinstance(self._flow.parts[each], CONVOLUTIONS)]
             if maps and isinstance(part, nn.Linear) and part.in_features % max(maps) == 0:
                 into = into._replace(block=part.in_features // max(maps))
             self._grow_matrix(part, path, into if reading else None, out if writing else None)
@@ -318,7 +247,7 @@ class Multiplication:
     def _grow_matrix(self, part: Any, path: str, into: Axis | None, out: Axis | None) -> None:
         prefix, counts = _prefix(path), self.counts[path]
         writes, reads, names = 0, 1, ["out_channels", "in_channels"]
-        if not isinstance(part, _CONVOLUTIONS):
+        if not isinstance(part, CONVOLUTIONS):
             writes, reads, *names = axes_of(path, part)
         elif part.transposed:
             writes, reads = 1, 0
@@ -362,7 +291,7 @@ class Multiplication:
     def _grow(self, name: str, *axes: Axis) -> None:
         """Note the axes of a parameter or buffer, if there is one. InputError if it cannot change."""
         path, _, entry = name.rpartition(".")
-        part = self._parts[path]
+        part = self._flow.parts[path]
         own = part._parameters.get(entry, part._buffers.get(entry))
         if own is None and getattr(part, entry, None) is not None:
             raise InputError(f"{name} is computed from other parameters before each pass")
@@ -374,8 +303,8 @@ class Multiplication:
 
     def _grow_norms(self) -> None:
         """Note the norms of torch whose features become more."""
-        for path, part in self._parts.items():
-            node: Any = self._node(path)
+        for path, part in self._flow.parts.items():
+            node: Any = self._flow.node(path)
             if not isinstance(part, (*_BY_FEATURE, *_OVER_FEATURES)) or path in self._normed:
                 continue
             if node in self._external or node not in self._inner:
@@ -397,27 +326,29 @@ class Multiplication:
     def _note_norm(self, path: str) -> None:
         self.normalising |= {
             _prefix(path) + name
-            for name, own in self._parts[path]._parameters.items()
+            for name, own in self._flow.parts[path]._parameters.items()
             if name != "bias" and own is not None
         }
-        for where, holder in ((path, self._parts[path]), *_configs(self._parts[""], "")):
+        for where, holder in ((path, self._flow.parts[path]), *configs(self._flow.parts[""], "")):
             small = {
                 name: own for name, own in vars(holder).items() if isinstance(own, float) and "eps" in name.lower()
             }
             if small:
                 self.epsilons[where] = small
 
-    def _grow_parameters(self, order: Sequence[Node], weights: Mapping[str, Tensor]) -> None:
+    def _grow_parameters(self, weights: Mapping[str, Tensor]) -> None:
         """Note the parameters of other modules: positions, tokens, scales of features, and the weights of norms."""
         names = {id(weight): name for name, weight in weights.items()}
-        factor = {each for node in order if node.name().startswith("Mul") for each in _leaves(node)}
+        factor = {each for node in self._flow.order if node.name().startswith("Mul") for each in _leaves(node)}
         streams = {self._width(path) for path in self.widths if path not in self._heads or self._is_behind_heads(path)}
-        for node in order:
+        for node in self._flow.order:
             name = names.get(id(getattr(node, "variable", None)))
             if name is None or name in self.axes or node in self._external or node not in self._inner:
                 continue
             path, _, _ = name.rpartition(".")
-            if path in self._layers | self._normed or any(path.startswith(f"{layer}.") for layer in self._layers):
+            if path in self._flow.layers | self._normed or any(
+                path.startswith(f"{layer}.") for layer in self._flow.layers
+            ):
                 continue
             shape = tuple(weights[name].shape)
             wanted = streams
@@ -445,7 +376,7 @@ class Multiplication:
     def _join_tied(self) -> None:
         """Let layers with one weight agree on it: where one writes by it and one reads, the norm in front of that one divides."""
         tied: dict[int, list[str]] = {}
-        for path, part in self._parts.items():
+        for path, part in self._flow.parts.items():
             for entry, own in part._parameters.items():
                 if own is not None:
                     tied.setdefault(id(own), []).append(_prefix(path) + entry)
@@ -464,32 +395,33 @@ class Multiplication:
                     if norm is not None:
                         self._divided |= {
                             _prefix(norm) + name
-                            for name, own in self._parts[norm]._parameters.items()
+                            for name, own in self._flow.parts[norm]._parameters.items()
                             if own is not None
                         }
                     self.axes[first] = self.axes[other] = [each._replace(reads=False) for each in one]
 
     def _norm_before(self, path: str) -> str | None:
-        """Return the module with parameters by feature whose output a layer reads, or a part of it; None if there is none."""
+        """Return the module with parameters by feature whose output, or a part of it, a layer reads; None if there is none."""
+        flow = self._flow
         made = {
-            self._node(each): each for each in self._calls if self._parts[each]._parameters and each not in self._layers
+            flow.node(each): each for each in flow.calls if flow.parts[each]._parameters and each not in flow.layers
         }
-        source = self._calls[path][0].source
+        source = flow.calls[path][0].source
         node = None if source is None else source.node
         while node is not None and node not in made:
-            before = _before(node)
-            node = before[0] if len(before) == 1 else None
+            read = before(node)
+            node = read[0] if len(read) == 1 else None
         return None if node is None else made[node]
 
     def _count(self) -> None:
         """Note the attributes of a person's modules, and of their configs, that count inner features or attention heads."""
         widths = {*self.widths.values(), *self._before}
-        widths |= {len(part.weight) for path in self.widths if isinstance(part := self._parts[path], nn.Linear)}
+        widths |= {len(part.weight) for path in self.widths if isinstance(part := self._flow.parts[path], nn.Linear)}
         sizes = {heads.size for heads in self._heads.values()}
-        for path, part in self._parts.items():
-            if type(part).__module__.startswith("torch.") or path in self._layers:
+        for path, part in self._flow.parts.items():
+            if type(part).__module__.startswith("torch.") or path in self._flow.layers:
                 continue
-            for where, holder in ((path, part), *_configs(part, path)):
+            for where, holder in ((path, part), *configs(part, path)):
                 for name, own in _whole_numbers(holder):
                     if _NO_WIDTHS.search(name) or (_HEAD_SIZES.search(name) and own in sizes):
                         continue
@@ -505,7 +437,7 @@ class Multiplication:
         """
         network, generator = networks[0], torch.Generator().manual_seed(key)
         blank = [parameter for parameter in network.parameters() if parameter.numel() and not parameter.any()]
-        before = [(holder, {**vars(holder), **_tables(holder)}) for each in networks for holder in _holders(each)]
+        before = saved(networks)
         problem = InputError("the network is empty")
         for way in WAYS:
             try:
@@ -524,11 +456,7 @@ class Multiplication:
                     raise
                 kept, problem = False, InputError(f"the wider network fails on the example: {typed_line(error)}")
             finally:
-                for holder, state in before:
-                    vars(holder).clear()
-                    vars(holder).update(
-                        {name: dict(own) if name in ("_parameters", "_buffers") else own for name, own in state.items()}
-                    )
+                restore(before)
                 for parameter in blank:
                     parameter.zero_()
             if kept:
@@ -615,16 +543,12 @@ def _prefix(path: str) -> str:
     return f"{path}." if path else ""
 
 
-def _before(node: Node | None) -> list[Node]:
-    return [each for each, _ in (node.next_functions if node else ()) if each is not None]
-
-
 def _leaves(node: Node) -> Iterator[Node]:
     """Yield the nodes of the parameters that a node reads, unchanged or reshaped."""
-    for each in _before(node):
+    for each in before(node):
         reshaped = each
-        while len(_before(reshaped)) == 1 and not PRODUCT.search(reshaped.name()):
-            reshaped = _before(reshaped)[0]
+        while len(before(reshaped)) == 1 and not PRODUCT.search(reshaped.name()):
+            reshaped = before(reshaped)[0]
         if reshaped.name().endswith("AccumulateGrad"):
             yield reshaped
 
@@ -634,7 +558,7 @@ def _whole_numbers(holder: Any) -> list[tuple[str, int]]:
     return [(name, value) for name, value in vars(holder).items() if type(value) is int]
 
 
-def _configs(part: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+def configs(part: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of a module that hold sizes as attributes of their own, each with `path:name`."""
     for name in ("config", "cfg", "args", "hparams"):
         value = vars(part).get(name)
@@ -646,15 +570,22 @@ def _configs(part: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 def _holders(network: nn.Module) -> list[Any]:
     """Return the modules of a network and their configs, each once."""
     found = {
-        id(holder): holder for part in network.modules() for holder in (part, *(own for _, own in _configs(part, "")))
+        id(holder): holder for part in network.modules() for holder in (part, *(own for _, own in configs(part, "")))
     }
     return list(found.values())
 
 
-def _tables(holder: Any) -> dict[str, Any]:
-    """Return copies of what a module keeps its parameters and buffers in."""
-    return (
-        {name: dict(vars(holder)[name]) for name in ("_parameters", "_buffers")}
-        if isinstance(holder, nn.Module)
-        else {}
-    )
+def saved(networks: Sequence[nn.Module]) -> list[tuple[Any, dict[str, Any]]]:
+    """Return the modules of networks, and their configs, with their attributes, for `restore`."""
+    return [
+        (holder, {name: dict(own) if name in TABLES else own for name, own in vars(holder).items()})
+        for network in networks
+        for holder in _holders(network)
+    ]
+
+
+def restore(before: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
+    """Give modules and configs their attributes of before again."""
+    for holder, state in before:
+        vars(holder).clear()
+        vars(holder).update({name: dict(own) if name in TABLES else own for name, own in state.items()})

@@ -95,23 +95,16 @@ def widen(
     Raises:
         InputError: if a layer that is named cannot be widened, or none can be; nothing is changed then
     """
-    if torch.is_inference_mode_enabled():
-        raise InputError(
-            "esper.widen is called within torch.inference_mode(), where nothing can learn; call it outside of it"
-        )
+    check_growable(model, "widen")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**62:
         raise InputError(f"seed is {seed!r}; give a whole number from 0 on")
-    if isinstance(model, nn.Module) and (is_grafted(model) or is_sharded(model)):
-        grafted = is_grafted(model)
-        mend = "call growth.finish() or esper.ungraft(model) first" if grafted else "widen it before fully_shard"
-        raise InputError(f"the {type(model).__name__} is {'grafted' if grafted else 'sharded'}; {mend}")
     found_hidden, idle = find_hidden(model, example)
     groups = {min(hidden.writers): hidden for hidden in found_hidden}
     asked = _asked(model, groups, to)
     before = dict(model.named_parameters())
-    networks, optimizer = (model, *_averages(ema, before)), unwrapped(optimizer)
+    networks, optimizer = (model, *averages(ema, before)), unwrapped(optimizer)
     if optimizer is not None:
-        _check_optimizer(optimizer, before)
+        check_optimizer(optimizer, before)
     widths, left_out = dict[str, tuple[int, int]](), dict[str, str]()
     with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
         layers, wider = WideningTrial(networks, example), list[tuple[Hidden, int]]()
@@ -143,6 +136,18 @@ def widen(
     if optimizer is not None:
         follow(optimizer, before, dict(model.named_parameters()))
     return Widened(widths, left_out)
+
+
+def check_growable(model: Any, name: str) -> None:
+    """InputError if layers of a model cannot be changed now."""
+    if torch.is_inference_mode_enabled():
+        raise InputError(
+            f"esper.{name} is called within torch.inference_mode(), where nothing can learn; call it outside of it"
+        )
+    if isinstance(model, nn.Module) and (is_grafted(model) or is_sharded(model)):
+        grafted = is_grafted(model)
+        mend = "call growth.finish() or esper.ungraft(model) first" if grafted else f"{name} it before fully_shard"
+        raise InputError(f"the {type(model).__name__} is {'grafted' if grafted else 'sharded'}; {mend}")
 
 
 def _multiply(
@@ -191,7 +196,7 @@ def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[s
     return asked
 
 
-def _averages(ema: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Module, ...]:
+def averages(ema: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Module, ...]:
     """Return the module of a moving average, in a tuple; none where there is no average. InputError if it is of another model."""
     if ema is None:
         return ()
@@ -205,7 +210,7 @@ def _averages(ema: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Modu
     return (module,)
 
 
-def _check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
+def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
     """InputError if an optimizer is none of the model, or cannot take other parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")

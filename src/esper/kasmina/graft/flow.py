@@ -1,0 +1,106 @@
+"""Follow features through one recorded run of a network: which layers a layer's inputs come from, and through what."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from esper.kasmina.graft.find_sites import EMBEDDINGS
+from esper.kasmina.graft.recording import PRODUCT, Recording, factors, inputs_first, submodules
+from esper.leyline.errors import InputError
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+class Reach(NamedTuple):
+    """What the inputs of a layer, or the outputs of the network, depend on without another layer between.
+
+    Attributes:
+        layers (dict[str, bool]): the layers, and whether the way there leads through attention
+        nodes (dict[Node, bool]): the nodes of the autograd graph on the way, and whether attention follows on them
+    """
+
+    layers: dict[str, bool]
+    nodes: dict[Node, bool]
+
+
+class Flow:
+    """The layers of a network, and what flows between them in one run on an example.
+
+    Attributes:
+        parts (dict[str, nn.Module]): the submodules by dotted path, the network itself among them
+        calls (dict[str, list[Call]]): their calls
+        layers (set[str]): those of known kinds that multiply what flows by a weight
+        order (list[Node]): the autograd graph, inputs first
+    """
+
+    def __init__(self, module: nn.Module, recording: Recording, weights: Mapping[str, Tensor]) -> None:
+        """InputError if a submodule did not run, or is a layer of a kind that is not known."""
+        self.parts, self.calls = {"": module, **submodules(module)}, recording.calls
+        held = [path for path, part in self.parts.items() if any(True for _ in part.parameters(recurse=False))]
+        known = [path for path in held if self._is_layer(path)]
+        inside = {path for path in held if any(path.startswith(f"{layer}.") for layer in known)}
+        self.layers = set(known) - inside
+        for path in held:
+            if path and path not in self.calls and path not in inside:
+                raise InputError(f"{path!r} did not run on the example; give an example on which every layer runs")
+        self.order = inputs_first(recording.loss.grad_fn)
+        self.owner = self._owners(weights)
+
+    def _is_layer(self, path: str) -> bool:
+        part = self.parts[path]
+        known = isinstance(part, (nn.Linear, nn.RNNBase, nn.MultiheadAttention, *CONVOLUTIONS, *EMBEDDINGS))
+        return known or type(part).__name__ == "Conv1D"
+
+    def _owners(self, weights: Mapping[str, Tensor]) -> dict[Node, str]:
+        """Return the layer by whose weight each product multiplies. InputError if it is the weight of no known layer."""
+        names = {id(parameter): name for name, parameter in self.parts[""].named_parameters()}
+        holders: dict[int, list[str]] = {}
+        for path, part in self.parts.items():
+            layer = next((each for each in self.layers if path.startswith(f"{each}.")), path)
+            for own in part._parameters.values():
+                if own is not None and own.dim() >= 2:
+                    holders.setdefault(id(weights[names[id(own)]]), []).append(layer)
+        found: dict[Node, str] = {}
+        for node in self.order:
+            embeds = "Embedding" in node.name()
+            if not embeds and not PRODUCT.search(node.name()):
+                continue
+            for weight in factors(node):
+                named = holders.get(weight, [])
+                fitting = [path for path in named if isinstance(self.parts[path], EMBEDDINGS) == embeds]
+                if named and not set(fitting) & self.layers:
+                    kind = type(self.parts[named[0]]).__name__
+                    raise InputError(
+                        f"{named[0] or kind!r} multiplies by a weight of its own, as a {kind} that is not known"
+                    )
+                if fitting:
+                    found[node] = fitting[0]
+        return found
+
+    def reach(self, starts: Sequence[Node], path: str) -> Reach:
+        """Follow nodes towards the inputs of the network up to the next layers; those of the layer `path` itself are passed."""
+        layers, nodes = dict[str, bool](), dict[Node, bool]()
+        waiting = [(node, False) for node in starts]
+        while waiting:
+            node, through = waiting.pop()
+            layer = self.owner.get(node)
+            if layer is not None and layer != path:
+                layers[layer] = layers.get(layer, False) or through
+            elif node not in nodes or (through and not nodes[node]):
+                nodes[node] = through
+                mixes = through or re.search(rf"{PRODUCT.pattern}|Scaled|Attention", node.name())
+                waiting += [(each, layer is None and bool(mixes)) for each in before(node)]
+        return Reach(layers, nodes)
+
+    def node(self, path: str) -> Node | None:
+        """Return the node of the autograd graph that a submodule's first call returned."""
+        calls = self.calls.get(path)
+        return calls[0].edge.node if calls and calls[0].edge is not None else None
+
+
+def before(node: Node | None) -> list[Node]:
+    """Return the nodes that a node of the autograd graph reads."""
+    return [each for each, _ in (node.next_functions if node else ()) if each is not None]

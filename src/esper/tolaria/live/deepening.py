@@ -1,0 +1,219 @@
+"""Add blocks to a stack of equal blocks in a person's own loop, in place and with an unchanged function."""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.graft.find_sites import check_module
+from esper.kasmina.graft.flow import Flow
+from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.multiplying import configs, restore, saved
+from esper.kasmina.graft.recording import floats, on_aliases, record
+from esper.kasmina.graft.widening import unchanged
+from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.tolaria.live.groups import unwrapped
+from esper.tolaria.live.widening import averages, check_growable, check_optimizer
+
+_DEPTHS = re.compile(r"layer|depth|block", re.I)
+"""Names of attributes that count blocks."""
+_PLACES = re.compile(r"layer_?(idx|index|id|number)$", re.I)
+"""Names of attributes of a block that say which one it is."""
+
+
+def deepen(
+    model: nn.Module,
+    blocks: int = 1,
+    *,
+    example: Any,
+    at: str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    ema: nn.Module | None = None,
+) -> dict[str, tuple[int, int]]:
+    """Add blocks behind a stack of equal blocks, in place; the network computes what it did.
+
+        esper.deepen(model, 2, example=x, optimizer=optimizer)       # {'layers': (4, 6)}
+
+    A stack is a run of modules of one class and with parameters of equal shapes in an `nn.Sequential` or `nn.ModuleList`, such as
+    the blocks of a transformer or the residual blocks of a ResNet. A new block is a copy of the last one. The layers in it that
+    write into the residual stream are 0, or the norms behind them, so that it adds nothing at first (as by the factor of ReZero,
+    Bachlechner et al. 2021, arXiv 2003.04887). The outputs on the example are compared, in evaluation mode, and everything is
+    undone if they change by more than rounding.
+
+    Attributes that count the blocks follow, of modules and of their `config`, and so do lists of the config with an entry for
+    each block. The new parameters join the groups that the optimizer has for those of the copied block.
+
+    Args:
+        model: the network, before DistributedDataParallel, `fully_shard` and torch.compile, and without an unfinished growth
+        blocks: how many blocks are added
+        example: an input of the network; a tuple or list holds its arguments, a mapping its named arguments
+        at: dotted path of the stack; by default that with the most parameters
+        optimizer: that of the loop, if there is one
+        ema: a moving average of the model, which gets copies of its own last block
+
+    Returns:
+        the number of blocks before and after, by the path of the stack
+
+    Raises:
+        InputError: if there is no such stack, or a new block cannot leave the function as it is; nothing is changed then
+    """
+    check_growable(model, "deepen")
+    if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
+        raise InputError(f"blocks is {blocks!r}; give a whole number from 1 on")
+    check_module(model)
+    stacks = _stacks(model)
+    if at is not None and at not in stacks:
+        raise InputError(f"at is {at!r}; give the path of a stack: {', '.join(map(repr, stacks)) or 'there is none'}")
+    if not stacks:
+        raise InputError(
+            f"{type(model).__name__} has no nn.Sequential or nn.ModuleList with blocks of one class and of equal shapes, to "
+            "which one could be added"
+        )
+    parameters = dict(model.named_parameters())
+    networks, optimizer = (model, *averages(ema, parameters)), unwrapped(optimizer)
+    if optimizer is not None:
+        check_optimizer(optimizer, parameters)
+    path = at if at is not None else max(stacks, key=lambda each: _size(model.get_submodule(each)))
+    start, stop = stacks[path]
+    with undisturbed(*networks), torch.no_grad():
+        _add(networks, path, stop, blocks, example, stop - start)
+    if optimizer is not None:
+        prefix = f"{path}." if path else ""
+        _join(optimizer, model, [f"{prefix}{stop + number}." for number in range(blocks)], f"{prefix}{stop - 1}.")
+    return {path: (stop - start, stop - start + blocks)}
+
+
+def _stacks(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the longest run of equal blocks in each container, from its first to one past its last place.
+
+    A single block counts in a ModuleList, and in a Sequential if it is no layer of torch.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for path, part in model.named_modules():
+        if not isinstance(part, nn.Sequential | nn.ModuleList):
+            continue
+        kinds = [(type(each), [(name, own.shape) for name, own in each.state_dict().items()]) for each in part]
+        runs = [
+            (start, stop)
+            for start in range(len(kinds))
+            for stop in range(start + 1, len(kinds) + 1)
+            if kinds[start][1] and all(kind == kinds[start] for kind in kinds[start:stop])
+        ]
+        own = isinstance(part, nn.ModuleList)
+        runs = [
+            run for run in runs if run[1] - run[0] > 1 or own or not kinds[run[0]][0].__module__.startswith("torch.")
+        ]
+        if runs:
+            found[path] = max(runs, key=lambda run: run[1] - run[0])
+    return found
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, example: Any, count: int) -> None:
+    """Add blocks at a place of a container of every network. InputError if the outputs change; nothing is changed then."""
+    before = saved(networks)
+    ran = list[nn.Module]()
+    problem = InputError(f"{path!r} has no layer that writes what a new block adds; give another stack by at=")
+    try:
+        expected = [value.clone() for value in floats(call(networks[0], example))]
+        for silenced in _silenced(networks[0], f"{path}.{place - 1}" if path else str(place - 1), example):
+            for network in networks:
+                _insert(network, path, place, blocks, silenced, count)
+            ran.clear()
+            container: Any = networks[0].get_submodule(path)
+            handles = [
+                each.register_forward_hook(lambda module, *_: ran.append(module))
+                for each in container[place : place + blocks]
+            ]
+            try:
+                output = list(floats(call(networks[0], example)))
+            except Exception as error:  # the network is the user's
+                if is_out_of_memory(error):
+                    raise
+                problem = InputError(f"the deeper network fails on the example: {typed_line(error)}")
+            else:
+                if len(ran) < blocks:
+                    problem = InputError(f"the forward pass of the network does not run a new block of {path!r}")
+                elif len(output) == len(expected) and all(map(unchanged, expected, output)):
+                    return
+                else:
+                    problem = InputError(
+                        f"a new block of {path!r} changes the outputs, as what it returns is not added to its input"
+                    )
+            finally:
+                for handle in handles:
+                    handle.remove()
+            restore(before)
+        raise problem
+    except BaseException:
+        restore(before)
+        raise
+
+
+def _silenced(model: nn.Module, block: str, example: Any) -> Iterator[list[str]]:
+    """Yield sets of the parameters of a block, by their names in it, which make its output 0 where they are 0."""
+
+    def found(weights: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+        flow = Flow(model, record(model, example, None), weights)
+        if (node := flow.node(block)) is None:
+            raise InputError(f"{block!r} did not run on the example, or returns nothing that can be learned")
+        reach = flow.reach([node], "")
+        layers = [layer for layer in reach.layers if f"{layer}.".startswith(f"{block}.")]
+        norms = [path for path in flow.parts if path.startswith(f"{block}.") and flow.node(path) in reach.nodes]
+        return layers, [path for path in norms if flow.parts[path]._parameters]
+
+    for paths in on_aliases(model, found):
+        names = []
+        for path in paths:
+            part = model.get_submodule(path)
+            part = part.out_proj if isinstance(part, nn.MultiheadAttention) else part
+            own = {id(parameter) for parameter in part.parameters(recurse=False)}
+            names += [name for name, each in model.get_submodule(block).named_parameters() if id(each) in own]
+        if names:
+            yield names
+
+
+def _insert(network: nn.Module, path: str, place: int, blocks: int, silenced: list[str], count: int) -> None:
+    """Add copies of the block in front of a place, with some parameters at 0, and count them where blocks are counted."""
+    container: Any = network.get_submodule(path)
+    made = []
+    for number in range(blocks):
+        block = copy.deepcopy(container[place - 1])
+        for name in silenced:
+            block.get_parameter(name).zero_()
+        for part in block.modules():
+            for name, value in list(vars(part).items()):
+                if type(value) is int and _PLACES.search(name):
+                    vars(part)[name] = value + number + 1
+        made.append(block)
+    own = [*container[:place], *made, *container[place:]]
+    container._modules.clear()
+    container._modules.update({str(index): block for index, block in enumerate(own)})
+    for part in network.modules():
+        if type(part).__module__.startswith("torch.") or part in made:
+            continue
+        for _, holder in ((path, part), *configs(part, "")):
+            for name, value in list(vars(holder).items()):
+                if type(value) is int and value == count and _DEPTHS.search(name) and not _PLACES.search(name):
+                    vars(holder)[name] = count + blocks
+                elif isinstance(value, list) and len(value) == count and _DEPTHS.search(name):
+                    vars(holder)[name] = [*value, *(value[-1:] * blocks)]
+
+
+def _join(optimizer: torch.optim.Optimizer, model: nn.Module, made: list[str], copied: str) -> None:
+    """Put the parameters of new blocks into the groups of those that they are copies of."""
+    parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        held = {id(parameter) for parameter in group["params"]}
+        for prefix in made:
+            group["params"] += [
+                parameter
+                for name, parameter in parameters.items()
+                if name.startswith(prefix) and id(parameters[copied + name.removeprefix(prefix)]) in held
+            ]

@@ -1,0 +1,108 @@
+"""Deeper stacks: the network computes what it did, new blocks learn, and what counts blocks follows."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import esper
+from esper.leyline.errors import InputError
+from tests.tolaria.test_widening_networks import GPT, TOKENS, ViT, encoder, output, resnet
+
+NETWORKS = {
+    "GPT": (GPT, TOKENS, {"h": (2, 4)}),
+    "ViT": (ViT, (3, 1, 8, 8), {"body.layers": (2, 4)}),
+    "ResNet": (lambda: resnet(nn.BatchNorm2d), (3, 1, 8, 8), {"": (2, 4)}),
+    "one block in a list": (lambda: GPT(nn.RMSNorm, blocks=1), TOKENS, {"h": (1, 3)}),
+}
+
+
+def trained(build, given):
+    torch.manual_seed(0)
+    model = build().double()
+    x = given if isinstance(given, torch.Tensor) else torch.randn(given, dtype=torch.float64)
+    named = dict(model.named_parameters())
+    groups = [[p for name, p in named.items() if p.dim() < 2], [p for name, p in named.items() if p.dim() > 1]]
+    optimizer = torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}], lr=1e-2)
+    average = AveragedModel(model)
+    for _ in range(2):
+        learn(model, x, optimizer)
+        average.update_parameters(model)
+    return model, x, optimizer, average
+
+
+def learn(model, x, optimizer):
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_deeper_network_computes_what_it_did_and_its_new_blocks_learn(name):
+    build, given, blocks = NETWORKS[name]
+    model, x, optimizer, average = trained(build, given)
+    before, old = [output(each, x) for each in (model, average)], dict(model.named_parameters())
+    assert esper.deepen(model, 2, example=x, optimizer=optimizer, ema=average) == blocks
+    for one, other in zip(before, (model, average), strict=True):
+        assert torch.allclose(one, output(other, x), rtol=0, atol=1e-12)
+    new = {key: value for key, value in model.named_parameters() if not any(value is each for each in old.values())}
+    assert {key for key, _ in average.module.named_parameters()} == {key for key, _ in model.named_parameters()}
+    plain, matrices = ({id(each) for each in group["params"]} for group in optimizer.param_groups)
+    assert all(id(value) in (plain if value.dim() < 2 else matrices) for value in new.values())
+    assert len(plain) + len(matrices) == len(list(model.parameters()))
+    born = {key: value.detach().clone() for key, value in new.items()}
+    for _ in range(3):
+        learn(model, x, optimizer)
+    assert all((value != born[key]).any() for key, value in new.items())
+
+
+def test_a_deeper_network_loads_into_one_that_is_built_with_the_blocks():
+    model, x, optimizer, _ = trained(GPT, TOKENS)
+    esper.deepen(model, example=x, at="h", optimizer=optimizer)
+    learn(model, x, optimizer)
+    again = GPT(blocks=3).double()
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(x), model(x))
+    esper.widen(model, 2, example=x, optimizer=optimizer)
+    assert model.h[2].c_attn.out_features == 48
+
+
+class Sliced(nn.Module):
+    """Runs its first two blocks alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks[:2]:
+            x = x + block(x)
+        return x
+
+
+def plain():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("build", "given", "settings", "sentence"),
+    [
+        (Sliced, (2, 4), {}, "does not run a new block of 'blocks'"),
+        (plain, (2, 4), {}, "a new block of '' changes the outputs"),
+        (encoder, (3, 4, 5), {}, "has no nn.Sequential or nn.ModuleList with blocks of one class"),
+        (plain, (2, 4), {"blocks": 0}, "blocks is 0; give a whole number from 1 on"),
+        (GPT, TOKENS, {"at": "body"}, "at is 'body'; give the path of a stack: 'h'"),
+    ],
+)
+def test_what_cannot_be_deeper_stays_and_the_reason_is_said(build, given, settings, sentence):
+    torch.manual_seed(0)
+    model = build()
+    x = given if isinstance(given, torch.Tensor) else torch.randn(given)
+    shown, state = repr(model), copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError) as caught:
+        esper.deepen(model, example=x, **settings)
+    assert sentence in str(caught.value)
+    assert repr(model) == shown
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
