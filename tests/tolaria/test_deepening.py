@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from tests.tolaria.test_widening_networks import GPT, TOKENS, ViT, encoder, output, resnet
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import esper
 from esper.leyline.errors import InputError
-from tests.tolaria.test_widening_networks import GPT, TOKENS, ViT, encoder, output, resnet
 
 NETWORKS = {
     "GPT": (GPT, TOKENS, {"h": (2, 4)}),
