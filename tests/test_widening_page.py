@@ -9,7 +9,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "widening.md"
 def test_the_page_runs_from_top_to_bottom_and_prints_what_it_shows(capsys):
     text, namespace = PAGE.read_text(encoding="utf-8"), {}
     code, shown = (re.findall(rf"^```{kind}\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for kind in ("python", "text"))
-    assert len(code) == len(shown) == 3
+    assert len(code) == len(shown) == 4
     for block, wanted in zip(code, shown, strict=True):
         exec(compile(block, PAGE.name, "exec"), namespace)
         printed = capsys.readouterr().out

@@ -15,6 +15,7 @@ from esper.karn.report.compared import compare as compare
 
 # Grow in your own training loop
 from esper.runs.live.growth import Growth as Growth
+from esper.runs.live.anytime import AnytimeGrowth as AnytimeGrowth
 from esper.tolaria.live.widening import widen as widen
 from esper.tolaria.live.deepening import deepen as deepen
 from esper.runs.estimators import GrowingClassifier as GrowingClassifier

@@ -429,7 +429,9 @@ class Multiplication:
                         self.counts.setdefault(where, {})[name] = own
 
     @torch.no_grad()
-    def apply(self, networks: Sequence[nn.Module], example: Any, factor: int, key: int) -> Way:
+    def apply(
+        self, networks: Sequence[nn.Module], example: Any, factor: int, key: int, ways: Sequence[Way] = WAYS
+    ) -> Way:
         """Multiply the widths of a network and its moving averages, in the first way that keeps its outputs; returns that way.
 
         InputError if there is none; nothing is changed then. Weights that are all 0 are drawn during the trial, because nothing
@@ -438,8 +440,8 @@ class Multiplication:
         network, generator = networks[0], torch.Generator().manual_seed(key)
         blank = [parameter for parameter in network.parameters() if parameter.numel() and not parameter.any()]
         before = saved(networks)
-        problem = InputError("the network is empty")
-        for way in WAYS:
+        problem = InputError(f"ways is {ways!r}; give one or more of {', '.join(WAYS)}")
+        for way in ways:
             try:
                 for parameter in blank:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import is_grafted
-from esper.kasmina.graft.multiplying import Multiplication
+from esper.kasmina.graft.multiplying import WAYS, Multiplication, Way
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import InputError
@@ -24,10 +24,11 @@ class Widened(Mapping[str, tuple[int, int]]):
 
     Attributes:
         left_out (dict[str, str]): for each other layer that returns hidden features, why their width stays
+        way (str or None): how the function is kept where norms count features: zeros, means or copies; None where none does
     """
 
-    def __init__(self, widths: Mapping[str, tuple[int, int]], left_out: dict[str, str]) -> None:
-        self._widths, self.left_out = dict(widths), left_out
+    def __init__(self, widths: Mapping[str, tuple[int, int]], left_out: dict[str, str], way: Way | None = None) -> None:
+        self._widths, self.left_out, self.way = dict(widths), left_out, way
 
     def __getitem__(self, path: str) -> tuple[int, int]:
         return self._widths[path]
@@ -54,6 +55,7 @@ def widen(
     optimizer: torch.optim.Optimizer | None = None,
     ema: nn.Module | None = None,
     seed: int = 0,
+    ways: Sequence[Way] = WAYS,
 ) -> Widened:
     """Give a network more units, in place; it computes what it did.
 
@@ -88,6 +90,7 @@ def widen(
         optimizer: that of the loop, if there is one
         ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, which is widened alike
         seed: of the new weights; torch's own generators are not used
+        ways: which ways to keep the function are tried, in this order, where norms count features
 
     Returns:
         the widths before and after, and why others stay
@@ -105,7 +108,7 @@ def widen(
     networks, optimizer = (model, *averages(ema, before)), unwrapped(optimizer)
     if optimizer is not None:
         check_optimizer(optimizer, before)
-    widths, left_out = dict[str, tuple[int, int]](), dict[str, str]()
+    widths, left_out, way = dict[str, tuple[int, int]](), dict[str, str](), None
     with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
         layers, wider = WideningTrial(networks, example), list[tuple[Hidden, int]]()
         undone.callback(layers.take_back)
@@ -121,7 +124,7 @@ def widen(
                 widths[name] = old, width
                 wider.append((groups[name], old))
         if not isinstance(to, Mapping) and to == int(to):
-            _multiply(networks, example, int(to), seed, wider, widths, left_out)
+            way = _multiply(networks, example, int(to), seed, ways, wider, widths, left_out)
         if not (widths or left_out):
             raise InputError(
                 f"{type(model).__name__} has no hidden features that one layer returns and the next ones alone read, so that "
@@ -135,7 +138,7 @@ def widen(
         undone.pop_all()
     if optimizer is not None:
         follow(optimizer, before, dict(model.named_parameters()))
-    return Widened(widths, left_out)
+    return Widened(widths, left_out, way)
 
 
 def check_growable(model: Any, name: str) -> None:
@@ -155,23 +158,25 @@ def _multiply(
     example: Any,
     factor: int,
     seed: int,
+    ways: Sequence[Way],
     wider: Sequence[tuple[Hidden, int]],
     widths: dict[str, tuple[int, int]],
     left_out: dict[str, str],
-) -> None:
-    """Multiply the widths that are not among the hidden ones that are wider, and note them; or why they stay."""
-    first = type(networks[0]).__name__
+) -> Way | None:
+    """Multiply the widths that are not among the hidden ones that are wider, and note them, or why they stay; returns the way."""
+    first, way = type(networks[0]).__name__, None
     try:
         multiplication = Multiplication(networks[0], example, wider)
         if multiplication.widths:
             first = next(iter(multiplication.widths))
-            multiplication.apply(networks, example, factor, seed)
+            way = multiplication.apply(networks, example, factor, seed, ways)
     except InputError as error:
         left_out[first] = str(error)
-        return
+        return None
     for path, width in multiplication.widths.items():
         widths[path] = width, factor * width
         left_out.pop(path, None)
+    return way
 
 
 def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[str, int]) -> dict[str, int]:

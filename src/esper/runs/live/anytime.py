@@ -1,0 +1,291 @@
+"""Grow a whole network in a training loop whose length nobody knows: small first, wider as it has seen more."""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.graft.find_sites import check_module
+from esper.kasmina.graft.grafted import undisturbed
+from esper.leyline.errors import InputError, is_out_of_memory
+from esper.leyline.text import counted
+from esper.tolaria.live.groups import unwrapped
+from esper.tolaria.live.probe import Batches, Loss, Probe
+from esper.tolaria.live.widening import check_growable, check_optimizer, widen
+
+FORMAT = 1
+"""Version of the state; other versions are refused."""
+WORTH = 0.01
+"""Share by which the loss on the probe must have fallen since the last growth."""
+AGAIN = 1.1
+"""Factor of the examples seen after which the probe is looked at again, if the loss there had not fallen."""
+WINDOW = 8.0
+"""The running average weighs a step at compute C by (C / total)^8, so that about the last tenth of the compute counts."""
+
+
+class AnytimeGrowth:
+    """Widens a whole network while a loop trains it, so that it is as good at each stop as a network chosen for that stop.
+
+        growth = esper.AnytimeGrowth(model, optimizer, example=x)
+        for x, y in loader:
+            loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            growth.step(y)
+        network = growth.snapshot()
+
+    A small network learns faster at first, and a large one ends better. So start with the smallest that makes sense. When the
+    loop has seen `ratio` targets for each parameter, every inner width is multiplied (`esper.widen`), and so on until the
+    training stops, whenever that is. The network is of its own class all the time, and computes what it did across each growth.
+
+    The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
+    know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up behind the start and each growth.
+
+    `average` is a running average of the weights over about the last tenth of the compute, which needs no end to be known.
+    Statistics of BatchNorm in it are the latest ones.
+
+    Args:
+        model: the network at its first size, before DistributedDataParallel, `fully_shard` and torch.compile
+        optimizer: that of the loop
+        example: an input of the model on which every layer runs; a tuple or list holds its arguments, a mapping its named ones
+        ratio: targets seen, such as tokens or labels, for each parameter, when the network becomes wider
+        factor: by how much, a whole number
+        most_parameters: largest number of parameters; None where there is no limit
+        warmup: steps of each linear warm-up of the learning rates
+        rate_power: the learning rates of a network with widths multiplied by r are scaled by r^-rate_power
+        probe: a list of (input, target) pairs that are not trained on, or a function that returns one. With it the network waits
+            until the loss there has fallen by 1 % since the last growth, so that it does not outgrow a small data set.
+        loss: loss(output, target) of a batch of the probe
+        seed: of the new weights; torch's own generators are not used
+
+    Attributes:
+        model (nn.Module): the network
+        average (nn.Module): the network with averaged weights
+        growths (list[dict]): each growth so far: `step`, `seen`, `parameters` behind it, `factor`, `way`
+        why (str): why the network is not larger
+
+    Raises:
+        InputError: in one sentence, if the network cannot be wider as a whole, or an argument cannot be
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        example: Any,
+        ratio: float = 60.0,
+        factor: int = 2,
+        most_parameters: int | None = None,
+        warmup: int = 100,
+        rate_power: float = 0.5,
+        probe: Batches | None = None,
+        loss: Loss | None = None,
+        seed: int = 0,
+    ) -> None:
+        check_growable(model, "AnytimeGrowth")
+        check_module(model)
+        for name, value, least in (("factor", factor, 2), ("warmup", warmup, 0), ("seed", seed, 0)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"{name} is {value!r}; give a whole number from {least} on")
+        if most_parameters is not None and (isinstance(most_parameters, bool) or not isinstance(most_parameters, int)):
+            raise InputError(f"most_parameters is {most_parameters!r}; give a whole number, or None for no limit")
+        for name, number, open_at in (("ratio", ratio, 0.0), ("rate_power", rate_power, -math.inf)):
+            if isinstance(number, bool) or not isinstance(number, int | float) or not open_at < number < math.inf:
+                raise InputError(f"{name} is {number!r}; give a finite number" + " above 0" * (open_at == 0))
+        if (probe is None) != (loss is None):
+            raise InputError("probe is given without loss, or loss without probe; give both or none")
+        self.model, self._optimizer, self._example = model, unwrapped(optimizer), example
+        check_optimizer(self._optimizer, dict(model.named_parameters()))
+        tried = copy.deepcopy(model)
+        left_out = widen(tried, factor, example=example).left_out
+        if left_out:
+            layer, reason = next(iter(left_out.items()))
+            raise InputError(
+                f"{type(model).__name__} cannot become wider as a whole: the features of {layer!r} stay, as {reason}"
+            )
+        self.ratio, self.factor, self.most_parameters = float(ratio), factor, most_parameters
+        self.warmup, self.rate_power, self.seed = warmup, float(rate_power), seed
+        device = next(model.parameters()).device
+        self._probe = None if probe is None or loss is None else Probe(probe, loss, device)
+        self.average = copy.deepcopy(model).requires_grad_(False)
+        self.growths: list[dict[str, Any]] = []
+        self.steps = self.seen = self._since = 0
+        self._compute = 0.0
+        self._look_at, self._loss_before = 0.0, math.inf
+        self.why = "too few examples were seen"
+        self._rates: list[Any] = []
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._scale_rates),
+            self._optimizer.register_step_post_hook(self._restore_rates),
+        ]
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the network as it is."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def step(self, targets: Tensor | int) -> bool:
+        """Take note of a step of the optimizer, on these targets or so many; returns whether the network became wider.
+
+        Call it behind `optimizer.zero_grad()`: the parameters of a network that becomes wider are new objects.
+        """
+        count = targets.numel() if isinstance(targets, Tensor) else targets
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
+        self.steps += 1
+        self._since += 1
+        self.seen += count
+        size = self.parameters
+        compute = float(size * count)
+        self._compute += compute
+        self._average(min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
+        needed = math.ceil(self.ratio * size)
+        if self.seen < needed:
+            self.why = (
+                f"{self.seen:,} targets were seen, and {self.ratio:g} for each of {size:,} parameters are {needed:,}"
+            )
+        if self.seen < max(needed, self._look_at):
+            return False
+        return self._grow()
+
+    def snapshot(self) -> nn.Module:
+        """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed."""
+        found = copy.deepcopy(self.average).train(self.model.training)
+        for mine, own in zip(found.parameters(), self.model.parameters(), strict=True):
+            mine.requires_grad_(own.requires_grad)
+        return found
+
+    def finish(self) -> nn.Module:
+        """Leave the optimizer alone from now on, and return the network as it was trained; `snapshot` has the average."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        return self.model
+
+    def summary(self) -> dict[str, Any]:
+        """Return how far the training is, each growth, and why the network is not larger, as plain values."""
+        return {
+            "steps": self.steps,
+            "seen": self.seen,
+            "parameters": self.parameters,
+            "growths": list(self.growths),
+            "why": self.why,
+        }
+
+    def __repr__(self) -> str:
+        sizes = " -> ".join(f"{number:,}" for number in [*(each["before"] for each in self.growths), self.parameters])
+        return f"{type(self.model).__name__} of {sizes} parameters after {counted(self.steps, 'step')}; not more, as {self.why}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest."""
+        return {
+            "format": FORMAT,
+            "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
+            "growths": [dict(each) for each in self.growths],
+            "average": {name: value.detach().clone() for name, value in self.average.state_dict().items()},
+            "why": self.why,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give a fresh network, its optimizer and this object the state of another run: its sizes, and where it was.
+
+        Call this before the states of the model and of the optimizer are loaded, which have the values. InputError if the state
+        is of another version or of another network, or if this run has begun already.
+        """
+        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+            raise InputError(
+                "the state is none of esper.AnytimeGrowth of this version; give what growth.state_dict() returned"
+            )
+        if self.growths or self.steps:
+            raise InputError(
+                "this run has begun already; load the state into a fresh model, optimizer and AnytimeGrowth"
+            )
+        for each in state["growths"]:
+            if each["before"] != self.parameters:
+                raise InputError(
+                    f"the state is of a network of {each['before']:,} parameters at this point, and this one has "
+                    f"{self.parameters:,}; build the same model at its first size"
+                )
+            self._widen(each["factor"], each["seed"], [each["way"]] if each["way"] else None)
+        self.average.load_state_dict(state["average"])
+        self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before = state["numbers"]
+        self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
+
+    @torch.no_grad()
+    def _average(self, weight: float) -> None:
+        """Move the average towards the network."""
+        own = [each.detach() for each in self.model.parameters()]
+        torch._foreach_lerp_([each.detach() for each in self.average.parameters()], own, weight)
+        for mine, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
+            mine.copy_(buffer)
+
+    def _widen(self, factor: int, seed: int, ways: Sequence[Any] | None) -> Any:
+        settings = {} if ways is None else {"ways": ways}
+        return widen(
+            self.model,
+            factor,
+            example=self._example,
+            optimizer=self._optimizer,
+            ema=self.average,
+            seed=seed,
+            **settings,
+        )
+
+    def _grow(self) -> bool:
+        """Widen the network, unless something stands against it, which `why` then says."""
+        before, measured = self.parameters, math.inf
+        if self.most_parameters is not None and self._size_behind() > self.most_parameters:
+            self.why = f"{self._size_behind():,} parameters would exceed most_parameters={self.most_parameters:,}"
+            self._look_at = math.inf
+            return False
+        if self._probe is not None:
+            with undisturbed(self.average):
+                measured = float(self._probe.see(self.average)[0].mean())
+            if not measured < (1 - WORTH) * self._loss_before:
+                self.why = (
+                    f"the loss on the probe is {measured:.4g}, and was {self._loss_before:.4g} at the last growth"
+                )
+                self._look_at = AGAIN * self.seen
+                return False
+        seed = self.seed + len(self.growths)
+        try:
+            widened = self._widen(self.factor, seed, None)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.why, self._look_at = "the wider network does not fit into the memory", math.inf
+            return False
+        self._loss_before, self._since = measured, 0
+        self.growths.append(
+            {
+                "step": self.steps,
+                "seen": self.seen,
+                "before": before,
+                "parameters": self.parameters,
+                "factor": self.factor,
+                "seed": seed,
+                "way": widened.way,
+            }
+        )
+        return True
+
+    def _size_behind(self) -> int:
+        """Return how many parameters the network would have behind the next growth."""
+        wider = copy.deepcopy(self.model)
+        widen(wider, self.factor, example=self._example)
+        return sum(parameter.numel() for parameter in wider.parameters())
+
+    def _scale_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        scale = math.prod(each["factor"] for each in self.growths) ** -self.rate_power
+        scale *= min(1.0, (self._since + 1) / (self.warmup + 1))
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * scale
+
+    def _restore_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate

@@ -1,0 +1,173 @@
+"""A network that becomes wider while its loop goes on, for as long as nobody knows."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.tolaria.test_widening_networks import GPT, TOKENS, Own
+from torch import nn
+
+import esper
+from esper.leyline.errors import InputError
+
+RATIO = 0.1
+
+
+def texts(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(20, (4, 9), generator=generator)
+
+
+def made(**settings):
+    torch.manual_seed(0)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    growth = esper.AnytimeGrowth(model, optimizer, example=TOKENS, **{"ratio": RATIO, "warmup": 4, **settings})
+    return model, optimizer, schedule, growth
+
+
+def trained(run, first, last):
+    model, optimizer, schedule, growth = run
+    for step in range(first, last):
+        batch = texts(step)
+        F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        growth.step(batch[:, 1:])
+    return run
+
+
+def test_a_network_becomes_wider_when_enough_was_seen_for_its_size_and_says_why_not_before():
+    run = trained(made(), 0, 1)
+    model, optimizer, _, growth = run
+    size = growth.parameters
+    needed = math.ceil(RATIO * size / 32)
+    assert growth.why.startswith(f"32 targets were seen, and 0.1 for each of {size:,} parameters are ")
+    trained(run, 1, needed - 1)
+    assert (growth.growths, model.wte.embedding_dim) == ([], 8)
+    trained(run, needed - 1, needed)
+    (only,) = growth.growths
+    assert (model.wte.embedding_dim, only["before"], only["parameters"], only["way"]) == (
+        16,
+        size,
+        growth.parameters,
+        "means",
+    )
+    assert only["step"] == needed
+    assert growth.average.wte.embedding_dim == 16
+    assert {id(each) for group in optimizer.param_groups for each in group["params"]} == {
+        id(each) for each in model.parameters()
+    }
+    assert repr(growth).startswith(f"GPT of {size:,} -> {growth.parameters:,} parameters after")
+    assert growth.summary()["growths"] == [only]
+
+
+def test_rates_are_scaled_within_a_step_alone():
+    run = _, optimizer, schedule, growth = made(rate_power=0.5)
+    seen = []
+    optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+    trained(run, 0, 40)
+    assert growth.growths
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-2)
+    other = torch.optim.lr_scheduler.StepLR(plain, 5, 0.9)
+    for used in seen[: growth.growths[0]["step"]]:
+        at = seen.index(used)
+        assert used == pytest.approx(plain.param_groups[0]["lr"] * min(1, (at + 1) / 5))
+        plain.step()
+        other.step()
+    assert schedule.get_last_lr() == [pytest.approx(1e-2 * 0.9**8)]
+    assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
+    last = growth.growths[-1]
+    assert seen[last["step"]] == pytest.approx(
+        1e-2 * 0.9 ** (last["step"] // 5) * 2 ** (-0.5 * len(growth.growths)) / 5
+    )
+    growth.finish()
+    trained(run, 40, 41)
+    assert seen[-1] == pytest.approx(schedule.get_last_lr()[0])
+
+
+@pytest.mark.parametrize("stop", [5, 20, 37])
+def test_a_resumed_run_goes_on_to_the_same_bits(stop):
+    whole = trained(made(), 0, 40)
+    first = trained(made(), 0, stop)
+    saved = copy.deepcopy([each.state_dict() for each in first])
+    second = model, optimizer, schedule, growth = made()
+    growth.load_state_dict(saved[3])
+    for part, state in zip((model, optimizer, schedule), saved, strict=False):
+        part.load_state_dict(state)
+    trained(second, stop, 40)
+    assert len(growth.growths) == len(whole[3].growths) > 0
+    for one, other in ((whole[0], model), (whole[3].average, growth.average)):
+        state = other.state_dict()
+        assert all(torch.equal(value, state[key]) for key, value in one.state_dict().items())
+    assert growth.summary() == whole[3].summary()
+
+
+def test_a_snapshot_is_a_plain_module_and_disturbs_nothing():
+    whole, looked = trained(made(), 0, 30), trained(made(), 0, 10)
+    snapshots = [looked[3].snapshot()]
+    trained(looked, 10, 30)
+    snapshots.append(looked[3].snapshot())
+    assert [type(each) for each in snapshots] == [GPT, GPT]
+    assert snapshots[0].wte.embedding_dim < snapshots[1].wte.embedding_dim
+    assert all(each.requires_grad for each in snapshots[1].parameters())
+    assert all(torch.equal(*pair) for pair in zip(whole[0].parameters(), looked[0].parameters(), strict=True))
+
+
+def test_the_average_weighs_about_the_last_tenth_of_the_compute():
+    model = nn.Sequential(nn.Linear(1, 4, bias=False), nn.Tanh(), nn.Linear(4, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    growth = esper.AnytimeGrowth(model, optimizer, example=torch.randn(2, 1), ratio=1e9)
+    for step in range(1, 1001):
+        with torch.no_grad():
+            model[0].weight.fill_(step)
+        optimizer.step()
+        growth.step(1)
+    assert float(growth.average[0].weight[0]) == pytest.approx(1000 * 9 / 10, rel=0.01)
+
+
+def test_a_limit_and_a_loss_that_does_not_fall_keep_a_network_small_and_are_named():
+    *_, growth = trained(made(most_parameters=10_000), 0, 60)
+    assert growth.parameters < 10_000
+    assert "parameters would exceed most_parameters=10,000" in growth.why
+    batch = texts(99)
+    probe = [(batch[:, :-1], batch[:, 1:])]
+    *_, growth = trained(made(probe=probe, loss=lambda output, y: 0 * output.square().mean((1, 2)) + 3), 0, 60)
+    assert len(growth.growths) == 1  # there was no growth before the first, after which the loss could have fallen
+    assert growth.why.startswith("the loss on the probe is 3, and was 3 at the last growth")
+
+
+def test_what_cannot_be_is_refused_in_a_sentence():
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for settings, sentence in (
+        ({"factor": 1.5}, "factor is 1.5; give a whole number from 2 on"),
+        ({"ratio": 0}, "ratio is 0; give a finite number above 0"),
+        ({"warmup": -1}, "warmup is -1"),
+        ({"most_parameters": "1e6"}, "most_parameters is '1e6'"),
+        ({"probe": [(TOKENS, TOKENS)]}, "probe is given without loss"),
+    ):
+        with pytest.raises(InputError) as caught:
+            esper.AnytimeGrowth(model, optimizer, example=TOKENS, **settings)
+        assert sentence in str(caught.value)
+    own = Own()
+    with pytest.raises(InputError, match="'Own' multiplies by a weight of its own"):
+        esper.AnytimeGrowth(own, torch.optim.AdamW(own.parameters()), example=torch.randn(2, 5))
+    growth = esper.AnytimeGrowth(model, optimizer, example=TOKENS)
+    for given in (0, "32", None, True):
+        with pytest.raises(InputError, match="targets is "):
+            growth.step(given)
+    with pytest.raises(InputError, match=r"give what growth\.state_dict"):
+        growth.load_state_dict({"format": 0})
+    run = trained(made(), 0, 30)
+    with pytest.raises(InputError, match="this run has begun already"):
+        run[3].load_state_dict(run[3].state_dict())
+    torch.manual_seed(0)
+    wide = GPT(width=16)
+    other = esper.AnytimeGrowth(wide, torch.optim.AdamW(wide.parameters()), example=TOKENS)
+    with pytest.raises(InputError, match="build the same model at its first size"):
+        other.load_state_dict(run[3].state_dict())
