@@ -89,7 +89,9 @@ class Multiplication:
         axes (dict[str, list[Axis]]): by the name of each parameter and buffer that changes; none of a scale of features
         scales (dict[str, float or None]): parameters and buffers that are applied to each feature, with the value for new ones,
             None for the mean of the old ones
-        normalising (set[str]): those of them that are the weights of norms over a stream
+        normalising (set[str]): those of them that are the weights of norms over a stream, which are divided by sqrt(r)
+        shares (dict[str, float]): powers of r where layers alone read what such a norm returns, and are divided in its place: of
+            their weights, of those of the norm, and of its bias
         counts (dict[str, dict[str, int]]): attributes that are multiplied, with their values, by the path of the submodule, or by
             `path:name` of its config
         epsilons (dict[str, dict[str, float]]): likewise, what such norms add to the mean square
@@ -109,6 +111,7 @@ class Multiplication:
         self.axes: dict[str, list[Axis]] = {}
         self.scales: dict[str, float | None] = {}
         self.normalising: set[str] = set()
+        self.shares: dict[str, float] = {}
         self.counts: dict[str, dict[str, int]] = {}
         self.epsilons: dict[str, dict[str, float]] = {}
         self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
@@ -142,6 +145,7 @@ class Multiplication:
         self._grow_norms()
         self._grow_parameters(weights)
         self._join_tied()
+        self._share()
         self._count()
 
     def _find_heads(self, reads: Mapping[str, Reach]) -> dict[str, _Heads]:
@@ -380,7 +384,8 @@ class Multiplication:
             for entry, own in part._parameters.items():
                 if own is not None:
                     tied.setdefault(id(own), []).append(_prefix(path) + entry)
-        for first, *others in tied.values():
+        self._tied = list(tied.values())
+        for first, *others in self._tied:
             for other in others:
                 one, two = (sorted(self.axes.get(name, [])) for name in (first, other))
                 if [each[:2] for each in one] != [each[:2] for each in two]:
@@ -400,11 +405,40 @@ class Multiplication:
                         }
                     self.axes[first] = self.axes[other] = [each._replace(reads=False) for each in one]
 
+    def _share(self) -> None:
+        """Let layers rather than the norms in front of them make up for the number of features, where they alone read these.
+
+        Weights of a layer shrink with the width that it reads, as they do when they are drawn, and those of norms do not.
+        """
+        norms = {name.rpartition(".")[0] for name in self.normalising}
+        read: dict[str, list[str]] = {norm: [] for norm in norms}
+        for path in self._flow.layers:
+            norm = self._norm_before(path)
+            if norm in read:
+                read[norm].append(path)
+        tied = {name for own in self._tied for name in own if len(own) > 1}
+        for norm, paths in read.items():
+            names = [
+                name
+                for path in paths
+                for name, axes in self.axes.items()
+                if name.startswith(_prefix(path)) and any(each.reads and each.stream for each in axes)
+            ]
+            recurrent = any(isinstance(self._flow.parts[path], nn.RNNBase) for path in paths)
+            if len(names) == len(paths) > 0 and not recurrent and not tied & set(names):
+                own = {name for name in self.normalising if name.rpartition(".")[0] == norm}
+                self.shares |= dict.fromkeys(own, 0.0)
+                self.shares |= dict.fromkeys(names, -0.5)
+                self.shares[f"{_prefix(norm)}bias"] = 0.5
+
     def _norm_before(self, path: str) -> str | None:
         """Return the module with parameters by feature whose output, or a part of it, a layer reads; None if there is none."""
         flow = self._flow
         made = {
-            flow.node(each): each for each in flow.calls if flow.parts[each]._parameters and each not in flow.layers
+            call.edge.node: each
+            for each, calls in flow.calls.items()
+            for call in calls
+            if call.edge is not None and flow.parts[each]._parameters and each not in flow.layers
         }
         source = flow.calls[path][0].source
         node = None if source is None else source.node
@@ -441,12 +475,17 @@ class Multiplication:
         blank = [parameter for parameter in network.parameters() if parameter.numel() and not parameter.any()]
         before = saved(networks)
         problem = InputError(f"ways is {ways!r}; give one or more of {', '.join(WAYS)}")
-        for way in ways:
+        attempts = (
+            [(way, True) for way in ways]
+            if not self.shares
+            else [(way, share) for way in ways for share in (True, False)]
+        )
+        for way, share in attempts:
             try:
                 for parameter in blank:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
                 expected = [value.clone() for value in floats(call(network, example))]
-                self._change(network, way, factor, key)
+                self._change(network, way, factor, key, share)
                 output = list(floats(call(network, example)))
                 kept = len(output) == len(expected) and all(map(unchanged, expected, output))
                 if not kept:
@@ -463,12 +502,12 @@ class Multiplication:
                     parameter.zero_()
             if kept:
                 for each in networks:
-                    self._change(each, way, factor, key)
+                    self._change(each, way, factor, key, share)
                 return way
         raise problem
 
-    def _change(self, network: nn.Module, way: Way, factor: int, key: int) -> None:
-        """Multiply the widths of a network."""
+    def _change(self, network: nn.Module, way: Way, factor: int, key: int, share: bool) -> None:
+        """Multiply the widths of a network. share: whether layers make up for the number of features in the place of norms."""
         parts = {"": network, **dict(network.named_modules())}
         generator = torch.Generator().manual_seed(key)
         tables: Sequence[tuple[Mapping[str, Mapping[str, float]], int]]
@@ -489,13 +528,14 @@ class Multiplication:
             part = parts[path]
             old = getattr(part, entry)
             if id(old) not in made:
-                value = old.detach()
+                value, divided = old.detach(), name in self._divided and way == "copies"
+                if way != "copies":
+                    alone = -0.5 if name in self.normalising else 0.0
+                    value = value * factor ** (self.shares.get(name, alone) if share else alone)
                 if name in self.scales and way != "copies":
                     value = _scaled(value, axes[0], factor, self.scales[name])
-                    value = value / math.sqrt(factor) if name in self.normalising else value
                 else:
-                    value = _multiplied(value, axes, way, factor, generator)
-                    value = value / factor if name in self._divided and way == "copies" else value
+                    value = _multiplied(value, axes, way, factor, generator) / (factor if divided else 1)
                 if entry in part._buffers:
                     part._buffers[entry] = value
                     continue
@@ -521,7 +561,7 @@ def _multiplied(value: Tensor, axes: Sequence[Axis], way: Way, factor: int, gene
                 value = (value + NOISE * math.sqrt(factor / (factor - 1)) * noise) / factor
         else:
             if reads:
-                more = drawn(more) / math.sqrt(factor) if stream else torch.zeros_like(more)
+                more = drawn(more) if stream else torch.zeros_like(more)
             elif not stream:
                 more = drawn(more)
             elif way == "means":
