@@ -1,15 +1,19 @@
 """One growing network at every stop, beside the static width that hindsight would choose for that stop.
 
-    python bench/scripts/study_anytime.py                      # 8 seeds, two texts: two hours
+    python bench/scripts/study_anytime.py                      # 8 seeds, three settings: two hours on two cores
     python bench/scripts/study_anytime.py --seeds 2 stdlib
 
-A byte transformer with one block (RMSNorm, heads of 16, a squared ReLU) on the sources of the standard library or the C++ headers
-of torch: batches of 4 x 64 bytes, Adam, a constant rate, and the average of the weights over about the last tenth of the compute,
-read at 12 stops over a 30-fold range of budgets. `esper.AnytimeGrowth` starts with 16 features and doubles by its defaults, up to
-64; the static ones have 16, 32 and 64. Each arm has the best of three rates by its mean over the stops, found on the first text
-and seed 99. Also in the table: restarts (each width anew for its share, the best so far kept) and halving.
+Texts: a byte transformer with one block (RMSNorm, heads of 16, a squared ReLU) on the sources of the standard library, or on the
+C++ headers of torch; batches of 4 x 64 bytes. `esper.AnytimeGrowth` begins with 16 features and doubles them by its defaults to 64.
+Table: two hidden layers on letter (20,000 rows, 26 classes; needs r-cran-mlbench and `rdata`), which is seen many times, so that
+growth waits for the loss on 1,000 held-out rows; batches of 64; 32 units, up to 256. Adam at a constant rate. What counts is the
+average of the weights over about the last tenth of the compute, at 12 stops over a 30-fold range of budgets. The static networks
+have each of these widths, the same average and warm-up. Each arm has the best of three rates by its mean over the stops, found
+with seed 99 (of both texts on the first). Restarts: each width anew for its share, the best so far kept. Halving: a quarter of
+the budget is shared by all widths, the rest is for the best.
 
-Gap: bits per byte above the best static width for each stop, mean over stops (in FLOPs, and in CPU seconds by interpolation).
+Gap: bits per byte, or test error in percent, above the best static width for each stop, mean over stops; in FLOPs, and in CPU
+seconds by interpolation.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import math
 import sysconfig
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,11 +34,10 @@ from torch import Tensor, nn
 
 import esper
 from esper.leyline.intervals import t_interval
+from esper_bench.public_sets import letter_recognition
 
-LENGTH, BATCH, HEAD = 64, 4, 16
-STOPS = np.geomspace(10e9, 300e9, 12)
-WIDTHS = (16, 32, 64)
-RATES = (2e-3, 4e-3, 8e-3)
+LENGTH, HEAD = 64, 16
+RATES = (4e-3, 8e-3, 1.6e-2)
 
 
 class Block(nn.Module):
@@ -75,183 +78,243 @@ class ByteModel(nn.Module):
         return logits
 
 
+class Data(NamedTuple):
+    """Inputs and targets to train on, those that growth may look at (None: it does not look), and those of the test.
+
+    A text is one row of bytes, which are inputs and, one place further, targets.
+    """
+
+    train: tuple[Tensor, Tensor | None]
+    probe: tuple[Tensor, Tensor] | None
+    test: tuple[Tensor, Tensor]
+
+
+class Setting(NamedTuple):
+    """What is trained, in which widths, and at which compute (FLOPs) it is looked at."""
+
+    load: Callable[[], Data]
+    build: Callable[[int], nn.Module]
+    widths: tuple[int, ...]
+    stops: NDArray[np.float64]
+    batch: int
+    unit: str
+
+
 class Point(NamedTuple):
-    """A stop: FLOPs and CPU seconds of training, bits per byte of the averaged network on held-out text, its width."""
+    """A stop: FLOPs and CPU seconds of training, and the figure of the averaged network on the test (less is better)."""
 
     flops: float
     seconds: float
-    bits: float
-    width: int
+    figure: float
 
 
-def text(name: str) -> tuple[Tensor, Tensor]:
-    """Bytes below 128 for training, and every 20th block of 4,096 of them for the test."""
-    if name == "stdlib":
-        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    else:
-        files = sorted((Path(torch.__file__).parent / "include" / "ATen").rglob("*.h"))
-    raw = b"".join(file.read_bytes() for file in files)[:4_000_000]
-    blocks = (
-        torch.frombuffer(bytearray(raw[: len(raw) // 4096 * 4096]), dtype=torch.uint8)
-        .long()
-        .clamp(max=127)
-        .view(-1, 4096)
-    )
+def text(files: Sequence[Path]) -> Data:
+    """Bytes below 128; every 20th block of 4,096 of them is for the test."""
+    raw = b"".join(file.read_bytes() for file in sorted(files))[:4_000_000]
+    whole = torch.frombuffer(bytearray(raw[: len(raw) // 4096 * 4096]), dtype=torch.uint8).long().clamp(max=127)
+    blocks = whole.view(-1, 4096)
     held = torch.arange(len(blocks)) % 20 == 7
-    return blocks[~held].flatten(), blocks[held].flatten()
+    rest = blocks[held].flatten()
+    windows = rest[(torch.arange(192) * ((len(rest) - LENGTH - 1) // 192))[:, None] + torch.arange(LENGTH + 1)]
+    return Data((blocks[~held].flatten(), None), None, (windows[:, :-1], windows[:, 1:]))
 
 
-def cost(model: nn.Module) -> float:
-    """FLOPs of a step: 6 for each weight that multiplies, and for each pair of features of a position and one before it."""
-    width = model.positions.shape[-1]
-    weights = sum(
-        each.numel() for name, each in model.named_parameters() if "bytes" not in name and "positions" not in name
-    )
-    return 6.0 * (weights + LENGTH * width) * LENGTH * BATCH
+def letter() -> Data:
+    """15,000 rows to train on, 1,000 to look at, 4,000 for the test."""
+    rows, labels = letter_recognition()
+    order = np.random.default_rng(0).permutation(len(rows))
+    x = torch.tensor((rows - rows.mean(0)) / rows.std(0), dtype=torch.float32)[order]
+    y = torch.tensor(labels)[order]
+    parts = list(zip(x.split([15_000, 1000, 4000]), y.split([15_000, 1000, 4000]), strict=True))
+    return Data(*parts)
 
 
-def train(
-    data: tuple[Tensor, Tensor], width: int, most_width: int, rate: float, seed: int, stops: Sequence[float] = STOPS
-) -> list[Point]:
+def mlp(width: int) -> nn.Module:
+    """Two hidden layers."""
+    return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 26))
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "stdlib": Setting(
+        lambda: text(list(Path(sysconfig.get_path("stdlib")).glob("*.py"))),
+        ByteModel,
+        (16, 32, 64),
+        np.geomspace(10e9, 300e9, 12),
+        4,
+        "bits",
+    ),
+    "headers": Setting(
+        lambda: text(list((Path(torch.__file__).parent / "include" / "ATen").rglob("*.h"))),
+        ByteModel,
+        (16, 32, 64),
+        np.geomspace(10e9, 300e9, 12),
+        4,
+        "bits",
+    ),
+    "letter": Setting(letter, mlp, (32, 64, 128, 256), np.geomspace(3e9, 90e9, 12), 64, "% error"),
+}
+
+
+def cost(model: nn.Module, targets: int) -> float:
+    """FLOPs of a step: 6 for each weight that multiplies, and for each pair of features of a position and of those before it."""
+    weights = sum(each.numel() for name, each in model.named_parameters() if name not in ("bytes.weight", "positions"))
+    pairs = LENGTH * model.positions.shape[-1] if isinstance(model, ByteModel) else 0
+    return 6.0 * (weights + pairs) * targets
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of logits (..., K)."""
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def train(setting: Setting, data: Data, width: int, most_width: int, rate: float, seed: int) -> list[Point]:
     """Train one network, which grows up to a width; returns its stops."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed + 1000)
-    train_text, test_text = data
-    model = ByteModel(width)
+    inputs, labels = data.train
+    model = setting.build(width)
     named = dict(model.named_parameters())
-    tables = [named.pop("bytes.weight"), named.pop("positions")]
-    optimizer = torch.optim.Adam(
-        [{"params": tables, "lr": 2 * rate}, {"params": list(named.values())}], rate, (0.9, 0.98)
-    )
-    most = sum(each.numel() for each in ByteModel(most_width).parameters())
-    growth = esper.AnytimeGrowth(
-        model, optimizer, example=train_text[: 2 * LENGTH].view(2, LENGTH), most_parameters=most, seed=seed
-    )
-    window = torch.arange(LENGTH + 1)
-    test = test_text[(torch.arange(192) * ((len(test_text) - LENGTH - 1) // 192))[:, None] + window]
+    tables = [named.pop(name) for name in ("bytes.weight", "positions") if name in named]
+    groups = [{"params": tables, "lr": 2 * rate}] * bool(tables) + [{"params": list(named.values())}]
+    optimizer = torch.optim.Adam(groups, rate, (0.9, 0.98))
+    most = sum(each.numel() for each in setting.build(most_width).parameters())
+    probe = {} if data.probe is None else {"probe": [data.probe], "loss": loss}
+    example = data.test[0][:2]
+    growth = esper.AnytimeGrowth(model, optimizer, example=example, most_parameters=most, seed=seed, **probe)
     flops = seconds = 0.0
     found: list[Point] = []
-    for stop in stops:
+    for stop in setting.stops:
         begun = time.process_time()
         while flops < stop:
-            batch = train_text[torch.randint(len(train_text) - LENGTH - 1, (BATCH, 1), generator=generator) + window]
-            F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
-            flops += cost(model)
+            if labels is None:
+                at = torch.randint(len(inputs) - LENGTH - 1, (setting.batch, 1), generator=generator)
+                windows = inputs[at + torch.arange(LENGTH + 1)]
+                x, y = windows[:, :-1], windows[:, 1:]
+            else:
+                at = torch.randint(len(inputs), (setting.batch,), generator=generator)
+                x, y = inputs[at], labels[at]
+            loss(model(x), y).backward()
+            flops += cost(model, y.numel())
             optimizer.step()
             optimizer.zero_grad()
-            growth.step(batch[:, 1:])
+            growth.step(y)
         seconds += time.process_time() - begun
+        x, y = data.test
         with torch.no_grad():
-            loss = F.cross_entropy(growth.average(test[:, :-1]).flatten(0, 1), test[:, 1:].flatten())
-        found.append(Point(flops, seconds, float(loss) / math.log(2), int(model.positions.shape[-1])))
+            output = growth.average(x)
+        wrong = 100 * float((output.argmax(-1) != y).double().mean())
+        found.append(Point(flops, seconds, wrong if data.probe else float(loss(output, y)) / math.log(2)))
     return found
 
 
-def bits(points: Sequence[Point]) -> NDArray[np.float64]:
-    """(stops,) bits."""
-    return np.array([point.bits for point in points])
+def figures(points: Sequence[Point]) -> NDArray[np.float64]:
+    """(stops,) figures."""
+    return np.array([point.figure for point in points])
 
 
-def restarts(runs: Mapping[int, list[Point]]) -> NDArray[np.float64]:
-    """(stops,) bits of the best network so far, where each width begins anew when as much compute was used as by all before."""
-    shares, used = {}, 0.0
-    for number, width in enumerate(WIDTHS):
-        shares[width] = (used, STOPS[0] * 2.0 if number == 0 else 4.0 * max(used, STOPS[0]))
-        used += shares[width][1]
+def at_flops(points: Sequence[Point], flops: float) -> float:
+    """The figure at a compute, between stops by its logarithm; that of the first stop before it."""
+    return float(np.interp(math.log(flops), np.log([point.flops for point in points]), figures(points)))
+
+
+def restarts(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.float64]:
+    """(stops,) the best network so far, where each width begins anew when as much compute was used as by all before."""
+    first = float(setting.stops[0])
+    begun = {
+        width: first * (0 if number == 0 else 2.0 * 3.0 ** (number - 1)) for number, width in enumerate(setting.widths)
+    }
+    ends = [*list(begun.values())[1:], math.inf]
     best = []
-    for stop in STOPS:
-        seen = [math.inf]
-        for width, (start, length) in shares.items():
-            own = min(stop - start, length if width != WIDTHS[-1] else math.inf)
-            if own >= runs[width][0].flops:
-                seen.append(float(np.interp(math.log(own), np.log([p.flops for p in runs[width]]), bits(runs[width]))))
-        best.append(min(seen) if min(seen) < math.inf else bits(runs[WIDTHS[0]])[0])
+    for stop in setting.stops:
+        seen = [
+            at_flops(runs[width], min(stop, end) - start)
+            for (width, start), end in zip(begun.items(), ends, strict=True)
+            if min(stop, end) - start >= first
+        ]
+        best.append(min(seen))
     return np.array(best)
 
 
-def halving(runs: Mapping[int, list[Point]]) -> NDArray[np.float64]:
-    """(stops,) bits of the width that is best after a quarter of the compute was shared by all, trained on with the rest."""
+def halving(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.float64]:
+    """(stops,) the width that is best after a quarter of the compute was shared by all, trained on with the rest."""
     found = []
-    for stop in STOPS:
-        share = stop / 4 / len(WIDTHS)
-        early = {
-            w: float(np.interp(math.log(share), np.log([p.flops for p in runs[w]]), bits(runs[w]))) for w in WIDTHS
-        }
-        width = min(early, key=lambda each: early[each])
-        own = math.log(stop * 3 / 4 + share)
-        found.append(float(np.interp(own, np.log([p.flops for p in runs[width]]), bits(runs[width]))))
+    for stop in setting.stops:
+        share = stop / 4 / len(setting.widths)
+        width = min(setting.widths, key=lambda each: at_flops(runs[each], share))
+        found.append(at_flops(runs[width], stop * 3 / 4 + share))
     return np.array(found)
 
 
-def gaps(runs: Mapping[int, list[Point]], grown: Sequence[Point]) -> Iterator[tuple[str, NDArray[np.float64], float]]:
-    """Yield each arm, its (stops,) bits and its gap at equal seconds (nan where that has no meaning), one seed."""
-    arms = {"grown": grown, **{f"width {width}": runs[width] for width in WIDTHS}}
+def in_seconds(arms: Mapping[str, list[Point]]) -> dict[str, float]:
+    """Gap of each arm to the best static width at equal CPU seconds, mean over 12 of them that all arms reach."""
     low = max(points[0].seconds for points in arms.values())
     high = min(points[-1].seconds for points in arms.values())
-    at = np.geomspace(low, max(high, 1.01 * low), 12)
-    timed = {
-        arm: np.interp(np.log(at), np.log([p.seconds for p in points]), bits(points)) for arm, points in arms.items()
-    }
-    static = np.min([timed[f"width {width}"] for width in WIDTHS], 0)
-    for arm, points in arms.items():
-        yield arm, bits(points), float((timed[arm] - static).mean())
-    yield "restarts", restarts(runs), math.nan
-    yield "halving", halving(runs), math.nan
+    at = np.log(np.geomspace(low, max(high, 1.01 * low), 12))
+    timed = {arm: np.interp(at, np.log([p.seconds for p in points]), figures(points)) for arm, points in arms.items()}
+    best = np.min([found for arm, found in timed.items() if arm != "grown"], 0)
+    return {arm: float((found - best).mean()) for arm, found in timed.items()}
 
 
 def study(name: str, seeds: int, rates: Mapping[int, float]) -> dict[str, list[list[float]]]:
-    """Print the table of a text. rates: by width, and of the grown network by 0. Returns the bits of each arm and seed."""
-    data = text(name)
+    """Print the table of a setting. rates: by width, and of the grown network by 0. Returns the figures of each arm and seed."""
+    setting = SETTINGS[name]
+    data, widths = setting.load(), setting.widths
     arms: dict[str, list[NDArray[np.float64]]] = {}
     timed: dict[str, list[float]] = {}
     for seed in range(100, 100 + seeds):
-        runs = {width: train(data, width, width, rates[width], seed) for width in WIDTHS}
-        for arm, found, seconds in gaps(runs, train(data, WIDTHS[0], WIDTHS[-1], rates[0], seed)):
+        runs = {width: train(setting, data, width, width, rates[width], seed) for width in widths}
+        grown = train(setting, data, widths[0], widths[-1], rates[0], seed)
+        both = {"grown": grown, **{f"width {width}": points for width, points in runs.items()}}
+        for arm, gap in in_seconds(both).items():
+            timed.setdefault(arm, []).append(gap)
+        static = {arm: figures(points) for arm, points in both.items()}
+        for arm, found in (static | {"restarts": restarts(setting, runs), "halving": halving(setting, runs)}).items():
             arms.setdefault(arm, []).append(found)
-            timed.setdefault(arm, []).append(seconds)
-    hindsight = np.min([np.mean(arms[f"width {width}"], 0) for width in WIDTHS], 0)  # for each stop, over seeds
-    for arm, found in arms.items():
-        shown = [name, arm, *(f"{value:.3f}" for value in np.mean(found, 0)[::2])]
-        over = [float((each - hindsight).mean()) for each in found]
-        behind = [float((each - mine).mean()) for each, mine in zip(found, arms["grown"], strict=True)]
-        shown += [f"{t_interval(over):+.3f}", "" if arm == "grown" else f"{t_interval(behind):+.3f}"]
-        shown += ["" if math.isnan(timed[arm][0]) else f"{t_interval(timed[arm]):+.3f}"]
+    hindsight = np.min([np.mean(arms[f"width {width}"], 0) for width in widths], 0)  # for each stop, over seeds
+    for arm, each in arms.items():
+        shown = [f"{name}, {setting.unit}", arm, *(f"{value:.3f}" for value in np.mean(each, 0)[1::2])]
+        shown.append(f"{t_interval([float((own - hindsight).mean()) for own in each]):+.3f}")
+        behind = [float((own - mine).mean()) for own, mine in zip(each, arms["grown"], strict=True)]
+        shown.append("" if arm == "grown" else f"{t_interval(behind):+.3f}")
+        shown.append(f"{t_interval(timed[arm]):+.3f}" if arm in timed else "")
         print(f"| {' | '.join(shown)} |", flush=True)
-    return {arm: [list(map(float, each)) for each in found] for arm, found in arms.items()}
+    return {arm: [list(map(float, own)) for own in each] for arm, each in arms.items()}
+
+
+def tuned(name: str) -> dict[int, float]:
+    """The rate of each width, and of the grown network by 0, with the best mean over the stops of one seed."""
+    setting = SETTINGS[name]
+    data, rates = setting.load(), {}
+    for width in (0, *setting.widths):
+        first, last = width or setting.widths[0], width or setting.widths[-1]
+        tried = {rate: float(figures(train(setting, data, first, last, rate, 99)).mean()) for rate in RATES}
+        rates[width] = min(tried, key=lambda rate: tried[rate])
+        shown = ", ".join(f"{rate:g}: {figure:.3f}" for rate, figure in tried.items())
+        print(f"{name}, {f'width {width}' if width else 'grown'}: {shown}", flush=True)
+    return rates
 
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="stdlib, headers; both")
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"{', '.join(SETTINGS)}; all")
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--rates", type=float, nargs=4, metavar="RATE", help="of grown, 16, 32 and 64; tuned without")
-    parser.add_argument("--json", type=Path, help="writes the bits of each arm, seed and stop")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", metavar="RATE", help="of grown, and of each width; tuned without"
+    )
+    parser.add_argument("--json", type=Path, help="writes the figures of each arm, seed and stop")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if asked.rates:
-        rates = dict(zip((0, *WIDTHS), asked.rates, strict=True))
-    else:
-        data, rates = text("stdlib"), {}
-        for width in (0, *WIDTHS):
-            tried = {
-                rate: float(bits(train(data, width or WIDTHS[0], width or WIDTHS[-1], rate, 99)).mean())
-                for rate in RATES
-            }
-            rates[width] = min(tried, key=lambda rate: tried[rate])
-            print(
-                f"{'width ' + str(width) if width else 'grown'}: "
-                + ", ".join(f"{rate:g} {own:.3f}" for rate, own in tried.items()),
-                flush=True,
-            )
-    print(
-        "| text | arm |"
-        + "".join(f" {stop / 1e9:.0f} GF |" for stop in STOPS[::2])
-        + " above the best for each stop | behind grown | in seconds |"
-    )
-    print("|---|---|" + "---|" * len(STOPS[::2]) + "---|---|---|")
-    results = {name: study(name, asked.seeds, rates) for name in asked.texts or ("stdlib", "headers")}
+    results = {}
+    for name in asked.settings or SETTINGS:
+        setting = SETTINGS[name]
+        given = asked.rates and dict(zip((0, *setting.widths), asked.rates, strict=True))
+        rates = given or tuned("stdlib" if name == "headers" else name)
+        stops = [f"{stop / 1e9:.0f} GF" for stop in setting.stops[1::2]]
+        head = ["setting", "arm", *stops, "above the best for each stop", "behind grown", "in seconds"]
+        print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+        results[name] = study(name, asked.seeds, rates)
     if asked.json:
         asked.json.write_text(json.dumps(results))
 
