@@ -4,7 +4,7 @@
     python bench/scripts/study_anytime.py --seeds 2 stdlib
 
 Texts: a byte transformer with one block (RMSNorm, heads of 16, a squared ReLU) on the sources of the standard library, or on the
-C++ headers of torch; batches of 4 x 64 bytes. `esper.AnytimeGrowth` begins with 16 features and doubles them by its defaults to 64.
+C++ headers of torch; batches of 4 x 64 bytes. `esper.AnytimeGrowth` doubles 16 features by its defaults, up to 64.
 Table: two hidden layers on letter (20,000 rows, 26 classes; needs r-cran-mlbench and `rdata`), which is seen many times, so that
 growth waits for the loss on 1,000 held-out rows; batches of 64; 32 units, up to 256. Adam at a constant rate. What counts is the
 average of the weights over about the last tenth of the compute, at 12 stops over a 30-fold range of budgets. The static networks
