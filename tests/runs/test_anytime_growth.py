@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from tests.tolaria.test_widening_networks import GPT, TOKENS, Own
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import esper
 from esper.leyline.errors import InputError
@@ -128,6 +129,15 @@ def test_the_average_weighs_about_the_last_tenth_of_the_compute():
         optimizer.step()
         growth.step(1)
     assert float(growth.average[0].weight[0]) == pytest.approx(1000 * 9 / 10, rel=0.01)
+
+
+def test_a_compiled_network_is_compiled_once_for_each_size():
+    counter = CompileCounter()
+    run = model, *_, growth = made()
+    compiled = torch.compile(model, backend=counter, dynamic=False)
+    trained((compiled, *run[1:]), 0, 30)
+    assert len(growth.growths) > 0
+    assert counter.frame_count == 1 + len(growth.growths)
 
 
 def test_a_limit_and_a_loss_that_does_not_fall_keep_a_network_small_and_are_named():
