@@ -66,14 +66,10 @@ class Compute(NamedTuple):
     its planting on, whether it incubates, blends or is kept: on a stream of one width the multiplications of forward and backward
     pass are proportional to the parameters. A copy of a row in which a candidate is tried takes 1 unit a step and that of its
     seeds. Probes are not counted.
-
-    Attributes:
-        seeds ((R,) float64): of the seeds of the row
-        forks ((R,) float64): of copies of the row
     """
 
-    seeds: Floats
-    forks: Floats
+    seeds: Floats  # (R,) of the seeds of the row
+    forks: Floats  # (R,) of copies of the row
 
     @classmethod
     def none(cls, rows: int) -> "Compute":
@@ -96,34 +92,21 @@ class Compute(NamedTuple):
 
 @brief
 class PendingStep(NamedTuple):
-    """The decisions of a step that has begun, and the state before them.
+    """The decisions of a step that has begun, and the state before them."""
 
-    Attributes:
-        actions ((E,) Actions): the decisions
-        refused ((E,) int8): a `Refusal` for each
-        before ((rows,) Scores): the scores after the step before
-        decided ((rows, S) Seeds): the seeds before the decisions were carried out
-    """
-
-    actions: Actions
-    refused: NDArray[np.int8]
-    before: Scores
-    decided: Seeds
+    actions: Actions  # (E,) the decisions
+    refused: NDArray[np.int8]  # (E,) a `Refusal` for each
+    before: Scores  # (rows,) the scores after the step before
+    decided: Seeds  # (rows, S) the seeds before the decisions were carried out
 
 
 @brief
 class Contributions(NamedTuple):
-    """The last measured contribution of every seed that acts. One of a kept seed is from its trial, as it is not measured later.
+    """The last measured contribution of every seed that acts. A kept seed is not measured any more: its last is of its trial."""
 
-    Attributes:
-        metric ((E, S) Estimate): `Measurements.contribution` when it was measured last
-        loss ((E, S) Estimate): `Measurements.contribution_loss` at that time
-        age ((E, S) int32): steps since then; -1 where none was measured, or the seed is gone
-    """
-
-    metric: Estimate
-    loss: Estimate
-    age: NDArray[np.int32]
+    metric: Estimate  # (E, S) `Measurements.contribution` when it was measured last
+    loss: Estimate  # (E, S) `Measurements.contribution_loss` at that time
+    age: NDArray[np.int32]  # (E, S) steps since then; -1 where none was measured, or the seed is gone
 
     @classmethod
     def none(cls, rows: int, slots: int) -> "Contributions":

@@ -26,45 +26,26 @@ PATIENT = (Vital.RISE, Vital.COLLAPSE, Vital.FALL)
 
 
 class Signs(NamedTuple):
-    """The vital signs of every row after a step; each field is (E,).
+    """The vital signs of every row after a step; each field is (E,)."""
 
-    Attributes:
-        loss (array): loss on the probe split
-        metric (array): metric on the probe split
-        metric_se (array): standard error of the metric
-        spread (array): standard deviation of the outputs over examples, root mean square over outputs
-        train_loss (array): mean loss over the batches of the step; nan where the row was not trained
-        gradient (bool array): whether every gradient of the host and its seeds was finite
-        parameter (bool array): whether every parameter of the host and its seeds is finite
-    """
-
-    loss: Floats
-    metric: Floats
-    metric_se: Floats
-    spread: Floats
-    train_loss: Floats
-    gradient: Bools
-    parameter: Bools
+    loss: Floats  # loss on the probe split
+    metric: Floats  # metric on the probe split
+    metric_se: Floats  # standard error of the metric
+    spread: Floats  # standard deviation of the outputs over examples, root mean square over outputs
+    train_loss: Floats  # mean loss over the batches of the step; nan where the row was not trained
+    gradient: Bools  # whether every gradient of the host and its seeds was finite
+    parameter: Bools  # whether every parameter of the host and its seeds is finite
 
 
 class VitalHistory(NamedTuple):
-    """The history with which the signs of a row are compared; nan where a value is not known.
+    """The history with which the signs of a row are compared; nan where a value is not known."""
 
-    Attributes:
-        first ((E,) array): loss on the probe split before training
-        loss ((E, W) array): last training losses of healthy steps, newest first
-        best ((E,) array): best metric
-        best_se ((E,) array): standard error of the best metric
-        spread ((E,) array): largest spread
-        strikes ((E, 3) int64 array): number of consecutive steps for which each failure of `PATIENT` has lasted
-    """
-
-    first: Floats
-    loss: Floats
-    best: Floats
-    best_se: Floats
-    spread: Floats
-    strikes: NDArray[np.int64]
+    first: Floats  # (E,) loss on the probe split before training
+    loss: Floats  # (E, W) last training losses of healthy steps, newest first
+    best: Floats  # (E,) best metric
+    best_se: Floats  # (E,) standard error of the best metric
+    spread: Floats  # (E,) largest spread
+    strikes: NDArray[np.int64]  # (E, 3) number of consecutive steps for which each failure of `PATIENT` has lasted
 
     @classmethod
     def begin(cls, signs: Signs, config: GovernorConfig) -> "VitalHistory":
@@ -200,17 +181,11 @@ def preflight(
 
 
 class GovernorRecord(NamedTuple):
-    """Numbers of rollbacks and refusals, int64.
+    """Numbers of rollbacks and refusals, int64."""
 
-    Attributes:
-        rollbacks ((E,) array): rollbacks of each row in this episode
-        found ((vitals,) array): rollbacks by `Vital` since the engine was created, twins included
-        refused ((refusals,) array): refused decisions by `Refusal` since the engine was created
-    """
-
-    rollbacks: NDArray[np.int64]
-    found: NDArray[np.int64]
-    refused: NDArray[np.int64]
+    rollbacks: NDArray[np.int64]  # (E,) rollbacks of each row in this episode
+    found: NDArray[np.int64]  # (vitals,) rollbacks by `Vital` since the engine was created, twins included
+    refused: NDArray[np.int64]  # (refusals,) refused decisions by `Refusal` since the engine was created
 
     @classmethod
     def empty(cls, rows: int) -> "GovernorRecord":

@@ -11,11 +11,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Op, checked_actions
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Outcome, View
-from esper.leyline.protocols import (
-    Controller,
-    Judgement,
-    Proposed,
-)
+from esper.leyline.protocols import Controller, Judgement, Proposed
 
 Further = Callable[[View, NDArray[np.int8]], tuple[Actions, Sequence[str | None] | None] | None]
 """From a view and the `Refusal`s (E,) of the last decisions to further decisions of the step with their reasons, or None."""

@@ -24,25 +24,15 @@ Count = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A kind of seed.
+    """A kind of seed."""
 
-    Attributes:
-        name (str): name in menus and schedules
-        kind (Kind): kind of the streams that it changes
-        tap (Tap): what it reads
-        build (callable): (width read, width written) -> module that returns the change, of the shape of the stream
-        parameters (callable): (width read, width written) -> number of parameters
-        summary (str): one line for `esper blueprints`
-        causal (bool): False for a blueprint of sequences whose change at a position depends on later positions
-    """
-
-    name: str
-    kind: Kind
-    tap: Tap
-    build: Build
-    parameters: Count
-    summary: str
-    causal: bool = True
+    name: str  # name in menus and schedules
+    kind: Kind  # kind of the streams that it changes
+    tap: Tap  # what it reads
+    build: Build  # (width read, width written) -> module that returns the change, of the shape of the stream
+    parameters: Count  # (width read, width written) -> number of parameters
+    summary: str  # one line for `esper blueprints`
+    causal: bool = True  # False for a blueprint of sequences whose change at a position depends on later positions
 
     def fits(self, kind: Kind, *, causal: bool) -> bool:
         """Whether a stream can have it: it is of the stream's kind, and does not look ahead if the stream is causal."""

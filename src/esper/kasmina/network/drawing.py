@@ -28,23 +28,14 @@ READS = {
 
 
 class DrawnLine(NamedTuple):
-    """One line of a description.
+    """One line of a description."""
 
-    Attributes:
-        kind (str): input, host, seed or output
-        name (str): of the segment or submodule, or of the slot of a seed
-        what (str): its layers, or the blueprint of a seed
-        note (str): what a seed reads, its dose and its blend; empty elsewhere
-        params (int or None): its parameters; None for inputs and outputs
-        reads (Tap or None): what a seed reads; None elsewhere
-    """
-
-    kind: Literal["input", "host", "seed", "output"]
-    name: str
-    what: str
-    note: str
-    params: int | None
-    reads: Tap | None = None
+    kind: Literal["input", "host", "seed", "output"]  # input, host, seed or output
+    name: str  # of the segment or submodule, or of the slot of a seed
+    what: str  # its layers, or the blueprint of a seed
+    note: str  # what a seed reads, its dose and its blend; empty elsewhere
+    params: int | None  # its parameters; None for inputs and outputs
+    reads: Tap | None = None  # what a seed reads; None elsewhere
 
 
 def describe(network: nn.Module) -> str:

@@ -25,23 +25,14 @@ CHUNK = 4096
 
 
 class Graft(NamedTuple):
-    """A fossilized seed of one network.
+    """A fossilized seed of one network."""
 
-    Attributes:
-        after (int): index of the segment whose output it changes
-        tap (Tap): what it reads
-        blend (Blend): how its change enters the stream
-        alpha (float): the dose that it has for good
-        kind (Kind): the kind of the stream
-        blueprint (str): name of its blueprint; empty if it is not known
-    """
-
-    after: int
-    tap: Tap
-    blend: Blend
-    alpha: float
-    kind: Kind
-    blueprint: str = ""
+    after: int  # index of the segment whose output it changes
+    tap: Tap  # what it reads
+    blend: Blend  # how its change enters the stream
+    alpha: float  # the dose that it has for good
+    kind: Kind  # the kind of the stream
+    blueprint: str = ""  # name of its blueprint; empty if it is not known
 
 
 class _Scaled(nn.Module):

@@ -67,33 +67,20 @@ Calls = list[tuple[CallPlan, CallDoses]]
 
 
 class Streams(NamedTuple):
-    """What one slot reads in a pass.
+    """What one slot reads in a pass."""
 
-    Attributes:
-        here ((n, B, ...) tensor): the stream in front of any seed
-        before ((n, B, ...) tensor, or a batch with such leaves): the input of the segment in front of the slot
-        inner ((n, B, ...) tensor or None): the features inside that segment, if the host offers them and they were asked for
-    """
-
-    here: Tensor
-    before: Any
-    inner: Tensor | None
+    here: Tensor  # (n, B, ...) the stream in front of any seed
+    before: Any  # (n, B, ...) the input of the segment in front of the slot
+    inner: Tensor | None  # (n, B, ...) the features inside that segment, if the host has them and they were asked for
 
 
 class Pass(NamedTuple):
-    """The result of a forward pass.
+    """The result of a forward pass."""
 
-    Attributes:
-        output ((n, B, ...) tensor): outputs of the environments
-        branches ((X, B, ...) tensor or None): outputs of the branches, in their order
-        streams (S Streams): one for each slot, if asked for
-        proximal ((n,) tensor or None): the sum over the straight-through seeds of each environment of |c|^2 / |h|^2
-    """
-
-    output: Tensor
-    branches: Tensor | None
-    streams: tuple[Streams, ...]
-    proximal: Tensor | None
+    output: Tensor  # (n, B, ...) outputs of the environments
+    branches: Tensor | None  # (X, B, ...) outputs of the branches, in their order
+    streams: tuple[Streams, ...]  # one for each slot, if asked for
+    proximal: Tensor | None  # (n,) the sum over the straight-through seeds of each environment of |c|^2 / |h|^2
 
 
 class Body:
@@ -400,14 +387,7 @@ class Body:
         return JoinPlan(len(owners), len(joining)), JoinDoses(owners, env)
 
     def _calls(
-        self,
-        seeds: Seeds,
-        slot: int,
-        envs: Indices,
-        dose: NDArray[np.float32],
-        *,
-        frozen: bool,
-        straight: bool = False,
+        self, seeds: Seeds, slot: int, envs: Indices, dose: NDArray[np.float32], *, frozen: bool, straight: bool = False
     ) -> Calls:
         """Plan the forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
 

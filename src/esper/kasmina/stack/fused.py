@@ -72,15 +72,10 @@ class RowFloor:
 
 
 class Layers(NamedTuple):
-    """Layers that follow each other, and where their tensors lie in the list that a call is given.
+    """Layers that follow each other, and where their tensors lie in the list that a call is given."""
 
-    Attributes:
-        kinds: what each layer does: Map, ReLU or Floor
-        places: the index of each tensor of each layer; None for a bias that it does not have
-    """
-
-    kinds: tuple[Any, ...]
-    places: tuple[int | None, ...]
+    kinds: tuple[Any, ...]  # what each layer does: Map, ReLU or Floor
+    places: tuple[int | None, ...]  # the index of each tensor of each layer; None for a bias that it does not have
 
     def __call__(self, x: Tensor, given: Sequence[Tensor], fused: bool = True) -> Tensor:
         """Run the layers over x (n, B, ..., D) with stacked tensors -> (n, B, ..., O).

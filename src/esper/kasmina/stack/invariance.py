@@ -25,15 +25,10 @@ BATCHES = (3, 7, 32)
 
 
 class Sizes(NamedTuple):
-    """What is compared with a stack of all rows.
+    """What is compared with a stack of all rows."""
 
-    Attributes:
-        batches (tuple of int): examples of a batch
-        counts (tuple of int): rows of the smaller stacks, taken from the first rows and from the last
-    """
-
-    batches: tuple[int, ...]
-    counts: tuple[int, ...]
+    batches: tuple[int, ...]  # examples of a batch
+    counts: tuple[int, ...]  # rows of the smaller stacks, taken from the first rows and from the last
 
 
 EVERY_SIZE = Sizes(BATCHES, tuple(range(1, ROWS)))

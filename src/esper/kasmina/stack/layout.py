@@ -33,13 +33,10 @@ class Widths(NamedTuple):
 
     A width is 0 where there is no stream or one of another kind than the slot's. At a causal slot it is also 0 where
     the stream has another length than the slot's, because fitting it to the slot's length would look ahead.
-
-    Attributes:
-        reads ((S, K) int): the width that each blueprint would read at each slot, 0 where it does not fit
-        taps ((S, 4) int): at each slot the widths of the stream, the segment's input, the host's input, the inner features
     """
 
-    reads: Indices
+    reads: Indices  # (S, K) the width that each blueprint would read at each slot, 0 where it does not fit
+    # (S, 4) at each slot the widths of the stream, the segment's input, the host's input, the inner features
     taps: Indices
 
 

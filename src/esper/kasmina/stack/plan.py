@@ -22,16 +22,11 @@ class Branches(NamedTuple):
     """Further evaluations that leave the pass of their environment at a slot and run on from there at doses of their own.
 
     Sorted by `slot`. The computation in front of the slot is shared with the environment's own pass.
-
-    Attributes:
-        env ((X,) int): the environment of each branch
-        slot ((X,) int): the first slot whose dose differs
-        dose ((X, S) float): the dose of every slot
     """
 
-    env: Indices
-    slot: Indices
-    dose: NDArray[np.float32]
+    env: Indices  # (X,) the environment of each branch
+    slot: Indices  # (X,) the first slot whose dose differs
+    dose: NDArray[np.float32]  # (X, S) the dose of every slot
 
     @classmethod
     def at(cls, env: Indices, slot: Indices, dose: NDArray[np.float32]) -> tuple["Branches", Indices]:
@@ -46,61 +41,35 @@ class Branches(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """One form at one slot, run over some rows of a pass.
+    """One form at one slot, run over some rows of a pass."""
 
-    Attributes:
-        slot (int): index of the slot
-        form (int): index of the form among those of the slot
-        run (Run): rows of the stack
-        whole (bool): whether the rows are all of the pass, in order
-        taps (Taps): what the rows read, one or more
-        attenuated (bool): whether a row has an alpha below 1
-        blended (bool): whether a row has another blend than ADD
-        gated (bool): whether a row has blend GATE
-        detached (bool): whether no gradient flows back through what a row reads
-        frozen (bool): whether the parameters of the seeds are constants
-        straight (bool): whether the seeds incubate behind the host in the pass itself (`blending.Straight`)
-    """
-
-    slot: int
-    form: int
-    run: Run
-    whole: bool
-    taps: tuple[Tap, ...]
-    attenuated: bool
-    blended: bool
-    gated: bool
-    detached: bool
-    frozen: bool
-    straight: bool
+    slot: int  # index of the slot
+    form: int  # index of the form among those of the slot
+    run: Run  # rows of the stack
+    whole: bool  # whether the rows are all of the pass, in order
+    taps: tuple[Tap, ...]  # what the rows read, one or more
+    attenuated: bool  # whether a row has an alpha below 1
+    blended: bool  # whether a row has another blend than ADD
+    gated: bool  # whether a row has blend GATE
+    detached: bool  # whether no gradient flows back through what a row reads
+    frozen: bool  # whether the parameters of the seeds are constants
+    straight: bool  # whether the seeds incubate behind the host in the pass itself (`blending.Straight`)
 
 
 class JoinPlan(NamedTuple):
-    """The branches of a pass at one segment.
+    """The branches of a pass at one segment."""
 
-    Attributes:
-        run (Run): rows of the host for the branches that run already
-        joining (int): how many branches leave the pass behind the segment
-    """
-
-    run: Run
-    joining: int
+    run: Run  # rows of the host for the branches that run already
+    joining: int  # how many branches leave the pass behind the segment
 
 
 class Plan(NamedTuple):
-    """The structure of a pass. Passes with one plan differ only in their doses, so what is prepared for a plan serves them all.
+    """The structure of a pass. Passes with one plan differ only in their doses and share what is prepared."""
 
-    Attributes:
-        part (pair): the first environment of the pass, and one past the last
-        base (S tuples): calls of each slot for the environments themselves
-        branch (S tuples): calls of each slot for branches; empty without branches
-        joins (tuple): one for each segment; empty without branches
-    """
-
-    part: tuple[int, int]
-    base: tuple[tuple[CallPlan, ...], ...]
-    branch: tuple[tuple[CallPlan, ...], ...]
-    joins: tuple[JoinPlan, ...]
+    part: tuple[int, int]  # the first environment of the pass, and one past the last
+    base: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for the environments themselves
+    branch: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for branches; empty without branches
+    joins: tuple[JoinPlan, ...]  # one for each segment; empty without branches
 
     @property
     def bare(self) -> bool:
@@ -109,55 +78,32 @@ class Plan(NamedTuple):
 
 
 class CallDoses(NamedTuple):
-    """The tensors that vary in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream.
+    """The tensors that vary in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream."""
 
-    Attributes:
-        rows ((n,) int or None): rows of the stack; None if they are contiguous
-        where ((n,) tensor or None): rows of the pass; None if they are all of them, in order
-        places ((n,) int): the same on the host
-        tap (mapping): for every tap of the plan but the first, a bool column: the rows that read it
-        alpha (column or None): None if it is 1 in every row
-        blend (column or None): None if every row is ADD
-        attached (column or None): bool, rows through whose input a gradient flows back; None if all are
-    """
-
-    rows: Indices | None
-    where: Tensor | None
-    places: Indices
-    tap: dict[Tap, Tensor]
-    alpha: Tensor | None
-    blend: Tensor | None
-    attached: Tensor | None
+    rows: Indices | None  # (n,) rows of the stack; None if they are contiguous
+    where: Tensor | None  # (n,) rows of the pass; None if they are all of them, in order
+    places: Indices  # (n,) the same on the host
+    tap: dict[Tap, Tensor]  # for every tap of the plan but the first, a bool column: the rows that read it
+    alpha: Tensor | None  # None if it is 1 in every row
+    blend: Tensor | None  # None if every row is ADD
+    attached: Tensor | None  # bool, rows through whose input a gradient flows back; None if all are
 
 
 class JoinDoses(NamedTuple):
-    """The tensors that vary in a join.
+    """The tensors that vary in a join."""
 
-    Attributes:
-        rows ((n,) int or None): rows of the host for the branches that run already; None if they are contiguous
-        env ((m,) tensor or None): rows of the pass that the joining branches leave; None if none joins
-    """
-
-    rows: Indices | None
-    env: Tensor | None
+    rows: Indices | None  # (n,) rows of the host for the branches that run already; None if they are contiguous
+    env: Tensor | None  # (m,) rows of the pass that the joining branches leave; None if none joins
 
 
 class Doses(NamedTuple):
-    """The tensors that vary within a plan; the tuples are those of `Plan`.
+    """The tensors that vary within a plan; the tuples are those of `Plan`."""
 
-    Attributes:
-        base (S tuples): doses of the calls for the environments themselves
-        branch (S tuples): doses of the calls for branches
-        joins (tuple): doses of the joins
-        origin ((X,) tensor or None): the row of the pass that each branch leaves
-        owners ((X,) int): the same on the host
-    """
-
-    base: tuple[tuple[CallDoses, ...], ...]
-    branch: tuple[tuple[CallDoses, ...], ...]
-    joins: tuple[JoinDoses, ...]
-    origin: Tensor | None
-    owners: Indices
+    base: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for the environments themselves
+    branch: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for branches
+    joins: tuple[JoinDoses, ...]  # doses of the joins
+    origin: Tensor | None  # (X,) the row of the pass that each branch leaves
+    owners: Indices  # (X,) the same on the host
 
 
 class Route(NamedTuple):

@@ -86,20 +86,13 @@ kernel may depend on the alignment of its operands, and a row must not depend on
 
 
 class ParameterPlace(NamedTuple):
-    """The place of one parameter of the module in a row.
+    """The place of one parameter of the module in a row."""
 
-    Attributes:
-        name (str): its name in the module
-        shape (torch.Size): its shape
-        start (int): index of its first number in a row
-        stop (int): one past the index of its last number
-        owners (tuple): the submodules that have it, each with its name there; several if they share the parameter
-    """
-
-    name: str
-    shape: torch.Size
-    start: int
-    stop: int
+    name: str  # its name in the module
+    shape: torch.Size  # its shape
+    start: int  # index of its first number in a row
+    stop: int  # one past the index of its last number
+    # the submodules that have it, each with its name there; several if they share the parameter
     owners: tuple[tuple[nn.Module, str], ...]
 
     def of(self, rows: Tensor) -> Tensor:

@@ -28,15 +28,10 @@ _LARGEST = 2**19  # characters of JSON
 
 
 class Column(NamedTuple):
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-        name (str): name of the feature that the column came from
-        values ((N,) array): entries of the column
-    """
-
-    name: str
-    values: NDArray[Any]
+    name: str  # name of the feature that the column came from
+    values: NDArray[Any]  # (N,) entries of the column
 
 
 class _Step(BaseModel):
@@ -170,17 +165,11 @@ for _model in (StepsInOrder, Part, Parts):
 
 
 class Preprocess(_Step):
-    """What a fitted transformer does with raw features.
+    """What a fitted transformer does with raw features."""
 
-    Attributes:
-        names (names or None): columns of the frame that it was fitted on; None if that had no names
-        count (int): number of those columns
-        step (Step): what it does with them
-    """
-
-    names: list[str] | None
-    count: Annotated[int, Field(ge=1, le=_LARGEST)]
-    step: Step
+    names: list[str] | None  # columns of the frame that it was fitted on; None if that had no names
+    count: Annotated[int, Field(ge=1, le=_LARGEST)]  # number of those columns
+    step: Step  # what it does with them
 
     def apply(self, x: Any, what: str = "x") -> NDArray[np.float64]:
         """Transform raw features (N, columns), a frame, an array or a list of rows, to numbers (N, F).

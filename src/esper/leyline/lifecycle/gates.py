@@ -10,31 +10,19 @@ from esper.leyline.lifecycle.view import Bools, Floats, Measurements, Seeds
 
 
 class Check(NamedTuple):
-    """One condition of a gate.
+    """One condition of a gate."""
 
-    Attributes:
-        name (str): name of the condition
-        margin ((E, S) float64): positive if the condition holds; nan, which fails, if nothing was measured
-        value ((E, S) float64): the measured quantity
-        failure (str): sentence for a value that fails: the value as {value}, the bound, and its config key
-    """
-
-    name: str
-    margin: Floats
-    value: Floats
-    failure: str
+    name: str  # name of the condition
+    margin: Floats  # (E, S) positive if the condition holds; nan, which fails, if nothing was measured
+    value: Floats  # (E, S) the measured quantity
+    failure: str  # sentence for a value that fails: the value as {value}, the bound, and its config key
 
 
 class Gate(NamedTuple):
-    """Named checks that must all pass, for every slot of every environment at once.
+    """Named checks that must all pass, for every slot of every environment at once."""
 
-    Attributes:
-        stage (Stage): the gate applies to seeds in this stage
-        checks (tuple of Checks): the conditions
-    """
-
-    stage: Stage
-    checks: tuple[Check, ...]
+    stage: Stage  # the gate applies to seeds in this stage
+    checks: tuple[Check, ...]  # the conditions
 
     def passed(self) -> Bools:
         """Return (E, S): whether every margin is positive. An absent measurement, nan, does not pass."""
@@ -54,15 +42,10 @@ class Gate(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`.
+    """The gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`."""
 
-    Attributes:
-        advance (Gate): G2, from TRAINING to BLENDING
-        fossilize (Gate): G5, from HOLDING to FOSSILIZED
-    """
-
-    advance: Gate
-    fossilize: Gate
+    advance: Gate  # G2, from TRAINING to BLENDING
+    fossilize: Gate  # G5, from HOLDING to FOSSILIZED
 
 
 def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gates:
@@ -99,11 +82,7 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
         ),
         Gate(
             Stage.HOLDING,
-            (
-                held,
-                _bound("contribution", brought, config.contribution_z, config.min_contribution, keys),
-                *certified,
-            ),
+            (held, _bound("contribution", brought, config.contribution_z, config.min_contribution, keys), *certified),
         ),
     )
 

@@ -29,14 +29,8 @@ class Site:
 
 
 class Taps(NamedTuple, Generic[Flow]):
-    """What a seed at a site can read.
+    """What a seed at a site can read."""
 
-    Attributes:
-        here (Flow): the output of the submodule `Site.after`
-        before (Flow): the input of the submodule `Site.around`
-        input (Flow): the input of the network
-    """
-
-    here: Flow
-    before: Flow
-    input: Flow
+    here: Flow  # the output of the submodule `Site.after`
+    before: Flow  # the input of the submodule `Site.around`
+    input: Flow  # the input of the network

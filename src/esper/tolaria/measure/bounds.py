@@ -16,15 +16,10 @@ AT_ONCE = 2**24
 
 
 class Bounds(NamedTuple):
-    """The range of a metric on one split; nan where a value is not finite, or the objective takes no such prediction.
+    """The range of a metric on one split; nan where a value is not finite, or the objective takes no such prediction."""
 
-    Attributes:
-        floor (float): metric of the best constant prediction: the shares of the classes at each position, or the mean target
-        ceiling (float): metric of the perfect prediction
-    """
-
-    floor: float
-    ceiling: float
+    floor: float  # metric of the best constant prediction: shares of the classes at each position, or the mean target
+    ceiling: float  # metric of the perfect prediction
 
 
 def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -> Bounds:

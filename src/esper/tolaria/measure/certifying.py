@@ -79,19 +79,13 @@ def chance(z: Floats, level: Floats | float) -> Floats:
 
 @brief
 class Certificates(NamedTuple):
-    """The verdicts on the seeds on trial, and the budgets of the rows.
+    """The verdicts on the seeds on trial, and the budgets of the rows."""
 
-    Attributes:
-        level ((R, S) float64): level at which a seed on trial was certified; 0 if its looks refused it; nan before the first look
-        again ((R, S) int64): age in HOLDING from which a seed is looked at again [steps]
-        group ((R,) int64): the budget of each row; rows that share fresh examples have the same one
-        budget ((G,) float64): b, what is left of alpha
-    """
-
+    # (R, S) level at which a seed on trial was certified; 0 if its looks refused it; nan before the first look
     level: Floats
-    again: NDArray[np.int64]
-    group: NDArray[np.int64]
-    budget: Floats
+    again: NDArray[np.int64]  # (R, S) age in HOLDING from which a seed is looked at again [steps]
+    group: NDArray[np.int64]  # (R,) the budget of each row; rows that share fresh examples have the same one
+    budget: Floats  # (G,) b, what is left of alpha
 
     @classmethod
     def none(cls, group: NDArray[np.int64], slots: int, alpha: float) -> "Certificates":

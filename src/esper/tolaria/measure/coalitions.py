@@ -158,18 +158,13 @@ class Attribution(NamedTuple):
     """The attribution of each live seed of a population, float64; nan where the slot holds no live seed.
 
     With at most COMPLETE live seeds every coalition is evaluated. With more, coalitions are sampled.
-
-    Attributes:
-        shapley (Estimate, (rows, S)): Shapley values; the standard error is 0 where every coalition was evaluated
-        half_width ((rows, S) array): half width of the 95 % interval of the Shapley value; 0 where every coalition was evaluated
-        banzhaf ((rows, S) array): Banzhaf values; nan where coalitions were sampled
-        interaction ((rows, S, S) array): interaction of each pair; nan where coalitions were sampled
     """
 
-    shapley: Estimate
+    shapley: Estimate  # (rows, S) Shapley values; the standard error is 0 where every coalition was evaluated
+    # (rows, S) half width of the 95 % interval of the Shapley value; 0 where every coalition was evaluated
     half_width: Floats
-    banzhaf: Floats
-    interaction: Floats
+    banzhaf: Floats  # (rows, S) Banzhaf values; nan where coalitions were sampled
+    interaction: Floats  # (rows, S, S) interaction of each pair; nan where coalitions were sampled
 
 
 def attribute(values: CoalitionValues, pairs: int, *, loss: bool = False) -> Attribution:

@@ -14,27 +14,16 @@ from esper.tolaria.population import ParameterNorms, Population, ProbeRequest
 
 
 class StepMeasurements(NamedTuple):
-    """The results of `measure`. A network as exported contains the fossilized seeds only.
+    """The results of `measure`. A network as exported contains the fossilized seeds only."""
 
-    Attributes:
-        measurements (Measurements): what a controller sees
-        scores (Scores): scores of the networks on the probe split
-        exported (Scores or None): scores of the networks as exported; None before the end of an episode
-        coalitions (CoalitionValues or None): values of coalitions; None if attribution was not due
-        signs (Signs): vital signs
-        data ((E,) bool array or None): whether the data of a row are finite; None if it was not asked for
-        validation (Scores or None): scores of the networks as exported on the validation split; None if not asked for
-        parameter_norms (ParameterNorms or None): gradient norms of each parameter; None if not asked for
-    """
-
-    measurements: Measurements
-    scores: Scores
-    exported: Scores | None
-    coalitions: CoalitionValues | None
-    signs: Signs
-    data: Bools | None = None
-    validation: Scores | None = None
-    parameter_norms: ParameterNorms | None = None
+    measurements: Measurements  # what a controller sees
+    scores: Scores  # scores of the networks on the probe split
+    exported: Scores | None  # scores of the networks as exported; None before the end of an episode
+    coalitions: CoalitionValues | None  # values of coalitions; None if attribution was not due
+    signs: Signs  # vital signs
+    data: Bools | None = None  # (E,) whether the data of a row are finite; None if it was not asked for
+    validation: Scores | None = None  # of the networks as exported on the validation split; None if not asked for
+    parameter_norms: ParameterNorms | None = None  # gradient norms of each parameter; None if not asked for
 
     def replaced(self, other: "StepMeasurements", rows: Bools) -> "StepMeasurements":
         """Return the results, with those of `other` in the rows that are marked in `rows` (E,), which have no unfinished seed."""

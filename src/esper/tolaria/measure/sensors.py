@@ -86,35 +86,21 @@ magnitude, and only the held-out ones can be negative."""
 
 
 class Sample(NamedTuple):
-    """The activations at one slot for some examples.
+    """The activations at one slot for some examples."""
 
-    Attributes:
-        stream ((E, N, D) tensor): stream at the slot, before any seed
-        before ((E, N, Db) tensor): input of the segment before the slot
-        input ((E, N, Di) tensor): input of the host
-        inner ((E, N, R) tensor or None): inner features of that segment; None where the host does not provide them
-        gradient ((E, N, D) tensor or None): gradient of each example's loss with respect to the stream; None if not taken
-        real ((E, N) bool tensor or None): False for padding; None where every example is real
-    """
-
-    stream: Tensor
-    before: Tensor
-    input: Tensor
-    inner: Tensor | None
-    gradient: Tensor | None
-    real: Tensor | None
+    stream: Tensor  # (E, N, D) stream at the slot, before any seed
+    before: Tensor  # (E, N, Db) input of the segment before the slot
+    input: Tensor  # (E, N, Di) input of the host
+    inner: Tensor | None  # (E, N, R) inner features of that segment; None where the host does not provide them
+    gradient: Tensor | None  # (E, N, D) gradient of each example's loss with respect to the stream; None if not taken
+    real: Tensor | None  # (E, N) bool, False for padding; None where every example is real
 
 
 class IntactStreams(NamedTuple):
-    """What flows at one slot of the intact networks for the fitted examples; 0 for padding, nan in rows without one.
+    """What flows at one slot of the intact networks for the fitted examples; 0 for padding, nan in rows without one."""
 
-    Attributes:
-        stream ((E, N, D) tensor): stream at the slot
-        before ((E, N, Db) tensor): input of the segment before the slot
-    """
-
-    stream: Tensor
-    before: Tensor
+    stream: Tensor  # (E, N, D) stream at the slot
+    before: Tensor  # (E, N, Db) input of the segment before the slot
 
 
 class TrueWidths(NamedTuple):

@@ -47,19 +47,13 @@ _TENSOR = object()
 
 
 class CompiledInputs(NamedTuple):
-    """What a pass over some stacks takes, as a list of tensors and what puts them together again.
+    """What a pass over some stacks takes, as a list of tensors and what puts them together again."""
 
-    Attributes:
-        tensors: values and buffers of the stacks, outputs that rows do not have, then the tensors of the arguments
-        tree: the structure of all
-        rest: for every leaf of the structure, the leaf if it is no tensor
-        state: how many of the tensors come from the body
-    """
-
+    # values and buffers of the stacks, outputs that rows do not have, then the tensors of the arguments
     tensors: list[Tensor]
-    tree: pytree.TreeSpec
-    rest: tuple[Any, ...]
-    state: int
+    tree: pytree.TreeSpec  # the structure of all
+    rest: tuple[Any, ...]  # for every leaf of the structure, the leaf if it is no tensor
+    state: int  # how many of the tensors come from the body
 
     @classmethod
     def of(cls, body: Body, stacks: Sequence[Stack], *arguments: Any) -> "CompiledInputs":

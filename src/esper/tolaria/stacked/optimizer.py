@@ -248,15 +248,10 @@ class RowGroup(NamedTuple):
 
 
 class SkippedUpdates(NamedTuple):
-    """The updates of a step that were skipped, because gradients of the row overflowed in float16; on the device.
+    """The updates of a step that were skipped, because gradients of the row overflowed in float16; on the device."""
 
-    Attributes:
-        updates ((E,) float32): how many
-        lost ((E,) bool): whether gradients overflowed at a scale of at most 1, which no smaller scale mends
-    """
-
-    updates: Tensor
-    lost: Tensor
+    updates: Tensor  # (E,) float32 how many
+    lost: Tensor  # (E,) bool whether gradients overflowed at a scale of at most 1, which no smaller scale mends
 
 
 class StepUpdates:
