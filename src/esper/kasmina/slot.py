@@ -63,7 +63,6 @@ class DifferentiableFunction(torch.autograd.Function):
 
     @classmethod
     def of(cls, *inputs: Any) -> Tensor:
-        """Apply the function."""
         # torch.compile cannot trace a function that has a `jvp`
         rule = cls if torch.compiler.is_dynamo_compiling() else _with_jvp(cls)
         output: Tensor = rule.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -89,7 +88,6 @@ class Straight(DifferentiableFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save the rows."""
         ctx.save_for_backward(inputs[2])
         ctx.save_for_forward(inputs[2])
 
@@ -115,7 +113,6 @@ class Proximal(DifferentiableFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save the inputs."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod

@@ -80,7 +80,6 @@ def digest_of(content: bytes) -> str:
 
 
 def _append(folder: Path, entry: RunChange) -> None:
-    """Add an entry, unless the last one is the same."""
     known = _read(folder)
     if not known or msgspec.structs.replace(known[-1], time=entry.time) != entry:
         write_atomic(folder / CHANGES, to_json(msgspec.to_builtins([*known, entry])))

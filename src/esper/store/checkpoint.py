@@ -298,7 +298,6 @@ def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
 
 
 def _name(number: int) -> str:
-    """The name of the folder of the checkpoint after `number` steps."""
     return f"step-{number:06d}"
 
 
@@ -309,7 +308,6 @@ def _names(folder: Path) -> list[str]:
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
-    """sha256 of the content of state.json without the checksum."""
     return _sha256(json.dumps(facts, sort_keys=True).encode())
 
 

@@ -38,7 +38,6 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock."""
         return self._lock.is_locked
 
     def take(self) -> None:
@@ -68,7 +67,6 @@ class Lock:
             self.note(f"{_who(left)} was killed and left its lock behind; the lock is taken over")
 
     def release(self) -> None:
-        """Remove the lock if this process holds it."""
         if self._lock.is_locked:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.path), os.fstat(self._descriptors[-1])):

@@ -53,7 +53,6 @@ class EarlyStopping:
 
     @property
     def over(self) -> bool:
-        """Whether every row has stopped."""
         return bool((self.stopped[: self._real] >= 0).all())
 
     def begin(self, seeds: Seeds, score: Floats) -> None:

@@ -73,7 +73,6 @@ class Compute(NamedTuple):
 
     @classmethod
     def none(cls, rows: int) -> "Compute":
-        """No compute."""
         return cls(np.zeros(rows), np.zeros(rows))
 
     def after(self, added: NDArray[np.int64], host: NDArray[np.int64], forks: Floats | None) -> "Compute":
@@ -81,7 +80,6 @@ class Compute(NamedTuple):
         return Compute(self.seeds + added / host, self.forks if forks is None else self.forks + forks)
 
     def share(self, steps: int) -> Floats:
-        """Return (R,) the units as a share of those that the host takes in an episode of so many steps."""
         return (self.seeds + self.forks) / steps
 
     def price(self, config: Config) -> Floats:
@@ -110,7 +108,6 @@ class Contributions(NamedTuple):
 
     @classmethod
     def none(cls, rows: int, slots: int) -> "Contributions":
-        """No contributions, for the start of an episode."""
         return cls(Estimate.absent(rows, slots), Estimate.absent(rows, slots), np.full((rows, slots), -1, np.int32))
 
     def after(self, stage: NDArray[np.int8], measured: Measurements) -> "Contributions":
@@ -522,7 +519,6 @@ class Engine(Generic[P]):
         return measured, found
 
     def _accept(self, measured: StepMeasurements) -> None:
-        """Make measurements part of the state."""
         state = self.state
         state.measurements, state.scores = measured.measurements, measured.scores
         if measured.coalitions is not None:

@@ -49,7 +49,6 @@ class VitalHistory(NamedTuple):
 
     @classmethod
     def begin(cls, signs: Signs, config: GovernorConfig) -> "VitalHistory":
-        """Return the history of newly initialised networks."""
         rows = len(signs.loss)
         nothing = np.full(rows, np.nan)
         empty = cls(
@@ -189,11 +188,9 @@ class GovernorRecord(NamedTuple):
 
     @classmethod
     def empty(cls, rows: int) -> "GovernorRecord":
-        """Return a record of zeros."""
         return cls(np.zeros(rows, np.int64), np.zeros(len(Vital), np.int64), np.zeros(len(Refusal), np.int64))
 
     def counts(self) -> Counts:
-        """Return the totals by reason, without reasons that did not occur."""
         return {"rollbacks": _by_name(self.found, Vital), "refused": _by_name(self.refused, Refusal)}
 
 
@@ -248,7 +245,6 @@ class Governor:
         self.keeper.take(seeds, well | (found != Vital.GOOD), step)
 
     def count(self, refused: Verdicts) -> None:
-        """Add the refusals of a step to the record."""
         np.add.at(self.record.refused, refused[self._real], 1)
 
     def state(self, step: int) -> dict[str, Any]:

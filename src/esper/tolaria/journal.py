@@ -90,7 +90,6 @@ class Journal(Observer):
         return True
 
     def stepped(self, step: Step) -> None:
-        """Write the rows of a step."""
         hub, engine, outcome, view = self.hub, self.engine, step.outcome, step.after
         trace, config = engine.trace, engine.config
         assert trace is not None, "a step must be played before its rows are written"
@@ -113,7 +112,6 @@ class Journal(Observer):
             self.close(outcome.exported, view.seeds)
 
     def _measured_rows(self, step: Step, trace: Trace, full: bool) -> Iterable[PlayedRow]:
-        """Yield the rows that every step has, and those that are due after so many steps."""
         outcome, view, config = step.outcome, step.after, self.engine.config
         measured, envs, number = view.measurements, len(view.host_params), outcome.step + 1
         place: dict[str, Any] = {"episode": outcome.episode, "step": outcome.step}

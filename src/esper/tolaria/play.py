@@ -91,7 +91,6 @@ class Until(Observer):
         self.stopped = False
 
     def going(self, view: View) -> bool:
-        """Return False if the function asks to end."""
         self.stopped = self._asked()
         return not self.stopped
 

@@ -47,7 +47,6 @@ class _Feed:
 
     @property
     def now(self) -> bool:
-        """Whether the current batch is the one with the fault."""
         return self.served == self._at
 
 

@@ -48,14 +48,12 @@ class Reads(TorchDispatchMode):
         self.reads: list[Read] = []
 
     def note(self, what: str) -> None:
-        """Record a read at the present line."""
         frames = traceback.extract_stack()
         ours = [frame for frame in frames if frame.filename.startswith(HOME) and frame.filename != __file__]
         site = f"{ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].name}" if ours else "?"
         self.reads.append(Read(what, site))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and record it if it reads."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name in OPERATORS:
             self.note(name)

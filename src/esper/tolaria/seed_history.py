@@ -107,16 +107,13 @@ class SeedHistory:
             self.bases = {key: basis for key, basis in self.bases.items() if key[0] != env}
 
     def lists(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the three lists, as in the summary."""
         return {"plantings": self.plantings, "keeps": self.keeps, "prunes": self.prunes}
 
     def state(self) -> dict[str, Any]:
-        """Return the lists and the bases, as plain values."""
         unlisted = {"unlisted": dict(self.unlisted)} if any(self.unlisted.values()) else {}
         return {**self.lists(), "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()], **unlisted}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
         self.plantings, self.keeps, self.prunes = (
             [dict(entry) for entry in state[name]] for name in ("plantings", "keeps", "prunes")
         )
@@ -133,7 +130,6 @@ class SeedHistory:
 
 
 def _entry(env: int, slot: int, seeds: Seeds, space: Space, step: int, reason: str) -> dict[str, Any]:
-    """Return an entry of a list. The seed is part of `seeds`."""
     blueprint = space.blueprints[int(seeds.blueprint[env, slot])].name
     return {"env": env, "slot": space.slots[slot], "blueprint": blueprint, "step": step, "reason": reason}
 

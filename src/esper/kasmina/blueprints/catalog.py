@@ -232,7 +232,6 @@ def _check_causal(entry: Blueprint, module: nn.Module, u: Tensor) -> None:
 
 
 def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Tensor:
-    """Return the change of a newly built seed after one step of gradient descent."""
     grown = copy.deepcopy(module)
     ((grown(u) - pull) ** 2).mean().backward()
     torch.optim.SGD(grown.parameters(), lr=rate).step()
@@ -315,7 +314,6 @@ for _k in (2, 8):
 
 
 def _ends(kind: Kind, full: Build, what: str, sparse: Callable[[int, int, int], nn.Module], rows: int = 8) -> None:
-    """Register the seeds for both ends of a network."""
     most = f"{rows} rows of %s, those with the largest gradient"
     for name, build, parameters, summary in (
         ("full-head", full, lambda r, w: r * w + w, what),

@@ -49,7 +49,6 @@ class Norm(nn.Module):
         self.shift = nn.Parameter(torch.zeros(width, 1, 1))
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
         variance, mean = torch.var_mean(u, (1, 2, 3), correction=0, keepdim=True)
         delta: Tensor = (u - mean) * torch.rsqrt(variance + self.eps) * self.scale + self.shift
         return delta
@@ -72,7 +71,6 @@ class SqueezeExcite(nn.Module):
         self.out = zero_linear(hidden, width)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
         factor = self.out(torch.relu(self.inner(u.mean((2, 3)))))
         delta: Tensor = u * factor[:, :, None, None]
         return delta

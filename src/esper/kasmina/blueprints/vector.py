@@ -25,7 +25,6 @@ class Affine(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, width))
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, D) -> (B, D)."""
         delta: Tensor = u * self.scale + self.shift
         return delta
 
@@ -41,7 +40,6 @@ class LinearMap(nn.Module):
         self.out = zero_linear(reads, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
         delta: Tensor = self.out(u)
         return delta
 
@@ -60,7 +58,6 @@ class LowRank(nn.Module):
         self.out = zero_linear(rank, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
         delta: Tensor = self.out(self.inner(u))
         return delta
 
@@ -83,7 +80,6 @@ class Factored(nn.Module):
         nn.init.zeros_(self.out.weight)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
         delta: Tensor = self.out(self.inner(u))
         return delta
 
@@ -107,7 +103,6 @@ class MLPSeed(nn.Module):
         self.out = zero_linear(hidden, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
         delta: Tensor = self.out(torch.relu(self.inner(u)))
         return delta
 
@@ -125,7 +120,6 @@ class Gated(nn.Module):
         self.out = zero_linear(reads, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
         delta: Tensor = self.out(u) * sigmoid(self.gate(u))
         return delta
 
@@ -196,7 +190,6 @@ class SparseHead(ChosenOutputs):
     """delta_o = a_o u + b_o for k chosen outputs o, and 0 for the others: k rows of `LinearMap`, as a last layer has rows."""
 
     def read(self, u: Tensor) -> Tensor:
-        """u itself."""
         return u
 
 

@@ -190,7 +190,6 @@ def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch
 
 
 def _dtypes(topology: Mapping[str, Any]) -> list[torch.dtype]:
-    """Return the dtype of each tensor of an example."""
     example = topology["example"]
     names = list(example.values()) if isinstance(example, dict) else example if isinstance(example, list) else [example]
     return [getattr(torch, name) for name in names]

@@ -48,7 +48,6 @@ class _Scaled(nn.Module):
 
     @property
     def scaling(self) -> Scaling:
-        """The mean and the deviation, on the device that they are on."""
         return Scaling(self.mean, self.deviation)
 
 
@@ -56,7 +55,6 @@ class Standardize(_Scaled):
     """(x - mean) / deviation of examples x (B, ...) of any dtype, in the dtype of its buffers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...)."""
         return self.scaling.read(x)
 
 
@@ -64,7 +62,6 @@ class Restore(_Scaled):
     """z * deviation + mean of outputs z (B, ...), whose mean and deviation have the shape of one example's y."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...)."""
         return self.scaling.restore(z)
 
 
@@ -169,7 +166,6 @@ class GrownNetwork(nn.Module):
 
 
 def _piece(examples: Batch, start: int, device: torch.device) -> Batch:
-    """Return at most `CHUNK` examples from index `start` on, on a device."""
     piece: Batch = map_leaves(lambda leaf: leaf[start : start + CHUNK].to(device), examples)
     return piece
 
@@ -196,7 +192,6 @@ class GraftedSegments(nn.Module):
         self.grafts = tuple(grafts)
 
     def forward(self, x: Tensor | None = None, /, *others: Tensor, **named: Tensor) -> Tensor:
-        """Leaves (B, ...) -> (B, ...)."""
         batch = batch_of(() if x is None else (x, *others), named)
         return run_segments(batch, self.segments, self.seeds, self.grafts)
 
@@ -215,7 +210,6 @@ class RegrownHost:
         self.target_scaling = _scaling(network.restore)  # of the targets that the host returns; None if they are raw
 
     def __call__(self) -> SegmentedHost:
-        """Make a host with weights of its own, equal to those of the network."""
         return copy.deepcopy(self._host)
 
     @property
@@ -235,7 +229,6 @@ class Ungrown:
         self._host.stacks, self._host.draws = network.stacks, network.draws
 
     def __call__(self) -> SegmentedHost:
-        """Make a host with weights of its own, equal to the weights that the host had when its growth ended."""
         return copy.deepcopy(self._host)
 
 

@@ -71,7 +71,6 @@ class _SavedSeed(_Saved):
 
     @property
     def planted_at(self) -> Site:
-        """The site of the seed."""
         return Site(self.site, self.after, self.around, STREAMS[self.kind](self.width), self.causal)
 
 

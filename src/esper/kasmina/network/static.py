@@ -47,7 +47,6 @@ class Skip(nn.Module):
         self.stacks = bool(getattr(inner, "stacks", False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...), or (E, B, ...) -> (E, B, ...) where the segment stacks."""
         y: Tensor = x + self.inner(x)
         return y
 
@@ -60,7 +59,6 @@ class Skipped:
     places: tuple[int, ...]  # indices of the segments
 
     def __call__(self) -> SegmentedHost:
-        """Return a newly initialised host."""
         host = self.host()
         assert isinstance(host, SegmentedHost)
         segments = [Skip(part) if k in self.places else part for k, part in enumerate(host.segments)]
@@ -159,7 +157,6 @@ class WidenedHosts:
     widths: tuple[int, ...]  # outputs of every layer with weights, in order
 
     def __call__(self) -> SegmentedHost:
-        """Return a newly initialised host."""
         host = self.host()
         assert isinstance(host, SegmentedHost)
         chain = _chain(host)

@@ -190,7 +190,6 @@ class Body:
             self.envs[slot, form] = envs[order]
 
     def clear(self) -> None:
-        """Free every seed."""
         self.envs = {at: np.zeros(0, np.int64) for at in self.envs}
 
     def state(self) -> dict[str, Any]:
@@ -366,7 +365,6 @@ class Body:
         return [slice(row, row + 1) for row in range(capacity)]
 
     def train(self, mode: bool) -> None:
-        """Set every module to training or evaluation mode."""
         self.host.train(mode)
         for stack in self.stacks.values():
             stack.train(mode)
@@ -457,7 +455,6 @@ class Body:
         return chain if fused and len(parts) < len(own.paths) else own
 
     def _make_room(self, at: tuple[int, int], capacity: int) -> None:
-        """Make an empty stack for a form at a slot."""
         options = self._options
         if self.by_row and self.slots[at[0]].kind == Kind.MAP:
             options = {**options, "mapping": "loop"}
@@ -543,7 +540,6 @@ class _Running:
         self.proximal: Tensor | None = None
 
     def call(self, path: str, flow: _Flow) -> _Flow:
-        """Run a segment of the hosts."""
         host = self.body.host
         segment = self.body.segment_of.get(path, 0)  # merged segments draw nothing and have no branches
         base = self.run(host, flow.base, self.part, part=path, frozen=self.frozen, keys=place_keys(self.keys, segment))
@@ -585,7 +581,6 @@ class _Running:
         return _Flow(h, extra)
 
     def _grown(self, plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
-        """Return the stream behind the seeds of one call."""
         stream, h = self.body.layout.streams[plan.slot], sources[Tap.HERE]
         first, *others = plan.taps
         u = stream.fitted(select_rows(sources[first], doses.where), h)
@@ -636,7 +631,6 @@ class Recomputed:
         self._tried: WeakKeyDictionary[Stack, set[str]] = WeakKeyDictionary()
 
     def __call__(self, stack: Stack, x: Batch, rows: Rows, *, part: str, **options: Any) -> Tensor:
-        """Run a part of a stack; the arguments are those of `Stack.__call__`."""
         tried = self._tried.setdefault(stack, set())
         if part not in tried:
             # Both calls must store the same tensors, so what vmap cannot map has to be found out before the first of them.

@@ -21,7 +21,6 @@ class RowMap:
 
     @staticmethod
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute x W^T + b."""
         return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
     run_own = run
@@ -30,7 +29,6 @@ class RowMap:
     def back(
         dy: Tensor, x: Tensor, y: Tensor, needed: Needed, weight: Tensor, bias: Tensor | None
     ) -> list[Tensor | None]:
-        """Return the gradients of x, weight and bias."""
         ahead, own, offset = needed
         return [
             torch.bmm(dy, weight) if ahead else None,
@@ -48,7 +46,6 @@ class ReLU:
 
     @staticmethod
     def back(dy: Tensor, x: Tensor, y: Tensor, needed: Needed) -> list[Tensor | None]:
-        """Return the gradient of x."""
         return [torch.ops.aten.threshold_backward(dy, y, 0)]
 
 
@@ -59,7 +56,6 @@ class RowFloor:
 
     @staticmethod
     def run(x: Tensor, floor: Tensor) -> Tensor:
-        """Compute max(x, floor)."""
         return torch.clamp(x, min=floor)
 
     run_own = run

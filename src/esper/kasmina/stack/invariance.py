@@ -49,7 +49,6 @@ class Blended(nn.Module):
         self.stacks = bool(getattr(seed.delta, "stacks", False))
 
     def forward(self, h: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...), or (N, B, ...) -> (N, B, ...)."""
         return slot_output(self.stream, h, h, self.seed, 0.5, self.blend)
 
 

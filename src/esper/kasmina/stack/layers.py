@@ -48,7 +48,6 @@ class Embedding(nn.Module):
         self.positions = None if length is None else nn.Parameter(torch.empty(length, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L) -> (B, L, C), or with stacked parameters (E, B, L) -> (E, B, L, C)."""
         table: Tensor = self.tokens
         stacked, last = table.dim() == 3, x.shape[-1]
         if stacked:  # one table holds all rows; the tokens of each row are shifted to its own part
@@ -74,7 +73,6 @@ class PositionNorm(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, 1, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
         width = x.shape[-1:]
         if self.scale.dim() == 3:  # torch's kernel scales and shifts, but knows no row axis
             return F.layer_norm(x, width, self.scale.view(-1), self.shift.view(-1), self.eps)
@@ -96,7 +94,6 @@ class CausalAttention(nn.Module):
         self.out = Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
         # The gradient of unbind is one stack; that of three indices would be three tensors of zeros and two sums.
         q, k, v = self.read(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3).unbind(0)
         if self.rotary:

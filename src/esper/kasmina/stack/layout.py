@@ -92,7 +92,6 @@ class Layout:
         return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self.tap_of], 0), widths)
 
     def build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
-        """Build a new seed of a blueprint at these widths; `key` seeds its initialisation."""
         with drawn_with(key):
             return Seed(self.menu[blueprint].build(reads, writes), reads).to(self.dtype)
 
@@ -153,7 +152,6 @@ class HostTable:
         self.host_params[at], self.outputs[at] = count(module), outputs
 
     def widths_of(self, env: int, slot: int, blueprint: int) -> tuple[int, int]:
-        """Return the widths that a seed of a blueprint reads and writes."""
         return int(self.reads[env, slot, blueprint]), int(self.taps[env, slot, HERE])
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
@@ -168,7 +166,6 @@ class HostTable:
         return np.asarray(self.cost[env, slot, blueprint] + gate, np.int64)
 
     def state(self) -> dict[str, Indices]:
-        """Return the arrays by name; they share memory with the table."""
         return {name: getattr(self, name) for name in _ARRAYS}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

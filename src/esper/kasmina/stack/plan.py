@@ -114,7 +114,6 @@ class Route(NamedTuple):
 
     @property
     def part(self) -> slice:
-        """The environments of the pass."""
         return slice(*self.plan.part)
 
     @property
@@ -141,7 +140,6 @@ class PlanCache(Generic[Planned, Prepared]):
         self._known: OrderedDict[Planned, Prepared] = OrderedDict()
 
     def get(self, plan: Planned, prepare: Callable[[Planned], Prepared]) -> Prepared:
-        """Return what was prepared for a plan, or prepare it now with `prepare`."""
         if plan in self._known:
             self.reused += 1
             self._known.move_to_end(plan)

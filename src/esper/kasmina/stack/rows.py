@@ -151,7 +151,6 @@ class Columns:
 
     @property
     def trained_places(self) -> tuple[ParameterPlace, ...]:
-        """The parameters that train in some row."""
         return tuple(place for place in self.places if place.stop <= self.trained)
 
     def frozen(self) -> Bools:
@@ -164,7 +163,6 @@ class Columns:
 
     @property
     def capacity(self) -> int:
-        """Number of rows that fit."""
         return self.columns["value"].shape[0]
 
     @torch.no_grad()
@@ -199,14 +197,12 @@ class Columns:
 
     @torch.no_grad()
     def copy(self, source: int, target: int) -> None:
-        """Copy every column of one row to another."""
         for column in self.columns.values():
             column[target] = column[source]
         self.steps[target] = self.steps[source]
 
     @torch.no_grad()
     def clear(self, row: int) -> None:
-        """Set every column of a row to 0."""
         for column in self.columns.values():
             column[row] = 0
         self.steps[row] = 0
@@ -223,7 +219,6 @@ class Columns:
 
     @torch.no_grad()
     def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` rows."""
         if capacity <= self.capacity:
             return
         extra = max(capacity, 2 * self.capacity) - self.capacity
@@ -426,7 +421,6 @@ class Stack(Columns):
         return y
 
     def _direct(self, what: _Part, x: Batch, tensors: list[Tensor], buffers: dict[str, Tensor]) -> Tensor:
-        """Call a part once with stacked tensors."""
         # The last bit of a row's products depends on whether its first element lies on a multiple of 16 bytes, so on the
         # index of the row. Repeats of an example behind the last one align every row of any width.
         examples = first(x).shape[1]
@@ -454,7 +448,6 @@ class Stack(Columns):
             replica.train(mode)
 
     def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` rows."""
         if capacity > self.capacity:
             super().reserve(capacity)
             self._leaves.clear()
@@ -465,7 +458,6 @@ class Stack(Columns):
         return {**super().state(), "ways": {path: part.way for path, part in self._parts.items()}}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned. Raises ValueError if it came from a stack of another module or capacity."""
         super().load_state(state)
         for path, way in state["ways"].items():  # a part that vmap failed on is not tried again
             self._parts[path] = self.part(path)._replace(way=way)
@@ -484,7 +476,6 @@ class Stack(Columns):
         return own
 
     def unbind(self, own: tuple[Any, ...]) -> None:
-        """Undo `bind`."""
         self.columns, self._leaves, self._replicas = own
         self._bound = False
 

@@ -59,7 +59,6 @@ class Snapshot:
     """Snapshots of all rows, each taken at the last healthy step of its row."""
 
     def __init__(self, body: Body, seeds: Seeds) -> None:
-        """Make room for snapshots; none is taken yet."""
         self._body = body
         self.seeds = seeds
         self.step = np.full(len(seeds.stage), -1, np.int64)  # (E,) steps taken when the row was saved

@@ -44,7 +44,6 @@ class Keep(_Step):
     kind: Literal["keep"] = "keep"
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Return the table."""
         return table
 
 
@@ -58,7 +57,6 @@ class Scale(_Step):
     high: float | None = None
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Scale every column."""
         scaled = []
         for column, subtract, divide in zip(table, self.subtract, self.divide, strict=True):
             values = (_numbers(column) - subtract) / divide
@@ -76,7 +74,6 @@ class Impute(_Step):
     fill: list[Value]
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Fill in missing values."""
         filled = []
         for column, fill in zip(table, self.fill, strict=True):
             if fill is None:
@@ -97,7 +94,6 @@ class OneHot(_Step):
     unknown: Literal["refuse", "zeros"]
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Return the columns of all categories."""
         made = []
         for column, categories, dropped in zip(table, self.categories, self.dropped, strict=True):
             index = _index(column, categories, refuse=self.unknown == "refuse")
@@ -116,7 +112,6 @@ class Ordinal(_Step):
     missing: float | None
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Return the columns of indices."""
         made = []
         for column, categories in zip(table, self.categories, strict=True):
             index = _index(column, categories, refuse=self.refuse)
@@ -135,7 +130,6 @@ class StepsInOrder(_Step):
     steps: list["Step"]
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Apply every step."""
         for step in self.steps:
             table = step.apply(table)
         return table
@@ -155,7 +149,6 @@ class Parts(_Step):
     parts: list[Part]
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Apply every part."""
         return [column for part in self.parts for column in part.step.apply([table[at] for at in part.columns])]
 
 

@@ -89,7 +89,6 @@ class Certificates(NamedTuple):
 
     @classmethod
     def none(cls, group: NDArray[np.int64], slots: int, alpha: float) -> "Certificates":
-        """Return the state before any look. group: (R,)."""
         shape = (len(group), slots)
         return cls(np.full(shape, np.nan), np.zeros(shape, np.int64), group, np.full(group.max() + 1, alpha))
 
@@ -243,7 +242,6 @@ class Certifier:
         return measured._replace(certificate=self.state.level, level=budget)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state as a tree of arrays."""
         known = {
             "examples": np.array(list(self.known), np.int64),
             "budgets": np.array(list(self.known.values()), np.int64),

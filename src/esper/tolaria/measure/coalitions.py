@@ -42,7 +42,6 @@ class Coalitions(NamedTuple):
     alone: tuple[Indices, Indices, Indices]  # (branch, env, slot) of each incubating seed
 
     def find(self, env: Indices, mask: Indices) -> Indices:
-        """Return the branches of some coalitions, all of which were asked for."""
         bits = self.live.shape[1]
         place = np.searchsorted(self.env << bits | self.mask, env << bits | mask)
         found: Indices = self.branch[place]

@@ -270,7 +270,6 @@ class _Reading(NamedTuple):
 
 
 def _read(tap: Literal["stream", "before", "input"], fit: Sample, held: Sample | None, widths: TrueWidths) -> _Reading:
-    """The features of a tap of a slot."""
     u: Tensor = _only(getattr(fit, tap), fit.real)
     width: Tensor = getattr(widths, tap)
     count = u.shape[1] if fit.real is None else fit.real.sum(1)
@@ -333,7 +332,6 @@ def drift(h: Tensor, intact: Tensor) -> Tensor:
 
 
 def _count(sample: Sample) -> Tensor:
-    """Return (E,) the number of real examples."""
     h = sample.stream
     return sample.real.sum(1) if sample.real is not None else torch.full_like(h[:, 0, 0], h.shape[1])
 

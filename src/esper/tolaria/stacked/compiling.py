@@ -71,7 +71,6 @@ class CompiledInputs(NamedTuple):
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """Shapes, strides and types of the tensors."""
         return tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
 
     def merged(self, tensors: Sequence[Tensor]) -> Any:
@@ -208,7 +207,6 @@ class CudaGraphPass:
         self._playback: Playback
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the results of the pass for these tensors."""
         own, batch = tensors[: self.state], tensors[self.state :]
         places = [tensor.data_ptr() for tensor in own]
         if not self.records or places != self._places:
@@ -405,7 +403,6 @@ class Passes:
         return mean
 
     def _backward(self, route: Route, piece: Microbatch, remaining: int) -> Tensor:
-        """Do the same with one piece of a batch."""
         if self.mode != "off":
             stacks, inputs = self._stacks(route.plan), self.inputs(route, *piece[1:5])
             key = route.plan, inputs.shapes
@@ -419,7 +416,6 @@ class Passes:
     def inputs(
         self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None
     ) -> CompiledInputs:
-        """Return what a pass takes; the arguments are those of `backward`."""
         return CompiledInputs.of(self.body, self._stacks(route.plan), route.doses, x, y, weights, factors)
 
     def traced(self, plan: Plan, inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
@@ -545,7 +541,6 @@ class TimingRecord:
                 raise InputError(f"{self.path} is damaged; delete it, and the plan is measured again") from error
 
     def write(self, seconds: dict[str, float]) -> None:
-        """Store what was measured."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path, json.dumps(seconds).encode())
 
@@ -573,7 +568,6 @@ class Compilations:
         return graphs() - self._first
 
     def changed(self) -> None:
-        """The graph of the network is another one from now on."""
         self.changes += 1
         new, self._last = graphs() - self._last, graphs()
         if not new:
@@ -601,13 +595,11 @@ def graphs() -> int:
 
 
 def _limit() -> int:
-    """Graphs of one function that torch keeps."""
     config: Any = sys.modules["torch._dynamo.config"]
     return int(config.recompile_limit)
 
 
 def _entries(network: nn.Module) -> int:
-    """Count the compiled graphs of the forward pass of a network."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     forward: Any = type(network).forward

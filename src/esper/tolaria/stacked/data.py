@@ -160,7 +160,6 @@ class SharedBatchIterator:
         self.reset(0)
 
     def reset(self, episode: int) -> None:
-        """Start the order of an episode."""
         self._episode, self.batch = episode, 0
         self._period[:] = -1
         self._known = range(0)  # the batches of which every row has its order
@@ -191,7 +190,6 @@ class SharedBatchIterator:
         self.batch += 1
 
     def _hold(self, splits: Sequence[Split], length: int) -> None:
-        """Move data sets to the device, each padded to a length."""
         pooled = _pool(splits, self._inputs, self._device, length, self._scaling, self._dtype)
         self.x = map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x)
         self.y = pooled.y.flatten(0, 1)

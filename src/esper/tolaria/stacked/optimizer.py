@@ -84,7 +84,6 @@ class SGD:
         self.lr, self.weight_decay, self.momentum = config.lr, config.weight_decay, config.momentum
 
     def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
-        """Return a function that makes one update in place at each call, as that of `AdamW`."""
         value, gradient, buffer = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
 
         def update(taken: Tensor | None) -> None:
@@ -221,7 +220,6 @@ class GradScaler:
         return self._host.columns[SCALE]
 
     def begin(self) -> None:
-        """Set every row to the initial scale, once its host is planted."""
         self._host.columns[SCALE].fill_(self.init_scale)
         self._host.columns[TRACKER].zero_()
 
@@ -268,7 +266,6 @@ class StepUpdates:
         return None
 
     def update(self) -> None:
-        """Update every row with its gradients, and set them to 0."""
         for group in self.groups:
             group.norm.add_(group.updates.step(group.parts))
 

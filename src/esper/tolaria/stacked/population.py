@@ -99,7 +99,6 @@ class StackedPopulation:
         self.space = _space(body, menu, config, self.environment, instance, self.data.bounds)
 
     def begin(self, instance: Indices, episode: int) -> None:
-        """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""
         if not np.array_equal(instance, self.data.instance):
             self._load(instance)
         body, self._episode, self._trained = self.body, episode, None
@@ -118,8 +117,6 @@ class StackedPopulation:
         self._survey()
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
-        """Make and free seeds as the edits say, after `step` steps; `seeds` (R, S) is the state afterwards."""
-
         def birth_key(row: int, slot: int) -> int:
             instance = int(self.data.instance[row])
             return scalar(self.config.seed, Purpose.BIRTH, instance, self._episode, step, slot)
@@ -128,7 +125,6 @@ class StackedPopulation:
         _choose_rows(self.body, changes, seeds, self.data.fit, self.objective)
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
-        """Train every row on the batches of one step. Nothing is read from the device."""
         self._trained = train(
             self.body,
             seeds,
@@ -142,7 +138,6 @@ class StackedPopulation:
         )
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
-        """Measure every row as it is now. This is the one device read of a step."""
         body, objective = self.body, self.objective
         probed = probe(body, seeds, self.data.probe, objective, asked.coalitions, signs=True)
         sensors = []
@@ -186,7 +181,6 @@ class StackedPopulation:
 
     @property
     def fresh(self) -> Sequence[Indices]:
-        """For each row, digests (N,) of the examples that are set aside for `gates.certify`."""
         return self.data.set_aside
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
@@ -207,23 +201,18 @@ class StackedPopulation:
         return [row for row, _ in found]
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """Return (R,) the parameters of the seeds in the given stages; the gate counts for seeds that use it."""
         return self.body.table.added_params(seeds, stages)
 
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """Return (n,) the parameters that seeds would add; the gate counts for seeds that use it."""
         return self.body.table.price(rows, slot, blueprint, blend)
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
-        """Return the bytes that stacks need to grow by for further seeds (n,); 0 if they have room."""
         return self.body.growth(slot, blueprint)
 
     def keeper(self, seeds: Seeds) -> Snapshot:
-        """Return an empty snapshot of every row."""
         return Snapshot(self.body, seeds)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything that the next step depends on, as a tree of arrays that share memory with the population."""
         skipped = {} if self.scaler is None else {"skipped": self.skipped}
         return {"body": self.body.state(), "batch": self.feed.batch, **skipped}
 
@@ -264,7 +253,6 @@ class StackedPopulation:
 
     @torch.no_grad()
     def outputs(self, seeds: Seeds, split: Split) -> Floats:
-        """Return the outputs (R, N, ...) of the networks as exported now for the finite examples of a split."""
         self.body.train(False)
         nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
         output, _, _ = passed(self.body, exported(seeds), self._held(split), nothing.branches, signs=False)
@@ -272,7 +260,6 @@ class StackedPopulation:
         return packed
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
         problem = self.task.instance(int(self.data.instance[env]))
         return grown_network(problem.host, self.body, seeds, env, problem.interface)
 
@@ -382,7 +369,6 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
 
 
 def _largest(task: AnyTask) -> SegmentedHost:
-    """Return a host of the widest instance, with fixed weights."""
     with drawn_with(0):
         host = task.largest()
     assert isinstance(host, SegmentedHost)
