@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from device_reads import counted_reads
 from torch.nn.functional import cross_entropy
 
 from esper.leyline.lifecycle.actions import Actions
@@ -19,7 +20,6 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Observer
 from esper.tolaria.poison import poisoned
-from esper.tolaria.reads import counted_reads
 from esper.tolaria.stacked.training import doses
 from journals import events
 from populations import GROW, Journalled, Memory, Script, blobs, small_config

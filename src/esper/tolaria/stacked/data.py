@@ -66,7 +66,8 @@ def stack_splits(
     `real` is always given, so that the numbers of a row do not depend on the other splits. Without it, rows are as long as the
     longest split. Features are scaled once, here. Raises InputError if a split is longer than `length`.
     """
-    splits, row = _distinct(splits, row)
+    splits, places = distinct_splits(splits)
+    row = places[row]
     sizes = np.array([len(split.y) for split in splits])
     longest = int(sizes.max())
     if length is not None and longest > length:
@@ -120,7 +121,8 @@ class SharedBatchIterator:
         Floating-point tensors have `dtype`, or torch's default dtype. With a `source`, each batch is read from it, and
         the one split holds only its first examples. Raises InputError if a split has fewer examples than a batch.
         """
-        splits, row = _distinct(splits, row)
+        splits, places = distinct_splits(splits)
+        row = places[row]
         self.sizes = np.array([len(split.y) if source is None else len(source) for split in splits])[row]
         if self.sizes.min() < batch_size:
             least = int(self.sizes.min())
@@ -301,11 +303,11 @@ def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Ten
     return canvas.view(-1, channels).index_select(0, place.view(-1)).view(images.shape)
 
 
-def _distinct(splits: Sequence[Split], row: Indices) -> tuple[list[Split], Indices]:
-    """Return the splits without repeats of the same tensors, and row (E,), changed accordingly."""
+def distinct_splits(splits: Sequence[Split]) -> tuple[list[Split], Indices]:
+    """Return the splits without repeats of the same tensors, and the place of each split among them."""
     distinct = {(id(split.x), id(split.y)): split for split in splits}
     place = {name: index for index, name in enumerate(distinct)}
-    return list(distinct.values()), np.array([place[id(split.x), id(split.y)] for split in splits])[row]
+    return list(distinct.values()), np.array([place[id(split.x), id(split.y)] for split in splits])
 
 
 def _pool(

@@ -226,7 +226,7 @@ class GradScaler:
     @torch.no_grad()
     def update(self, overflowed: Tensor) -> None:
         """Set the scales for the next update; overflowed (E,) bool says which rows skip the present one."""
-        scale, tracker = self._host.columns[SCALE], self._host.columns[TRACKER]
+        scale, tracker = self.scale, self._host.columns[TRACKER]
         successful = tracker + 1
         due = successful >= self.growth_interval
         larger = scale * self.growth_factor
@@ -253,52 +253,29 @@ class SkippedUpdates(NamedTuple):
 
 
 class StepUpdates:
-    """Make the updates of all groups, and add their norms to the sums."""
+    """Make the updates of all groups in a step, and add their norms to the sums.
 
-    skipped: SkippedUpdates | None = None
-
-    def __init__(self, groups: list[RowGroup], updates: int) -> None:
-        """updates: how many the step has."""
-        self.groups, self.updates = groups, updates
-
-    def factors(self, part: slice) -> Tensor | None:
-        """Return the factors (n,) of the losses of a part of the rows; None for 1."""
-        return None
-
-    def update(self) -> None:
-        for group in self.groups:
-            group.norm.add_(group.updates.step(group.parts))
-
-    def mean(self, total: Tensor, group: RowGroup) -> Tensor:
-        """Return a sum (n, ...) over the updates of a group, divided by their number."""
-        return total / self.updates
-
-
-class ScaledUpdates(StepUpdates):
-    """The same with a scaler. A row skips an update if a gradient of its host, or of one of its seeds, is not finite.
-
-    Norms are means over the updates that a row has made: nan if it has made none, and inf if it is lost.
+    With a scaler, a row skips an update if a gradient of its host, or of one of its seeds, is not finite. Norms are then means
+    over the updates that a row has made: nan if it has made none, and inf if it is lost.
     """
 
-    skipped: SkippedUpdates
-
-    def __init__(self, groups: list[RowGroup], updates: int, scaler: GradScaler, rows: int) -> None:
-        super().__init__(groups, updates)
-        device = scaler.scale.device
-        self._scaler = scaler
-        self._envs = {id(group): torch.from_numpy(group.envs).to(device, non_blocking=True) for group in groups}
-        self.skipped = SkippedUpdates(
-            torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device)
-        )
-
-    def factors(self, part: slice) -> Tensor | None:
-        """Return the scales (n,) of a part of the rows."""
-        return self._scaler.scale[part]
+    def __init__(self, groups: list[RowGroup], updates: int, rows: int, scaler: GradScaler | None) -> None:
+        """updates: how many the step has."""
+        self.groups, self.updates, self.scaler = groups, updates, scaler
+        self.skipped: SkippedUpdates | None = None  # with a scaler
+        if scaler is not None:
+            device = scaler.scale.device
+            self._envs = {id(group): torch.from_numpy(group.envs).to(device, non_blocking=True) for group in groups}
+            none = torch.zeros(rows, device=device)
+            self.skipped = SkippedUpdates(none, torch.zeros_like(none, dtype=torch.bool))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update every row whose gradients are finite, set all gradients to 0, and adapt the scales."""
-        scale, (count, lost) = self._scaler.scale, self.skipped
+        if self.scaler is None or self.skipped is None:
+            for group in self.groups:
+                group.norm.add_(group.updates.step(group.parts))
+            return
+        scale, (count, lost) = self.scaler.scale, self.skipped
         norms = [(group, self._of(scale, group)) for group in self.groups]
         norms = [(group, group.updates.norm(own)) for group, own in norms]
         infinite = torch.zeros_like(count)
@@ -310,10 +287,12 @@ class ScaledUpdates(StepUpdates):
             taken = ~self._of(overflowed, group)
             group.updates.apply(norm, group.parts, taken)
             group.norm.add_(norm.where(taken, 0))
-        self._scaler.update(overflowed)
+        self.scaler.update(overflowed)
 
     def mean(self, total: Tensor, group: RowGroup) -> Tensor:
-        """Return a sum (n, ...) over the updates that a group has made, divided by their number."""
+        """Return a sum (n, ...) over the updates that the rows of a group have made, divided by their number."""
+        if self.skipped is None:
+            return total / self.updates
         shape = -1, *(1,) * (total.dim() - 1)
         count, lost = (self._of(each, group).view(shape) for each in self.skipped)
         return (total / (self.updates - count)).masked_fill(lost, torch.inf)

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,33 +13,158 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
-from esper.kasmina.host import SegmentedHost, calling, dtype_of
+from esper.kasmina.host import SegmentedHost, calling, check_host, dtype_of
 from esper.kasmina.lifecycle import Edits, dormant, exported
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.body import Body, runs_by_row
 from esper.kasmina.stack.layout import BEFORE, HERE
+from esper.kasmina.stack.plan import Route
 from esper.kasmina.stack.snapshot import Snapshot
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
 from esper.leyline.data.batches import Batch, leaves, map_leaves, picked, shape_leaves
-from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.data.task import SENSED, AnyTask, Instance, Objective, Split, Task
+from esper.leyline.data.duplicates import example_digests
+from esper.leyline.data.keys import Purpose, key, scalar
+from esper.leyline.data.task import SENSED, AnyTask, Instance, Mixture, Objective, Split, Task, finite, nonfinite
 from esper.leyline.errors import DataFault, InputError
 from esper.leyline.lifecycle.sites import Taps
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Floats, Seeds, Space
 from esper.leyline.text import counted
-from esper.tolaria.measure.certifying import compared
+from esper.tolaria.measure.bounds import bounds
+from esper.tolaria.measure.certifying import compared, set_aside
 from esper.tolaria.measure.coalitions import coalitions
 from esper.tolaria.measure.probe import ProbeTensors, passed, probe, samples, sense
 from esper.tolaria.measure.sensors import SENSORS, IntactStreams
 from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
 from esper.tolaria.runtime import hold_freed_memory, read_packet, resolve_device, use_deterministic_kernels
-from esper.tolaria.stacked.compiling import Passes, check_divisible
-from esper.tolaria.stacked.data import RowExamples
-from esper.tolaria.stacked.optimizer import GradScaler, StackedOptimizer, forget_skipped
-from esper.tolaria.stacked.resident import ResidentData
-from esper.tolaria.stacked.training import StepStatistics, check_modules, doses, resolve_amp, total_of, train
+from esper.tolaria.stacked.compiling import Passes, Total, check_divisible
+from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinct_splits, stack_splits
+from esper.tolaria.stacked.optimizer import (
+    GradScaler,
+    SkippedUpdates,
+    StackedOptimizer,
+    StepUpdates,
+    forget_skipped,
+    trained_groups,
+)
+from esper.tolaria.stacked.training import check_modules, doses, products_in, resolve_amp, shadows
+
+
+class ResidentData:
+    """The problems of R rows, on the device: train splits, and the examples that rows are measured on.
+
+    A problem that several instances share is held once. instance (R,): key of the instance of each row. feed: batches of the
+    train splits. fit: examples for the sensors. fresh: examples for certified keeps. set_aside: for each row, digests (N,) of its
+    fresh examples. bounds (R, 2): metric on the probe split of the best constant prediction, and of the perfect prediction.
+    """
+
+    def __init__(
+        self, task: AnyTask, config: Config, instance: Indices, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Raise InputError if a split is not finite, or a host does not run on it."""
+        self.task, self.config, self.device, self.dtype = task, config, device, dtype
+        self.instance = instance
+        keys, which = np.unique(instance, return_inverse=True)
+        # One problem has the same host, examples and labels, as objects; here by these, with the first key of each.
+        problems: dict[tuple[int, ...], tuple[int, Instance]] = {}
+        objects = []
+        for name in keys.tolist():
+            problem = task.instance(name)
+            tensors = (part for split in (problem.train, problem.probe, problem.validation) for part in split)
+            objects.append((id(problem.host), *map(id, tensors)))
+            problems.setdefault(objects[-1], (name, problem))
+        self.problem_of = [
+            list(problems).index(each) for each in objects
+        ]  # for each instance, in the order of their keys
+        self.problems = [self._checked(name, problem) for name, problem in problems.values()]
+        row = np.array(self.problem_of)[which]
+        pixels, scaling = self.problems[0].pixels, self.problems[0].scaling
+        assert all(each.pixels == pixels for each in self.problems), "all instances must read bytes in the same way"
+        assert all(each.scaling is scaling for each in self.problems), "all instances must be scaled in the same way"
+        source = self.problems[0].source  # from which training examples are read by batch
+        assert source is None or len(self.problems) == 1, "the instances of a mixture are in memory"
+        if source is not None and config.data.nonfinite == "skip":
+            raise InputError(
+                f"data.nonfinite is skip, but {task.name} reads its training examples batch by batch, so those to skip are "
+                "not known; leave them out of the Dataset, for example by torch.utils.data.Subset"
+            )
+        trains = [problem.train for problem in self.problems]
+        weights = [each.weights for each in self.problems if each.weights is not None]
+        assert len(weights) in (0, len(trains)), "either all instances have weights or none"
+        seed, size, read = config.seed, config.data.batch_size, (pixels, scaling, weights or None, dtype, source)
+        self.feed = SharedBatchIterator(trains, row, instance, seed, size, task.inputs, device, *read)
+        self.fresh, self.set_aside = None, [np.zeros(0, np.int64)] * len(row)
+        if config.gates.certify is not None:
+            parts = [set_aside(each.probe, config.gates.certify_share, config.seed) for each in self.problems]
+            self.problems = [each._replace(probe=probe) for each, (probe, _) in zip(self.problems, parts, strict=True)]
+            digests = [example_digests(*fresh).cpu().numpy() for _, fresh in parts]
+            self.set_aside = [digests[index] for index in row]
+            self.fresh = self.stacked([fresh for _, fresh in parts], row, "probe")
+        self.bounds = np.array([bounds(task.objective, each.probe, each.target_scaling) for each in self.problems])[row]
+        sensed = slice(SENSED)
+        self.fit = self.stacked([Split(picked(each.x, sensed), each.y[sensed]) for each in trains], row, "sensed")
+        self.probe = self.stacked([each.probe for each in self.problems], row, "probe")
+        self.validation = None
+        if config.early_stopping.enabled:
+            self.validation = self.stacked([each.validation for each in self.problems], row, "held")
+
+    def few(self, problem: Instance, count: int = 2) -> Batch:
+        """Return a few training examples as the hosts of a problem read them."""
+        return problem.read(picked(problem.train.x, slice(count)), self.dtype)
+
+    def stacked(self, splits: Sequence[Split], row: Indices, part: str) -> RowExamples:
+        """Move splits to the device; row (R,) names the split of each. In a mixture they are padded to the length of `part`."""
+        lengths, first = self.task.lengths, self.problems[0]
+        length = None
+        if lengths is not None:
+            length = {"sensed": SENSED, "probe": lengths.probe, "held": lengths.held}[part]
+        return stack_splits(splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling, self.dtype)
+
+    def sound(self, splits: Sequence[Split]) -> list[Split]:
+        """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split.
+
+        Raises InputError if `data.nonfinite` is 'stop' and a value is not finite.
+        """
+        distinct, places = distinct_splits(splits)
+        name = f"a held-out split of {self.task.name}"
+        found = [finite(split, name, self.config.data.nonfinite) for split in distinct]
+        return [found[place] for place in places.tolist()]
+
+    def validation_splits(self) -> list[Split]:
+        """Return the validation split of every environment's instance."""
+        which = np.unique(self.instance, return_inverse=True)[1]
+        return [self.problems[self.problem_of[index]].validation for index in which[: self.config.envs]]
+
+    def _checked(self, name: int, problem: Instance) -> Instance:
+        """Return a problem whose splits are finite and whose host runs on them. Raises InputError if it is not such a problem."""
+        of = f"instance {name} of {self.task.name}" if isinstance(self.task, Mixture) else f"task {self.task.name}"
+        train, probe, validation = (
+            finite(getattr(problem, part), f"the {part} split of {of}", self.config.data.nonfinite)
+            for part in ("train", "probe", "validation")
+        )
+        with drawn_with(0):
+            few = self.few(problem._replace(train=train))
+            check_host(problem.host(), few, problem.outputs, objective=self.task.objective, y=train.y[:2])
+        weights = problem.weights
+        if weights is not None and len(train.y) < len(weights):
+            weights = weights[~nonfinite(problem.train)]
+        return problem._replace(train=train, probe=probe, validation=validation, weights=weights)
+
+
+class StepStatistics(NamedTuple):
+    """The figures that the training of a step accumulated, on the device."""
+
+    loss: Tensor  # (R,) mean training loss over the step's batches
+    gradient_norm: Tensor  # (R,) gradient norm of the hosts, mean over the step's optimizer steps
+    seed_norms: list[Tensor]  # (n,) the same of seeds, for each entry of `seed_owners`
+    seed_owners: list[tuple[int, Indices]]  # the slot and the rows (n,) that the norms belong to
+    # Names (L,) of the trained parameters and their gradient norms (n, L), mean over the step's optimizer steps: of the hosts,
+    # then for each entry of `seed_owners`; empty if they were not asked for.
+    parameter_norms: list[tuple[tuple[str, ...], Tensor]]
+    skipped: (
+        SkippedUpdates | None
+    )  # the means of norms are over the other updates: nan if there is none, inf if a row is lost
 
 
 class StackedPopulation:
@@ -89,12 +214,12 @@ class StackedPopulation:
             recomputed=config.activation_checkpointing,
             compiled=config.compile != "off",
         )
-        products = resolve_amp(config.amp, self.device, body.dtype)
+        self._products = products = resolve_amp(config.amp, self.device, body.dtype)
         check_modules(products, self.device, [body.host.template, *body.layout.forms.values()])
         check_divisible(body, config.data)
         self.scaler = GradScaler(body.host) if products == torch.float16 else None
         self.skipped = np.zeros(rows, np.int64)
-        self.passes = Passes(body, total_of(body, lambda: self.objective, config, products), config, products)
+        self.passes = Passes(body, self._total, config, products)
         self.host_params = body.table.host_params
         self.space = _space(body, menu, config, self.environment, instance, self.data.bounds)
 
@@ -125,17 +250,73 @@ class StackedPopulation:
         _choose_rows(self.body, changes, seeds, self.data.fit, self.objective)
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
-        self._trained = train(
-            self.body,
-            seeds,
-            self.feed,
-            self.optimizer,
-            self.passes,
-            self.config,
-            (self.data.instance, self._episode),
-            parameter_norms,
-            self.scaler,
-        )
+        body, feed, config = self.body, self.feed, self.config
+        shadow = config.lifecycle.incubation == "shadow"
+        branches, dose, rows = shadows(seeds), doses(seeds), len(seeds.stage)
+        routes = [
+            body.route(
+                dose, seeds, branches.within(part)[0] if shadow else None, part=part, train=True, straight=not shadow
+            )
+            for part in body.parts
+        ]
+        accumulate = config.optimizer.accumulation_steps
+        groups, owners = trained_groups(body, seeds, self.optimizer, parameter_norms)
+        steps = StepUpdates(groups, config.data.batches_per_step // accumulate, rows, self.scaler)
+
+        body.train(True)
+        loss = torch.zeros(rows, dtype=body.dtype, device=body.device)
+        sums, draws = [loss[route.part] for route in routes], body.draws
+        last = config.steps * config.data.batches_per_step
+        for _ in range(steps.updates):
+            for _ in range(accumulate):
+                keys = None
+                if draws:
+                    keys = key(config.seed, Purpose.DROPOUT, self.data.instance, self._episode, feed.batch)
+                feed.advance()
+                for route, total in zip(routes, sums, strict=True):
+                    part = route.part
+                    factors = None if self.scaler is None else self.scaler.scale[part]
+                    own = None if keys is None else keys[part]
+                    batch = *feed.of(part), feed.weights_of(part), factors
+                    total += self.passes.backward(route, *batch, own, last - feed.batch)
+            steps.update()
+        host, *others = (steps.mean(group.norm, group) for group in groups)
+        parts = [(group.names, steps.mean(group.parts, group)) for group in groups if group.parts is not None]
+        mean = loss / config.data.batches_per_step
+        self._trained = StepStatistics(mean, host, others, owners, parts, steps.skipped)
+
+    def _total(
+        self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None, keys: Indices | None
+    ) -> Total:
+        """Compute the loss of a route on a batch.
+
+        x leaves (n, B, ...), y (n, B, ...), weights (n, B) of the examples, factors (n,) of the gradients of each row, keys (n,)
+        of dropout.
+        """
+        objective, body, config = self.objective, self.body, self.config
+
+        def mean(output: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+            losses = objective.loss(output.to(body.dtype), y)
+            return (losses if weights is None else losses * weights).mean(1)
+
+        def summed(losses: Tensor, factors: Tensor | None) -> Tensor:
+            return losses.sum() if factors is None else (losses * factors).sum()
+
+        with products_in(self._products, body.device):
+            result = body.run(x, route, keys=keys)
+        losses = mean(result.output, y, weights)
+        whole = summed(losses, factors)
+        if result.branches is not None:
+            origin = route.origin
+            assert origin is not None
+            own, by = (None if each is None else each.index_select(0, origin) for each in (weights, factors))
+            whole = whole + summed(mean(result.branches, y.index_select(0, origin), own), by)
+        if result.proximal is not None:
+            whole = whole + config.lifecycle.proximal * summed(result.proximal, factors)
+        if not whole.requires_grad:  # nothing trains in a host that is frozen as a whole and has no seed
+            return None, losses.detach()
+        accumulate = config.optimizer.accumulation_steps
+        return (whole if accumulate == 1 else whole / accumulate), losses.detach()
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         body, objective = self.body, self.objective
