@@ -98,15 +98,15 @@ def test_each_piece_has_its_share_its_weights_and_keys_of_its_own():
     x, y, weights = torch.randn(2, 7, 3), torch.arange(14).view(2, 7), torch.rand(2, 7)
     keys, scales = np.array([5, 6]), torch.tensor([4.0, 8.0])
     found = list(microbatches(3, x, y, weights, scales, keys, torch.float32))
-    assert [piece.share for piece in found] == [3 / 7, 3 / 7, 1 / 7]
-    assert torch.equal(torch.cat([piece.x for piece in found], 1), x)
-    assert torch.equal(torch.cat([piece.y for piece in found], 1), y)
-    assert torch.equal(torch.cat([piece.weights for piece in found], 1), weights)
-    torch.testing.assert_close(sum(piece.factors for piece in found), scales)
-    assert len({key for piece in found for key in piece.keys.tolist()}) == 6
+    assert [share for share, *_ in found] == [3 / 7, 3 / 7, 1 / 7]
+    assert torch.equal(torch.cat([piece[1] for piece in found], 1), x)
+    assert torch.equal(torch.cat([piece[2] for piece in found], 1), y)
+    assert torch.equal(torch.cat([piece[3] for piece in found], 1), weights)
+    torch.testing.assert_close(sum(piece[4] for piece in found), scales)
+    assert len({key for piece in found for key in piece[5].tolist()}) == 6
     (whole,) = microbatches(7, x, y, None, None, None, torch.float32)
-    assert whole.x is x
-    assert whole.factors is None
+    assert whole[1] is x
+    assert whole[4] is None
 
 
 def stored_bytes(**config):

@@ -139,9 +139,8 @@ def test_a_parameter_that_two_segments_share_gets_both_gradients():
         return stack(stack(x, slice(0, 2), part="first"), slice(0, 2), part="second").square().sum()
 
     total().backward()
-    own = stack.bind({"value": stack.columns["value"]})
-    runs, found = gradients([stack], total())
-    stack.unbind(own)
+    with stack.bound({"value": stack.columns["value"]}):
+        runs, found = gradients([stack], total())
     added = torch.zeros_like(stack.columns["gradient"])
     for run, gradient in zip(runs, found, strict=True):
         added[run.rows, run.columns] += gradient

@@ -354,8 +354,7 @@ class Engine(Generic[P]):
         """Carry out decisions and record their bases. Returns what `apply` returns."""
         before, measured = self.state.seeds, self.state.measurements
         refused = self.decide(actions)
-        accepted = refused == Refusal.NONE
-        self.seed_history.note(actions.op, actions.slot, accepted, before, measured, self.config.gates, reasons)
+        self.seed_history.note(actions, refused == Refusal.NONE, before, measured, self.config.gates, reasons)
         return refused
 
     def abandon(self) -> None:

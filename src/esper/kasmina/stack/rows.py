@@ -10,7 +10,8 @@ maps by the number of axes, as torch's `channels_last` does. The values are the 
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -327,7 +328,7 @@ class Stack(Columns):
         inside = list(self.module.modules())
         # Setting the mode of each module takes a fifth of the time of nn.Module.train; a module may have its own.
         self._plain = inside if all(type(each).train is nn.Module.train for each in inside) else []
-        self._bound = False  # whether `bind` has given it columns without gradients
+        self._bound = False  # whether `bound` has given it columns without gradients
 
     def part(self, path: str) -> _Part:
         """Return a submodule by its dotted path, looked up once.
@@ -464,8 +465,9 @@ class Stack(Columns):
 
     # Access of each way of running to the rows.
 
-    def bind(self, columns: dict[str, Tensor]) -> tuple[Any, ...]:
-        """Let calls read and write other columns of the same shapes; return what `unbind` takes to undo it.
+    @contextmanager
+    def bound(self, columns: dict[str, Tensor]) -> Iterator[None]:
+        """Let calls read and write other columns of the same shapes within the context.
 
         Without a column `gradient`, the leaves have no .grad, and autograd differentiates every operation, so that a graph
         can be traced.
@@ -473,11 +475,11 @@ class Stack(Columns):
         own = self.columns, self._leaves, self._replicas
         self.columns, self._leaves, self._replicas = columns, {}, {}
         self._bound = "gradient" not in columns
-        return own
-
-    def unbind(self, own: tuple[Any, ...]) -> None:
-        self.columns, self._leaves, self._replicas = own
-        self._bound = False
+        try:
+            yield
+        finally:
+            self.columns, self._leaves, self._replicas = own
+            self._bound = False
 
     @property
     def leaves(self) -> list[tuple[Tensor, slice, ParameterPlace]]:

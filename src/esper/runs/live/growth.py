@@ -365,7 +365,7 @@ class Growth:
         called = {"slot": "site", "blueprint": "blueprint", "step": "decision", "reason": "reason"}
         lists = {
             name: [{mine: each[own] for own, mine in called.items()} for each in entries]
-            for name, entries in self.engine.seed_history.lists().items()
+            for name, entries in self.engine.seed_history.lists.items()
         }
         fossils, kept = int((state.seeds.stage == Stage.FOSSILIZED).sum()), frozenset({Stage.FOSSILIZED})
         added, kept_params = (
