@@ -268,27 +268,22 @@ class Engine(Generic[P]):
         The masks are computed from the rest.
         """
         state = self.state
-        seeds = from_tree(state.seeds, tree["seeds"], "seeds")
-        measurements = from_tree(state.measurements, tree["measurements"], "measurements")
-        scores = from_tree(state.scores, tree["scores"], "scores")
-        instance = from_tree(state.instance, tree["instance"], "instance")
-        state.episode, state.step, state.instance = tree["episode"], tree["step"], instance
-        self.population.load(tree, instance, state.episode)
+        state.contributions = Contributions.none(*state.seeds.stage.shape)
+        for name in ("seeds", "measurements", "scores", "instance", "contributions"):
+            setattr(state, name, from_tree(getattr(state, name), tree[name], name))
+        state.episode, state.step, state.compute = tree["episode"], tree["step"], Compute(**tree["compute"])
+        self.population.load(tree, state.instance, state.episode)
         self.space = _of_environments(self.population.space, self.config.envs)
-        state.seeds, state.measurements, state.scores = seeds, measurements, scores
-        state.compute = Compute(**tree["compute"])
-        state.contributions = from_tree(Contributions.none(*seeds.stage.shape), tree["contributions"], "contributions")
         state.pending = state.trial = None
-        if (opened := tree.get("opened")) is not None:
-            actions, decided = Actions(**opened["actions"]), from_tree(seeds, opened["decided"], "opened.decided")
-            state.pending = PendingStep(
-                actions, opened["refused"], from_tree(scores, opened["before"], "opened.before"), decided
-            )
+        if "opened" in tree:
+            waiting, none = Actions.wait(self.config.envs), np.zeros(self.config.envs, np.int8)
+            known = PendingStep(waiting, none, state.scores, state.seeds)
+            state.pending = from_tree(known, tree["opened"], "opened")
         state.coalitions = None if tree["coalitions"] is None else CoalitionValues(**tree["coalitions"])
-        state.masks = self._legal(seeds, measurements)
-        self.governor.load_state(tree["governor"], seeds)
+        state.masks = self._legal(state.seeds, state.measurements)
+        self.governor.load_state(tree["governor"], state.seeds)
         if self.stopping is not None:
-            self.stopping.load_state(tree["early_stopping"], seeds)
+            self.stopping.load_state(tree["early_stopping"], state.seeds)
         if self.certifier is not None:
             self.certifier.restore(tree["certificates"])
         self.seed_history.load_state(tree["fates"])

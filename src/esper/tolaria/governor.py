@@ -16,7 +16,7 @@ from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.masks import allowed
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.verdicts import Refusal, Vital
-from esper.leyline.lifecycle.view import Bools, Floats, Masks, Seeds
+from esper.leyline.lifecycle.view import Bools, Floats, Masks, Seeds, choose
 from esper.tolaria.population import Keeper, Population
 from esper.tolaria.runtime import available_memory
 from esper.tolaria.stacked.training import doses
@@ -48,30 +48,19 @@ class VitalHistory(NamedTuple):
     strikes: NDArray[np.int64]  # (E, 3) number of consecutive steps for which each failure of `PATIENT` has lasted
 
     @classmethod
+    def empty(cls, first: Floats, window: int) -> "VitalHistory":
+        """Return a history of no step."""
+        nothing, strikes = np.full(len(first), np.nan), np.zeros((len(first), len(PATIENT)), np.int64)
+        return cls(first, np.full((len(first), window), np.nan), nothing, nothing, nothing, strikes)
+
+    @classmethod
     def begin(cls, signs: Signs, config: GovernorConfig) -> "VitalHistory":
-        rows = len(signs.loss)
-        nothing = np.full(rows, np.nan)
-        empty = cls(
-            first=signs.loss,
-            loss=np.full((rows, config.loss_window), np.nan),
-            best=nothing,
-            best_se=nothing,
-            spread=nothing,
-            strikes=np.zeros((rows, len(PATIENT)), np.int64),
-        )
-        return remembered(empty, signs, np.ones(rows, bool))
+        return remembered(cls.empty(signs.loss, config.loss_window), signs, np.ones(len(signs.loss), bool))
 
     def restart(self, rows: Bools) -> "VitalHistory":
         """Return the history, emptied in the rows that are marked in `rows` (E,) except for the loss before training."""
-        column = rows[:, None]
-        return VitalHistory(
-            first=self.first,
-            loss=np.where(column, np.nan, self.loss),
-            best=np.where(rows, np.nan, self.best),
-            best_se=np.where(rows, np.nan, self.best_se),
-            spread=np.where(rows, np.nan, self.spread),
-            strikes=np.where(column, 0, self.strikes),
-        )
+        restarted: VitalHistory = choose(rows, VitalHistory.empty(self.first, self.loss.shape[1]), self)
+        return restarted
 
 
 def examine(history: VitalHistory, signs: Signs, config: GovernorConfig) -> tuple[VitalHistory, NDArray[np.int8]]:

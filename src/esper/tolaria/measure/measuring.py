@@ -9,7 +9,7 @@ from esper.leyline.lifecycle.view import Bools, CoalitionValues, Estimate, Measu
 from esper.tolaria.governor import Signs
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.measure.coalitions import Sampling, coalitions, masks
-from esper.tolaria.measure.probe import negated, spread
+from esper.tolaria.measure.probe import spread
 from esper.tolaria.population import ParameterNorms, Population, ProbeRequest
 
 
@@ -79,8 +79,8 @@ def measure(
         gradient_norm=fresh.gradient_norm if host_norm is None else host_norm,
         contribution=spread(figures.metric_fall, wanted.without(), shape),
         contribution_loss=spread(figures.loss_rise, wanted.without(), shape),
-        gain=negated(spread(figures.loss_rise, wanted.alone, shape)),
-        gain_metric=negated(spread(figures.metric_fall, wanted.alone, shape)),
+        gain=spread(figures.loss_rise, wanted.alone, shape, -1),
+        gain_metric=spread(figures.metric_fall, wanted.alone, shape, -1),
         seed_gradient_finite=np.isfinite(seed_norm),
         participation=figures.participation,
         sensors=last.sensors if figures.sensors is None else figures.sensors,

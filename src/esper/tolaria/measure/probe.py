@@ -254,16 +254,13 @@ def _merged(samples: Sequence[Sample], dimension: int) -> Sample:
     return Sample._make(merged)
 
 
-def spread(mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices], shape: tuple[int, ...]) -> Estimate:
-    """Write (X, 2) means and standard errors of branches into an estimate (E, S), which is absent elsewhere."""
+def spread(
+    mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices], shape: tuple[int, ...], sign: int = 1
+) -> Estimate:
+    """Write (X, 2) means, times a sign, and standard errors of branches into an estimate (E, S), which is absent elsewhere."""
     branch, env, slot = where
     estimate = Estimate.absent(*shape)
-    estimate.mean[env, slot] = mean_se[branch, 0]
+    estimate.mean[env, slot] = sign * mean_se[branch, 0]
     estimate.se[env, slot] = mean_se[branch, 1]
     estimate.measured[env, slot] = True
     return estimate
-
-
-def negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of minus the quantity."""
-    return estimate._replace(mean=-estimate.mean)
