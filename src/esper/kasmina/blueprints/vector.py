@@ -50,38 +50,27 @@ class LowRank(nn.Module):
     stacks = True
     pads = True
     in_order = ("inner", "out")
+    biased = True
 
     def __init__(self, reads: int, writes: int, rank: int) -> None:
         super().__init__()
         self.inner = Linear(reads, rank, bias=False)
         nn.init.normal_(self.inner.weight, std=1 / math.sqrt(reads))
-        self.out = zero_linear(rank, writes)
+        self.out = zero_linear(rank, writes, bias=self.biased)
 
     def forward(self, u: Tensor) -> Tensor:
         delta: Tensor = self.out(self.inner(u))
         return delta
 
 
-class Factored(nn.Module):
-    """delta = W (V u) of rank k, without a bias; k (r + w) parameters (LoRA: Hu et al., 2021, equation 3).
+class Factored(LowRank):
+    """delta = W (V u) of rank k, without a bias; k (r + w) parameters.
 
     Seeds of different ranks share one stack: a unit whose weights are all 0 stays 0, because its output and gradients are 0.
     """
 
-    stacks = True
-    pads = True
-    in_order = ("inner", "out")
-
-    def __init__(self, reads: int, writes: int, rank: int) -> None:
-        super().__init__()
-        self.inner = Linear(reads, rank, bias=False)
-        nn.init.normal_(self.inner.weight, std=1 / math.sqrt(reads))
-        self.out = Linear(rank, writes, bias=False)
-        nn.init.zeros_(self.out.weight)
-
-    def forward(self, u: Tensor) -> Tensor:
-        delta: Tensor = self.out(self.inner(u))
-        return delta
+    in_order = ("inner", "out")  # read from the class itself, not from a base
+    biased = False
 
 
 class MLPSeed(nn.Module):
@@ -136,8 +125,7 @@ class SparseRows(nn.Module):
 
     def __init__(self, reads: int, writes: int, rows: int) -> None:
         super().__init__()
-        self.out = Linear(min(rows, reads), writes, bias=False)
-        nn.init.zeros_(self.out.weight)
+        self.out = zero_linear(min(rows, reads), writes, bias=False)
         self.register_buffer("chosen", torch.arange(min(rows, reads)))
 
     def choose(self, u: Tensor, gradient: Tensor) -> None:

@@ -38,7 +38,7 @@ from esper.leyline.data.batches import (
 )
 from esper.leyline.data.preprocess import preprocess_from_json
 from esper.leyline.data.task import Interface, Label, Scaling
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Seeds
@@ -285,7 +285,7 @@ def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | No
                 program = torch.export.export(network, positional, named, dynamic_shapes=axes)
             torch.export.save(program, stored)
     except Exception as error:  # torch.export raises errors of many kinds; the trained weights are saved in any case
-        return None, (str(error).splitlines() or [type(error).__name__])[0]
+        return None, first_line(error)
     finally:
         logging.disable(disabled)
     return stored.getvalue(), None

@@ -26,11 +26,11 @@ class Linear(nn.Linear):
         return mapped(x, self.weight, self.bias)
 
 
-def zero_linear(reads: int, writes: int) -> Linear:
+def zero_linear(reads: int, writes: int, *, bias: bool = True) -> Linear:
     """Make a linear map that starts at exactly 0."""
-    layer = Linear(reads, writes)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
+    layer = Linear(reads, writes, bias)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
     return layer
 
 
