@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -22,10 +22,9 @@ from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.graft.cut import CutHost
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost, as_host
-from esper.kasmina.network.sums import SUMS, check_sum, sums_of
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.body import Body
-from esper.leyline.config.parsing import parse_json
+from esper.leyline.config.parsing import parse_model
 from esper.leyline.data.batches import (
     Batch,
     arguments,
@@ -42,7 +41,7 @@ from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Seeds
-from esper.store.disk import Retry, find_folder, read_kept, write_folder, write_once
+from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sums_of, write_folder, write_once
 
 FORMATS = (2, 3, 4)
 """Formats of topology.json that are read. The lowest one that can describe the network is written: 4 if `predict` takes raw
@@ -141,10 +140,12 @@ def grown_network(
                 "writes": writes,
             }
         )
-    network = GrownNetwork(host, modules, grafts, interface, _original(factory)).to("cpu", body.dtype).eval()
+    named = _named(factory)
+    original = factory.original if isinstance(factory, RegrownHost) else named  # of the host without any seed
+    network = GrownNetwork(host, modules, grafts, interface, original).to("cpu", body.dtype).eval()
     topology = {
         "format": _format(interface),
-        "host": _saved_host(factory),
+        "host": None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)},
         "dtype": str(body.dtype).removeprefix("torch."),
         "input": shapes_to_json(interface.inputs),
         "standardize": None if interface.scaling is None else list(interface.scaling.mean.shape),
@@ -196,21 +197,10 @@ def _dtypes(topology: Mapping[str, Any]) -> list[torch.dtype]:
 
 
 def _named(factory: object) -> Any:
-    """Return the dataclass by which a file names the hosts of a factory, or None if there is none."""
+    """Return the dataclass by which a file names the hosts of a factory; None if no file can name them."""
     made = getattr(factory, "architecture", factory)  # of the hosts that a factory fills with weights
     known = dataclasses.is_dataclass(made) and not isinstance(made, type)
     return made if known and isinstance(getattr(type(made), "name", None), str) else None
-
-
-def _saved_host(factory: object) -> dict[str, Any] | None:
-    named = _named(factory)
-    return None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)}
-
-
-def _original(factory: object) -> Callable[[], nn.Module] | None:
-    """Return the named factory of the original host, without any seed, or None if no file can name it."""
-    found: Callable[[], nn.Module] | None = factory.original if isinstance(factory, RegrownHost) else _named(factory)
-    return found
 
 
 def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
@@ -455,16 +445,7 @@ def read_topology(folder: Path) -> dict[str, Any]:
     """Read topology.json of an exported network. Raises InputError if it is missing, damaged or of another format."""
     path = find_folder(folder) / TOPOLOGY
     data = read_kept(path, _LARGEST_TOPOLOGY, "give a folder that `esper grow` or `esper export` wrote")
-    topology = parse_json(data, path, "export the network again")
-    if not isinstance(topology, dict) or topology.get("format") not in FORMATS:
-        found = topology.get("format") if isinstance(topology, dict) else None
-        known = ", ".join(map(str, FORMATS))
-        raise InputError(f"{path} has format {found!r}, but this version of Esper reads the formats {known}")
-    try:
-        _SavedTopology.model_validate(topology)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; export the network again") from None
+    topology, _ = parse_model(data, _SavedTopology, FORMATS, path, "export the network again")
     check_sum(path)
+    assert isinstance(topology, dict)
     return topology

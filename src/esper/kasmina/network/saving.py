@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -22,15 +22,24 @@ from esper.kasmina.graft.grown import CHILD, check_tensors, is_grafted, prefix_b
 from esper.kasmina.graft.planted import Mode, Planted, Recipe, Seat
 from esper.kasmina.graft.sharding import gather, in_parts
 from esper.kasmina.graft.widening import resized
-from esper.kasmina.network.sums import SUMS, check_sum, sums_of
 from esper.kasmina.slot import Seed
-from esper.leyline.config.parsing import parse_json
+from esper.leyline.config.parsing import parse_model
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.sites import Site
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
-from esper.store.disk import Content, find_folder, open_regular, read_kept, remove, write_folder
+from esper.store.disk import (
+    SUMS,
+    Content,
+    check_sum,
+    find_folder,
+    open_regular,
+    read_kept,
+    remove,
+    sums_of,
+    write_folder,
+)
 from esper.store.tensors import bytes_of, to_parts
 
 ADAPTER_WEIGHTS, ADAPTER, ADAPTER_FORMAT = "adapter.safetensors", "adapter.json", 2
@@ -86,9 +95,6 @@ class _SavedNetwork(_Saved):
     seeds: list[_SavedSeed]
     shared: dict[str, str]  # names of tensors that are another one, by name, in the same memory
     shapes: dict[str, list[int]] = {}  # of the parameters that became larger, before
-
-
-S = TypeVar("S", _SavedAdapter, _SavedNetwork)
 
 
 # Adapters.
@@ -158,7 +164,7 @@ def attach(model: M, folder: Path | str, *, other_host: bool = False) -> M:
 def attach_files(model: M, files: Mapping[str, bytes], folder: Path, *, other_host: bool = False) -> M:
     """Attach the seeds of the files that `adapter_files` returned, as `attach`; `folder` is named in errors."""
     again = "save the adapter again"
-    described = _parsed(_SavedAdapter, ADAPTER_FORMAT, files[ADAPTER], folder / ADAPTER, again)
+    _, described = parse_model(files[ADAPTER], _SavedAdapter, [ADAPTER_FORMAT], folder / ADAPTER, again)
     tensors = _loaded(files[ADAPTER_WEIGHTS], folder / ADAPTER_WEIGHTS, again)
     if not described.seeds:
         raise InputError(f"the adapter in {folder} has no seeds, as none was kept when it was saved")
@@ -244,7 +250,7 @@ def load_grown(folder: Path | str, model: M) -> M:
     files = _read_files(folder_of(folder), NETWORK_WEIGHTS, NETWORK, "grown network", "growth.save")
     folder = find_folder(folder_of(folder))
     weights_path = folder / NETWORK_WEIGHTS
-    described = _parsed(_SavedNetwork, NETWORK_FORMAT, files[NETWORK], folder / NETWORK, again)
+    _, described = parse_model(files[NETWORK], _SavedNetwork, [NETWORK_FORMAT], folder / NETWORK, again)
     tensors = _loaded(files[NETWORK_WEIGHTS], weights_path, again)
     if missing := [first for first in described.shared.values() if first not in tensors]:
         raise InputError(f"{weights_path} is damaged: it lacks {missing[0]!r}; {again}")
@@ -333,20 +339,6 @@ def _loaded(data: bytes, path: Path, again: str) -> dict[str, Tensor]:
     except SafetensorError as error:
         raise InputError(f"{path} is damaged: {error}; {again}") from None
     return tensors
-
-
-def _parsed(kind: type[S], format_: int, data: bytes, path: Path, again: str) -> S:
-    """Return a description from a file. InputError if it is damaged, or of another format."""
-    tree = parse_json(data, path, again)
-    found = tree.get("format") if isinstance(tree, dict) else None
-    if found != format_:
-        raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {format_}")
-    try:
-        return kind.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; {again}") from None
 
 
 def _described(network: nn.Module, seeds: Mapping[str, Planted | Seat]) -> list[_SavedSeed]:
