@@ -22,6 +22,7 @@ from esper.leyline.lifecycle.slots import SlotSpec, Tap
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.streams import STREAMS, Stream
 from esper.leyline.lifecycle.view import Bools, Seeds
+from esper.leyline.records import from_tree
 
 TAPS = tuple(Tap)
 HERE, BEFORE, INPUT, INNER = range(4)
@@ -171,12 +172,8 @@ class HostTable:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Raises ValueError if it has other rows, slots or another menu."""
         for name in _ARRAYS:
-            given, known = state[name], getattr(self, name)
-            if given.shape != known.shape or given.dtype != known.dtype:
-                raise ValueError(
-                    f"{name} is {given.shape} {given.dtype}, where {known.shape} {known.dtype} was expected"
-                )
-            known[...] = given
+            known = getattr(self, name)
+            known[...] = from_tree(known, state[name], name)
 
 
 _ARRAYS = ("host_params", "reads", "taps", "cost", "outputs")
