@@ -13,8 +13,7 @@ from torch.nn.parameter import is_lazy
 from esper.leyline.data.batches import Batch, arguments, leaves, map_leaves, run
 from esper.leyline.data.task import Objective
 from esper.leyline.errors import InputError, first_line
-from esper.leyline.lifecycle.sites import Flow, Taps
-from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.slots import Flow, SlotSpec, Taps
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.text import counted
 

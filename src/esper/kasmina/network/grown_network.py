@@ -17,8 +17,7 @@ from esper.leyline.data.batches import Batch, batch_of, first, map_leaves, picke
 from esper.leyline.data.task import Interface, Scaling
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Taps
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Tap, Taps
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 
 CHUNK = 4096

@@ -26,8 +26,7 @@ from esper.kasmina.slot import Seed
 from esper.leyline.config.parsing import parse_model
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Site
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 from esper.store.disk import (
     SUMS,

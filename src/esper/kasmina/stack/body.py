@@ -46,8 +46,7 @@ from esper.kasmina.stack.rows import (
 from esper.leyline.data.batches import Batch, map_leaves, on_cpu, run
 from esper.leyline.data.keys import key
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Taps
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.slots import SlotSpec, Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.view import Bools, Seeds

@@ -17,8 +17,7 @@ from esper.kasmina.slot import Seed
 from esper.kasmina.stack.plan import Indices
 from esper.leyline.data.batches import Batch, on_cpu, run
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Taps
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.slots import SlotSpec, Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.streams import STREAMS, Stream
 from esper.leyline.lifecycle.view import Bools, Seeds

@@ -20,7 +20,7 @@ from esper.leyline.config.tree import Config, build_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.view import Space

@@ -23,7 +23,7 @@ from esper.kasmina.lifecycle import Edits, dormant
 from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.view import BlueprintInfo, Bools, Seeds, Space, choose
 from esper.tolaria.live.averages import Average

@@ -26,8 +26,7 @@ from esper.leyline.data.duplicates import example_digests
 from esper.leyline.data.keys import Purpose, key, scalar
 from esper.leyline.data.task import SENSED, AnyTask, Instance, Mixture, Objective, Split, Task, finite, nonfinite
 from esper.leyline.errors import DataFault, InputError
-from esper.leyline.lifecycle.sites import Taps
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Floats, Seeds, Space
 from esper.leyline.text import counted
