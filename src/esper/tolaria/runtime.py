@@ -4,14 +4,15 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, raised_in_user_code, requested_memory
 
@@ -75,11 +76,13 @@ def available_memory(device: torch.device) -> int:
     return free
 
 
-def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
-    """Copy device tensors of any shape to the host in one packed transfer, and return them as float64 arrays.
+def read_packet(tree: Any) -> Any:
+    """Copy the device tensors of a tree to the host in one packed transfer; return the tree with float64 arrays for them.
 
     On CUDA the copy goes to pinned memory, and the process waits for an event and not for the whole device.
     """
+    leaves, structure = pytree.tree_flatten(tree)
+    parts = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     packed = torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts])
     if packed.is_cuda:
         target = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -88,9 +91,9 @@ def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
         done.record(torch.cuda.current_stream(packed.device))  # which need not be the device that torch uses by default
         done.synchronize()
         packed = target
-    flat: NDArray[np.float64] = packed.numpy()
-    ends = np.cumsum([part.numel() for part in parts])
-    return [piece.reshape(part.shape) for piece, part in zip(np.split(flat, ends[:-1]), parts, strict=True)]
+    pieces = iter(np.split(packed.numpy(), np.cumsum([part.numel() for part in parts])))
+    read = [next(pieces).reshape(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(read, structure)
 
 
 def hold_freed_memory() -> None:

@@ -1,8 +1,7 @@
 """Train and measure networks as stacked tensors on one device: the population that most engines grow. R rows, S slots."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -220,7 +219,7 @@ class StackedPopulation:
         self.skipped = np.zeros(rows, np.int64)
         self.passes = Passes(body, self._total, config, products)
         self.host_params = body.table.host_params
-        self.space = _space(body, menu, config, self.environment, instance, self.data.bounds)
+        self._survey()
 
     def begin(self, instance: Indices, episode: int) -> None:
         if not np.array_equal(instance, self.data.instance):
@@ -320,44 +319,46 @@ class StackedPopulation:
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         body, objective = self.body, self.objective
         probed = probe(body, seeds, self.data.probe, objective, asked.coalitions, signs=True)
-        sensors = []
+        sensors = validation = grown = None
         if asked.sensors:
             families = self.config.probe.sensors or SENSOR_FAMILIES
             if self._taught is None and "drift" in families:  # computed once for the instances of the rows
                 self._taught = taught_streams(self.data, body)
             taught = (self._taught or ()) if "drift" in families else ()
-            sensors = [sense(body, seeds, self.data.fit, self.data.probe, objective, taught, families)]
-        trained = self._trained if asked.trained else None
-        training: list[Tensor] = []
-        if trained is not None:
-            training = [trained.loss, trained.gradient_norm, *trained.seed_norms]
-            training += [norms for _, norms in trained.parameter_norms]
-            training += [trained.skipped.updates] if trained.skipped is not None else []
-        data = [self.feed.finite()] if asked.finite else []
-        validation: list[Tensor] = []
+            sensors = sense(body, seeds, self.data.fit, self.data.probe, objective, taught, families)
         if asked.validation:
             assert self.data.validation is not None, "a validation split is read only with early stopping"
             scored = self._final(seeds, self.data.validation)
-            validation = [scored.metric, scored.loss]
-        grown = []
+            validation = scored.metric, scored.loss
         if asked.look is not None:
             assert self.data.fresh is not None, "fresh examples are set aside for `gates.certify`"
-            grown = [compared(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)]
-        packet = iter(read_packet([*probed, *sensors, *data, *validation, *grown, *training]))
-        figures = Figures._make(
-            [
-                *itertools.islice(packet, len(probed)),
-                next(packet) if sensors else None,
-                next(packet) > 0 if data else None,
-                (next(packet), next(packet)) if validation else None,
-                next(packet) if grown else None,
-                _read(trained, packet, self.space.slots) if trained is not None else None,
-            ]
+            grown = compared(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)
+        finite = self.feed.finite() if asked.finite else None
+        trained = self._trained if asked.trained else None
+        *figures, finite, validation, grown, trained = read_packet(
+            [*probed, sensors, finite, validation, grown, trained]
         )
-        if trained is not None and figures.trained is not None and figures.trained.skipped is not None:
-            forget_skipped(body, figures.trained.skipped, trained.seed_owners)
-            self.skipped += figures.trained.skipped
-        return figures
+        training = None if trained is None else self._training_figures(trained)
+        found = Figures._make([*figures, None if finite is None else finite > 0, validation, grown, training])
+        if found.trained is not None and found.trained.skipped is not None:
+            forget_skipped(body, found.trained.skipped, found.trained.seed_owners)
+            self.skipped += found.trained.skipped
+        return found
+
+    def _training_figures(self, trained: Any) -> TrainedFigures:
+        """Return the figures of a step's training from its statistics, whose tensors were read."""
+        norms = None
+        if trained.parameter_norms:
+            (names, host), *seeds = trained.parameter_norms
+            found: dict[str, Floats] = {}
+            for (slot, rows), (parts, values) in zip(trained.seed_owners, seeds, strict=True):
+                for name, column in zip(parts, values.T, strict=True):
+                    # Seeds of several forms share names, but no row has two of them in one slot.
+                    absent = np.full(len(trained.loss), np.nan)
+                    found.setdefault(f"{self.space.slots[slot]}/{name}", absent)[rows] = column
+            norms = ParameterNorms(dict(zip(names, host.T, strict=True)), found)
+        skipped = None if trained.skipped is None else trained.skipped.updates.astype(np.int64)
+        return TrainedFigures._make([*trained[:4], norms, skipped])
 
     @property
     def fresh(self) -> Sequence[Indices]:
@@ -436,8 +437,8 @@ class StackedPopulation:
         self.body.train(False)
         nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
         output, _, _ = passed(self.body, exported(seeds), self._held(split), nothing.branches, signs=False)
-        (packed,) = read_packet((output,))
-        return packed
+        read: Floats = read_packet(output)
+        return read
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
         problem = self.task.instance(int(self.data.instance[env]))
@@ -463,58 +464,30 @@ class StackedPopulation:
         self.feed = self.data.feed
 
     def _survey(self) -> None:
-        """Copy the costs and widths of the hosts into the space, and which of them are frozen."""
-        self.space = self.space._replace(
-            cost=self.body.table.cost.copy(),
-            width=self.body.table.taps[..., HERE].copy(),
+        """Describe what can be decided in each row, with the costs and widths of the hosts, 0 until they are built."""
+        body, config, bounds = self.body, self.config, self.data.bounds
+        slots = tuple(slot.name for slot in body.slots)
+        self.space = Space(
+            slots=slots,
+            blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in body.layout.menu),
+            tempos=config.lifecycle.tempos,
+            targets=config.lifecycle.targets,
+            cost=body.table.cost.copy(),
+            fits=body.layout.fits & selected(slots, config)[:, None],
+            width=body.table.taps[..., HERE].copy(),
+            sensors=tuple(sensor.name for sensor in SENSORS),
+            max_seeds=config.lifecycle.max_seeds,
+            seed=config.seed,
+            number=config.first_instance + self.environment,
             instance=self.data.instance,
-            floor=self.data.bounds[:, 0],
-            ceiling=self.data.bounds[:, 1],
-            frozen=self.body.host.frozen(),
+            floor=bounds[:, 0],
+            ceiling=bounds[:, 1],
+            objective=config.reward.objective,
+            rent=config.reward.rent,
+            rent_size=config.reward.rent_size,
+            frozen=body.host.frozen(),
+            heads=sum(slot.head for slot in body.slots),
         )
-
-
-def _space(
-    body: Body, menu: Sequence[Blueprint], config: Config, environment: Indices, instance: Indices, bounds: Floats
-) -> Space:
-    """What can be decided in each row, of an environment (R,); bounds (R, 2) are the floor and the ceiling of the metric."""
-    return Space(
-        slots=tuple(slot.name for slot in body.slots),
-        blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
-        tempos=config.lifecycle.tempos,
-        targets=config.lifecycle.targets,
-        cost=np.zeros((len(instance), *body.layout.fits.shape), np.int64),  # set when the hosts are built
-        fits=body.layout.fits & selected([slot.name for slot in body.slots], config)[:, None],
-        width=np.zeros((len(instance), len(body.slots)), np.int64),  # set when the hosts are built
-        sensors=tuple(sensor.name for sensor in SENSORS),
-        max_seeds=config.lifecycle.max_seeds,
-        seed=config.seed,
-        number=config.first_instance + environment,
-        instance=instance,
-        floor=bounds[:, 0],
-        ceiling=bounds[:, 1],
-        objective=config.reward.objective,
-        rent=config.reward.rent,
-        rent_size=config.reward.rent_size,
-        frozen=np.zeros(len(instance), bool),  # set when the hosts are built
-        heads=sum(slot.head for slot in body.slots),
-    )
-
-
-def _read(trained: StepStatistics, packet: Iterator[Floats], slots: Sequence[str]) -> TrainedFigures:
-    """Unpack the figures of a step's training from the rest of the packet that was read."""
-    loss, norm = next(packet), next(packet)
-    seed_norms = list(itertools.islice(packet, len(trained.seed_norms)))
-    norms = None
-    if trained.parameter_norms:
-        host, *seeds = (zip(names, next(packet).T, strict=True) for names, _ in trained.parameter_norms)
-        found: dict[str, Floats] = {}
-        for (slot, rows), parts in zip(trained.seed_owners, seeds, strict=True):
-            for name, values in parts:  # seeds of several forms share names, but no row has two of them in one slot
-                found.setdefault(f"{slots[slot]}/{name}", np.full(len(loss), np.nan))[rows] = values
-        norms = ParameterNorms(dict(host), found)
-    skipped = next(packet).astype(np.int64) if trained.skipped is not None else None
-    return TrainedFigures(loss, norm, seed_norms, trained.seed_owners, norms, skipped)
 
 
 def check_memory(task: AnyTask, config: Config, available: int) -> None:
