@@ -49,7 +49,7 @@ from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec, Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
-from esper.leyline.lifecycle.view import Bools, Seeds
+from esper.leyline.lifecycle.view import Seeds
 
 APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
 """Parameters of a host, by the kind of its streams, from which on a CPU runs the rows one after another. It then takes about as
@@ -223,8 +223,8 @@ class Body:
         """Return the rows of each seed stack that an optimizer moves now: those that train with the host, and incubating ones."""
         chosen = {}
         for (slot, form), envs in self.envs.items():
-            ranks = _rank(seeds, envs, slot)
-            chosen[slot, form] = [_run(ranks == _WITH_HOST), _run(ranks == _INCUBATING)]
+            ends = np.searchsorted(_rank(seeds, envs, slot), range(_IDLE + 1))  # the rows are sorted by group
+            chosen[slot, form] = [slice(*ends[_WITH_HOST : _DOOMED + 1].tolist()), slice(*ends[_INCUBATING:].tolist())]
         return chosen
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
@@ -291,29 +291,24 @@ class Body:
                 incubating = np.where(seeds.stage[envs, slot] == Stage.TRAINING, one, none)
                 calls += self._calls(seeds, slot, envs, incubating, frozen=False, straight=True)
             base.append(calls)
-        base_plans, base_doses = _split(base)
         if branches is None or not len(branches.env):
-            return Route(Plan(bounds, base_plans, (), ()), Doses(base_doses, (), (), None, np.zeros(0, np.int64)))
+            return Route(
+                Plan(bounds, _column(base, 0), (), ()), Doses(_column(base, 1), (), (), None, np.zeros(0, np.int64))
+            )
         joins = [self._join(segment, branches, envs) for segment in range(len(self.layout.chain.paths))]
         branch: list[Calls] = []
         for slot in range(len(self.slots)):
-            there = int(
-                np.searchsorted(branches.slot, slot, side="right")
-            )  # branches that run through the slot or join there
+            there = np.searchsorted(branches.slot, slot, side="right")  # those that run through the slot or join there
             owners, doses = branches.env[:there], branches.dose[:there, slot]
+            learns = train & (branches.slot[:there] == slot)
+            calls = self._calls(seeds, slot, owners, np.where(learns, none, doses), frozen=True)
             if train:
-                joined = branches.slot[:there] == slot
-                old, new = np.where(joined, none, doses), np.where(joined, doses, none)
-                branch.append(
-                    self._calls(seeds, slot, owners, old, frozen=True)
-                    + self._calls(seeds, slot, owners, new, frozen=False)
-                )
-            else:
-                branch.append(self._calls(seeds, slot, owners, doses, frozen=True))
-        branch_plans, branch_doses = _split(branch)
+                calls += self._calls(seeds, slot, owners, np.where(learns, doses, none), frozen=False)
+            branch.append(calls)
         owners = branches.env - part.start
-        plan = Plan(bounds, base_plans, branch_plans, tuple(join for join, _ in joins))
-        return Route(plan, Doses(base_doses, branch_doses, tuple(d for _, d in joins), self._send(owners), owners))
+        plan = Plan(bounds, _column(base, 0), _column(branch, 0), tuple(join for join, _ in joins))
+        doses_of_joins = tuple(join for _, join in joins)
+        return Route(plan, Doses(_column(base, 1), _column(branch, 1), doses_of_joins, self._send(owners), owners))
 
     def run(self, x: Batch, route: Route, *, streams: Kept = "none", keys: Indices | None = None) -> Pass:
         """Run a route over a batch of its part: leaves x (n, B, ...) -> outputs (n, B, ..., C).
@@ -491,16 +486,9 @@ def _rank(seeds: Seeds, envs: Indices, slot: int) -> Indices:
     return rank
 
 
-def _run(chosen: Bools) -> slice:
-    """Return the contiguous run of the chosen rows."""
-    rows = np.flatnonzero(chosen)
-    return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
-
-
-def _split(slots: list[Calls]) -> tuple[tuple[tuple[CallPlan, ...], ...], tuple[tuple[CallDoses, ...], ...]]:
-    """Split the calls of each slot into plans and doses."""
-    plans = tuple(tuple(plan for plan, _ in calls) for calls in slots)
-    return plans, tuple(tuple(doses for _, doses in calls) for calls in slots)
+def _column(slots: list[Calls], place: Literal[0, 1]) -> tuple[tuple[Any, ...], ...]:
+    """Return by slot the plans of its calls, or their doses."""
+    return tuple(tuple(call[place] for call in calls) for calls in slots)
 
 
 class _Flow(NamedTuple):
@@ -511,7 +499,7 @@ class _Flow(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of a stack of seeds, which compute as one seed."""
+    """Rows of a stack of seeds, which compute as one `Seed`."""
 
     stack: Stack
     rows: Rows
