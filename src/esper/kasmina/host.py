@@ -19,10 +19,7 @@ from esper.leyline.text import counted
 
 
 class Chain:
-    """A network as a chain of segments, with sites between them.
-
-    paths: the dotted path of every segment, in order.
-    """
+    """A network as a chain of segments, with sites between them. paths: the dotted path of every segment, in order."""
 
     def __init__(self, segments: int, after: Sequence[int]) -> None:
         """`after` names the segment in front of each site, in order; no two sites may share one."""
@@ -45,10 +42,7 @@ class Chain:
         return flow
 
     def merged(self, acting: Collection[int]) -> "Chain":
-        """Return the chain that visits only the `acting` sites, and runs all segments between what they read and change as one.
-
-        The path of segments i to j is "segments.i:j"; both are counted.
-        """
+        """Return the chain that visits the `acting` sites alone and runs segments i to j between them as one, "segments.i:j"."""
         found, first = Chain(0, ()), 0
         paths: list[str] = []
         for segment in range(len(self.paths)):
@@ -336,10 +330,7 @@ def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Batch]], Batch]:
 
 
 def _check_causal(host: SegmentedHost, x: Batch) -> None:
-    """Raise InputError if a causal slot's stream depends on later positions of x (B, L, ...).
-
-    The check swaps the later positions of examples.
-    """
+    """Raise InputError if a causal slot's stream changes when the later positions of x (B, L, ...) are swapped."""
     causal = [index for index, slot in enumerate(host.slots) if slot.causal]
     if not causal or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < 2:
         return
@@ -368,10 +359,7 @@ def _check_causal(host: SegmentedHost, x: Batch) -> None:
 
 
 def _misfit(segment: nn.Module, x: Batch) -> tuple[str, int, int] | None:
-    """Find whether the first layer with weights in a segment takes another number of features or channels than x (B, ...) has.
-
-    Returns the unit, the number that x has, and the number that the layer takes.
-    """
+    """Find whether the first layer takes another width than x (B, ...) has: the unit, what x has, and what the layer takes."""
     called: list[tuple[str, int, int]] = []
     if not isinstance(x, Tensor):
         return None

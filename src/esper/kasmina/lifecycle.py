@@ -125,10 +125,7 @@ def legal(seeds: Seeds, gates: Gates, space: Space, config: LifecycleConfig) -> 
 def apply(
     seeds: Seeds, actions: Actions, masks: Masks, space: Space, config: LifecycleConfig
 ) -> tuple[Seeds, Edits, Bools]:
-    """Carry out one decision per environment. A decision that the masks forbid changes nothing.
-
-    Returns the new state, the modules to make and free, and which decisions were accepted, (E,).
-    """
+    """Carry out one decision per environment that the masks allow: the new state, its edits, and which were accepted (E,)."""
     accepted = allowed(masks, actions)
     after = copied(seeds)
     tempos, targets = np.asarray(space.tempos), np.asarray(space.targets)

@@ -174,9 +174,6 @@ def slot_change(
 def slot_output(
     stream: type[Stream], h: Tensor, u: Tensor, seed: Seedlike, alpha: Tensor | float, blend: Blend
 ) -> Tensor:
-    """Compute y = h + c, with the change c of `slot_change`, for one network: h and u (B, ...).
-
-    u is fitted to the resolution of h. alpha: a number, or a tensor ().
-    """
+    """Compute y = h + c for one network: h (B, ...), and u, fitted to the resolution of h; alpha is a number, or a tensor ()."""
     u = stream.fitted(u, h)
     return h + slot_change(stream, h, u, seed, alpha, blend, gated=blend == Blend.GATE)

@@ -49,10 +49,7 @@ class Trail(NamedTuple):
 
 
 def read_trail(folder: Path) -> Trail:
-    """The changes of a run folder. InputError if changes.json cannot be read.
-
-    An entry is written before its config.yaml. If a crash comes between the two, the entry leads to no config and is ignored.
-    """
+    """The changes of a run folder; an entry that a crash left without its config.yaml is ignored. InputError if unreadable."""
     digest, entries = digest_of((folder / CONFIG).read_bytes()), []
     for entry in reversed(_read(folder)):
         if entry.target == digest:

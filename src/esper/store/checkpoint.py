@@ -118,10 +118,7 @@ class Checkpoints:
             return None
 
     def leave(self, after: Callable[[], None]) -> None:
-        """Do not wait: a checkpoint that is being written may be lost, which leaves the one before it.
-
-        `after` is called when the thread is idle, if the process still runs then. No checkpoint may follow.
-        """
+        """Do not wait for a checkpoint that is being written, and let none follow; `after` is called once the thread is idle."""
         self._background.close(after)
 
     def write(self, number: int, state: Tree, best: bool = False) -> None:

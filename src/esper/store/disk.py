@@ -249,10 +249,7 @@ class DiskRetry:
         self.spent = False
 
     def __call__(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `path`, again as long as the disk is full.
-
-        Raises DiskFull if the disk stays full, and Unwritable if `write` fails for another reason.
-        """
+        """Call `write`, which writes `path`, as long as the disk is full. Raises DiskFull, or Unwritable for another reason."""
         end = time.monotonic() + (0.0 if self.spent else self.seconds)
         full: OSError | None = None  # the first error of a full disk
         while True:

@@ -26,10 +26,7 @@ _TRIES = 0.1  # time for further tries, because an owner may remove its lock fil
 
 
 class Lock:
-    """The lock of one folder.
-
-    `release` works after a KeyboardInterrupt at any line, from every thread, and may be called again.
-    """
+    """The lock of one folder; `release` works after a KeyboardInterrupt at any line, from every thread, and again."""
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self.path, self.note = folder / LOCK, note

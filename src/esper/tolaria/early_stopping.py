@@ -89,10 +89,7 @@ class EarlyStopping:
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Restore a `state`. Population and seeds must have been restored already. Raises ValueError if they do not fit.
-
-        An environment that had stopped continues, with its twin, where the patience is larger now.
-        """
+        """Restore a `state`. An environment that had stopped continues, with its twin, where the patience is larger now."""
         self.score, self.latest, self.stopped = (np.array(state[name]) for name in ("score", "latest", "stopped"))
         self.stopped[(self.stopped - self.latest < self.patience)[self._environment]] = -1
         self.keeper.load_state(state["snapshot"], seeds)

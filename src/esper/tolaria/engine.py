@@ -263,10 +263,7 @@ class Engine(Generic[P]):
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
-        """Restore a snapshot of an engine of the same task and config. Raises ValueError if it came from another one.
-
-        The masks are computed from the rest.
-        """
+        """Restore a snapshot of an engine of the same task and config. Raises ValueError if it came from another one."""
         state = self.state
         state.contributions = Contributions.none(*state.seeds.stage.shape)
         for name in ("seeds", "measurements", "scores", "instance", "contributions"):
@@ -486,10 +483,7 @@ class Engine(Generic[P]):
         )
 
     def _govern(self, before: Seeds, measured: StepMeasurements) -> tuple[StepMeasurements, Verdicts]:
-        """Roll back the rows that failed in this step, and save snapshots of the others.
-
-        Returns the measurements, repeated for rows that were rolled back, and the verdict on every row, (rows,) a `Vital`.
-        """
+        """Roll back the rows that failed, and save the others. Returns the new measurements, and a `Vital` for every row."""
         state, governor = self.state, self.governor
         found = governor.inspect(before, state.seeds, measured.signs)
         rows = found != Vital.GOOD

@@ -144,10 +144,7 @@ Counts = dict[str, dict[str, int]]
 def preflight(
     population: Population, seeds: Seeds, actions: Actions, masks: Masks, max_seeds: int, config: GovernorConfig
 ) -> Verdicts:
-    """Check decisions before they are applied. Returns a `Refusal` for every row, (E,).
-
-    The memory check covers all seeds of the step together. If they do not fit, all of them are refused.
-    """
+    """Return a `Refusal` for every row (E,). If the seeds of a step together do not fit into memory, all of them are refused."""
     refused = np.full(len(seeds.stage), Refusal.NONE, np.int8)
     plants, legal = actions.op == Op.GERMINATE, allowed(masks, actions)
     full = among(seeds.stage, IN_BUDGET).sum(1) >= max_seeds

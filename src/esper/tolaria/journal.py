@@ -182,10 +182,7 @@ class Journal(Observer):
 def decision_rows(
     view: View, decision: Decision, outcome: Outcome, gates: GatesConfig, population: Population, *, full: bool = False
 ) -> Iterator[DecisionRow]:
-    """Yield a row for each environment that chose another operation than WAIT. `view` is what the decision was based on.
-
-    full: also rows of decisions to WAIT, and the values of all sensors.
-    """
+    """Yield a row for each decision but WAIT on a view; with `full`, also for those to WAIT, with the values of all sensors."""
     actions, space, seeds, measured = outcome.actions, view.space, view.seeds, view.measurements
     acting = np.flatnonzero((actions.op != Op.WAIT) | full)
     if not len(acting):

@@ -66,18 +66,14 @@ class Observer:
     """An object that follows an episode. Each method does nothing unless a subclass overrides it."""
 
     def going(self, view: View) -> bool:
-        """Called before each decision of an unfinished episode. If False is returned, the playing ends and no further
-        observer is asked.
-        """
+        """Called before each decision of an unfinished episode; if False is returned, the playing ends and no other is asked."""
         return True
 
     def stepped(self, step: Step) -> None:
         """Called after a step, once the controller has stored its outcome."""
 
     def failed(self, view: View) -> None:
-        """Called if the controller raised an error instead of deciding. The engine is unchanged, and the error is
-        raised again.
-        """
+        """Called if the controller raised an error, which is raised again, instead of deciding. The engine is unchanged."""
 
     def broken(self) -> None:
         """Called if a step of the engine raised an error, of which a part may have been done. The error is raised again."""
@@ -102,10 +98,7 @@ def planted(step: Step) -> int:
 
 
 def decide(client: Controller, view: View, trial: Callable[[Proposed], NDArray[np.float64]] | None = None) -> Decision:
-    """Ask a controller, after the trials that it wants if `trial` can make them (`Engine.trial`).
-
-    Raises InputError if its answer is not one whole number per environment and head, or if it asks for a trial without `trial`.
-    """
+    """Ask a controller, after the trials that it wants. InputError if its answer is malformed, or if no trials can be made."""
     if (proposed := client.proposals(view)) is not None:
         if trial is None:
             raise InputError(

@@ -89,9 +89,7 @@ class Keeper(Protocol):
         """Return the snapshots as a tree of arrays, after `now` steps of the episode."""
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Restore what `state` returned, with a population that is restored already. Raises ValueError if it came from
-        another one.
-        """
+        """Restore what `state` returned into a population that is restored already. ValueError if it came from another one."""
 
 
 class Population(Protocol):
@@ -126,10 +124,7 @@ class Population(Protocol):
         """Measure every row as it is now. This reads the device once."""
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        """Return which of some rows (n,) were trained in this step on data that are not finite.
-
-        Raises DataFault if `data.nonfinite` says that such data end a run.
-        """
+        """Return which of some rows (n,) were trained on data that are not finite. DataFault if such data end a run."""
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
         """Return (R,) the parameters of the seeds in the given stages."""
@@ -151,9 +146,6 @@ class Population(Protocol):
 
 
 def row_environments(config: Config, *, ghost: bool) -> Indices:
-    """Return (R,) the environment of each row: the environments, then their twins; then a ghost, if there is one.
-
-    ghost: whether a row alone runs beside a copy of itself, whose results are ignored (`stacked.needs_ghost`).
-    """
+    """Return (R,) the environment of each row: environments, twins, and a ghost beside a row alone (`needs_ghost`)."""
     rows = config.envs * (2 if config.twin else 1)
     return np.arange(rows if rows > 1 or not ghost else 2) % config.envs

@@ -58,10 +58,7 @@ def use_deterministic_kernels(device: torch.device) -> None:
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes of memory that the process can still allocate on a device, within its limits.
-
-    For a CPU whose system does not report this, it is all memory that the machine has.
-    """
+    """Return the bytes that the process can still allocate; all of a machine's memory if its system does not say."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -115,10 +112,7 @@ LOWER = {
 
 
 class PhaseTimer:
-    """Measures the seconds of each phase of a step, as seen by the process.
-
-    On CUDA, kernel launches return early, so the device may still be working when a phase ends.
-    """
+    """Measures the seconds of each phase as seen by the process; on CUDA the device may still be working when one ends."""
 
     def __init__(self, device: torch.device, population: str = "") -> None:
         """`population` describes in words what is in memory, for the message of OutOfMemory."""
@@ -127,10 +121,7 @@ class PhaseTimer:
 
     @contextmanager
     def memory(self, where: str, lower: str = "envs", *, users: bool = True) -> Iterator[None]:
-        """Raise OutOfMemory, with the place, the numbers and the setting to lower, if memory runs out in a block.
-
-        Without `users`, errors of the user's own code, such as a controller, are not converted.
-        """
+        """Raise OutOfMemory, with what to lower, if memory runs out in a block; without `users`, not in code of users."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:

@@ -85,10 +85,7 @@ def blueprint(
 
 
 def get_blueprint(name: str, kind: Kind | None = None) -> Blueprint:
-    """Return a registered blueprint of a kind; for None, that of the first kind that has the name.
-
-    Raises InputError, with the nearest name, if there is none.
-    """
+    """Return a registered blueprint of a kind, or of the first kind that has the name. InputError if there is none."""
     for found, entry in BLUEPRINTS.items():
         if found[1] == name and kind in (None, found[0]):
             return entry
@@ -213,10 +210,7 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
 
 @torch.no_grad()
 def _check_causal(entry: Blueprint, module: nn.Module, u: Tensor) -> None:
-    """Raise InputError if a trained module looks ahead.
-
-    It looks ahead if other values at later positions of u (B, L, C) change what it returns at earlier ones.
-    """
+    """Raise InputError if a trained module's change depends on the values of u (B, L, C) at later positions."""
     for parameter in module.parameters():  # away from its initial weights, at which every change is 0
         parameter.add_(torch.randn(parameter.shape).to(parameter.dtype), alpha=0.3)
     delta = module(u)

@@ -16,9 +16,7 @@ from esper.kasmina.stack.layers import zero_linear
 
 
 def conv(reads: int, writes: int, size: int, *, groups: int = 1) -> nn.Conv2d:
-    """Make a convolution that keeps the resolution, initialised for a ReLU behind it: normal with variance 2 / fan in,
-    biases 0.
-    """
+    """Make a convolution that keeps the resolution: weights normal with variance 2 / fan in, for a ReLU behind it, biases 0."""
     layer = nn.Conv2d(reads, writes, size, padding=size // 2, groups=groups)
     nn.init.normal_(layer.weight, std=math.sqrt(2 / (reads // groups * size**2)))
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]

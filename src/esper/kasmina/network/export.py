@@ -174,10 +174,7 @@ def _format(interface: Interface) -> int:
 
 
 def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch:
-    """Return two examples of zeros with the shapes and dtypes of a topology.
-
-    Raises InputError if they would hold more than `largest` numbers.
-    """
+    """Return two examples of zeros for a topology. Raises InputError if they would hold more than `largest` numbers."""
     inputs = shapes_from_json(topology["input"])
     if sum(math.prod(shape) for shape in shape_leaves(inputs)) > largest:
         raise InputError(f"{folder / TOPOLOGY} is damaged at 'input': {topology['input']}; export the network again")
@@ -254,11 +251,7 @@ def save_network(
 
 
 def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | None]:
-    """Return (the program of a network for any batch size, None), or (None, the reason why torch.export cannot trace it).
-
-    torch.export prints graphs and warnings to stderr when it fails. They are dropped, because the reason is enough
-    here.
-    """
+    """Return the program of a network for any batch size and None, or None and the reason why torch.export cannot trace it."""
     disabled, stored = logging.root.manager.disable, io.BytesIO()
     logging.disable(logging.CRITICAL)
     try:
@@ -301,10 +294,7 @@ def _taking(network: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 
 def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
-    """Rebuild a saved network from topology.json and model.safetensors; `host` makes a host of the saved architecture.
-
-    Raises InputError, naming the file, if a file is missing or damaged, or does not fit the host.
-    """
+    """Rebuild a saved network; `host` makes a host of its architecture. InputError if a file is damaged or does not fit."""
     folder = find_folder(folder)
     topology = read_topology(folder)
     with drawn_with(0):
@@ -355,10 +345,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
 
 
 def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
-    """Return what a saved network takes and returns; means and deviations are read later.
-
-    Raises InputError if the entries of the topology do not fit together.
-    """
+    """Return what a saved network takes and returns; means and deviations are read later. InputError if entries do not fit."""
     inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
     shapes, example = shapes_from_json(inputs), topology["example"]
     several = leaf_names(shapes) != ["x"]
@@ -403,11 +390,7 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:
-    """Raise ValueError if a file of weights, judged by its header, has other tensors than a network.
-
-    A file that is larger than the tensors of the network is not opened, because the whole of it would be mapped into
-    memory.
-    """
+    """Raise ValueError if a file of weights has other tensors by its header, or is larger, which would be mapped as a whole."""
     wanted = network.state_dict()
     size, most = path.stat().st_size, sum(each.nbytes for each in wanted.values()) + _LARGEST_HEADER
     if size > most:

@@ -193,10 +193,7 @@ class GraftedSegments(nn.Module):
 
 
 class RegrownHost:
-    """A factory of hosts that are copies of one grown network.
-
-    The network is loaded once, so that a run does not need the files of an earlier run until its end.
-    """
+    """A factory of copies of one grown network, loaded once, so that a run does not need the files of an earlier run."""
 
     def __init__(self, network: GrownNetwork) -> None:
         self._host = as_host(network)

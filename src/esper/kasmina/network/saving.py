@@ -128,10 +128,7 @@ def adapter_files(network: nn.Module, seeds: Mapping[str, Planted | Seat], sites
 
 
 def save_beside(network: nn.Module, directory: Path | str) -> None:
-    """Write the seeds that act in a network to the subfolder `esper` of a folder with its weights, and warn that they are there.
-
-    An adapter that was there before is removed if no seed acts.
-    """
+    """Write the seeds that act to the subfolder `esper` of a folder, with a warning; without any, remove an earlier adapter."""
     folder, seeds = Path(directory) / CHILD, acting(network)
     if seeds:
         _write(folder, adapter_files(network, seeds, holders(network)))
@@ -367,10 +364,7 @@ def _described(network: nn.Module, seeds: Mapping[str, Planted | Seat]) -> list[
 
 
 def _recipe(path: str, seed: Planted | Seat) -> Recipe:
-    """Return what a seed is built from, with the names that its submodules have in the network that is saved.
-
-    That network may be a part of the one that grew, or around it.
-    """
+    """Return what a seed is built from, named as in the network that is saved: a part of the one that grew, or one around it."""
     recipe = seed.recipe
     if recipe is None:
         raise InputError(f"nobody knows what the seed behind {path!r} was built from; plant seeds by esper.Growth")
@@ -429,10 +423,7 @@ def _built(seed: _SavedSeed, weights: Mapping[str, Tensor], path: Path, again: s
 
 
 def _host_digest(network: nn.Module, sites: Iterable[str]) -> str:
-    """Return the first 16 hexadecimal digits of the sha256 of all that `state_dict` holds but seeds at some submodules.
-
-    Every process of a sharded network calls this.
-    """
+    """Return 16 digits of the sha256 of `state_dict` without seeds. Every process of a sharded network calls this."""
     seeds = tuple(map(prefix_behind, _every_name(network, sites)))
     made = hashlib.sha256()
     for name, value in sorted(network.state_dict().items()):

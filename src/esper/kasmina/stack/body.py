@@ -159,11 +159,7 @@ class Body:
             self.real_outputs = torch.from_numpy(spread).to(self.device)
 
     def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
-        """Make and free seed modules as the edits say, and sort the rows by their new stages.
-
-        `birth_key(env, slot)` seeds the initialisation of a newly planted seed. The values of the other rows do not
-        change.
-        """
+        """Make and free seed modules as the edits say, and sort the rows; `birth_key(env, slot)` seeds new weights."""
         for (slot, form), envs in self.envs.items():
             gone = edits.freed[edits.freed[:, 1] == slot, 0]
             kept = np.flatnonzero(~np.isin(envs, gone))
@@ -203,10 +199,7 @@ class Body:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned. Raises ValueError if it came from a body of other hosts or another menu.
-
-        The stacks of the seeds are built first, in the order in which they were first made, and then filled.
-        """
+        """Restore what `state` returned. Raises ValueError if it came from a body of other hosts or another menu."""
         self.host.load_state(state["host"])
         self.table.load_state(state["widths"])
         self.mask_outputs()
@@ -339,10 +332,7 @@ class Body:
 
     @property
     def draws(self) -> bool:
-        """Whether a module may draw random numbers in training mode, so that a pass needs keys.
-
-        Modules run in a loop may draw. Modules run by vmap may turn out not to be mappable, and are then run in a loop.
-        """
+        """Whether a module may draw in training mode, in a loop or where vmap may turn out not to map it, which needs keys."""
         stacks = [(self.host, path) for path in self.layout.chain.paths]
         stacks += [(stack, "delta") for stack in self.stacks.values()]
         return any(stack.draws and stack.part(path).way != "direct" for stack, path in stacks)
@@ -366,9 +356,7 @@ class Body:
     # Inside.
 
     def _join(self, segment: int, branches: Branches, envs: Indices) -> tuple[JoinPlan, JoinDoses]:
-        """Plan the branches at a segment, in a pass over environments `envs` (n,): those that run through it, and those that
-        join behind it.
-        """
+        """Plan the branches at a segment in a pass over `envs` (n,): those that run through it, and that join behind it."""
         first = sum(slot.after < segment for slot in self.slots)  # the first slot behind the segment
         owners = branches.env[: np.searchsorted(branches.slot, first)]
         here = first < len(self.slots) and self.slots[first].after == segment
@@ -436,10 +424,7 @@ class Body:
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
 
     def _merged(self, plan: Plan) -> Chain:
-        """Return the chain in which segments between which nothing happens are one, where that saves calls.
-
-        Fused layers save time with every call; of other segments, nothing is gained.
-        """
+        """Return the chain in which fused segments between which nothing happens are one; other segments would gain nothing."""
         own = self.layout.chain
         if plan.joins or self.recomputed is not None:
             return own

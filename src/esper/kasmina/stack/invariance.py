@@ -48,11 +48,7 @@ class Blended(nn.Module):
 
 
 def segments_that_vary(factory: Callable[[], nn.Module], x: Batch, sizes: Sizes = EVERY_SIZE) -> dict[str, str]:
-    """Return the segments of a host whose numbers for a row depend on the other rows, each with the place where that shows.
-
-    x (B, ...): examples that the host can run. Outputs, gradients and buffers are compared bit for bit, in training
-    mode.
-    """
+    """Return the segments of a host, run on x (B, ...), whose numbers for a row depend on other rows, and where that shows."""
     hosts = [_jolted(factory, row) for row in range(ROWS)]
     assert isinstance(hosts[0], SegmentedHost)
     return _vary(hosts, x, hosts[0].chain.paths, sizes)

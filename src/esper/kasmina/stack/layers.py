@@ -35,10 +35,7 @@ def zero_linear(reads: int, writes: int, *, bias: bool = True) -> Linear:
 
 
 class Embedding(nn.Module):
-    """A vector for each token: (B, L) int64 -> (B, L, C).
-
-    With a `length`, a vector for the position is added, and L must not exceed it.
-    """
+    """A vector for each token, and for its position with a `length`, which L must not exceed: (B, L) int64 -> (B, L, C)."""
 
     stacks = True
 

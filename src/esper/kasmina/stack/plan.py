@@ -19,10 +19,7 @@ Run = tuple[int, int] | int
 
 
 class Branches(NamedTuple):
-    """Further evaluations that leave the pass of their environment at a slot and run on from there at doses of their own.
-
-    Sorted by `slot`. The computation in front of the slot is shared with the environment's own pass.
-    """
+    """Further evaluations, sorted by `slot`: each leaves the pass of its environment there and runs on at doses of its own."""
 
     env: Indices  # (X,) the environment of each branch
     slot: Indices  # (X,) the first slot whose dose differs

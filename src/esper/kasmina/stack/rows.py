@@ -30,10 +30,7 @@ _MAPS = 5  # number of axes of maps with a row axis
 
 
 def select_rows(stream: Tensor, where: Tensor | None) -> Tensor:
-    """Select some rows of a stream, or all.
-
-    The result is a node of its own in the autograd graph either way, so that gradients are summed in one order.
-    """
+    """Select some rows of a stream, or all: a node of its own either way, so that gradients are summed in one order."""
     if where is None:
         return stream.view_as(stream)
     return _first(_last(stream).index_select(0, where))
@@ -203,10 +200,7 @@ class Stack:
         self._bound = False  # whether `bound` has given it columns without gradients
 
     def part(self, path: str) -> _Part:
-        """Return a submodule by its dotted path, looked up once.
-
-        '' is the whole module, and "segments.i:j" are the segments i to j, one after another.
-        """
+        """Return a submodule by its dotted path, looked up once; '' is the whole, "segments.i:j" the segments i to j in order."""
         found = self._parts.get(path)
         if found is None:
             prefix = f"{path}." if path else ""

@@ -165,10 +165,7 @@ class Preprocess(_Step):
     step: Step  # what it does with them
 
     def apply(self, x: Any, what: str = "x") -> NDArray[np.float64]:
-        """Transform raw features (N, columns), a frame, an array or a list of rows, to numbers (N, F).
-
-        InputError if a column is missing, or holds what the transformer does not take.
-        """
+        """Transform raw features (N, columns) to numbers (N, F). InputError if a column is missing, or holds what it must not."""
         table = self._table(x, what)
         if not table or not len(table[0].values):
             raise InputError(f"{what} holds no examples; give at least one row")
@@ -202,10 +199,7 @@ class Preprocess(_Step):
 
 
 def preprocess_from_json(content: Any, features: int, where: str) -> Preprocess:
-    """Read what `Preprocess.model_dump` made, and what returns so many features.
-
-    InputError, which begins with `where`, if it is damaged.
-    """
+    """Read what `Preprocess.model_dump` made of a transformer to so many features. InputError if it is damaged."""
     reason = f"it does not make the {features} features that the network takes"
     try:
         made = Preprocess.model_validate(content)
@@ -222,10 +216,7 @@ def preprocess_from_json(content: Any, features: int, where: str) -> Preprocess:
 
 
 def preprocess_from(fitted: Any, x: Any) -> Preprocess:
-    """Read a fitted transformer of scikit-learn, and compare what both make of the features x (N, columns).
-
-    InputError if it is not fitted, or if a part of it cannot be saved as plain data.
-    """
+    """Read a fitted transformer of scikit-learn. InputError if it is not fitted, or cannot be saved as plain data."""
     if isinstance(fitted, type) or not callable(getattr(fitted, "transform", None)):
         what = f"the class {fitted.__name__}" if isinstance(fitted, type) else f"a {type(fitted).__name__}"
         raise InputError(

@@ -53,10 +53,7 @@ def allowed(masks: Masks, actions: Actions) -> Bools:
 
 
 def allowed_of(masks: Masks, decisions: Ints, free: Bools | None = None) -> Bools:
-    """(E, N): which of the decisions of a table, (N, 6) in the order of `Head`, each environment may take now.
-
-    Of a head that is `free`, (N, 6), any choice will do; there must be a valid one.
-    """
+    """(E, N): which decisions of a table (N, 6) each environment may take; any valid choice will do for a head that is `free`."""
     return _allowed(masks, Actions(*decisions.T[:, None]), None if free is None else free.T[:, None])
 
 
@@ -74,10 +71,7 @@ def chosen_in_turn(masks: Masks, choose: Callable[[Head, Bools, Actions], Ints])
 
 
 def draw_uniform(masks: Masks, draws: Floats) -> Actions:
-    """A valid decision per environment, uniform over the operations, then over what is valid of each head that matters.
-
-    draws: (heads, E) in [0, 1).
-    """
+    """A valid decision per environment, uniform over operations, then over each head; draws: (heads, E) in [0, 1)."""
 
     def choose(head: Head, valid: Bools, actions: Actions) -> Ints:
         rank = np.floor(draws[head] * valid.sum(1))  # the rank-th valid choice, counted from 0
@@ -119,10 +113,7 @@ def only_wait(masks: Masks, rows: Bools) -> Masks:
 
 
 def defaults(space: Space) -> dict[Head, int]:
-    """The choice of each head that a decision leaves open: ADD, a ramp of `TEMPO` steps, and the full dose.
-
-    Where the space lacks that ramp it is the first that is longer than 0; where it lacks dose 1, its largest.
-    """
+    """The choices that a decision leaves open: ADD, a ramp of `TEMPO` steps or the first above 0, and the largest dose."""
     ramps = space.tempos
     tempo = ramps.index(TEMPO) if TEMPO in ramps else next(i for i, steps in enumerate(ramps) if steps > 0)
     return {Head.BLUEPRINT: 0, Head.BLEND: Blend.ADD, Head.TEMPO: tempo, Head.TARGET: int(np.argmax(space.targets))}

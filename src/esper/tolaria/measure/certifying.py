@@ -41,10 +41,7 @@ def bets(null: float) -> Floats:
 
 
 def log_wealth(differences: Tensor, real: Tensor | None, null: float) -> Tensor:
-    """-ln p of the bets: ln of the largest mean wealth. Differences (n, N) in [-1, 1] -> (n,) float64, 0 or more.
-
-    real: (n, N) bool, the examples that a row has; None if it has all.
-    """
+    """-ln p of bets: ln of the largest mean wealth; differences (n, N) in [-1, 1], real (n, N) -> (n,) float64, 0 or more."""
     at = torch.from_numpy(bets(null)).to(differences.device, non_blocking=True)
     excess = differences.double() - null
     if real is not None:
@@ -134,10 +131,7 @@ BOUNDED = ("accuracy",)
 
 
 def set_aside(probe: Split, share: float, seed: int) -> tuple[Split, Split]:
-    """Return the probe split without some examples, drawn by key, and these: the fresh ones. Each part has two or more.
-
-    Raises InputError if the split is too small for that.
-    """
+    """Return the probe split without a share that is drawn by key, and that share. InputError if the split is too small."""
     count = len(probe.y)
     fresh = round(share * count)
     if fresh < 1 or count - fresh < 2:

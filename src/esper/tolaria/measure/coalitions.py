@@ -53,9 +53,7 @@ class Coalitions(NamedTuple):
         return self.find(env, masks(self.live)[env] ^ (1 << slot)), env, slot
 
     def exported(self) -> tuple[Indices, Indices]:
-        """Return (branch, env) of the networks with live seeds; in the branch all of them are at dose 0, because an export
-        leaves them out.
-        """
+        """Return (branch, env) of the networks with live seeds; an export leaves these out, so that their dose is 0 there."""
         env = np.flatnonzero(self.live.any(1))
         return self.find(env, np.zeros_like(env)), env
 
@@ -167,10 +165,7 @@ class Attribution(NamedTuple):
 
 
 def attribute(values: CoalitionValues, pairs: int, *, loss: bool = False) -> Attribution:
-    """Attribution of the metric, or with `loss` of minus the loss, from the coalitions that a probe evaluated.
-
-    pairs: `probe.shapley_samples` of the run.
-    """
+    """Attribution of the metric, or with `loss` of minus the loss, from coalitions; pairs: `probe.shapley_samples`."""
     rows, slots = values.live.shape
     half, banzhaf_values = np.full((2, rows, slots), np.nan)
     result = Attribution(Estimate.absent(rows, slots), half, banzhaf_values, np.full((rows, slots, slots), np.nan))

@@ -203,10 +203,7 @@ def samples(
     objective: Objective,
     families: Collection[str] = SENSOR_FAMILIES,
 ) -> list[Sample]:
-    """Return the streams at each slot for some examples, with what the families of sensors need; one `Sample` a slot.
-
-    The gradient of the loss is there for `gradient` and `explained`, the inner features for `inner` and `dead`.
-    """
+    """Return one `Sample` a slot, with the gradient for `gradient` and `explained`, and inner features for `inner` and `dead`."""
     backward = not {"gradient", "explained"}.isdisjoint(families)
     inner = not {"inner", "dead"}.isdisjoint(families)
     found = []

@@ -100,10 +100,7 @@ def bound(body: Body, stacks: Sequence[Stack], columns: Sequence[dict[str, Tenso
 def traced(
     body: Body, stacks: Sequence[Stack], inputs: CompiledInputs, run: Callable[..., Sequence[Tensor]]
 ) -> torch.fx.GraphModule:
-    """Return the graph of a pass, with all of its operations, as a function of the tensors of its inputs.
-
-    run: takes the arguments of the inputs. The backward passes in it are part of the graph.
-    """
+    """Return the graph of a pass, backward passes of `run` included, as a function of the tensors of its inputs."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to load
 
     def call(*tensors: Tensor) -> list[Tensor]:
@@ -176,10 +173,7 @@ Playback = tuple[Callable[[], None], Sequence[Tensor]]
 
 
 def recorded(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], pool: Any) -> Playback:
-    """Record a call in a CUDA graph, whose kernels are then launched together; `pool` is the memory that graphs share.
-
-    The call must have run before, because what is made in a first call cannot be recorded.
-    """
+    """Record a call that has run before in a CUDA graph, whose kernels are then launched together; `pool` is shared memory."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         results = run(*tensors)
@@ -223,10 +217,7 @@ class CudaGraphPass:
 
 
 def compiled(graph: torch.fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a graph as a whole, for the shapes of these tensors.
-
-    Inductor is called without Dynamo, whose guards would be checked at each call; the caller looks after the shapes.
-    """
+    """Compile a graph for the shapes of these tensors, without Dynamo, whose guards would be checked at each call."""
     import torch._inductor as inductor  # takes seconds to load
 
     with shielded():

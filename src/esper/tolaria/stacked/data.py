@@ -284,10 +284,7 @@ def draws(keys: Indices, count: int, device: torch.device) -> Tensor:
 
 
 def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Tensor:
-    """Shift and mirror images (B, H, W, C) uint8, each as its draw (B,) says, with `around` (C,) as the border.
-
-    The bits of a draw from the 33rd, the 44th and the 55th on give the shift down, the shift right and the mirroring.
-    """
+    """Shift and mirror images (B, H, W, C) uint8 by bits 33, 44 and 55 on of a draw (B,), with `around` (C,) as the border."""
     count, height, width, channels = images.shape
     pad, places = pixels.pad, 2 * pixels.pad + 1
     canvas = around.expand(count, height + 2 * pad, width + 2 * pad, channels).contiguous()

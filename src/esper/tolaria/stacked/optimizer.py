@@ -305,10 +305,7 @@ class StepUpdates:
 def trained_groups(
     body: Body, seeds: Seeds, optimizer: StackedOptimizer, parameter_norms: bool
 ) -> tuple[list[RowGroup], list[tuple[int, Indices]]]:
-    """Return the group of the hosts, then those of the seeds that train; and the slot and the rows (n,) of each of the latter.
-
-    The sums of the norms of each parameter are None without `parameter_norms`.
-    """
+    """Return the group of the hosts, then those of the seeds that train; and the slot and the rows (n,) of each of the latter."""
     rows, owners = len(seeds.stage), list[tuple[int, Indices]]()
     moved = [(body.host, slice(0, rows), np.arange(rows))]
     for at, runs in body.trainable(seeds).items():

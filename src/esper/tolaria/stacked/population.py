@@ -120,10 +120,7 @@ class ResidentData:
         return stack_splits(splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling, self.dtype)
 
     def sound(self, splits: Sequence[Split]) -> list[Split]:
-        """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split.
-
-        Raises InputError if `data.nonfinite` is 'stop' and a value is not finite.
-        """
+        """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split."""
         distinct, places = distinct_splits(splits)
         name = f"a held-out split of {self.task.name}"
         found = [finite(split, name, self.config.data.nonfinite) for split in distinct]
@@ -174,10 +171,7 @@ class StackedPopulation:
     """
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
-        """`instance` (E,) names the instance of each environment.
-
-        Raises InputError if the task, the config and the device do not fit together.
-        """
+        """`instance` (E,) names the instances. Raises InputError if the task, the config and the device do not fit together."""
         self.task, self.config = task, config
         self.device = resolve_device(config.device)
         if config.deterministic:
@@ -423,11 +417,7 @@ class StackedPopulation:
     # Evaluation and export at the end of an episode.
 
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
-        """Return metric and loss on a split of the networks as exported now, each (R,).
-
-        split: one split that all environments share, or one for each environment. Raises InputError if a split is
-        longer than the rows of a mixture can hold.
-        """
+        """Return (R,) metric and loss as exported; InputError if a split is longer than the rows of a mixture can hold."""
         probed = self._final(seeds, self._held(split))
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric, loss

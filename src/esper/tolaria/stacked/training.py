@@ -64,8 +64,5 @@ def check_modules(products: torch.dtype | None, device: torch.device, modules: I
 
 
 def products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of a forward pass whose products are computed in `dtype`; None changes nothing.
-
-    Parameters, their gradients and the optimizer keep their own type. `torch.autocast` chooses the operations.
-    """
+    """Return the context of a forward pass whose products are in `dtype`, as `torch.autocast` chooses; None changes nothing."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
