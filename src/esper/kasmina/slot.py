@@ -143,11 +143,9 @@ class Seedlike(Protocol):
 
     def delta(self, u: Tensor) -> Tensor:
         """Return the change, computed from what the seed reads, in the shape of the stream."""
-        ...
 
     def gate(self, u: Tensor) -> Tensor:
         """Return one number for each feature vector: (..., C) -> (..., 1)."""
-        ...
 
 
 def slot_change(

@@ -30,7 +30,6 @@ class Scales(Protocol):
 
     def plain(self, parameters: int) -> Factory:
         """Return the factory of its plain network: no bottleneck, and the smallest width for at least `parameters` parameters."""
-        ...
 
 
 class Absent(NamedTuple):

@@ -43,11 +43,9 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """The number of training examples."""
-        ...
 
     def read(self, places: NDArray[np.int64]) -> Split:
         """The examples at these places (n,), all finite, in the shapes and dtypes of the task's `train`."""
-        ...
 
 
 def nonfinite(split: Split) -> Tensor:
@@ -250,11 +248,9 @@ class Objective(Protocol):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """output (E, B, ...), target (E, B, ...) -> (E, B) losses to minimise."""
-        ...
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """output (E, B, ...), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
-        ...
 
 
 @brief
