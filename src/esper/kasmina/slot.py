@@ -65,8 +65,7 @@ class DifferentiableFunction(torch.autograd.Function):
     def of(cls, *inputs: Any) -> Tensor:
         # torch.compile cannot trace a function that has a `jvp`
         rule = cls if torch.compiler.is_dynamo_compiling() else _with_jvp(cls)
-        output: Tensor = rule.apply(*inputs)  # type: ignore[no-untyped-call]
-        return output
+        return rule.apply(*inputs)  # type: ignore[no-untyped-call]
 
 
 @functools.cache

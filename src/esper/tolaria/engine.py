@@ -84,8 +84,7 @@ class Compute(NamedTuple):
 
     def price(self, config: Config) -> Floats:
         """Return what the compute takes from J (`reward.compute_price`) for environments (E,), or (2E,) with their twins' 0."""
-        paid: Floats = config.reward.compute_price * self.share(config.steps)[: config.envs * (2 if config.twin else 1)]
-        return paid
+        return config.reward.compute_price * self.share(config.steps)[: config.envs * (2 if config.twin else 1)]
 
 
 @brief
@@ -448,8 +447,7 @@ class Engine(Generic[P]):
         state.seeds = self.stopping.restore(state.seeds)
         measured = measure(self.population, state.seeds, state.measurements, state.step)
         self._accept(measured)
-        scores: Scores = take(state.scores, slice(0, self.rows))
-        return scores
+        return take(state.scores, slice(0, self.rows))
 
     def run(self, client: Controller, *observers: Observer, rounds: int = 1) -> None:
         """Play whole episodes, one a round, with observers, and let the client learn after each."""
@@ -620,8 +618,7 @@ class VectorizedEngine(Engine[StackedPopulation]):
     def exported_params(self) -> Indices:
         """Return (rows,) the parameters of the networks as exported now."""
         added = self.population.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))
-        exported: Indices = (self.population.host_params + added)[: self.rows]
-        return exported
+        return (self.population.host_params + added)[: self.rows]
 
     def export(self, env: int) -> tuple[nn.Module, dict[str, Any]]:
         """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""

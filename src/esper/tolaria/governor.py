@@ -59,8 +59,7 @@ class VitalHistory(NamedTuple):
 
     def restart(self, rows: Bools) -> "VitalHistory":
         """Return the history, emptied in the rows that are marked in `rows` (E,) except for the loss before training."""
-        restarted: VitalHistory = choose(rows, VitalHistory.empty(self.first, self.loss.shape[1]), self)
-        return restarted
+        return choose(rows, VitalHistory.empty(self.first, self.loss.shape[1]), self)
 
 
 def examine(history: VitalHistory, signs: Signs, config: GovernorConfig) -> tuple[VitalHistory, NDArray[np.int8]]:

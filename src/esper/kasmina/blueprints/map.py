@@ -48,8 +48,7 @@ class Norm(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         variance, mean = torch.var_mean(u, (1, 2, 3), correction=0, keepdim=True)
-        delta: Tensor = (u - mean) * torch.rsqrt(variance + self.eps) * self.scale + self.shift
-        return delta
+        return (u - mean) * torch.rsqrt(variance + self.eps) * self.scale + self.shift
 
 
 class SqueezeExcite(nn.Module):
@@ -70,8 +69,7 @@ class SqueezeExcite(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         factor = self.out(torch.relu(self.inner(u.mean((2, 3)))))
-        delta: Tensor = u * factor[:, :, None, None]
-        return delta
+        return u * factor[:, :, None, None]
 
 
 class Convolutions(nn.Sequential):
@@ -116,8 +114,7 @@ class Channelwise(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """(B, reads, H, W) -> (B, writes, H, W), or (E, B, reads, H, W) -> (E, B, writes, H, W)."""
-        delta: Tensor = self.seed(u.movedim(-3, -1)).movedim(-1, -3)
-        return delta
+        return self.seed(u.movedim(-3, -1)).movedim(-1, -3)
 
 
 def channelwise(build: Callable[[int, int], nn.Module], reads: int, writes: int) -> Channelwise:

@@ -30,8 +30,7 @@ class NormSeed(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, 1, width))
 
     def forward(self, u: Tensor) -> Tensor:
-        delta: Tensor = F.layer_norm(u, u.shape[-1:], eps=self.eps) * self.scale + self.shift
-        return delta
+        return F.layer_norm(u, u.shape[-1:], eps=self.eps) * self.scale + self.shift
 
 
 class CausalConv(nn.Module):
@@ -75,8 +74,7 @@ class Attention(nn.Module):
         self.out = zero_linear(head, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        delta: Tensor = self.out(causal_attention(self.query(u), self.key(u), self.value(u)))
-        return delta
+        return self.out(causal_attention(self.query(u), self.key(u), self.value(u)))
 
 
 class FullHead(nn.Module):
@@ -93,8 +91,7 @@ class FullHead(nn.Module):
         self.out = zero_linear(reads, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        delta: Tensor = self.out(F.layer_norm(u, u.shape[-1:], eps=NormSeed.eps))
-        return delta
+        return self.out(F.layer_norm(u, u.shape[-1:], eps=NormSeed.eps))
 
 
 class NormedSparseHead(ChosenOutputs):

@@ -25,8 +25,7 @@ class Affine(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, width))
 
     def forward(self, u: Tensor) -> Tensor:
-        delta: Tensor = u * self.scale + self.shift
-        return delta
+        return u * self.scale + self.shift
 
 
 class LinearMap(nn.Module):
@@ -40,8 +39,7 @@ class LinearMap(nn.Module):
         self.out = zero_linear(reads, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        delta: Tensor = self.out(u)
-        return delta
+        return self.out(u)
 
 
 class LowRank(nn.Module):
@@ -59,8 +57,7 @@ class LowRank(nn.Module):
         self.out = zero_linear(rank, writes, bias=self.biased)
 
     def forward(self, u: Tensor) -> Tensor:
-        delta: Tensor = self.out(self.inner(u))
-        return delta
+        return self.out(self.inner(u))
 
 
 class Factored(LowRank):
@@ -92,8 +89,7 @@ class MLPSeed(nn.Module):
         self.out = zero_linear(hidden, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        delta: Tensor = self.out(torch.relu(self.inner(u)))
-        return delta
+        return self.out(torch.relu(self.inner(u)))
 
 
 class Gated(nn.Module):
@@ -109,8 +105,7 @@ class Gated(nn.Module):
         self.out = zero_linear(reads, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        delta: Tensor = self.out(u) * sigmoid(self.gate(u))
-        return delta
+        return self.out(u) * sigmoid(self.gate(u))
 
 
 class SparseRows(nn.Module):
@@ -138,8 +133,7 @@ class SparseRows(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """(B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
-        delta: Tensor = self.out(u.gather(-1, _places(self.chosen, u)))
-        return delta
+        return self.out(u.gather(-1, _places(self.chosen, u)))
 
 
 class ChosenOutputs(nn.Module, ABC):
@@ -170,8 +164,7 @@ class ChosenOutputs(nn.Module, ABC):
     def forward(self, u: Tensor) -> Tensor:
         """(B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
         y = self.out(self.read(u))
-        delta: Tensor = y.new_zeros(*u.shape[:-1], self.writes).scatter(-1, _places(self.chosen, y), y)
-        return delta
+        return y.new_zeros(*u.shape[:-1], self.writes).scatter(-1, _places(self.chosen, y), y)
 
 
 class SparseHead(ChosenOutputs):

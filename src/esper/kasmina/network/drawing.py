@@ -121,8 +121,7 @@ def _segments(
 
 def _original(network: nn.Module) -> type:
     """Return the class that the user gave the network; a grafted network has a subclass of it."""
-    found: type = getattr(type(network), "_esper_original", type(network))
-    return found
+    return getattr(type(network), "_esper_original", type(network))
 
 
 def _layers(module: nn.Module) -> str:

@@ -128,8 +128,7 @@ class GrownNetwork(nn.Module):
         """
         output = self._outputs(x)
         if self.classes is not None:
-            labels: NDArray[Any] = np.array(self.classes)[output.argmax(-1)]
-            return labels
+            return np.array(self.classes)[output.argmax(-1)]
         return output if self.target else output.reshape(len(output))
 
     def predict_proba(self, x: Any) -> NDArray[Any]:
@@ -140,8 +139,7 @@ class GrownNetwork(nn.Module):
         """
         if self.classes is None:
             raise InputError("the network predicts values, which have no probabilities; use predict(x)")
-        found: NDArray[Any] = torch.from_numpy(self._outputs(x)).softmax(-1).numpy()
-        return found
+        return torch.from_numpy(self._outputs(x)).softmax(-1).numpy()
 
     @torch.no_grad()
     def _outputs(self, x: Any) -> NDArray[Any]:

@@ -47,8 +47,7 @@ class Skip(nn.Module):
         self.stacks = bool(getattr(inner, "stacks", False))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.inner(x)
-        return y
+        return x + self.inner(x)
 
 
 @dataclass(frozen=True)

@@ -80,12 +80,10 @@ class Layers(NamedTuple):
         autograd differentiates the layers one by one, so that a graph can be traced.
         """
         if x.dim() > 3:  # one matrix product treats the positions of all examples as rows
-            flat: Tensor = self(x.flatten(1, -2), given, fused).unflatten(1, x.shape[1:-1])
-            return flat
+            return self(x.flatten(1, -2), given, fused).unflatten(1, x.shape[1:-1])
         tensors = [None if at is None else given[at] for at in self.places]
         if fused and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-            y: Tensor = _Fused.apply(self.kinds, x, *tensors)  # type: ignore[no-untyped-call]
-            return y
+            return _Fused.apply(self.kinds, x, *tensors)  # type: ignore[no-untyped-call]
         start = 0
         for kind in self.kinds:
             stop = start + len(kind.tensors)

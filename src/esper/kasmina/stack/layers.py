@@ -96,8 +96,7 @@ class CausalAttention(nn.Module):
         if self.rotary:
             q, k = rotated(q), rotated(k)
         mixed = causal_attention(q, k, v)
-        y: Tensor = self.out(mixed.transpose(-2, -3).flatten(-2))
-        return y
+        return self.out(mixed.transpose(-2, -3).flatten(-2))
 
 
 def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
@@ -130,8 +129,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return fused.view(q.shape)
     later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(later, -torch.inf)
-    mixed: Tensor = torch.softmax(scores, -1) @ v
-    return mixed
+    return torch.softmax(scores, -1) @ v
 
 
 class PositionMean(nn.Module):
@@ -162,5 +160,4 @@ class Residual(nn.Sequential):
         h = x
         for module in branch:
             h = module(h)
-        y: Tensor = shortcut(x) + h
-        return y
+        return shortcut(x) + h

@@ -325,8 +325,7 @@ class Stack:
         if "fixed" not in self.columns or not self.trained:
             return np.full(self.capacity, not self.trained)
         starts = [place.start for place in self.trained_places]
-        found: Bools = self.columns["fixed"][:, starts].all(1).cpu().numpy()
-        return found
+        return self.columns["fixed"][:, starts].all(1).cpu().numpy()
 
     @property
     def capacity(self) -> int:

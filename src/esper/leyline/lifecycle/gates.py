@@ -26,8 +26,7 @@ class Gate(NamedTuple):
 
     def passed(self) -> Bools:
         """Return (E, S): whether every margin is positive. An absent measurement, nan, does not pass."""
-        passed: Bools = np.logical_and.reduce([check.margin > 0 for check in self.checks])
-        return passed
+        return np.logical_and.reduce([check.margin > 0 for check in self.checks])
 
     def reason(self, env: int, slot: int) -> str:
         """Return a sentence that says why one slot passes or fails."""

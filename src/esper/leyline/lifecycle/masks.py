@@ -38,8 +38,7 @@ def choices(masks: Masks, head: Head, op: Ints, slot: Ints) -> Bools:
     env = np.broadcast_to(_environments(masks, op.ndim), op.shape)
     valid = masks[head][(env, *(chosen[earlier] for earlier in DEPENDS[head]))]
     irrelevant: Bools = ~RELEVANT[op, head][..., None]
-    found: Bools = valid | irrelevant
-    return found
+    return valid | irrelevant
 
 
 def offered(masks: Masks, actions: Actions) -> tuple[Bools, ...]:
@@ -75,8 +74,7 @@ def draw_uniform(masks: Masks, draws: Floats) -> Actions:
 
     def choose(head: Head, valid: Bools, actions: Actions) -> Ints:
         rank = np.floor(draws[head] * valid.sum(1))  # the rank-th valid choice, counted from 0
-        choice: Ints = (valid.cumsum(1) > rank[:, None]).argmax(1)
-        return choice
+        return (valid.cumsum(1) > rank[:, None]).argmax(1)
 
     return chosen_in_turn(masks, choose)
 

@@ -41,5 +41,4 @@ def among(stage: NDArray[Any], stages: frozenset[Stage]) -> NDArray[np.bool_]:
     """Whether each entry of an array of stages is one of `stages`; bool, of the same shape."""
     table = np.zeros(len(Stage), bool)
     table[list(stages)] = True
-    chosen: NDArray[np.bool_] = table[stage]
-    return chosen
+    return table[stage]

@@ -240,8 +240,7 @@ class Certifier:
             "examples": np.array(list(self.known), np.int64),
             "budgets": np.array(list(self.known.values()), np.int64),
         }
-        tree: dict[str, Any] = {**as_tree(self.state), **known}
-        return tree
+        return {**as_tree(self.state), **known}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore a snapshot, with a population that is restored already. Raises ValueError if it came from another one."""

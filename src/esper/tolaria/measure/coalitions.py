@@ -44,8 +44,7 @@ class Coalitions(NamedTuple):
     def find(self, env: Indices, mask: Indices) -> Indices:
         bits = self.live.shape[1]
         place = np.searchsorted(self.env << bits | self.mask, env << bits | mask)
-        found: Indices = self.branch[place]
-        return found
+        return self.branch[place]
 
     def without(self) -> tuple[Indices, Indices, Indices]:
         """Return (branch, env, slot) of each live seed; the branch has every live seed except this one."""

@@ -182,8 +182,7 @@ def sense(
     other = samples(body, routes, held, objective, families) if "explained" in families else []
     true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype, non_blocking=True)
     widths = [TrueWidths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
-    found: Tensor = beside_itself(growth_sensors, measured, other, widths, taught, families)
-    return found
+    return beside_itself(growth_sensors, measured, other, widths, taught, families)
 
 
 def beside_itself(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -331,8 +331,7 @@ def drift(h: Tensor, intact: Tensor) -> Tensor:
     """|h - h0| / |h0| (E,) of activations h (E, N, D) and those of the intact network, in the norm over examples and features."""
     size = torch.linalg.vector_norm(intact, dim=(1, 2))
     change: Tensor = torch.linalg.vector_norm(h - intact, dim=(1, 2))
-    relative: Tensor = change / size.clamp_min(torch.finfo(h.dtype).tiny)
-    return relative
+    return change / size.clamp_min(torch.finfo(h.dtype).tiny)
 
 
 def _count(sample: Sample) -> Tensor:

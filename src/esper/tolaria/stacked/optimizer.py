@@ -161,8 +161,7 @@ class Updates:
             self.gradient.mul_(self._free)
         if scale is not None:
             self.gradient.div_(scale[:, None])
-        norm: Tensor = torch.linalg.vector_norm(self.gradient, dim=1)
-        return norm
+        return torch.linalg.vector_norm(self.gradient, dim=1)
 
     @torch.no_grad()
     def apply(self, norm: Tensor, parts: Tensor | None = None, taken: Tensor | None = None) -> None:

@@ -427,8 +427,7 @@ class StackedPopulation:
         self.body.train(False)
         nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
         output, _, _ = passed(self.body, exported(seeds), self._held(split), nothing.branches, signs=False)
-        read: Floats = read_packet(output)
-        return read
+        return read_packet(output)
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
         problem = self.task.instance(int(self.data.instance[env]))
