@@ -146,9 +146,7 @@ def apply(
 
     e, s = at(Op.SET_ALPHA)
     after.stage[e, s] = Stage.BLENDING
-    after.ramp[e, s, 0] = seeds.alpha[e, s]
-    after.ramp[e, s, 1] = targets[actions.target[e]]
-    after.ramp[e, s, 2] = tempos[actions.tempo[e]]
+    after.ramp[e, s] = np.stack([seeds.alpha[e, s], targets[actions.target[e]], tempos[actions.tempo[e]]], 1)
 
     e, s = at(Op.PRUNE)
     dosed = (seeds.stage[e, s] == Stage.BLENDING) | (seeds.stage[e, s] == Stage.HOLDING)
@@ -159,9 +157,7 @@ def apply(
     e, s = e[slow], s[slow]
     after.stage[e, s] = Stage.BLENDING
     after.doomed[e, s] = True
-    after.ramp[e, s, 0] = seeds.alpha[e, s]
-    after.ramp[e, s, 1] = 0
-    after.ramp[e, s, 2] = tempos[actions.tempo[e]]
+    after.ramp[e, s] = np.stack([seeds.alpha[e, s], np.zeros(len(e)), tempos[actions.tempo[e]]], 1)
 
     touched = np.zeros(seeds.stage.shape, bool)
     acting = np.flatnonzero(accepted & (actions.op != Op.WAIT))

@@ -181,20 +181,8 @@ class Engine(Generic[P]):
         self._env = population.environment
         space = population.space
         self.space = _of_environments(self.population.space, self.config.envs)
-        shape = len(self._env), len(space.slots)
-        seeds, measurements = dormant(*shape), unmeasured(*shape, len(space.sensors))
-        self.state = ParallelEnvState(
-            seeds=seeds,
-            instance=space.instance,
-            measurements=measurements,
-            coalitions=None,
-            scores=Scores(measurements.metric, measurements.loss, np.zeros(shape[0], np.int64)),
-            masks=self._legal(seeds, measurements),
-            episode=-1,
-            step=0,
-            compute=Compute.none(shape[0]),
-            contributions=Contributions.none(*shape),
-        )
+        self.state = self._fresh(space.instance, -1)
+        seeds = self.state.seeds
         self.governor = Governor(population.keeper(seeds), self.rows, config)
         early = config.early_stopping.enabled
         self.stopping = EarlyStopping(population.keeper(seeds), self.rows, self._env, config) if early else None
@@ -212,17 +200,11 @@ class Engine(Generic[P]):
         the same number gives the same hosts and data orders; without it the next episode begins, with other hosts and orders.
         `planted` (E, S) are seeds that are in the slots from the start, newly initialised; without it the slots are empty.
         """
-        state, population = self.state, self.population
-        if instance is not None:
-            state.instance = np.asarray(instance[self._env], np.int64)
-        state.episode = state.episode + 1 if episode is None else episode
-        state.step, state.coalitions, state.pending = 0, None, None
+        last, population = self.state, self.population
+        instance = last.instance if instance is None else np.asarray(instance[self._env], np.int64)
+        state = self.state = self._fresh(instance, last.episode + 1 if episode is None else episode)
         self.sensing = True
-        state.compute, state.trial = Compute.none(len(self._env)), None
         self.seed_history = SeedHistory()
-        state.seeds = dormant(*state.seeds.stage.shape)
-        state.contributions = Contributions.none(*state.seeds.stage.shape)
-        state.measurements = unmeasured(*state.measurements.sensors.shape)
         population.begin(state.instance, state.episode)
         self.space = _of_environments(self.population.space, self.config.envs)
         if planted is not None:
@@ -240,19 +222,33 @@ class Engine(Generic[P]):
         self._accept(measured)
         return self.view()
 
+    def _fresh(self, instance: NDArray[np.int64], episode: int) -> ParallelEnvState:
+        """Return the state of an episode that begins, before anything is measured."""
+        space, rows = self.population.space, len(self._env)
+        shape = rows, len(space.slots)
+        seeds, measurements = dormant(*shape), unmeasured(*shape, len(space.sensors))
+        return ParallelEnvState(
+            seeds=seeds,
+            instance=instance,
+            measurements=measurements,
+            coalitions=None,
+            scores=Scores(measurements.metric, measurements.loss, np.zeros(rows, np.int64)),
+            masks=self._legal(seeds, measurements),
+            episode=episode,
+            step=0,
+            compute=Compute.none(rows),
+            contributions=Contributions.none(*shape),
+        )
+
     def snapshot(self) -> dict[str, Any]:
         """Return everything that the next step depends on, as a tree of arrays (store/checkpoint.py) that share memory."""
         state = self.state
+        records = ("seeds", "measurements", "coalitions", "scores", "compute", "contributions")
         return {
             "episode": state.episode,
             "step": state.step,
             "instance": state.instance,
-            "seeds": state.seeds._asdict(),
-            "measurements": as_tree(state.measurements),
-            "coalitions": None if state.coalitions is None else state.coalitions._asdict(),
-            "scores": state.scores._asdict(),
-            "compute": state.compute._asdict(),
-            "contributions": as_tree(state.contributions),
+            **{name: as_tree(getattr(state, name)) for name in records},
             **self.population.snapshot(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
@@ -262,7 +258,10 @@ class Engine(Generic[P]):
         }
 
     def restore(self, tree: Mapping[str, Any]) -> View:
-        """Restore a snapshot of an engine of the same task and config. Raises ValueError if it came from another one."""
+        """Restore a snapshot of an engine of the same task and config. Raises ValueError if it came from another one.
+
+        The masks are computed from the rest.
+        """
         state = self.state
         state.contributions = Contributions.none(*state.seeds.stage.shape)
         for name in ("seeds", "measurements", "scores", "instance", "contributions"):
