@@ -52,9 +52,7 @@ class RowSource(NamedTuple):
     cohort: str  # 'training' or 'validation'
     task: str
     round: int
-    first_env: int | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # number of the first environment of a shard, if there are several
+    first_env: int | msgspec.UnsetType = msgspec.UNSET  # the first environment of a shard, if there are several
 
 
 class Journal(Observer):

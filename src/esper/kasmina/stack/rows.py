@@ -204,7 +204,12 @@ class Stack:
         found = self._parts.get(path)
         if found is None:
             prefix = f"{path}." if path else ""
-            module = _submodule(self.module, path)
+            if ":" in path:
+                parent, _, run = path.rpartition(".")
+                start, last = map(int, run.split(":"))
+                module: nn.Module = nn.Sequential(*list(self.module.get_submodule(parent).children())[start : last + 1])
+            else:
+                module = self.module.get_submodule(path)
             inside = {part: f"{name}." if name else "" for name, part in module.named_modules()}
             # Parameters are found by owner, because one that several segments share has only the name in the first.
             owned = [(place, tuple(pair for pair in place.owners if pair[0] in inside)) for place in self.places]
@@ -524,15 +529,6 @@ class Stack:
                 replicas.append(replica)
             self._replicas[frozen] = replicas
         return self._replicas[frozen]
-
-
-def _submodule(module: nn.Module, path: str) -> nn.Module:
-    """Return the submodule of a path, as `Stack.part` takes it."""
-    if ":" not in path:
-        return module.get_submodule(path)
-    parent, _, run = path.rpartition(".")
-    first, last = map(int, run.split(":"))
-    return nn.Sequential(*list(module.get_submodule(parent).children())[first : last + 1])
 
 
 def convolves(module: nn.Module) -> bool:

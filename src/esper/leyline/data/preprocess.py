@@ -206,11 +206,7 @@ def preprocess_from_json(content: Any, features: int, where: str) -> Preprocess:
         empty = [Column(str(at), np.empty(0, object)) for at in range(made.count)]
         if len(made.step.apply(empty)) == features and len(made.names or empty) == made.count:
             return made
-    except (
-        ValueError,
-        IndexError,
-        RecursionError,
-    ) as error:  # where a step is given more or fewer columns than it is for
+    except (ValueError, IndexError, RecursionError) as error:  # a step has more or fewer columns than it is for
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else reason
     raise InputError(f"{where} is damaged at 'preprocess': {reason}; export the network again")
 

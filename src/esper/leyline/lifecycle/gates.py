@@ -56,9 +56,7 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
     held = _dwell("min_holding_steps", seeds, config.min_holding_steps)
     certified: tuple[Check, ...] = ()
     if config.certify is not None:
-        certificate = np.nan_to_num(
-            measurements.certificate, nan=0.0
-        )  # a seed that was not looked at is as a refused one
+        certificate = np.nan_to_num(measurements.certificate, nan=0.0)  # not looked at is as refused
         left = np.broadcast_to(measurements.level[:, None], certificate.shape)
         failure = "fresh examples have not shown that it helps, and {value:.2g} of gates.certify is left to test it at"
         certified = (Check("certificate", certificate, left, failure),)

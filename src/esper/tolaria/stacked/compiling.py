@@ -550,7 +550,10 @@ class Compilations:
         self._since += new
         self._usual = max(self._usual, new)
         # torch has compiled the forward pass of the network itself as often as it ever does.
-        if not self._warned and _entries(self.network) >= _limit():
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        forward: Any = type(self.network).forward
+        if not self._warned and len(_debug_get_cache_entry_list(forward.__code__)) >= _limit():
             self._warned = True
             warn(
                 f"torch.compile reached its limit of {_limit()} graphs for the forward pass of the {type(self.network).__name__} "
@@ -572,10 +575,3 @@ def graphs() -> int:
 def _limit() -> int:
     config: Any = sys.modules["torch._dynamo.config"]
     return int(config.recompile_limit)
-
-
-def _entries(network: nn.Module) -> int:
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    forward: Any = type(network).forward
-    return len(_debug_get_cache_entry_list(forward.__code__))

@@ -159,7 +159,7 @@ class StepStatistics(NamedTuple):
     parameter_norms: list[tuple[tuple[str, ...], Tensor]]
     skipped: (
         SkippedUpdates | None
-    )  # the means of norms are over the other updates: nan if there is none, inf if a row is lost
+    )  # means of norms are over the other updates: nan if there is none, inf if a row is lost
 
 
 class StackedPopulation:
