@@ -1,6 +1,7 @@
 """Update rows of stacked networks: update rules, loss scaling for float16, the updates of a step. n rows, P parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +30,11 @@ class AdamW:
     """
 
     moments: tuple[str, ...] = ("first_moment", "second_moment")
-    betas = (0.9, 0.999)
-    eps = 1e-8
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.lr, self.weight_decay = config.lr, config.weight_decay
+        self.weight_decay = config.weight_decay
+        numbers = {"lr": config.lr, "beta1": 0.9, "beta2": 0.999, "weight_decay": config.weight_decay, "eps": 1e-8}
+        self._kernel = partial(torch._fused_adamw_, **numbers, amsgrad=False, maximize=False)
 
     def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
         """Return a function that makes one update in place at each call.
@@ -41,29 +42,12 @@ class AdamW:
         columns (n, P): the value, the gradient and the moments of some rows. steps (n,): number of updates that each row has
         had. The function takes which rows (n,) bool count the update as one of theirs, or None for all.
         """
-        value = columns["value"]
-        count = torch.from_numpy(steps).to(value.device, torch.float32, non_blocking=True)
-        rows = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
-        value_rows, gradient_rows, first_rows, second_rows = rows
-        counts = count.unbind(0)
+        count = torch.from_numpy(steps).to(columns["value"].device, torch.float32, non_blocking=True)
+        rows, counts = [columns[name].unbind(0) for name in ("value", "gradient", *self.moments)], count.unbind(0)
 
         def update(taken: Tensor | None) -> None:
             count.add_(1)
-            torch._fused_adamw_(
-                value_rows,
-                gradient_rows,
-                first_rows,
-                second_rows,
-                [],
-                counts,
-                lr=self.lr,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                weight_decay=self.weight_decay,
-                eps=self.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            self._kernel(*rows, [], counts)
             if taken is not None:
                 count.sub_((~taken).to(count.dtype))
 
@@ -81,26 +65,14 @@ class SGD:
     moments: tuple[str, ...] = ("momentum",)
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.lr, self.weight_decay, self.momentum = config.lr, config.weight_decay, config.momentum
+        self.weight_decay, self.momentum = config.weight_decay, config.momentum
+        numbers = {"weight_decay": config.weight_decay, "momentum": config.momentum, "lr": config.lr, "dampening": 0.0}
+        self._kernel = partial(torch._fused_sgd_, **numbers, nesterov=False, maximize=False, is_first_step=False)
 
     def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
         value, gradient, buffer = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
-
-        def update(taken: Tensor | None) -> None:
-            torch._fused_sgd_(
-                value,
-                gradient,
-                buffer if self.momentum else [],  # without momentum, the kernel has no buffer
-                weight_decay=self.weight_decay,
-                momentum=self.momentum,
-                lr=self.lr,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=False,
-            )
-
-        return update
+        buffers = buffer if self.momentum else []  # without momentum, the kernel has no buffer
+        return lambda taken: self._kernel(value, gradient, buffers)
 
 
 class StackedOptimizer:
