@@ -36,8 +36,7 @@ from esper.tasks.hosts.factories import CNN, MAP_MENU
 from esper.tasks.images import digits_image_narrow, standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.runtime import hold_freed_memory
-from esper.tolaria.stacked.training import multiplies_bfloat16
+from esper.tolaria.runtime import hold_freed_memory, multiplies_bfloat16
 
 BATCH, LR = 64, 5e-3
 

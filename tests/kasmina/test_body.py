@@ -6,13 +6,14 @@ import torch
 
 from bodies import ALL, empty, make_body, set_seed, shake
 from esper.kasmina.blueprints import drawn_with, get_blueprint
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.network.export import GrownNetwork, grown_network
 from esper.kasmina.stack.plan import Branches
 from esper.leyline.data.task import Interface
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.stages import Stage
 from esper.tasks.hosts.factories import MLP
-from esper.tolaria.stacked.training import doses, shadows
+from esper.tolaria.stacked.population import shadows
 
 
 def parameters(body, env):

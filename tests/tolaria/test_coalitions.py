@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bodies import ALL, empty, make_body, set_seed
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.network.export import grown_network
 from esper.leyline.data.task import Interface
 from esper.leyline.errors import InputError
@@ -16,7 +17,6 @@ from esper.leyline.lifecycle.view import CoalitionValues
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.coalitions import COMPLETE, Sampling, attribute, coalitions, masks, sampled_coalitions
-from esper.tolaria.stacked.training import doses
 from populations import Script, blobs, small_config
 
 

@@ -9,8 +9,8 @@ from esper.cli import main
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.runtime import multiplies_bfloat16, products_in, resolve_amp
 from esper.tolaria.stacked import training
-from esper.tolaria.stacked.training import multiplies_bfloat16, products_in, resolve_amp
 from populations import GROW, GROW_ZERO, assert_same, blobs, small_config, trajectory
 
 CPU = torch.device("cpu")

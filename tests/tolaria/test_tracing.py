@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.rows import ParameterPlace, Stack
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import LIVE, Stage
 from esper.tolaria.stacked import compiling
 from esper.tolaria.stacked.compiling import CompiledPass, CudaGraphPass, gradients, shielded
-from esper.tolaria.stacked.training import doses, shadows
+from esper.tolaria.stacked.population import shadows
 from populations import small_config, trajectory
 
 LIVE_AND_INCUBATING = {

@@ -14,7 +14,7 @@ from esper.leyline.config.tree import LifecycleConfig
 from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Ints, Op
 from esper.leyline.lifecycle.gates import Gates
 from esper.leyline.lifecycle.masks import allowed
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.view import Bools, Masks, Seeds, Space, Transitions
 
 
@@ -167,6 +167,11 @@ def apply(
     after.alpha[ramping] = _alpha_of_next_step(after, config.ramp)[ramping]
     _clear(after, gone)
     return after, edits(seeds, after), accepted
+
+
+def doses(seeds: Seeds) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Return (E, S) the dose at which every slot acts on its network now."""
+    return np.where(among(seeds.stage, ADDED), seeds.alpha, np.float32(0))
 
 
 def uprooted(seeds: Seeds, rows: Bools, embargo: int) -> Seeds:

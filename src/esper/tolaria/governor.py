@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.lifecycle import uprooted
+from esper.kasmina.lifecycle import doses, uprooted
 from esper.leyline.config.tree import Config, GovernorConfig
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.masks import allowed
@@ -19,7 +19,6 @@ from esper.leyline.lifecycle.verdicts import Refusal, Vital
 from esper.leyline.lifecycle.view import Bools, Floats, Masks, Seeds, choose
 from esper.tolaria.population import Keeper, Population
 from esper.tolaria.runtime import available_memory
-from esper.tolaria.stacked.training import doses
 
 PATIENT = (Vital.RISE, Vital.COLLAPSE, Vital.FALL)
 """Failures that must last for `confirm_steps` steps. The first of several is reported."""

@@ -1,17 +1,17 @@
-"""The device: choose it, read it, and measure the time of each phase of a step."""
+"""The device: choose it and the types of its products, read it, and measure the time of each phase of a step."""
 
 import os
 import re
 import resource
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, raised_in_user_code, requested_memory
@@ -32,6 +32,48 @@ def resolve_device(text: str) -> torch.device:
                 "use cpu or auto (--device, or the config key device)"
             )
     return torch.device(text)
+
+
+def resolve_amp(amp: str, device: torch.device, parameters: torch.dtype) -> torch.dtype | None:
+    """Return the type in which the products of a training pass are computed; None leaves them in that of the parameters.
+
+    amp: off, bf16, fp16 or auto, which takes bf16 if the device multiplies it natively. parameters: the dtype of the hosts.
+    Raises InputError if the device or the hosts do not allow the type that is asked for.
+    """
+    native = multiplies_bfloat16(device)
+    if amp == "off" or (amp == "auto" and not (native and parameters == torch.float32)):
+        return None
+    if parameters != torch.float32:
+        raise InputError(f"amp is {amp}, which needs hosts in float32, but these are in {parameters}; set amp to off")
+    if amp == "fp16":
+        return torch.float16
+    if not native:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+        raise InputError(f"amp is {amp}, but {name} does not multiply bfloat16 natively; set amp to off, fp16 or auto")
+    return torch.bfloat16
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether a device has instructions that multiply bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def check_modules(products: torch.dtype | None, device: torch.device, modules: Iterable[nn.Module]) -> None:
+    """Raise InputError if torch cannot run one of the modules with products of a type: an LSTM in float16 on most CPUs."""
+    if products != torch.float16 or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return
+    if any(isinstance(part, nn.LSTM) for module in modules for part in module.modules()):
+        raise InputError(
+            "amp is fp16, but torch has no LSTM in float16 for this processor; set amp to off, or to bf16 if the processor "
+            "multiplies it natively"
+        )
+
+
+def products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context of a forward pass whose products are in `dtype`, as `torch.autocast` chooses; None changes nothing."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 WORKSPACE, FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")

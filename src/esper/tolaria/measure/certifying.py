@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.special import betainc, ndtr, ndtri  # type: ignore[import-untyped]
 from torch import Tensor
 
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Branches
 from esper.leyline.config.tree import Config, GatesConfig
@@ -24,7 +25,6 @@ from esper.leyline.records import as_tree, brief, from_tree
 from esper.tolaria.measure.probe import passed
 from esper.tolaria.population import Population
 from esper.tolaria.stacked.data import RowExamples
-from esper.tolaria.stacked.training import doses
 
 LEAST, MOST = 0.7, 0.95
 """Bounds of the share w of a budget, and the smallest chance of a certificate at which a seed is looked at (chosen by

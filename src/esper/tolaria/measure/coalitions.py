@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.plan import Branches, Indices
 from esper.leyline.data.keys import key, permutations
 from esper.leyline.intervals import t_factor
 from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.leyline.lifecycle.view import CoalitionValues, Estimate, Floats, Seeds
-from esper.tolaria.stacked.training import doses
 
 COMPLETE = 4
 """Up to this many live seeds every subset is evaluated; above it, subsets along sampled permutations."""

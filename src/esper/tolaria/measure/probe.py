@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.layout import BEFORE, HERE, INNER, INPUT
 from esper.kasmina.stack.plan import Branches, Indices, Route
@@ -24,7 +25,6 @@ from esper.leyline.lifecycle.view import Estimate, Seeds
 from esper.tolaria.measure.coalitions import Coalitions
 from esper.tolaria.measure.sensors import IntactStreams, Sample, TrueWidths, growth_sensors, participation_ratio
 from esper.tolaria.stacked.data import RowExamples
-from esper.tolaria.stacked.training import doses
 
 
 class ProbeTensors(NamedTuple):

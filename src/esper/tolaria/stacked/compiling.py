@@ -241,12 +241,12 @@ def shielded() -> Iterator[None]:
 
 def microbatches(
     size: int,
+    dtype: torch.dtype,
     x: Batch,
     y: Tensor,
     weights: Tensor | None,
     factors: Tensor | None,
     keys: Indices | None,
-    dtype: torch.dtype,
 ) -> Iterator[tuple[float, Batch, Tensor, Tensor | None, Tensor | None, Indices | None]]:
     """Divide a batch into microbatches of at most `size` examples, each with its share of the batch; 0 leaves it whole.
 
@@ -359,22 +359,13 @@ class Passes:
         """Passes that were compiled more than once."""
         return self.counts.plans - len(self._made)
 
-    def backward(
-        self,
-        route: Route,
-        x: Batch,
-        y: Tensor,
-        weights: Tensor | None,
-        factors: Tensor | None,
-        keys: Any,
-        remaining: int = 0,
-    ) -> Tensor:
+    def backward(self, route: Route, *batch: Any, remaining: int = 0) -> Tensor:
         """Compute the losses (n,) of a part of the rows on a batch, and add their gradients to those of the rows.
 
         The arguments are those of `microbatches`, by which the batch is divided; `remaining` batches come after this one.
         """
         mean: Tensor | None = None
-        for share, *piece in microbatches(self._microbatch, x, y, weights, factors, keys, self.body.dtype):
+        for share, *piece in microbatches(self._microbatch, self.body.dtype, *batch):
             own = self._backward(route, *piece, remaining=remaining * math.ceil(1 / share))
             if share < 1:
                 own = share * own

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
 from esper.kasmina.host import SegmentedHost, calling, check_host, dtype_of
-from esper.kasmina.lifecycle import Edits, dormant, exported
+from esper.kasmina.lifecycle import Edits, dormant, doses, exported
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.body import Body, runs_by_row
 from esper.kasmina.stack.layout import BEFORE, HERE
-from esper.kasmina.stack.plan import Route
+from esper.kasmina.stack.plan import Branches, Route
 from esper.kasmina.stack.snapshot import Snapshot
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
 from esper.leyline.data.batches import Batch, leaves, map_leaves, picked, shape_leaves
@@ -35,7 +35,15 @@ from esper.tolaria.measure.coalitions import coalitions
 from esper.tolaria.measure.probe import ProbeTensors, passed, probe, samples, sense
 from esper.tolaria.measure.sensors import SENSORS, IntactStreams
 from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
-from esper.tolaria.runtime import hold_freed_memory, read_packet, resolve_device, use_deterministic_kernels
+from esper.tolaria.runtime import (
+    check_modules,
+    hold_freed_memory,
+    products_in,
+    read_packet,
+    resolve_amp,
+    resolve_device,
+    use_deterministic_kernels,
+)
 from esper.tolaria.stacked.compiling import Passes, Total, check_divisible
 from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinct_splits, stack_splits
 from esper.tolaria.stacked.optimizer import (
@@ -46,7 +54,6 @@ from esper.tolaria.stacked.optimizer import (
     forget_skipped,
     trained_groups,
 )
-from esper.tolaria.stacked.training import check_modules, doses, products_in, resolve_amp, shadows
 
 
 class ResidentData:
@@ -270,7 +277,7 @@ class StackedPopulation:
                     factors = None if self.scaler is None else self.scaler.scale[part]
                     own = None if keys is None else keys[part]
                     batch = *feed.of(part), feed.weights_of(part), factors
-                    total += self.passes.backward(route, *batch, own, last - feed.batch)
+                    total += self.passes.backward(route, *batch, own, remaining=last - feed.batch)
             steps.update()
         host, *others = (steps.mean(group.norm, group) for group in groups)
         parts = [(group.names, steps.mean(group.parts, group)) for group in groups if group.parts is not None]
@@ -671,3 +678,11 @@ def _choose_rows(body: Body, edits: Edits, seeds: Seeds, fit: RowExamples, objec
         with torch.no_grad():
             seed.delta.choose(u[env][real, :reads], sample.gradient[env][real, :writes])  # type: ignore[operator]
         body.stacks[at].write(row, seed)
+
+
+def shadows(seeds: Seeds) -> Branches:
+    """Return one branch for each incubating seed: the network with this one seed at dose 1, every other at its own dose."""
+    env, slot = np.nonzero(seeds.stage == Stage.TRAINING)
+    dose = doses(seeds)[env]
+    dose[np.arange(len(env)), slot] = 1
+    return Branches.at(env, slot, dose)[0]
