@@ -194,11 +194,9 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
     before = copy.deepcopy(module.state_dict())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(5):
-        optimizer.zero_grad()
-        ((module(u) - pull) ** 2).mean().backward()
+        _step(optimizer, module, u, pull)
         if not any(p.grad is not None and p.grad.count_nonzero() for p in module.parameters()):
             raise dead
-        optimizer.step()
     still = [name for name, p in module.named_parameters() if torch.equal(p, before[name])]
     if still:
         raise refuse(f"never moves {', '.join(still)}", "leave out parameters whose gradient is always 0")
@@ -225,13 +223,17 @@ def _check_causal(entry: Blueprint, module: nn.Module, u: Tensor) -> None:
             )
 
 
+def _step(optimizer: torch.optim.Optimizer, module: nn.Module, u: Tensor, pull: Tensor) -> None:
+    """Move what a module returns for u towards `pull`."""
+    optimizer.zero_grad()
+    ((module(u) - pull) ** 2).mean().backward()
+    optimizer.step()
+
+
 def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Tensor:
     grown = copy.deepcopy(module)
-    ((grown(u) - pull) ** 2).mean().backward()
-    torch.optim.SGD(grown.parameters(), lr=rate).step()
-    with torch.no_grad():
-        delta: Tensor = grown(u)
-    return delta
+    _step(torch.optim.SGD(grown.parameters(), lr=rate), grown, u, pull)
+    return grown(u).detach()
 
 
 def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: Tensor) -> None:
@@ -248,9 +250,7 @@ def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: T
         ) from None
     optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-2, weight_decay=1e-2)
     for _ in range(5):
-        optimizer.zero_grad()
-        ((wide(u) - pull) ** 2).mean().backward()
-        optimizer.step()
+        _step(optimizer, wide, u, pull)
     sizes = dict(small.named_parameters())
     for name, parameter in wide.named_parameters():
         rest = parameter.detach().clone()
