@@ -49,9 +49,9 @@ def test_an_episode_of_births_and_prunes_has_the_numbers_of_eager_passes(mapping
 def test_isolated_seeds_accumulated_gradients_and_bfloat16_are_part_of_the_graph(monkeypatch):
     config = {"lifecycle": {"isolation": "isolated"}, "optimizer": {"accumulation_steps": 3}, "steps": 5}
     assert_close(config, EARLY)
-    from esper.tolaria.stacked import training
+    from esper.tolaria import runtime
 
-    monkeypatch.setattr(training, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: True)
     (short, *_), (eager, *_) = (
         trajectory(small_config(amp="bf16", compile=mode, steps=2), EARLY) for mode in ("on", "off")
     )

@@ -555,22 +555,16 @@ def menu_of(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
     names = config.blueprints if config.blueprints is not None else task.menu
     if not names:
         raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")
-    host = _largest(task)
-    kinds = list(dict.fromkeys(slot.kind for slot in host.slots))
-    if len(kinds) == 1:
-        return tuple(get_blueprint(name, kinds[0]) for name in names)
-    known = [[kind for kind in kinds if (kind, name) in BLUEPRINTS] for name in names]
-    return tuple(
-        get_blueprint(name, kind) for name, found in zip(names, known, strict=True) for kind in found or kinds[:1]
-    )
+    kinds = list(dict.fromkeys(slot.kind for slot in _largest(task).slots))
+    having = {name: [kind for kind in kinds if (kind, name) in BLUEPRINTS] or kinds[:1] for name in names}
+    return tuple(get_blueprint(name, kind) for name in names for kind in having[name])
 
 
 def check_place(task: AnyTask, config: Config) -> None:
     """Raise InputError if the machine has no device as the config names it, or the host no such slots."""
     resolve_device(config.device)
     if config.slots is not None:
-        host = _largest(task)
-        selected([slot.name for slot in host.slots], config)
+        selected([slot.name for slot in _largest(task).slots], config)
 
 
 def selected(names: Sequence[str], config: Config) -> NDArray[np.bool_]:
