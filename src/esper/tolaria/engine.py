@@ -47,7 +47,6 @@ from esper.nissa.events import Basis
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.governor import Governor, Verdicts, preflight
 from esper.tolaria.measure.certifying import Certifier
-from esper.tolaria.measure.coalitions import Sampling
 from esper.tolaria.measure.measuring import StepMeasurements, measure, unmeasured, without
 from esper.tolaria.play import Further, Observer, Until, play
 from esper.tolaria.population import Indices, ParameterNorms, Population
@@ -464,7 +463,7 @@ class Engine(Generic[P]):
         sampling = None
         if terminal or state.step % probe.coalitions_every == 0:
             attribution = scalar(self.config.seed, Purpose.ATTRIBUTION, state.episode, state.step)
-            sampling = Sampling(probe.shapley_samples, attribution)
+            sampling = probe.shapley_samples, attribution
         every = probe.sensors_every or 0
         return measure(
             self.population,

@@ -19,19 +19,7 @@ from esper.kasmina.host import Chain, SegmentedHost, dtype_of
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed, Straight, slot_change
 from esper.kasmina.stack.layout import BEFORE, INPUT, TAPS, HostTable, Layout
-from esper.kasmina.stack.plan import (
-    Branches,
-    CallDoses,
-    CallPlan,
-    Doses,
-    Indices,
-    JoinDoses,
-    JoinPlan,
-    Plan,
-    PlanCache,
-    Route,
-    Run,
-)
+from esper.kasmina.stack.plan import Branches, CallDoses, CallPlan, Doses, Indices, Plan, PlanCache, Route, Run
 from esper.kasmina.stack.rows import (
     Mapping,
     Rows,
@@ -355,7 +343,9 @@ class Body:
 
     # Inside.
 
-    def _join(self, segment: int, branches: Branches, envs: Indices) -> tuple[JoinPlan, JoinDoses]:
+    def _join(
+        self, segment: int, branches: Branches, envs: Indices
+    ) -> tuple[tuple[Run, int], tuple[Indices | None, Tensor | None]]:
         """Plan the branches at a segment in a pass over `envs` (n,): those that run through it, and that join behind it."""
         first = sum(slot.after < segment for slot in self.slots)  # the first slot behind the segment
         owners = branches.env[: np.searchsorted(branches.slot, first)]
@@ -363,8 +353,8 @@ class Body:
         joining = branches.env[branches.slot == first] - envs[0] if here else np.zeros(0, np.int64)
         env = self._send(joining) if len(joining) else None
         if np.array_equal(owners, envs):
-            return JoinPlan((int(envs[0]), int(envs[-1]) + 1), len(joining)), JoinDoses(None, env)
-        return JoinPlan(len(owners), len(joining)), JoinDoses(owners, env)
+            return ((int(envs[0]), int(envs[-1]) + 1), len(joining)), (None, env)
+        return (len(owners), len(joining)), (owners, env)
 
     def _calls(
         self, seeds: Seeds, slot: int, envs: Indices, dose: NDArray[np.float32], *, frozen: bool, straight: bool = False
@@ -517,7 +507,7 @@ class _Running:
         base = self.run(host, flow.base, self.part, part=path, frozen=self.frozen, keys=place_keys(self.keys, segment))
         extra = flow.extra
         if extra is not None:
-            rows = _rows(self.plan.joins[segment].run, self.doses.joins[segment].rows)
+            rows = _rows(self.plan.joins[segment][0], self.doses.joins[segment][0])
             extra = self.run(host, extra, rows, part=path, frozen=True)
         return _Flow(base, extra)
 
@@ -527,7 +517,7 @@ class _Running:
         layout = self.body.layout
         segment, place = layout.slots[slot].after, len(self.body.segment_of) + slot
         extra_before = taps.before.extra
-        env = self.doses.joins[segment].env if self.plan.joins else None
+        env = self.doses.joins[segment][1] if self.plan.joins else None
         if env is not None:
             extra = append_rows(extra, select_rows(h.detach(), env))
             if layout.widest.taps[slot, BEFORE]:

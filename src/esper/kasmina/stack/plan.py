@@ -53,20 +53,14 @@ class CallPlan(NamedTuple):
     straight: bool  # whether the seeds incubate behind the host in the pass itself (`blending.Straight`)
 
 
-class JoinPlan(NamedTuple):
-    """The branches of a pass at one segment."""
-
-    run: Run  # rows of the host for the branches that run already
-    joining: int  # how many branches leave the pass behind the segment
-
-
 class Plan(NamedTuple):
     """The structure of a pass. Passes with one plan differ only in their doses and share what is prepared."""
 
     part: tuple[int, int]  # the first environment of the pass, and one past the last
     base: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for the environments themselves
     branch: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for branches; empty without branches
-    joins: tuple[JoinPlan, ...]  # one for each segment; empty without branches
+    # by segment, empty without branches: rows of the host for the branches that run already, and how many join behind it
+    joins: tuple[tuple[Run, int], ...]
 
     @property
     def bare(self) -> bool:
@@ -86,19 +80,13 @@ class CallDoses(NamedTuple):
     attached: Tensor | None  # bool, rows through whose input a gradient flows back; None if all are
 
 
-class JoinDoses(NamedTuple):
-    """The tensors that vary in a join."""
-
-    rows: Indices | None  # (n,) rows of the host for the branches that run already; None if they are contiguous
-    env: Tensor | None  # (m,) rows of the pass that the joining branches leave; None if none joins
-
-
 class Doses(NamedTuple):
     """The tensors that vary within a plan; the tuples are those of `Plan`."""
 
     base: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for the environments themselves
     branch: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for branches
-    joins: tuple[JoinDoses, ...]  # doses of the joins
+    # rows (n,) of the host that are gathered for the branches that run already, and of the pass (m,) that the joining ones leave
+    joins: tuple[tuple[Indices | None, Tensor | None], ...]
     origin: Tensor | None  # (X,) the row of the pass that each branch leaves
     owners: Indices  # (X,) the same on the host
 

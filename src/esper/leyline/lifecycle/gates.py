@@ -61,27 +61,16 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
         failure = "fresh examples have not shown that it helps, and {value:.2g} of gates.certify is left to test it at"
         certified = (Check("certificate", certificate, left, failure),)
     if config.permissive:
-        return Gates(
-            Gate(Stage.TRAINING, (trained, _measured("incubation gain", gain.mean))),
-            Gate(Stage.HOLDING, (held, _measured("contribution", contribution.mean), *certified)),
-        )
-    gained = gain.mean - config.gain_z * gain.se
-    brought = contribution.mean - config.contribution_z * contribution.se
-    keys = "gates.contribution_z and gates.min_contribution"
-    return Gates(
-        Gate(
-            Stage.TRAINING,
-            (
-                trained,
-                Check("finite gradients", finite, finite, "a gradient of the seed is not finite"),
-                _bound("incubation gain", gained, config.gain_z, 0.0, "gates.gain_z"),
-            ),
-        ),
-        Gate(
-            Stage.HOLDING,
-            (held, _bound("contribution", brought, config.contribution_z, config.min_contribution, keys), *certified),
-        ),
-    )
+        ready = [trained, _measured("incubation gain", gain.mean)]
+        worth = _measured("contribution", contribution.mean)
+    else:
+        gained = gain.mean - config.gain_z * gain.se
+        brought = contribution.mean - config.contribution_z * contribution.se
+        sane = Check("finite gradients", finite, finite, "a gradient of the seed is not finite")
+        ready = [trained, sane, _bound("incubation gain", gained, config.gain_z, 0.0, "gates.gain_z")]
+        keys = "gates.contribution_z and gates.min_contribution"
+        worth = _bound("contribution", brought, config.contribution_z, config.min_contribution, keys)
+    return Gates(Gate(Stage.TRAINING, tuple(ready)), Gate(Stage.HOLDING, (held, worth, *certified)))
 
 
 def _dwell(name: str, seeds: Seeds, steps: int) -> Check:

@@ -24,11 +24,8 @@ COMPLETE = 4
 """Up to this many live seeds every subset is evaluated; above it, subsets along sampled permutations."""
 
 
-class Sampling(NamedTuple):
-    """The sampling of attribution above COMPLETE live seeds."""
-
-    pairs: int  # number of antithetic pairs of permutations
-    draw: int  # the key that they are drawn with
+Sampling = tuple[int, int]
+"""Of attribution above COMPLETE live seeds: the number of antithetic pairs of permutations, and the key to draw them with."""
 
 
 class Coalitions(NamedTuple):

@@ -110,7 +110,7 @@ def measure(
         order = np.lexsort((mask, env))
         metric = np.concatenate([figures.branch_metric[wanted.branch], figures.metric[full]])
         loss = np.concatenate([figures.branch_loss[wanted.branch], figures.loss[full]])
-        values = CoalitionValues(step, sampling.draw, wanted.live, env[order], mask[order], metric[order], loss[order])
+        values = CoalitionValues(step, sampling[1], wanted.live, env[order], mask[order], metric[order], loss[order])
     return StepMeasurements(
         measurements,
         scores,
