@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,30 +13,11 @@ from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Outcome, View
 from esper.leyline.protocols import Controller, Judgement, Proposed
 
+if TYPE_CHECKING:
+    from esper.tolaria.engine import Engine  # which imports this module
+
 Further = Callable[[View, NDArray[np.int8]], tuple[Actions, Sequence[str | None] | None] | None]
 """From a view and the `Refusal`s (E,) of the last decisions to further decisions of the step with their reasons, or None."""
-
-
-class Playable(Protocol):
-    """What `play` needs of an engine."""
-
-    sensing: bool  # whether growth sensors are measured where they are due
-
-    @property
-    def trial(self) -> Callable[[Proposed], NDArray[np.float64]] | None:
-        """Try candidates in copies of the networks; None where none can be made."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the episode has ended."""
-
-    def view(self) -> View:
-        """Return what the next decision may be based on."""
-
-    def step(
-        self, actions: Actions, reasons: Sequence[str | None] | None = None, further: Further | None = None
-    ) -> tuple[View, Outcome]:
-        """Carry out decisions (E,) and train for one step."""
 
 
 class Decision(NamedTuple):
@@ -126,7 +107,9 @@ def _further(client: Controller, decided: list[tuple[Actions, NDArray[np.int8]]]
     return ask
 
 
-def play(engine: Playable, client: Controller, *observers: Observer, first: Decision | None = None) -> Outcome | None:
+def play(
+    engine: "Engine[Any]", client: Controller, *observers: Observer, first: Decision | None = None
+) -> Outcome | None:
     """Play from the present state of the engine to the end of its episode, or until an observer ends the playing.
 
     `first` is the first decision, if it was made already. Returns the last outcome, or None if no step was taken. The
