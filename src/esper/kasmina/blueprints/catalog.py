@@ -302,8 +302,8 @@ for _k in (2, 8):
     _built_in(f"bypass-mlp-{_k}", Tap.BEFORE, **_mlp(_k), summary=_about)
 
 
-def _ends(kind: Kind, full: Build, what: str, sparse: Callable[[int, int, int], nn.Module], rows: int = 8) -> None:
-    most = f"{rows} rows of %s, those with the largest gradient"
+def _ends(kind: Kind, full: Build, what: str, sparse: Callable[[int, int, int], nn.Module]) -> None:
+    most, rows = "8 rows of %s, those with the largest gradient", 8
     for name, build, parameters, summary in (
         ("full-head", full, lambda r, w: r * w + w, what),
         ("sparse-rows", lambda r, w: SparseRows(r, w, rows), lambda r, w: min(rows, r) * w, most % "an embedding"),

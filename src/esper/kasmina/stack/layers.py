@@ -99,16 +99,16 @@ class CausalAttention(nn.Module):
         return self.out(mixed.transpose(-2, -3).flatten(-2))
 
 
-def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
+def rotated(x: Tensor) -> Tensor:
     """Rotary positions (Su et al., "RoFormer", 2021, equation 34), for features i and i + d/2 of queries or keys (..., L, d).
 
-        (a_i, b_i) -> (a_i cos(l t_i) - b_i sin(l t_i), a_i sin(l t_i) + b_i cos(l t_i)),   t_i = base^(-2 i / d)
+        (a_i, b_i) -> (a_i cos(l t_i) - b_i sin(l t_i), a_i sin(l t_i) + b_i cos(l t_i)),   t_i = 10000^(-2 i / d)
 
     a and b are the first and the second half of the features, and l is the position, counted from 0. The product of a rotated
     query and a rotated key depends on their positions by the distance alone. d is even.
     """
     length, half = x.shape[-2], x.shape[-1] // 2
-    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    rates = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
     angles = torch.arange(length, device=x.device, dtype=torch.float64)[:, None] * rates
     cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]

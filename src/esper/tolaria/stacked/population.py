@@ -114,9 +114,9 @@ class ResidentData:
         if config.early_stopping.enabled:
             self.validation = self.stacked([each.validation for each in self.problems], row, "held")
 
-    def few(self, problem: Instance, count: int = 2) -> Batch:
+    def few(self, problem: Instance) -> Batch:
         """Return a few training examples as the hosts of a problem read them."""
-        return problem.read(picked(problem.train.x, slice(count)), self.dtype)
+        return problem.read(picked(problem.train.x, slice(2)), self.dtype)
 
     def stacked(self, splits: Sequence[Split], row: Indices, part: str) -> RowExamples:
         """Move splits to the device; row (R,) names the split of each. In a mixture they are padded to the length of `part`."""
