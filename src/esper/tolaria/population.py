@@ -93,23 +93,17 @@ class Keeper(Protocol):
 
 
 class Population(Protocol):
-    """R networks that are trained and measured together.
-
-    environment (R,): the environment that each row belongs to.
-    space: costs, widths and bounds of all rows; known once an episode has begun.
-    host_params (R,): parameters of the hosts; known once an episode has begun.
-    fresh (R arrays): digests of the examples that are set aside for `gates.certify`; empty where there are none.
-    label: the population in words, for messages.
-    """
+    """R networks that are trained and measured together."""
 
     device: torch.device
-    environment: Indices
-    space: Space
-    host_params: Indices
-    label: str
+    environment: Indices  # (R,) the environment that each row belongs to
+    space: Space  # costs, widths and bounds of all rows; known once an episode has begun
+    host_params: Indices  # (R,) parameters of the hosts; known once an episode has begun
+    label: str  # the population in words, for messages
 
     @property
-    def fresh(self) -> Sequence[Indices]: ...
+    def fresh(self) -> Sequence[Indices]:
+        """For each row, digests of the examples that are set aside for `gates.certify`; empty where there are none."""
 
     def begin(self, instance: Indices, episode: int) -> None:
         """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""

@@ -45,24 +45,20 @@ class Layout:
 
     Seeds of one module class that read the same width at one slot share a *form*. The module of the form is its largest
     member, whose leading corner holds any other member.
-
-    slots (S), menu (K): as given. chain: the order of computation of every host. streams (S): the kind of stream at
-    each slot. widest: widths of the largest host. fits (S, K): which blueprints of the menu fit a slot. tap_of (K,):
-    the tap that each blueprint reads, as an index into `TAPS`. forms: the module of each (slot, form). form_of (S, K):
-    the form of each blueprint, -1 where it does not fit.
     """
 
     def __init__(self, host: SegmentedHost, menu: Sequence[Blueprint], example: Batch, dtype: torch.dtype) -> None:
         """`host` is the largest one; example (B, ...) is an input of it; dtype is that of all parameters."""
         self.slots: tuple[SlotSpec, ...] = host.slots
         self.menu = tuple(menu)
-        self.chain: Chain = host.chain
+        self.chain: Chain = host.chain  # the order of computation of every host
         self.streams: tuple[type[Stream], ...] = tuple(STREAMS[slot.kind] for slot in self.slots)
-        self.tap_of = np.array([TAPS.index(entry.tap) for entry in self.menu], np.int64)
+        self.tap_of = np.array([TAPS.index(entry.tap) for entry in self.menu], np.int64)  # (K,) indices into `TAPS`
         self.dtype = dtype
-        self.widest = self.widths(host, example)
-        self.fits: Bools = self.widest.reads > 0
+        self.widest = self.widths(host, example)  # of the largest host
+        self.fits: Bools = self.widest.reads > 0  # (S, K) which blueprints of the menu fit a slot
         self.reads_input = any(entry.tap == Tap.INPUT for entry in self.menu)
+        # the module of each (slot, form), and (S, K) the form of each blueprint, -1 where it does not fit
         self.forms, self.form_of = self._forms()
 
     @torch.no_grad()
@@ -124,21 +120,18 @@ def _width_read(slot: SlotSpec, stream: type[Stream], x: object, here: Batch) ->
 
 
 class HostTable:
-    """Sizes of hosts and prices of seeds by row.
-
-    host_params (E,): parameters of the host. outputs (E,): number of its outputs. reads (E, S, K): the width that each
-    blueprint would read at each slot, 0 where it does not fit. taps (E, S, 4): widths as in `layout.Widths.taps`. cost
-    (E, S, K): parameters that each blueprint would add.
-    """
+    """Sizes of hosts and prices of seeds by row."""
 
     def __init__(self, rows: int, layout: Layout) -> None:
         self._menu = layout.menu
         slots, menu = layout.fits.shape
-        self.host_params: Indices = np.zeros(rows, np.int64)
-        self.outputs: Indices = np.zeros(rows, np.int64)
-        self.reads: Indices = np.zeros((rows, slots, menu), np.int64)
-        self.taps: Indices = np.zeros((rows, slots, 4), np.int64)
-        self.cost: Indices = np.zeros((rows, slots, menu), np.int64)
+        self.host_params: Indices = np.zeros(rows, np.int64)  # (E,) parameters of the host
+        self.outputs: Indices = np.zeros(rows, np.int64)  # (E,) number of its outputs
+        self.reads: Indices = np.zeros((rows, slots, menu), np.int64)  # (E, S, K) as in `Widths.reads`
+        self.taps: Indices = np.zeros((rows, slots, 4), np.int64)  # (E, S, 4) as in `Widths.taps`
+        self.cost: Indices = np.zeros(
+            (rows, slots, menu), np.int64
+        )  # (E, S, K) parameters that each blueprint would add
 
     def plant(self, rows: Sequence[int], module: nn.Module, widths: Widths, outputs: int) -> None:
         """Record the sizes of a host that is written into some rows."""

@@ -112,16 +112,14 @@ Prepared = TypeVar("Prepared")
 
 
 class PlanCache(Generic[Planned, Prepared]):
-    """A cache of what is prepared for plans, or for plans with shapes, for those that were used last.
-
-    built: number of plans that something was prepared for. reused: number of times that it was found in the cache.
-    evicted: number of plans dropped because more than `bound` were in use.
-    """
+    """A cache of what is prepared for plans, or for plans with shapes, for the `bound` of them that were used last."""
 
     def __init__(self, bound: int) -> None:
         assert bound > 0, bound
         self.bound = bound
-        self.built = self.reused = self.evicted = 0
+        self.built = self.reused = self.evicted = (
+            0  # how often something was prepared, found, and dropped for lack of room
+        )
         self._known: OrderedDict[Planned, Prepared] = OrderedDict()
 
     def get(self, plan: Planned, prepare: Callable[[Planned], Prepared]) -> Prepared:

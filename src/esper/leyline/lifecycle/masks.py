@@ -46,14 +46,26 @@ def offered(masks: Masks, actions: Actions) -> tuple[Bools, ...]:
     return tuple(choices(masks, head, actions.op, actions.slot) for head in Head)
 
 
-def allowed(masks: Masks, actions: Actions) -> Bools:
-    """(E,): whether the masks allow the decision, head by head; a choice out of range is not allowed."""
-    return _allowed(masks, actions, None)
+def allowed(masks: Masks, actions: Actions, free: Bools | None = None) -> Bools:
+    """(E,): whether the masks allow the decision, head by head; a choice out of range is not allowed.
+
+    Decisions may be (E, ...), or (1, ...) for all environments. Of a head that is `free`, (6, 1, ...), any valid choice will do.
+    """
+    env = _environments(masks, actions.op.ndim)
+    chosen = [np.clip(choice, 0, mask.shape[-1] - 1) for choice, mask in zip(actions, masks, strict=True)]
+    found: Bools = np.ones((1,) * actions.op.ndim, bool)
+    for head in Head:
+        place = (env, *(chosen[earlier] for earlier in DEPENDS[head]))
+        valid = masks[head][(*place, chosen[head])] & (chosen[head] == actions[head])
+        if free is not None:
+            valid = np.where(free[head], np.logical_or.reduce(masks[head], axis=-1)[place], valid)
+        found = found & (valid | ~RELEVANT[chosen[Head.OP], head])
+    return found
 
 
 def allowed_of(masks: Masks, decisions: Ints, free: Bools | None = None) -> Bools:
     """(E, N): which decisions of a table (N, 6) each environment may take; any valid choice will do for a head that is `free`."""
-    return _allowed(masks, Actions(*decisions.T[:, None]), None if free is None else free.T[:, None])
+    return allowed(masks, Actions(*decisions.T[:, None]), None if free is None else free.T[:, None])
 
 
 def chosen_in_turn(masks: Masks, choose: Callable[[Head, Bools, Actions], Ints]) -> Actions:
@@ -144,20 +156,6 @@ def every_decision(space: Space, free: Collection[Head] = tuple(Head)) -> Ints:
     used = np.logical_or.reduce(space.fits, axis=1)[slot] | (op == Op.WAIT)
     possible: Bools = np.where(op == Op.GERMINATE, plantable, used)
     return decisions[possible]
-
-
-def _allowed(masks: Masks, actions: Actions, free: Bools | None) -> Bools:
-    """`allowed` of decisions whose fields are (E, ...), or (1, ...) for all environments; free: (6, 1, ...)."""
-    env = _environments(masks, actions.op.ndim)
-    chosen = [np.clip(choice, 0, mask.shape[-1] - 1) for choice, mask in zip(actions, masks, strict=True)]
-    found: Bools = np.ones((1,) * actions.op.ndim, bool)
-    for head in Head:
-        place = (env, *(chosen[earlier] for earlier in DEPENDS[head]))
-        valid = masks[head][(*place, chosen[head])] & (chosen[head] == actions[head])
-        if free is not None:
-            valid = np.where(free[head], np.logical_or.reduce(masks[head], axis=-1)[place], valid)
-        found = found & (valid | ~RELEVANT[chosen[Head.OP], head])
-    return found
 
 
 def _environments(masks: Masks, dims: int) -> Ints:

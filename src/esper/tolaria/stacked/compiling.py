@@ -303,21 +303,17 @@ def check_compiler(mode: str, device: torch.device) -> None:
 
 @dataclass
 class CompileCounts:
-    """What was compiled and how often it ran.
+    """What was compiled and how often it ran."""
 
-    plans: plans that were compiled. seconds: time that compiling and measuring took [s]. passes: compiled passes that ran.
-    eager: passes that ran uncompiled. looped: plans that are not compiled, because their modules run in a loop over the rows.
-    short, slower: plans that `auto` left uncompiled, because the rest of the episode is too short to gain from compiling, or
-    because the compiled pass is no faster.
-    """
-
-    plans: int = 0
-    seconds: float = 0.0
-    passes: int = 0
-    eager: int = 0
-    looped: int = 0
-    short: int = 0
-    slower: int = 0
+    plans: int = 0  # plans that were compiled
+    seconds: float = 0.0  # time that compiling and measuring took [s]
+    passes: int = 0  # compiled passes that ran
+    eager: int = 0  # passes that ran uncompiled
+    looped: int = 0  # plans that are not compiled, because their modules run in a loop over the rows
+    short: int = (
+        0  # plans that `auto` left uncompiled, because the rest of the episode is too short to gain from compiling
+    )
+    slower: int = 0  # the same, because the compiled pass is no faster
 
 
 class CompiledPass(NamedTuple):

@@ -366,10 +366,6 @@ class StackedPopulation:
         return self.data.set_aside
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        """Return which of some rows (n,) had batches in this step that are not finite.
-
-        Raises DataFault if `data.nonfinite` is 'stop': the data were finite when they were loaded.
-        """
         found = self.feed.nonfinite(rows, self.config.data.batches_per_step)
         if found and self.config.data.nonfinite == "stop":
             row, examples = found[0]
@@ -399,11 +395,7 @@ class StackedPopulation:
         return {"body": self.body.state(), "batch": self.feed.batch, **skipped}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
-        """Restore what `snapshot` returned. Raises ValueError if it came from another population.
-
-        Modules are built first and then filled. The orders of the data are hashes of the instance, the episode and the
-        epoch, so they are not part of a snapshot.
-        """
+        # The orders of the data are hashes of the instance, the episode and the epoch, so they are not part of a snapshot.
         if not np.array_equal(instance, self.data.instance):
             self._load(instance)
         self.body.load_state(tree["body"])
