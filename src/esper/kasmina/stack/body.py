@@ -5,6 +5,7 @@ E environments, S slots, K blueprints of the menu, n rows of a pass, B examples,
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -216,9 +217,7 @@ class Body:
             stack, rows = self.stacks.get((s, form)), more + len(self.envs.get((s, form), ()))
             capacity = stack.capacity if stack is not None else 0
             if rows > capacity:
-                row = sum(parameter.nbytes for parameter in self.layout.forms[s, form].parameters()) * (
-                    2 + len(self._moments)
-                )
+                row = sum(p.nbytes for p in self.layout.forms[s, form].parameters()) * (2 + len(self._moments))
                 needed += max(rows, 2 * capacity) * row
         return needed
 
@@ -227,11 +226,7 @@ class Body:
         total = self.host.columns["value"].sum(1)
         for at, envs in self.envs.items():
             if len(envs):
-                total = total.index_add(
-                    0,
-                    torch.from_numpy(envs).to(self.device, non_blocking=True),
-                    self.stacks[at].columns["value"][: len(envs)].sum(1),
-                )
+                total = total.index_add(0, self._send(envs), self.stacks[at].columns["value"][: len(envs)].sum(1))
         return total
 
     def seed_module(self, seeds: Seeds, env: int, slot: int) -> Seed:
@@ -599,17 +594,8 @@ class Recomputed:
             with torch.no_grad(), _unchanged(stack):
                 stack(map_leaves(lambda leaf: leaf[:, :2], x), rows, part=part, **options)
             tried.add(part)
-        y: Tensor = checkpoint(
-            stack,
-            x,
-            rows,
-            part=part,
-            **options,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), _unchanged(stack)),
-        )
-        return y
+        again = partial(checkpoint, stack, x, rows, part=part, use_reentrant=False, preserve_rng_state=False)
+        return again(**options, context_fn=lambda: (nullcontext(), _unchanged(stack)))
 
 
 @contextmanager
