@@ -374,19 +374,10 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
     )
     classes, columns = (None if names is None else tuple(names) for names in (classes, topology["columns"]))
     whole = tuple(None if dtype.is_floating_point else dtype for dtype in _dtypes(topology))
-    before = topology.get("preprocess")
-    return Interface(
-        shapes,
-        scaling,
-        classes,
-        tuple(target),
-        columns,
-        target_scaling,
-        whole if any(whole) else None,
-        None
-        if before is None
-        else preprocess_from_json(before, -1 if several else math.prod(inputs), str(folder / TOPOLOGY)),
-    )
+    dtypes, preprocess = whole if any(whole) else None, None
+    if (before := topology.get("preprocess")) is not None:
+        preprocess = preprocess_from_json(before, -1 if several else math.prod(inputs), str(folder / TOPOLOGY))
+    return Interface(shapes, scaling, classes, tuple(target), columns, target_scaling, dtypes, preprocess)
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:

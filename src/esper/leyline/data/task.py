@@ -299,24 +299,12 @@ class Instance(NamedTuple):
         """What a network that was grown on this problem takes and returns."""
         scaling, y = self.scaling, self.train.y
         if self.pixels is not None:
-            mean, deviation = (
-                torch.tensor(values, dtype=torch.get_default_dtype()).view(-1, 1, 1)
-                for values in (self.pixels.mean, self.pixels.deviation)
-            )
-            scaling = Scaling(mean, deviation)
+            of_channels = torch.tensor([self.pixels.mean, self.pixels.deviation], dtype=torch.get_default_dtype())
+            scaling = Scaling(*of_channels[:, :, None, None])
         classes = None if y.is_floating_point() else self.classes or tuple(range(self.outputs))
         whole = tuple(None if leaf.is_floating_point() else leaf.dtype for leaf in leaves(self.train.x))
-        inputs, target = shapes(self.train.x), tuple(y.shape[1:])
-        return Interface(
-            inputs,
-            scaling,
-            classes,
-            target,
-            self.columns,
-            self.target_scaling,
-            whole if any(whole) else None,
-            self.preprocess,
-        )
+        dtypes, inputs, target = whole if any(whole) else None, shapes(self.train.x), tuple(y.shape[1:])
+        return Interface(inputs, scaling, classes, target, self.columns, self.target_scaling, dtypes, self.preprocess)
 
 
 class Lengths(NamedTuple):
