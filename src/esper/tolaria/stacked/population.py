@@ -170,12 +170,7 @@ class StepStatistics(NamedTuple):
 
 
 class StackedPopulation:
-    """R hosts and their seeds in training; implements `tolaria.population.Population`.
-
-    body: parameters, buffers and moments of every host and seed. data: the data that they are trained and measured on.
-    feed, passes, optimizer: the batches, the forward and backward passes and the update rule of a training step.
-    skipped (R,): updates of this episode that rows have skipped, because their gradients overflowed in float16.
-    """
+    """R hosts and their seeds in training; implements `tolaria.population.Population`."""
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
         """`instance` (E,) names the instances. Raises InputError if the task, the config and the device do not fit together."""
@@ -217,7 +212,7 @@ class StackedPopulation:
         check_modules(products, self.device, [body.host.template, *body.layout.forms.values()])
         check_divisible(body, config.data)
         self.scaler = GradScaler(body.host) if products == torch.float16 else None
-        self.skipped = np.zeros(rows, np.int64)
+        self.skipped = np.zeros(rows, np.int64)  # (R,) updates of this episode that overflowed in float16
         self.passes = Passes(body, self._total, config, products)
         self.host_params = body.table.host_params
         self._survey()
