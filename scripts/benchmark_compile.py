@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from esper.kasmina.lifecycle import doses
 from esper.leyline.config.tree import build_config
 from esper.tasks.catalog import get_task
 from esper.tasks.small import digits_narrow
@@ -26,7 +27,6 @@ from esper.tolaria.measure.coalitions import coalitions
 from esper.tolaria.measure.probe import probe
 from esper.tolaria.stacked.compiling import CompiledInputs, compiled, traced
 from esper.tolaria.stacked.data import RowExamples
-from esper.tolaria.stacked.training import doses
 
 Way = Callable[[], torch.Tensor]
 """Runs a pass and returns losses."""

@@ -45,7 +45,7 @@ from esper.tasks.hosts.factories import CNN, MAP_MENU
 from esper.tasks.images import standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.training import multiplies_bfloat16
+from esper.tolaria.runtime import multiplies_bfloat16
 
 Row = dict[str, Any]
 SEED = "bypass-conv-3x3"

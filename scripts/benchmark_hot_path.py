@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from device_reads import counted_reads
 from floors import SEED, BareStack, plain_step, torch_loss
 
 import esper
@@ -35,7 +36,6 @@ from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.tasks.catalog import get_task
 from esper.tasks.small import digits_narrow
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.reads import counted_reads
 
 BATCHES, BATCH = 16, 64
 SELDOM = 10**6

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from device_reads import counted_reads
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
@@ -35,9 +36,7 @@ from esper.tasks.hosts.factories import CNN, MAP_MENU
 from esper.tasks.images import digits_image_narrow, standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.reads import counted_reads
-from esper.tolaria.runtime import hold_freed_memory
-from esper.tolaria.stacked.training import multiplies_bfloat16
+from esper.tolaria.runtime import hold_freed_memory, multiplies_bfloat16
 
 BATCH, LR = 64, 5e-3
 

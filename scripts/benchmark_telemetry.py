@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import torch
+from device_reads import counted_reads
 
 import esper
 from esper.nissa.events import read_events
@@ -35,7 +36,6 @@ from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Step, decide
-from esper.tolaria.reads import counted_reads
 
 LEVELS: tuple[Level, ...] = ("off", "run", "step", "debug")
 TASKS = ("digits", "repair")

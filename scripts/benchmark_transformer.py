@@ -31,7 +31,7 @@ from esper.leyline.data.task import Task
 from esper.tasks.hosts.factories import Transformer
 from esper.tasks.text import SIZES, sources, text_task, topics
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.training import multiplies_bfloat16
+from esper.tolaria.runtime import multiplies_bfloat16
 
 LR = 1e-3
 

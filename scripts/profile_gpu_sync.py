@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from device_reads import HOME, Read, counted_reads
 
 from esper.leyline.config.tree import build_config
 from esper.tamiyo.rules.baselines import Never, RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.reads import HOME, Read, counted_reads
 
 CASES: tuple[tuple[str, int, Mapping[str, Any]], ...] = (
     *((task, envs, {}) for task in ("digits-narrow", "repair") for envs in (1, 8, 64)),

@@ -20,7 +20,7 @@ from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.sharding import gather, in_parts
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth
 from loops import stages

@@ -23,13 +23,13 @@ from esper.karn.report import compared
 from esper.karn.report.page import content_of
 from esper.karn.terminal.console import print_summary
 from esper.kasmina.network.export import MODEL, TOPOLOGY
-from esper.kasmina.network.sums import SUMS, sums_of
 from esper.leyline.config.parsing import parse_yaml
 from esper.leyline.config.tree import build_config, dump_config, parse_setting
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
 from esper.runs.configuration import load_config_file
 from esper.store.checkpoint import FACTS, _checksum
+from esper.store.disk import SUMS, sums_of
 from esper.tasks.catalog import get_task
 from populations import small_config
 

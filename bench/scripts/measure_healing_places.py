@@ -18,7 +18,7 @@ from collect_healing import SOURCES, Collected, collected, views
 from numpy.typing import NDArray
 from study_heal import Scores, chosen, difference, oracle, picks, taken
 
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.leyline.lifecycle.view import View
 from esper.runs.healing.places import ranked

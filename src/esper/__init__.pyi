@@ -56,7 +56,7 @@ from esper.tasks.hosts.factories import gru as gru
 from esper.kasmina.host import SegmentedHost as SegmentedHost
 from esper.leyline.lifecycle.slots import SlotSpec as SlotSpec
 from esper.leyline.lifecycle.streams import Kind as Kind
-from esper.leyline.lifecycle.sites import Site as Site
+from esper.leyline.lifecycle.slots import Site as Site
 from esper.leyline.lifecycle.streams import Stream as Stream
 from esper.leyline.lifecycle.streams import Vector as Vector
 from esper.leyline.lifecycle.streams import Map as Map

@@ -9,6 +9,7 @@ from torch import nn
 from bodies import empty, make_body, set_seed
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint, check, count, drawn_with, get_blueprint
 from esper.kasmina.blueprints.vector import MLPSeed
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.slot import blend_change, sigmoid
 from esper.kasmina.stack.layers import zero_linear
 from esper.leyline.errors import InputError
@@ -16,7 +17,6 @@ from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
-from esper.tolaria.stacked.training import doses
 
 VECTORS = sorted(name for kind, name in BLUEPRINTS if kind == Kind.VECTOR)
 MAPS = sorted(name for kind, name in BLUEPRINTS if kind == Kind.MAP)

@@ -19,6 +19,7 @@ from bodies import ALL, empty, make_body, set_seed
 from crashes import at_every_call
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.host import SegmentedHost
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.network.export import (
     MODEL,
     PROGRAM,
@@ -30,15 +31,14 @@ from esper.kasmina.network.export import (
     read_topology,
     save_network,
 )
-from esper.kasmina.network.sums import SUMS
 from esper.kasmina.stack.body import Body
 from esper.leyline.data.task import Interface
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
+from esper.store.disk import SUMS
 from esper.tasks.hosts.factories import MLP
-from esper.tolaria.stacked.training import doses
 
 WIDTH, INPUTS = 8, 6
 BLENDS = pytest.mark.parametrize("blend", Blend)

@@ -14,8 +14,7 @@ from esper.kasmina.graft.grafted import graft, plant, planted_at, ungraft
 from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.slot import Seed
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Site
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Vector
 from loops import equal
 

@@ -23,8 +23,7 @@ from esper.kasmina.graft.planted import Bank, Mode, Planted, Seat
 from esper.kasmina.slot import Seed, slot_output
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Site
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Map, Sequence, Stream, Vector
 
 WIDTH = 8

@@ -14,7 +14,7 @@ from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import floats
 from esper.kasmina.slot import Seed
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 from trees import SHAPES, trees
 

@@ -14,8 +14,27 @@ from esper.leyline.config.tree import GatesConfig, LifecycleConfig
 from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Op
 from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.masks import allowed
-from esper.leyline.lifecycle.stages import EDGES, IN_BUDGET, Stage
+from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Estimate, Measurements, Seeds, Space
+
+EDGES: frozenset[tuple[Stage, Stage]] = frozenset(
+    {
+        (Stage.DORMANT, Stage.GERMINATED),
+        (Stage.GERMINATED, Stage.TRAINING),
+        (Stage.TRAINING, Stage.BLENDING),
+        (Stage.TRAINING, Stage.PRUNED),
+        (Stage.BLENDING, Stage.HOLDING),
+        (Stage.BLENDING, Stage.PRUNED),
+        (Stage.HOLDING, Stage.BLENDING),
+        (Stage.HOLDING, Stage.FOSSILIZED),
+        (Stage.HOLDING, Stage.PRUNED),
+        (Stage.PRUNED, Stage.EMBARGOED),
+        (Stage.PRUNED, Stage.DORMANT),  # only with an embargo of 0 steps
+        (Stage.EMBARGOED, Stage.DORMANT),
+    }
+)
+"""Every transition. HOLDING -> BLENDING is the start of a new ramp, by SET_ALPHA or by a PRUNE along a ramp."""
+
 
 TEMPOS, TARGETS = (0, 1, 2, 4, 8), (0.25, 0.5, 0.75, 1.0)
 FITS = ((True, True), (False, True), (True, False), (False, False))  # slot by blueprint; the last slot takes nothing

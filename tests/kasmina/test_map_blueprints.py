@@ -9,13 +9,13 @@ from torch import nn
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, blueprint, check, count, drawn_with, get_blueprint
 from esper.kasmina.blueprints.map import Norm, conv, zero_conv
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.layers import zero_linear
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import Kind
 from esper.tasks.hosts.factories import CNN
-from esper.tolaria.stacked.training import doses
 from pictures import MAPS, map_body
 
 EVERY = pytest.mark.parametrize("name", MAPS)

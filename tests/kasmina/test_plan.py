@@ -4,13 +4,14 @@ import numpy as np
 import torch
 
 from bodies import ALL, empty, make_body, set_seed
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.plan import PlanCache
 from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.stages import Stage
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.training import doses, shadows
+from esper.tolaria.stacked.population import shadows
 
 
 def planted(envs, blueprint="mlp-small"):

@@ -13,6 +13,7 @@ from esper.kasmina.blueprints.sequence import Attention, CausalConv, FullHead, N
 from esper.kasmina.blueprints.vector import SparseRows
 from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.host import SegmentedHost, check_host
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.slot import Seed, slot_output
 from esper.kasmina.stack.invariance import blends_that_vary
 from esper.kasmina.stack.layers import zero_linear
@@ -24,7 +25,6 @@ from esper.leyline.lifecycle.slots import SlotSpec, Tap
 from esper.leyline.lifecycle.streams import Kind, Sequence
 from esper.runs.live.growth import growth_menu
 from esper.tasks.hosts.sequential import OpenTransformer
-from esper.tolaria.stacked.training import doses
 from sequences import HOST, SEQUENCES, CausalHost, sequence_body
 
 EVERY = pytest.mark.parametrize("name", SEQUENCES)

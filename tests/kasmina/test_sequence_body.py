@@ -8,6 +8,7 @@ import torch
 
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.network.export import grown_network, load_network, save_network
 from esper.kasmina.network.grown_network import as_host
 from esper.kasmina.stack.snapshot import Snapshot
@@ -19,7 +20,7 @@ from esper.tasks.objectives import Classification
 from esper.tolaria.measure.probe import sense
 from esper.tolaria.measure.sensors import SENSORS
 from esper.tolaria.stacked.data import stack_splits
-from esper.tolaria.stacked.training import doses, shadows
+from esper.tolaria.stacked.population import shadows
 from sequences import HOST, SEQUENCES, sequence_body
 
 INTERFACE = Interface(HOST.inputs, classes=(0, 1, 2))

@@ -18,7 +18,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, is_grafted, planted_at
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth

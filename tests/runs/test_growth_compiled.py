@@ -15,7 +15,7 @@ from esper.kasmina.graft.grafted import graft, planted_at
 from esper.kasmina.graft.planted import Bank
 from esper.leyline.errors import GrowthWarning, InputError
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth
 from esper.tolaria.stacked.compiling import graphs

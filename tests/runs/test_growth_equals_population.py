@@ -9,7 +9,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tolaria.engine import VectorizedEngine

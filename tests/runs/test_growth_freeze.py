@@ -13,7 +13,7 @@ from esper.kasmina.graft.grafted import graft, planted_at
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import GrowthWarning, InputError
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Map
 from esper.runs.live.growth import Growth
 from populations import Script

@@ -13,7 +13,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.leyline.errors import GrowthWarning
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth
 from loops import SETTINGS

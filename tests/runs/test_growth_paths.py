@@ -12,7 +12,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft, planted_at, ungraft
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry

@@ -14,7 +14,7 @@ from esper.kasmina.graft.grafted import graft
 from esper.kasmina.graft.grown import is_grafted
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from populations import Script
 

@@ -98,7 +98,7 @@ def test_the_budget_refuses_the_rest_of_a_package_by_name():
 
 
 def test_the_plantings_of_a_package_say_what_they_belong_to():
-    reasons = [entry["reason"] for entry in first_step(Learned(policy_of(engine_of()))).seed_history.plantings]
+    reasons = [entry["reason"] for entry in first_step(Learned(policy_of(engine_of()))).seed_history.lists["plantings"]]
     assert sum("the first seed of the package bypass-rank-1" in reason for reason in reasons) == ENVS
     assert sum("a further seed of the package bypass-rank-1" in reason for reason in reasons) == ENVS * (len(WIDTH) - 1)
 

@@ -12,6 +12,7 @@ import esper
 from bodies import empty, set_seed
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.host import check_host
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.network.export import grown_network, load_network, save_network
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.invariance import segments_that_vary
@@ -27,7 +28,6 @@ from esper.tasks.hosts.factories import GRU, SEQUENCE_MENU, Transformer, gru, ho
 from esper.tasks.hosts.sequential import TransformerBlock
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked.training import doses
 from populations import Script
 
 TRANSFORMER = Transformer(vocabulary=11, width=8, layers=2, heads=2, length=9)

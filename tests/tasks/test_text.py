@@ -89,10 +89,10 @@ def test_the_metric_is_minus_the_bits_of_a_byte():
 
 def test_the_best_constant_prediction_of_bytes_is_their_shares_at_each_position():
     y = torch.tensor([[0, 1], [0, 1], [1, 1], [2, 1]])
-    found = bounds(NextByte(4), Split(y, y))
+    floor, ceiling = bounds(NextByte(4), Split(y, y))
     shares = [0.5, 0.5, 0.25, 0.25]
-    assert found.floor == pytest.approx(sum(map(math.log2, shares)) / 8, abs=1e-6)
-    assert found.ceiling == pytest.approx(0, abs=1e-6)
+    assert floor == pytest.approx(sum(map(math.log2, shares)) / 8, abs=1e-6)
+    assert ceiling == pytest.approx(0, abs=1e-6)
 
 
 # Runs.

@@ -15,8 +15,8 @@ import pytest
 
 import esper
 from esper.karn.export_targets import as_markdown, final_table
+from esper.leyline.distribution import TARGETS
 from esper.leyline.errors import RunWarning
-from esper.leyline.exporters import TARGETS
 from exported import curves_of_steps
 
 pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth
 from loops import LIFE, SETTINGS, STAGES, equal, stages

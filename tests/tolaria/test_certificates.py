@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from device_reads import counted_reads
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import ndtri
@@ -33,7 +34,6 @@ from esper.tolaria.measure.certifying import (
     sign_test,
     signs,
 )
-from esper.tolaria.reads import counted_reads
 from populations import Journalled, Script, blobs, small_config
 
 ALPHA = 0.05

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from bodies import ALL, empty, make_body, set_seed
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.network.export import grown_network
 from esper.leyline.data.task import Interface
 from esper.leyline.errors import InputError
@@ -15,8 +16,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import CoalitionValues
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.measure.coalitions import COMPLETE, Sampling, attribute, coalitions, masks, sampled_coalitions
-from esper.tolaria.stacked.training import doses
+from esper.tolaria.measure.coalitions import COMPLETE, attribute, coalitions, masks, sampled_coalitions
 from populations import Script, blobs, small_config
 
 
@@ -32,7 +32,7 @@ def population(live, slots=6):
     return body, seeds
 
 
-SAMPLING = Sampling(pairs=3, draw=7)
+SAMPLING = 3, 7
 
 
 @pytest.mark.parametrize("live", [[(), (0,), (1, 3), (0, 2, 5)], [(0, 1, 2, 3), (2, 3, 4, 5), (5,), ()]])
@@ -69,8 +69,8 @@ def test_the_attribution_of_a_run_adds_up_and_counts_interactions():
     env, mask = np.concatenate([asked.env, full]), np.concatenate([asked.mask, masks(asked.live)])
     order = np.lexsort((mask, env))
     worth = generator.random(len(env))
-    values = CoalitionValues(4, SAMPLING.draw, asked.live, env[order], mask[order], worth[order], -worth[order])
-    found = attribute(values, SAMPLING.pairs)
+    values = CoalitionValues(4, SAMPLING[1], asked.live, env[order], mask[order], worth[order], -worth[order])
+    found = attribute(values, SAMPLING[0])
     table = {(e, m): w for e, m, w in zip(env.tolist(), mask.tolist(), worth.tolist(), strict=True)}
     for e in range(4):
         everyone = int(masks(asked.live)[e])
@@ -80,7 +80,7 @@ def test_the_attribution_of_a_run_adds_up_and_counts_interactions():
     assert np.isnan(found.shapley.mean[~asked.live]).all()
     assert found.interaction[0, 0, 2] == pytest.approx(table[0, 5] - table[0, 1] - table[0, 4] + table[0, 0])
     assert found.shapley.se[0, 0] == 0 < found.shapley.se[2, 0]
-    by_loss = attribute(values, SAMPLING.pairs, loss=True)
+    by_loss = attribute(values, SAMPLING[0], loss=True)
     np.testing.assert_array_equal(by_loss.shapley.mean, found.shapley.mean)
 
 

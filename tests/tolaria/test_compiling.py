@@ -12,7 +12,7 @@ from esper.leyline.errors import InputError
 from esper.store.files import cache_root
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked import compiling
-from esper.tolaria.stacked.compiling import TimingRecord, check_compiler
+from esper.tolaria.stacked.compiling import check_compiler
 from populations import EARLY, GROW, Script, blobs, small_config, trajectory
 
 
@@ -49,9 +49,9 @@ def test_an_episode_of_births_and_prunes_has_the_numbers_of_eager_passes(mapping
 def test_isolated_seeds_accumulated_gradients_and_bfloat16_are_part_of_the_graph(monkeypatch):
     config = {"lifecycle": {"isolation": "isolated"}, "optimizer": {"accumulation_steps": 3}, "steps": 5}
     assert_close(config, EARLY)
-    from esper.tolaria.stacked import training
+    from esper.tolaria import runtime
 
-    monkeypatch.setattr(training, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: True)
     (short, *_), (eager, *_) = (
         trajectory(small_config(amp="bf16", compile=mode, steps=2), EARLY) for mode in ("on", "off")
     )
@@ -100,8 +100,7 @@ def auto(monkeypatch, known=None):
     """Play an episode in which compiling may be worth it; `known` is what an earlier run measured."""
     monkeypatch.setattr(compiling, "WORTH", 0.0)
     if known is not None:
-        monkeypatch.setattr(TimingRecord, "known", known, raising=False)
-        monkeypatch.setattr(TimingRecord, "__init__", lambda self, digest: None)
+        monkeypatch.setattr(compiling, "known_timing", lambda path: known)
     engine, *_ = trajectory(small_config(compile="auto"), {})
     return engine.population.passes.counts
 

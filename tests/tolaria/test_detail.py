@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from device_reads import counted_reads
 
 import esper
 from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
@@ -29,7 +30,6 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.measure.coalitions import attribute
 from esper.tolaria.play import Observer
-from esper.tolaria.reads import counted_reads
 from populations import GROW, Memory, Script, blobs, small_config
 
 

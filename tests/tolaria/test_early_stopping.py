@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from device_reads import counted_reads
 from sklearn.datasets import load_diabetes
 
 import esper
@@ -20,7 +21,6 @@ from esper.runs.evaluation.evaluation import run_evaluation
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.reads import counted_reads
 from populations import Script, blobs, small_config
 
 NARROW = {"blueprints": ["bypass-mlp"], "lifecycle": {"tempos": (0, 1)}}

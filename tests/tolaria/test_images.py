@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from device_reads import counted_reads
 from torch import nn
 
 from esper.kasmina.host import SegmentedHost
@@ -18,7 +19,6 @@ from esper.tasks.hosts.factories import CNN
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.probe import for_positions
-from esper.tolaria.reads import counted_reads
 from esper.tolaria.stacked.data import SharedBatchIterator, draws, stack_splits, varied
 from pictures import HOST, INPUTS, PIXELS, drawn, pictures
 from populations import Script, small_config

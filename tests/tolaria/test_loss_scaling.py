@@ -16,8 +16,8 @@ from esper.leyline.lifecycle.verdicts import Vital
 from esper.store.tensors import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.poison import fingerprints, poisoned
+from esper.tolaria.runtime import check_modules
 from esper.tolaria.stacked.optimizer import GradScaler, StackedOptimizer
-from esper.tolaria.stacked.training import check_modules
 from populations import GROW, GROW_ZERO, Script, assert_same, blobs, small_config, trajectory
 
 

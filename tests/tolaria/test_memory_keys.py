@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from esper.kasmina.host import SegmentedHost
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
@@ -15,7 +16,6 @@ from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.poison import fingerprints
 from esper.tolaria.stacked.compiling import microbatches
-from esper.tolaria.stacked.training import doses
 from populations import GROW, blobs, small_config, trajectory
 
 
@@ -97,16 +97,16 @@ def test_pieces_go_with_accumulation_float16_and_dropout_and_an_environment_does
 def test_each_piece_has_its_share_its_weights_and_keys_of_its_own():
     x, y, weights = torch.randn(2, 7, 3), torch.arange(14).view(2, 7), torch.rand(2, 7)
     keys, scales = np.array([5, 6]), torch.tensor([4.0, 8.0])
-    found = list(microbatches(3, x, y, weights, scales, keys, torch.float32))
-    assert [piece.share for piece in found] == [3 / 7, 3 / 7, 1 / 7]
-    assert torch.equal(torch.cat([piece.x for piece in found], 1), x)
-    assert torch.equal(torch.cat([piece.y for piece in found], 1), y)
-    assert torch.equal(torch.cat([piece.weights for piece in found], 1), weights)
-    torch.testing.assert_close(sum(piece.factors for piece in found), scales)
-    assert len({key for piece in found for key in piece.keys.tolist()}) == 6
-    (whole,) = microbatches(7, x, y, None, None, None, torch.float32)
-    assert whole.x is x
-    assert whole.factors is None
+    found = list(microbatches(3, torch.float32, x, y, weights, scales, keys))
+    assert [share for share, *_ in found] == [3 / 7, 3 / 7, 1 / 7]
+    assert torch.equal(torch.cat([piece[1] for piece in found], 1), x)
+    assert torch.equal(torch.cat([piece[2] for piece in found], 1), y)
+    assert torch.equal(torch.cat([piece[3] for piece in found], 1), weights)
+    torch.testing.assert_close(sum(piece[4] for piece in found), scales)
+    assert len({key for piece in found for key in piece[5].tolist()}) == 6
+    (whole,) = microbatches(7, torch.float32, x, y, None, None, None)
+    assert whole[1] is x
+    assert whole[4] is None
 
 
 def stored_bytes(**config):

@@ -8,9 +8,10 @@ import torch
 
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.verdicts import Vital
+from esper.tolaria import runtime
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.poison import poisoned
-from esper.tolaria.stacked import compiling, training
+from esper.tolaria.stacked import compiling
 from populations import EARLY, Script, blobs, small_config, trajectory
 
 MODES = {
@@ -29,7 +30,7 @@ MODES = {
 def graphs(monkeypatch):
     """Run graphs as they were traced, and multiply in bfloat16 on any processor."""
     monkeypatch.setattr(compiling, "compiled", lambda graph, tensors: graph)
-    monkeypatch.setattr(training, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: True)
 
 
 @pytest.mark.parametrize("mode", MODES)

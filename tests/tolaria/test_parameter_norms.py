@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from device_reads import counted_reads
 from torch.nn.functional import cross_entropy
 
+from esper.kasmina.lifecycle import doses
 from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.progress import Silent
@@ -19,8 +21,6 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Observer
 from esper.tolaria.poison import poisoned
-from esper.tolaria.reads import counted_reads
-from esper.tolaria.stacked.training import doses
 from journals import events
 from populations import GROW, Journalled, Memory, Script, blobs, small_config
 

@@ -8,9 +8,9 @@ import esper
 from esper.cli import main
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
+from esper.tolaria import runtime
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.stacked import training
-from esper.tolaria.stacked.training import multiplies_bfloat16, products_in, resolve_amp
+from esper.tolaria.runtime import multiplies_bfloat16, products_in, resolve_amp
 from populations import GROW, GROW_ZERO, assert_same, blobs, small_config, trajectory
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def native(monkeypatch):
     """A processor that is said to multiply bfloat16; torch computes it on any, only slower."""
-    monkeypatch.setattr(training, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: True)
 
 
 def bf16(**overrides):
@@ -28,7 +28,7 @@ def bf16(**overrides):
 
 def test_off_and_a_device_without_bfloat16_leave_the_products_in_the_type_of_the_parameters(monkeypatch):
     assert resolve_amp("off", CPU, torch.float32) is None
-    monkeypatch.setattr(training, "multiplies_bfloat16", lambda device: False)
+    monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: False)
     assert resolve_amp("auto", CPU, torch.float32) is None
 
 
@@ -39,13 +39,13 @@ def test_auto_takes_bfloat16_where_the_device_multiplies_it(native):
 
 def test_bfloat16_is_refused_for_a_device_that_lacks_it_and_for_hosts_in_float64(monkeypatch):
     for there, dtype, words in ((False, torch.float32, "does not multiply bfloat16"), (True, torch.float64, "float64")):
-        monkeypatch.setattr(training, "multiplies_bfloat16", lambda device, there=there: there)
+        monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device, there=there: there)
         with pytest.raises(InputError, match=words):
             resolve_amp("bf16", CPU, dtype)
 
 
 def test_a_type_that_the_device_lacks_is_one_sentence_before_anything_is_written(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(training, "multiplies_bfloat16", lambda device: False)
+    monkeypatch.setattr(runtime, "multiplies_bfloat16", lambda device: False)
     run = tmp_path / "run"
     with pytest.raises(SystemExit) as end:
         main(["grow", "spirals", "--set", "amp=bf16", "--run", str(run)])

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from device_reads import counted_reads
 
 from esper.leyline.lifecycle.actions import Op
-from esper.tolaria.reads import counted_reads
 from populations import Journalled, Script, blobs, small_config
 
 

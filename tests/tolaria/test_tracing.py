@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.rows import ParameterPlace, Stack
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import LIVE, Stage
 from esper.tolaria.stacked import compiling
 from esper.tolaria.stacked.compiling import CompiledPass, CudaGraphPass, gradients, shielded
-from esper.tolaria.stacked.training import doses, shadows
+from esper.tolaria.stacked.population import shadows
 from populations import small_config, trajectory
 
 LIVE_AND_INCUBATING = {
@@ -139,9 +140,8 @@ def test_a_parameter_that_two_segments_share_gets_both_gradients():
         return stack(stack(x, slice(0, 2), part="first"), slice(0, 2), part="second").square().sum()
 
     total().backward()
-    own = stack.bind({"value": stack.columns["value"]})
-    runs, found = gradients([stack], total())
-    stack.unbind(own)
+    with stack.bound({"value": stack.columns["value"]}):
+        runs, found = gradients([stack], total())
     added = torch.zeros_like(stack.columns["gradient"])
     for run, gradient in zip(runs, found, strict=True):
         added[run.rows, run.columns] += gradient

@@ -87,8 +87,8 @@ def test_uniform_plants_around_every_block_in_the_first_step_and_keeps_all() -> 
     engine.step(client.act(engine.view()), client.reasons(), lambda view, refused: _more(client, view, refused))
     seeds = engine.view().seeds
     assert (seeds.stage[0] != Stage.DORMANT).tolist() == [False, *[True] * 5]
-    assert [entry["step"] for entry in engine.seed_history.plantings] == [0] * 5
-    assert {entry["reason"] for entry in engine.seed_history.plantings} == {"every block gets a bypass"}
+    assert [entry["step"] for entry in engine.seed_history.lists["plantings"]] == [0] * 5
+    assert {entry["reason"] for entry in engine.seed_history.lists["plantings"]} == {"every block gets a bypass"}
     engine.reset()
     seen = Counted()
     play(engine, client, seen)
@@ -119,7 +119,7 @@ def test_a_loop_that_asks_for_one_decision_a_step_plants_the_same_seeds_one_afte
         _, outcome = engine.step(client.act(engine.view()))
         client.store(outcome)
     assert (engine.view().seeds.stage[0] == Stage.FOSSILIZED).sum() == 5
-    assert len({entry["step"] for entry in engine.seed_history.plantings}) == 5
+    assert len({entry["step"] for entry in engine.seed_history.lists["plantings"]}) == 5
 
 
 def test_a_rank_over_the_budget_is_refused_and_the_next_smaller_one_is_planted() -> None:
@@ -271,7 +271,7 @@ def test_a_host_whose_only_slot_lies_behind_the_last_layer_has_no_place_to_choos
     if isinstance(client, Handover) and client.rule is not None:
         assert (client.package(view) == -1).all(), "the rule heuristic decides"
     else:
-        assert {(entry["step"], entry["blueprint"]) for entry in engine.seed_history.plantings} == {
+        assert {(entry["step"], entry["blueprint"]) for entry in engine.seed_history.lists["plantings"]} == {
             (0, "bypass-rank-1")
         }
 

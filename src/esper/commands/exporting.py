@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from esper.commands.options import fail, say
-from esper.leyline.exporters import TARGETS
+from esper.leyline.distribution import TARGETS
 
 if TYPE_CHECKING:
     from esper.karn.export_targets import Box

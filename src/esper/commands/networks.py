@@ -20,12 +20,11 @@ from esper.kasmina.network.export import (
     read_topology,
     save_network,
 )
-from esper.kasmina.network.sums import SUMS, check_sum, sums_of
 from esper.leyline.data.task import AnyTask, Task
 from esper.leyline.errors import InputError
 from esper.leyline.reference import is_reference
 from esper.runs.folder.resume import read_config
-from esper.store.disk import find_folder, write_folder
+from esper.store.disk import SUMS, check_sum, find_folder, sums_of, write_folder
 from esper.store.files import MODELS, check_links, is_run
 
 Topology = dict[str, Any]

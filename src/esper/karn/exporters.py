@@ -25,8 +25,8 @@ from esper.karn.export_targets import (
 )
 from esper.karn.reader import OpenRun, Tail, open_run
 from esper.karn.run_model import CurvePoint, RunModel
+from esper.leyline.distribution import check_installed
 from esper.leyline.errors import InputError, RunWarning, first_line, typed_line, warn
-from esper.leyline.exporters import check_installed
 from esper.leyline.text import printable
 from esper.nissa.rows import Row
 from esper.store.background import Background

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +13,13 @@ from torch.nn.parameter import is_lazy
 from esper.leyline.data.batches import Batch, arguments, leaves, map_leaves, run
 from esper.leyline.data.task import Objective
 from esper.leyline.errors import InputError, first_line
-from esper.leyline.lifecycle.sites import Flow, Taps
-from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.slots import Flow, SlotSpec, Taps
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.text import counted
 
 
 class Chain:
-    """A network as a chain of segments, with sites between them.
-
-    paths: the dotted path of every segment, in order.
-    """
+    """A network as a chain of segments, with sites between them. paths: the dotted path of every segment, in order."""
 
     def __init__(self, segments: int, after: Sequence[int]) -> None:
         """`after` names the segment in front of each site, in order; no two sites may share one."""
@@ -46,10 +42,7 @@ class Chain:
         return flow
 
     def merged(self, acting: Collection[int]) -> "Chain":
-        """Return the chain that visits only the `acting` sites, and runs all segments between what they read and change as one.
-
-        The path of segments i to j is "segments.i:j"; both are counted.
-        """
+        """Return the chain that visits the `acting` sites alone and runs segments i to j between them as one, "segments.i:j"."""
         found, first = Chain(0, ()), 0
         paths: list[str] = []
         for segment in range(len(self.paths)):
@@ -102,7 +95,12 @@ class SegmentedHost(nn.Module):
         super().__init__()
         self.segments = nn.ModuleList(_checked(segments, nn.Module, "segments", "[nn.Linear(4, 8), nn.Linear(8, 2)]"))
         checked = _checked(slots, SlotSpec, "slots", "[esper.SlotSpec('middle', after=0, width=8)]")
-        self.slots = tuple(self._completed(slot) for slot in checked)
+        self.slots = tuple(
+            replace(slot, inner=inner_of(self.segments[slot.after]))
+            if slot.inner is None and slot.after < len(self.segments)
+            else slot
+            for slot in checked
+        )
         self.chain = Chain(len(self.segments), [slot.after for slot in self.slots])
 
     def forward(self, *batch: Tensor, **named: Tensor) -> Tensor:
@@ -112,11 +110,6 @@ class SegmentedHost(nn.Module):
         for segment in others:
             x = segment(x)
         return x
-
-    def _completed(self, slot: SlotSpec) -> SlotSpec:
-        if slot.inner is not None or slot.after >= len(self.segments):
-            return slot
-        return replace(slot, inner=inner_of(self.segments[slot.after]))
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
@@ -157,9 +150,8 @@ def _checked(values: Iterable[_Part], kind: type[_Part], name: str, example: str
     for index, value in enumerate(listed):
         if not isinstance(value, kind):
             what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
-            mend = {"slots": "give an esper.SlotSpec"}.get(
-                name, "give an nn.Module, whose forward computes the segment"
-            )
+            of_segments = "give an nn.Module, whose forward computes the segment"
+            mend = "give an esper.SlotSpec" if name == "slots" else of_segments
             raise InputError(f"{name}[{index}] of a SegmentedHost is {what}; {mend}")
     return listed
 
@@ -191,7 +183,7 @@ def check_host(
     _check_takes(host.segments[0], x)
     training = host.training
     host.eval()
-    by_segments = host.chain.run(_CheckedCall(host), x, _check_stream(host))
+    by_segments = host.chain.run(_checked_call(host), x, _check_stream(host))
     _check_causal(host, x)
     whole = run(host, x)
     host.train(training)
@@ -290,28 +282,24 @@ def _check_places(host: SegmentedHost) -> None:
         )
 
 
-class _CheckedCall:
-    """Run segments of a host. Raises InputError if one fails or does what a segment must not do."""
+def _checked_call(host: SegmentedHost) -> Callable[[str, Batch], Batch]:
+    """Return a `call` that raises InputError if a segment fails or does what it must not do."""
 
-    def __init__(self, host: SegmentedHost) -> None:
-        self._host = host
-
-    def __call__(self, path: str, x: Batch) -> Batch:
-        segment, index = self._host.get_submodule(path), self._host.chain.paths.index(path)
+    def call(path: str, x: Batch) -> Batch:
+        segment, index = host.get_submodule(path), host.chain.paths.index(path)
         given = map_leaves(Tensor.clone, x)
         try:
             y = run(segment, x)
         except Exception as error:  # a user's module can raise any error; its first line gives the reason
-            misfit = _misfit(segment, x)
-            if misfit is not None:
+            if (misfit := _misfit(segment, x)) is not None:
+                unit, has, takes = misfit
                 source = "an example of x has" if index == 0 else f"segment {index - 1} of the host returns"
-                unit = f"{misfit.unit}{'s' * (misfit.given != 1)}"
                 raise InputError(
-                    f"{source} {misfit.given} {unit}, but segment {index} of the host takes {misfit.taken}; make the two the same"
+                    f"{source} {has} {unit}{'s' * (has != 1)}, but segment {index} of the host takes {takes}; "
+                    "make the two the same"
                 ) from error
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(
-                f"segment {index} of the host cannot run on its input: {reason}; correct the segment"
+                f"segment {index} of the host cannot run on its input: {first_line(error)}; correct the segment"
             ) from error
         if not isinstance(y, Tensor):
             raise InputError(f"segment {index} of the host returns a {type(y).__name__}; return one tensor")
@@ -320,6 +308,8 @@ class _CheckedCall:
                 f"segment {index} of the host changes its input in place, but a seed may read it; return a new tensor"
             )
         return y
+
+    return call
 
 
 def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Batch]], Batch]:
@@ -340,29 +330,26 @@ def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Batch]], Batch]:
 
 
 def _check_causal(host: SegmentedHost, x: Batch) -> None:
-    """Raise InputError if a causal slot's stream depends on later positions of x (B, L, ...).
-
-    The check swaps the later positions of examples.
-    """
+    """Raise InputError if a causal slot's stream changes when the later positions of x (B, L, ...) are swapped."""
     causal = [index for index, slot in enumerate(host.slots) if slot.causal]
     if not causal or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < 2:
         return
     middle = x.shape[1] // 2
     other = torch.cat([x[:, :middle], x[:, middle:].flip(0, 1)], 1)
-    seen: list[list[Batch]] = [[], []]
 
-    def keeping(streams: list[Batch]) -> Callable[[int, Taps[Batch]], Batch]:
+    def streams(given: Batch) -> list[Batch]:
+        seen: list[Batch] = []
+
         def keep(_: int, taps: Taps[Batch]) -> Batch:
-            streams.append(taps.here)
+            seen.append(taps.here)
             return taps.here
 
-        return keep
+        host.chain.run(calling(host.segments), given, keep)
+        return seen
 
-    examples: tuple[Batch, Batch] = x, other
-    for given, streams in zip(examples, seen, strict=True):
-        host.chain.run(calling(host.segments), given, keeping(streams))
+    whole, swapped = streams(x), streams(other)
     for index in causal:
-        here, changed = (leaves(streams[index])[0] for streams in seen)
+        here, changed = leaves(whole[index])[0], leaves(swapped[index])[0]
         same = torch.allclose(here[:, :middle], changed[:, :middle], rtol=1e-4, atol=1e-5)
         if here.shape[1] == x.shape[1] and not same:
             raise InputError(
@@ -371,17 +358,9 @@ def _check_causal(host: SegmentedHost, x: Batch) -> None:
             )
 
 
-class _Misfit(NamedTuple):
-    """A segment that takes another number of features or channels than its input has."""
-
-    unit: str
-    given: int
-    taken: int
-
-
-def _misfit(segment: nn.Module, x: Batch) -> _Misfit | None:
-    """Find whether the first layer with weights in a segment takes another number of features than x (B, ...) has."""
-    called: list[_Misfit] = []
+def _misfit(segment: nn.Module, x: Batch) -> tuple[str, int, int] | None:
+    """Find whether the first layer takes another width than x (B, ...) has: the unit, what x has, and what the layer takes."""
+    called: list[tuple[str, int, int]] = []
     if not isinstance(x, Tensor):
         return None
 
@@ -389,15 +368,15 @@ def _misfit(segment: nn.Module, x: Batch) -> _Misfit | None:
         if called or not arguments or arguments[0] is not x:
             return
         if isinstance(module, nn.Linear):
-            called.append(_Misfit("feature", x.shape[-1], module.in_features))
+            called.append(("feature", x.shape[-1], module.in_features))
         elif isinstance(module, nn.Conv2d) and x.dim() == 4:
-            called.append(_Misfit("channel", x.shape[1], module.in_channels))
+            called.append(("channel", x.shape[1], module.in_channels))
 
     handles = [module.register_forward_pre_hook(look) for module in segment.modules()]
     try:
         segment(x)
     except Exception:  # a segment can raise any error on an input of another size; the caller words it
-        return called[0] if called and called[0].given != called[0].taken else None
+        return called[0] if called and called[0][1] != called[0][2] else None
     finally:
         for handle in handles:
             handle.remove()

@@ -14,7 +14,7 @@ from esper.leyline.config.tree import LifecycleConfig
 from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Ints, Op
 from esper.leyline.lifecycle.gates import Gates
 from esper.leyline.lifecycle.masks import allowed
-from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
+from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.view import Bools, Masks, Seeds, Space, Transitions
 
 
@@ -125,10 +125,7 @@ def legal(seeds: Seeds, gates: Gates, space: Space, config: LifecycleConfig) -> 
 def apply(
     seeds: Seeds, actions: Actions, masks: Masks, space: Space, config: LifecycleConfig
 ) -> tuple[Seeds, Edits, Bools]:
-    """Carry out one decision per environment. A decision that the masks forbid changes nothing.
-
-    Returns the new state, the modules to make and free, and which decisions were accepted, (E,).
-    """
+    """Carry out one decision per environment that the masks allow: the new state, its edits, and which were accepted (E,)."""
     accepted = allowed(masks, actions)
     after = copied(seeds)
     tempos, targets = np.asarray(space.tempos), np.asarray(space.targets)
@@ -149,9 +146,7 @@ def apply(
 
     e, s = at(Op.SET_ALPHA)
     after.stage[e, s] = Stage.BLENDING
-    after.ramp[e, s, 0] = seeds.alpha[e, s]
-    after.ramp[e, s, 1] = targets[actions.target[e]]
-    after.ramp[e, s, 2] = tempos[actions.tempo[e]]
+    after.ramp[e, s] = np.stack([seeds.alpha[e, s], targets[actions.target[e]], tempos[actions.tempo[e]]], 1)
 
     e, s = at(Op.PRUNE)
     dosed = (seeds.stage[e, s] == Stage.BLENDING) | (seeds.stage[e, s] == Stage.HOLDING)
@@ -162,9 +157,7 @@ def apply(
     e, s = e[slow], s[slow]
     after.stage[e, s] = Stage.BLENDING
     after.doomed[e, s] = True
-    after.ramp[e, s, 0] = seeds.alpha[e, s]
-    after.ramp[e, s, 1] = 0
-    after.ramp[e, s, 2] = tempos[actions.tempo[e]]
+    after.ramp[e, s] = np.stack([seeds.alpha[e, s], np.zeros(len(e)), tempos[actions.tempo[e]]], 1)
 
     touched = np.zeros(seeds.stage.shape, bool)
     acting = np.flatnonzero(accepted & (actions.op != Op.WAIT))
@@ -174,6 +167,11 @@ def apply(
     after.alpha[ramping] = _alpha_of_next_step(after, config.ramp)[ramping]
     _clear(after, gone)
     return after, edits(seeds, after), accepted
+
+
+def doses(seeds: Seeds) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """Return (E, S) the dose at which every slot acts on its network now."""
+    return np.where(among(seeds.stage, ADDED), seeds.alpha, np.float32(0))
 
 
 def uprooted(seeds: Seeds, rows: Bools, embargo: int) -> Seeds:

@@ -63,11 +63,9 @@ class DifferentiableFunction(torch.autograd.Function):
 
     @classmethod
     def of(cls, *inputs: Any) -> Tensor:
-        """Apply the function."""
         # torch.compile cannot trace a function that has a `jvp`
         rule = cls if torch.compiler.is_dynamo_compiling() else _with_jvp(cls)
-        output: Tensor = rule.apply(*inputs)  # type: ignore[no-untyped-call]
-        return output
+        return rule.apply(*inputs)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
@@ -89,7 +87,6 @@ class Straight(DifferentiableFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save the rows."""
         ctx.save_for_backward(inputs[2])
         ctx.save_for_forward(inputs[2])
 
@@ -115,7 +112,6 @@ class Proximal(DifferentiableFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save the inputs."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
@@ -146,11 +142,9 @@ class Seedlike(Protocol):
 
     def delta(self, u: Tensor) -> Tensor:
         """Return the change, computed from what the seed reads, in the shape of the stream."""
-        ...
 
     def gate(self, u: Tensor) -> Tensor:
         """Return one number for each feature vector: (..., C) -> (..., 1)."""
-        ...
 
 
 def slot_change(
@@ -177,9 +171,6 @@ def slot_change(
 def slot_output(
     stream: type[Stream], h: Tensor, u: Tensor, seed: Seedlike, alpha: Tensor | float, blend: Blend
 ) -> Tensor:
-    """Compute y = h + c, with the change c of `slot_change`, for one network: h and u (B, ...).
-
-    u is fitted to the resolution of h. alpha: a number, or a tensor ().
-    """
+    """Compute y = h + c for one network: h (B, ...), and u, fitted to the resolution of h; alpha is a number, or a tensor ()."""
     u = stream.fitted(u, h)
     return h + slot_change(stream, h, u, seed, alpha, blend, gated=blend == Blend.GATE)

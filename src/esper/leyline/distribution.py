@@ -42,6 +42,21 @@ def pip_install(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
+TARGETS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""The targets to which a run can be exported; each is the name of an extra, too."""
+
+
+def check_installed(target: str) -> None:
+    """InputError if the package of a target is not installed; nothing is imported."""
+    from importlib.util import find_spec
+
+    from esper.leyline.errors import InputError  # what imports `esper` does not need it
+
+    for module in EXTRAS[target]:
+        if find_spec(module) is None:
+            raise InputError(f"the target {target} needs {module}, which is not installed; run {pip_install(target)}")
+
+
 def warn_of_conflict(folder: str = os.path.dirname(_PACKAGE)) -> None:
     """Warn if the distribution `esper` has files in the package `esper` of `folder`. Takes less than 1 ms without it."""
     try:

@@ -49,16 +49,15 @@ def mean_and_error(values: Values | None) -> tuple[float, float]:
     return mean, error
 
 
-def t_factor(count: float, confidence: float = 0.95) -> float:
-    """Half the width of a confidence interval of the mean of `count` >= 2 normal values [standard errors].
+def t_factor(count: float) -> float:
+    """Half the width of the 95 % interval of the mean of `count` >= 2 normal values [standard errors].
 
-    The (1 + confidence) / 2 quantile of Student's t with count - 1 degrees of freedom, which need not be whole: 12.71 for 2
-    values, 1.96 for many.
+    The 0.975 quantile of Student's t with count - 1 degrees of freedom, whole or not: 12.71 for 2 values, 1.96 for many.
     """
     from scipy.special import stdtrit  # type: ignore[import-untyped]  # imported here because it takes 0.1 s
 
     assert count >= 2, count
-    return float(stdtrit(count - 1, (1 + confidence) / 2))
+    return float(stdtrit(count - 1, 0.975))
 
 
 def t_interval(values: Values) -> MeanInterval:

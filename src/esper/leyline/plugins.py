@@ -18,10 +18,7 @@ def plugins(group: str) -> Mapping[str, EntryPoint]:
 
 
 def load_plugin(group: str, name: str) -> Any:
-    """Import and return the object of an entry point.
-
-    Raises InputError, which names the package, if its code cannot be imported.
-    """
+    """Import and return the object of an entry point. InputError, which names the package, if its code cannot be imported."""
     entry = plugins(group)[name]
     try:
         return entry.load()

@@ -12,15 +12,12 @@ class ProgressWatch(Protocol):
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
         """Called after each step. `speed` is rows * steps / second and `rollbacks` a count, both so far and with twins."""
-        ...
 
     def note(self, text: str) -> None:
         """Show a line, such as the name of the next phase."""
-        ...
 
     def answer(self, text: str) -> None:
         """Show the answer to Ctrl-C, even if progress is not shown."""
-        ...
 
 
 class Progress(Protocol):
@@ -28,27 +25,21 @@ class Progress(Protocol):
 
     def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
         """Called after each round. Rounds of imitation have numbers below 0."""
-        ...
 
     def note(self, text: str) -> None:
         """Show a line, such as the name of the next phase."""
-        ...
 
 
 class Silent:
     """A Watch and a Progress that shows nothing."""
 
-    def step(self, view: View, speed: float, rollbacks: int) -> None:
-        """Do nothing."""
+    def step(self, view: View, speed: float, rollbacks: int) -> None: ...
 
-    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """Do nothing."""
+    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None: ...
 
-    def note(self, text: str) -> None:
-        """Do nothing."""
+    def note(self, text: str) -> None: ...
 
-    def answer(self, text: str) -> None:
-        """Do nothing."""
+    def answer(self, text: str) -> None: ...
 
 
 class Pace:

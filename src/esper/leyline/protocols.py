@@ -152,4 +152,3 @@ class Reward(Protocol):
 
     def __call__(self, outcome: Outcome) -> Mapping[str, NDArray[np.float64]]:
         """Named components, each (E,) float64, whose sum is the reward."""
-        ...

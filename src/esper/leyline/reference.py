@@ -70,10 +70,7 @@ def digest_of(reference: str) -> str | None:
 
 
 def digest_of_sources() -> str:
-    """Digest of the source files of all imported modules that belong neither to Esper, nor to Python, nor to a package.
-
-    The script that runs (`__main__`) is left out: no reference names it.
-    """
+    """Digest of the sources of all imported modules of the user, without the script that runs, which no reference names."""
     digest = sha256()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -84,10 +81,7 @@ def digest_of_sources() -> str:
 
 
 def unnamed_function(file: str, what: str) -> str:
-    """The message for a Python file that is given without a function. It names the functions of the file without running it.
-
-    what: what the function is to return, in words.
-    """
+    """The message for a Python file without a function; it names those of the file, which is not run. what: what is wanted."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -169,10 +163,7 @@ def is_own_controller(name: str) -> bool:
 
 
 def own_code(controller: str) -> tuple[str, str] | None:
-    """The argument of `resume`, controller or reward, and the reference to give with it, by the `controller` of a config.
-
-    None if the controller and the reward were no references.
-    """
+    """The argument of `resume`, controller or reward, and its reference, by the `controller` of a config; None for neither."""
     if controller.startswith(PAID_BY):
         reward = controller.removeprefix(PAID_BY)
         return ("reward", reward) if is_reference(reward) else None

@@ -321,7 +321,7 @@ def _short(values: Any) -> list[Any]:
     if array.ndim < 2:
         return [int(value) if value.is_integer() else value for value in array.tolist()]
     if not array.size:
-        return array.tolist()  # type: ignore[no-any-return]
+        return array.tolist()
     return [None if np.isnan(part).all() else _short(part) for part in array]
 
 

@@ -184,7 +184,7 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
         "exported": exported_envs,
         "untraced": untraced,
         **engine.governor.record.counts(),
-        **engine.seed_history.lists(),
+        **engine.seed_history.lists,
         **pass_figures(engine),
         **compute_figures(engine),
         "explanations": explained,

@@ -49,10 +49,7 @@ class Trail(NamedTuple):
 
 
 def read_trail(folder: Path) -> Trail:
-    """The changes of a run folder. InputError if changes.json cannot be read.
-
-    An entry is written before its config.yaml. If a crash comes between the two, the entry leads to no config and is ignored.
-    """
+    """The changes of a run folder; an entry that a crash left without its config.yaml is ignored. InputError if unreadable."""
     digest, entries = digest_of((folder / CONFIG).read_bytes()), []
     for entry in reversed(_read(folder)):
         if entry.target == digest:
@@ -80,7 +77,6 @@ def digest_of(content: bytes) -> str:
 
 
 def _append(folder: Path, entry: RunChange) -> None:
-    """Add an entry, unless the last one is the same."""
     known = _read(folder)
     if not known or msgspec.structs.replace(known[-1], time=entry.time) != entry:
         write_atomic(folder / CHANGES, to_json(msgspec.to_builtins([*known, entry])))

@@ -8,7 +8,6 @@
 Reading executes and unpickles nothing, and follows no link.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -27,7 +26,7 @@ from esper.leyline.config.tree import CheckpointConfig
 from esper.leyline.errors import InputError
 from esper.store.background import Background
 from esper.store.changes import read_trail
-from esper.store.disk import Retry, remove, sync_folder, write_atomic, write_folder, write_once
+from esper.store.disk import Retry, remove, sha256_of, sync_folder, write_atomic, write_folder, write_once
 from esper.store.files import CHECKPOINTS, CONFIG
 from esper.store.tensors import Tree, flatten, to_parts, unflatten
 
@@ -119,10 +118,7 @@ class Checkpoints:
             return None
 
     def leave(self, after: Callable[[], None]) -> None:
-        """Do not wait: a checkpoint that is being written may be lost, which leaves the one before it.
-
-        `after` is called when the thread is idle, if the process still runs then. No checkpoint may follow.
-        """
+        """Do not wait for a checkpoint that is being written, and let none follow; `after` is called once the thread is idle."""
         self._background.close(after)
 
     def write(self, number: int, state: Tree, best: bool = False) -> None:
@@ -140,7 +136,7 @@ class Checkpoints:
             "format": FORMAT,
             "run": self.run,
             "steps": number,
-            "files": {TENSORS: {"sha256": _sha256(*parts), "bytes": sum(map(len, parts))}},
+            "files": {TENSORS: {"sha256": sha256_of(*parts), "bytes": sum(map(len, parts))}},
             "state": plain,
         }
         text = json.dumps({**facts, "checksum": _checksum(facts)}, allow_nan=False).encode()
@@ -153,7 +149,7 @@ class Checkpoints:
         for pointer in (BEST, LATEST) if best else (LATEST,):
             if (self.folder / pointer).is_dir() and not (self.folder / pointer).is_symlink():
                 remove(self.folder / pointer)  # a folder of that name cannot be replaced by a file
-            write_atomic(self.folder / pointer, f"{name} {_sha256(text)}\n")
+            write_atomic(self.folder / pointer, f"{name} {sha256_of(text)}\n")
         size = len(text) + sum(map(len, parts))
         self._record(number, size, time.monotonic() - begin, best)
         # All stay but those before the last `config.keep`, and those that `latest` and `best` name.
@@ -211,7 +207,7 @@ class Checkpoints:
             return
         try:
             name, digest = _named(path)
-            if _sha256(_content(self.folder / name / FACTS, _LARGEST_FACTS)) != digest:
+            if sha256_of(_content(self.folder / name / FACTS, _LARGEST_FACTS)) != digest:
                 raise Damaged(f"{path} names a {name} with another sha256 than the one in the folder")
         except Damaged as error:
             note(f"{error}; the next best checkpoint replaces it")
@@ -239,7 +235,7 @@ class Checkpoints:
             raise Damaged(f"{folder} is missing or no folder of this run{named}")
         path = folder / FACTS
         text = _content(path, _LARGEST_FACTS)
-        if digest is not None and _sha256(text) != digest:
+        if digest is not None and sha256_of(text) != digest:
             raise Damaged(f"{path} is not the file that {self.folder / LATEST} names, by its sha256")
         try:
             facts = json.loads(text)
@@ -263,7 +259,7 @@ class Checkpoints:
                 raise Damaged(f"{path} is that of another checkpoint, of step {facts['steps']}")
             known = facts["files"][TENSORS]
             data = _content(folder / TENSORS, _LARGEST_TENSORS, known["bytes"])
-            if _sha256(data) != known["sha256"]:
+            if sha256_of(data) != known["sha256"]:
                 raise Damaged(f"{folder / TENSORS} is damaged, by its sha256")
             return Checkpoint(facts["steps"], unflatten(load(data), facts["state"]))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError, SafetensorError) as error:
@@ -298,7 +294,6 @@ def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
 
 
 def _name(number: int) -> str:
-    """The name of the folder of the checkpoint after `number` steps."""
     return f"step-{number:06d}"
 
 
@@ -309,12 +304,4 @@ def _names(folder: Path) -> list[str]:
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
-    """sha256 of the content of state.json without the checksum."""
-    return _sha256(json.dumps(facts, sort_keys=True).encode())
-
-
-def _sha256(*parts: bytes | memoryview) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+    return sha256_of(json.dumps(facts, sort_keys=True).encode())

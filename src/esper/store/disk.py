@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -10,8 +11,8 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from esper.leyline.errors import InputError
 from esper.leyline.reference import resume_command
@@ -180,12 +181,12 @@ def read_named(path: Path, largest: int, mend: str) -> bytes:
     return _read(path, largest, mend, 0)
 
 
-def open_regular(path: Path, mend: str) -> BinaryIO:
+def open_regular(path: Path, mend: str) -> BufferedReader:
     """A file that Esper wrote, open for reading: a regular file, no link. InputError otherwise; never waits for a pipe."""
     return _opened(path, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _opened(path: Path, mend: str, flags: int) -> BinaryIO:
+def _opened(path: Path, mend: str, flags: int) -> BufferedReader:
     try:
         descriptor = os.open(path, os.O_RDONLY | flags)
     except OSError as error:
@@ -248,10 +249,7 @@ class DiskRetry:
         self.spent = False
 
     def __call__(self, path: Path, write: Callable[[], None]) -> None:
-        """Call `write`, which writes `path`, again as long as the disk is full.
-
-        Raises DiskFull if the disk stays full, and Unwritable if `write` fails for another reason.
-        """
+        """Call `write`, which writes `path`, as long as the disk is full. Raises DiskFull, or Unwritable for another reason."""
         end = time.monotonic() + (0.0 if self.spent else self.seconds)
         full: OSError | None = None  # the first error of a full disk
         while True:
@@ -293,3 +291,39 @@ class DiskRetry:
         if not is_run(self.run):
             return self.further
         return f"continue with `{resume_command(self.run, self.tasks, self.controller)}`"
+
+
+def sha256_of(*parts: bytes | memoryview) -> str:
+    """The sha256 of parts of a content, one after the other."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+SUMS = "SHA256SUMS"
+"""The sha256 of every file of a folder, in the format that the command `sha256sum -c` reads."""
+
+
+def sums_of(files: Mapping[str, Content]) -> bytes:
+    """The content of SHA256SUMS for files by name."""
+    contents = {name: [content] if isinstance(content, bytes) else content for name, content in files.items()}
+    return "".join(f"{sha256_of(*parts)}  {name}\n" for name, parts in contents.items()).encode()
+
+
+def check_sum(path: Path, mend: str = "export the network again") -> None:
+    """InputError if the sha256 of a file differs from that in SHA256SUMS beside it. A folder without SHA256SUMS is not checked.
+
+    The check finds damage, not attacks: whoever can alter the file can alter SHA256SUMS too.
+    """
+    listed = path.parent / SUMS
+    if not listed.exists() and not listed.is_symlink():
+        return
+    text = read_kept(listed, 2**16, mend).decode("utf-8", "replace")
+    lines = [re.fullmatch(r"([0-9a-f]{64})  ([\w.-]+)", line) for line in text.splitlines()]
+    known = {line[2]: line[1] for line in lines if line is not None}
+    if len(known) < len(lines) or path.name not in known:
+        raise InputError(f"{listed} does not list {path.name}, or is damaged; {mend}")
+    with open_regular(path, mend) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != known[path.name]:
+            raise InputError(f"{path} is damaged: its sha256 is not the one in {SUMS}; {mend}")

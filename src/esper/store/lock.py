@@ -26,10 +26,7 @@ _TRIES = 0.1  # time for further tries, because an owner may remove its lock fil
 
 
 class Lock:
-    """The lock of one folder.
-
-    `release` works after a KeyboardInterrupt at any line, from every thread, and may be called again.
-    """
+    """The lock of one folder; `release` works after a KeyboardInterrupt at any line, from every thread, and again."""
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self.path, self.note = folder / LOCK, note
@@ -38,7 +35,6 @@ class Lock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock."""
         return self._lock.is_locked
 
     def take(self) -> None:
@@ -68,7 +64,6 @@ class Lock:
             self.note(f"{_who(left)} was killed and left its lock behind; the lock is taken over")
 
     def release(self) -> None:
-        """Remove the lock if this process holds it."""
         if self._lock.is_locked:
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.lstat(self.path), os.fstat(self._descriptors[-1])):

@@ -58,8 +58,7 @@ def to_parts(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The values of a tensor on the CPU, row by row; a view of it where it is contiguous."""
     # as_strided: a contiguous tensor of one value may have any stride, which `view` refuses
-    values: memoryview = tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
-    return values
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def flatten(tree: Any, name: str = "") -> tuple[dict[str, Tensor], Any]:

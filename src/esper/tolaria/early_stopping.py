@@ -23,15 +23,7 @@ UNDER_WAY = IN_BUDGET - {Stage.FOSSILIZED}
 
 
 class EarlyStopping:
-    """Holds the best state of every row for the end of the episode.
-
-    Attributes:
-        score ((E,) array): best validation score so far; -inf where none was finite
-        latest ((E,) int64 array): last step at which the score improved or a seed was fossilized
-        stopped ((E,) int64 array): number of steps after which the row stopped; -1 if it has not stopped
-        until ((E,) int64 array or None): number of steps after which each row stops, whatever its scores; None stops rows by
-            their patience
-    """
+    """Holds the best state of every row for the end of the episode."""
 
     def __init__(self, keeper: Keeper, real: int, environment: NDArray[np.int64], config: Config) -> None:
         """Start without a best state.
@@ -41,8 +33,10 @@ class EarlyStopping:
         """
         self.patience, self.embargo = config.early_stopping.patience, config.lifecycle.embargo
         self.keeper, rows = keeper, len(keeper.step)
-        self.score, self.latest = np.full(rows, -np.inf), np.zeros(rows, np.int64)
-        self.stopped = np.full(rows, -1, np.int64)
+        self.score = np.full(rows, -np.inf)  # (E,) best validation score so far; -inf where none was finite
+        self.latest = np.zeros(rows, np.int64)  # (E,) last step at which the score improved or a seed was fossilized
+        self.stopped = np.full(rows, -1, np.int64)  # (E,) steps after which the row stopped; -1 if it has not stopped
+        # (E,) steps after which each row stops, whatever its scores; None stops rows by their patience
         self.until: NDArray[np.int64] | None = None
         self._real, self._environment = real, environment
 
@@ -53,7 +47,6 @@ class EarlyStopping:
 
     @property
     def over(self) -> bool:
-        """Whether every row has stopped."""
         return bool((self.stopped[: self._real] >= 0).all())
 
     def begin(self, seeds: Seeds, score: Floats) -> None:
@@ -90,10 +83,7 @@ class EarlyStopping:
         }
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Restore a `state`. Population and seeds must have been restored already. Raises ValueError if they do not fit.
-
-        An environment that had stopped continues, with its twin, where the patience is larger now.
-        """
+        """Restore a `state`. An environment that had stopped continues, with its twin, where the patience is larger now."""
         self.score, self.latest, self.stopped = (np.array(state[name]) for name in ("score", "latest", "stopped"))
         self.stopped[(self.stopped - self.latest < self.patience)[self._environment]] = -1
         self.keeper.load_state(state["snapshot"], seeds)

@@ -47,7 +47,6 @@ from esper.nissa.events import Basis
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.governor import Governor, Verdicts, preflight
 from esper.tolaria.measure.certifying import Certifier
-from esper.tolaria.measure.coalitions import Sampling
 from esper.tolaria.measure.measuring import StepMeasurements, measure, unmeasured, without
 from esper.tolaria.play import Further, Observer, Until, play
 from esper.tolaria.population import Indices, ParameterNorms, Population
@@ -66,18 +65,13 @@ class Compute(NamedTuple):
     its planting on, whether it incubates, blends or is kept: on a stream of one width the multiplications of forward and backward
     pass are proportional to the parameters. A copy of a row in which a candidate is tried takes 1 unit a step and that of its
     seeds. Probes are not counted.
-
-    Attributes:
-        seeds ((R,) float64): of the seeds of the row
-        forks ((R,) float64): of copies of the row
     """
 
-    seeds: Floats
-    forks: Floats
+    seeds: Floats  # (R,) of the seeds of the row
+    forks: Floats  # (R,) of copies of the row
 
     @classmethod
     def none(cls, rows: int) -> "Compute":
-        """No compute."""
         return cls(np.zeros(rows), np.zeros(rows))
 
     def after(self, added: NDArray[np.int64], host: NDArray[np.int64], forks: Floats | None) -> "Compute":
@@ -85,49 +79,33 @@ class Compute(NamedTuple):
         return Compute(self.seeds + added / host, self.forks if forks is None else self.forks + forks)
 
     def share(self, steps: int) -> Floats:
-        """Return (R,) the units as a share of those that the host takes in an episode of so many steps."""
         return (self.seeds + self.forks) / steps
 
     def price(self, config: Config) -> Floats:
         """Return what the compute takes from J (`reward.compute_price`) for environments (E,), or (2E,) with their twins' 0."""
-        paid: Floats = config.reward.compute_price * self.share(config.steps)[: config.envs * (2 if config.twin else 1)]
-        return paid
+        return config.reward.compute_price * self.share(config.steps)[: config.envs * (2 if config.twin else 1)]
 
 
 @brief
 class PendingStep(NamedTuple):
-    """The decisions of a step that has begun, and the state before them.
+    """The decisions of a step that has begun, and the state before them."""
 
-    Attributes:
-        actions ((E,) Actions): the decisions
-        refused ((E,) int8): a `Refusal` for each
-        before ((rows,) Scores): the scores after the step before
-        decided ((rows, S) Seeds): the seeds before the decisions were carried out
-    """
-
-    actions: Actions
-    refused: NDArray[np.int8]
-    before: Scores
-    decided: Seeds
+    actions: Actions  # (E,) the decisions
+    refused: NDArray[np.int8]  # (E,) a `Refusal` for each
+    before: Scores  # (rows,) the scores after the step before
+    decided: Seeds  # (rows, S) the seeds before the decisions were carried out
 
 
 @brief
 class Contributions(NamedTuple):
-    """The last measured contribution of every seed that acts. One of a kept seed is from its trial, as it is not measured later.
+    """The last measured contribution of every seed that acts. A kept seed is not measured any more: its last is of its trial."""
 
-    Attributes:
-        metric ((E, S) Estimate): `Measurements.contribution` when it was measured last
-        loss ((E, S) Estimate): `Measurements.contribution_loss` at that time
-        age ((E, S) int32): steps since then; -1 where none was measured, or the seed is gone
-    """
-
-    metric: Estimate
-    loss: Estimate
-    age: NDArray[np.int32]
+    metric: Estimate  # (E, S) `Measurements.contribution` when it was measured last
+    loss: Estimate  # (E, S) `Measurements.contribution_loss` at that time
+    age: NDArray[np.int32]  # (E, S) steps since then; -1 where none was measured, or the seed is gone
 
     @classmethod
     def none(cls, rows: int, slots: int) -> "Contributions":
-        """No contributions, for the start of an episode."""
         return cls(Estimate.absent(rows, slots), Estimate.absent(rows, slots), np.full((rows, slots), -1, np.int32))
 
     def after(self, stage: NDArray[np.int8], measured: Measurements) -> "Contributions":
@@ -202,20 +180,8 @@ class Engine(Generic[P]):
         self._env = population.environment
         space = population.space
         self.space = _of_environments(self.population.space, self.config.envs)
-        shape = len(self._env), len(space.slots)
-        seeds, measurements = dormant(*shape), unmeasured(*shape, len(space.sensors))
-        self.state = ParallelEnvState(
-            seeds=seeds,
-            instance=space.instance,
-            measurements=measurements,
-            coalitions=None,
-            scores=Scores(measurements.metric, measurements.loss, np.zeros(shape[0], np.int64)),
-            masks=self._legal(seeds, measurements),
-            episode=-1,
-            step=0,
-            compute=Compute.none(shape[0]),
-            contributions=Contributions.none(*shape),
-        )
+        self.state = self._fresh(space.instance, -1)
+        seeds = self.state.seeds
         self.governor = Governor(population.keeper(seeds), self.rows, config)
         early = config.early_stopping.enabled
         self.stopping = EarlyStopping(population.keeper(seeds), self.rows, self._env, config) if early else None
@@ -233,17 +199,11 @@ class Engine(Generic[P]):
         the same number gives the same hosts and data orders; without it the next episode begins, with other hosts and orders.
         `planted` (E, S) are seeds that are in the slots from the start, newly initialised; without it the slots are empty.
         """
-        state, population = self.state, self.population
-        if instance is not None:
-            state.instance = np.asarray(instance[self._env], np.int64)
-        state.episode = state.episode + 1 if episode is None else episode
-        state.step, state.coalitions, state.pending = 0, None, None
+        last, population = self.state, self.population
+        instance = last.instance if instance is None else np.asarray(instance[self._env], np.int64)
+        state = self.state = self._fresh(instance, last.episode + 1 if episode is None else episode)
         self.sensing = True
-        state.compute, state.trial = Compute.none(len(self._env)), None
         self.seed_history = SeedHistory()
-        state.seeds = dormant(*state.seeds.stage.shape)
-        state.contributions = Contributions.none(*state.seeds.stage.shape)
-        state.measurements = unmeasured(*state.measurements.sensors.shape)
         population.begin(state.instance, state.episode)
         self.space = _of_environments(self.population.space, self.config.envs)
         if planted is not None:
@@ -261,19 +221,33 @@ class Engine(Generic[P]):
         self._accept(measured)
         return self.view()
 
+    def _fresh(self, instance: NDArray[np.int64], episode: int) -> ParallelEnvState:
+        """Return the state of an episode that begins, before anything is measured."""
+        space, rows = self.population.space, len(self._env)
+        shape = rows, len(space.slots)
+        seeds, measurements = dormant(*shape), unmeasured(*shape, len(space.sensors))
+        return ParallelEnvState(
+            seeds=seeds,
+            instance=instance,
+            measurements=measurements,
+            coalitions=None,
+            scores=Scores(measurements.metric, measurements.loss, np.zeros(rows, np.int64)),
+            masks=self._legal(seeds, measurements),
+            episode=episode,
+            step=0,
+            compute=Compute.none(rows),
+            contributions=Contributions.none(*shape),
+        )
+
     def snapshot(self) -> dict[str, Any]:
         """Return everything that the next step depends on, as a tree of arrays (store/checkpoint.py) that share memory."""
         state = self.state
+        records = ("seeds", "measurements", "coalitions", "scores", "compute", "contributions")
         return {
             "episode": state.episode,
             "step": state.step,
             "instance": state.instance,
-            "seeds": state.seeds._asdict(),
-            "measurements": as_tree(state.measurements),
-            "coalitions": None if state.coalitions is None else state.coalitions._asdict(),
-            "scores": state.scores._asdict(),
-            "compute": state.compute._asdict(),
-            "contributions": as_tree(state.contributions),
+            **{name: as_tree(getattr(state, name)) for name in records},
             **self.population.snapshot(),
             "governor": self.governor.state(state.step),
             "early_stopping": None if self.stopping is None else self.stopping.state(state.step),
@@ -288,27 +262,24 @@ class Engine(Generic[P]):
         The masks are computed from the rest.
         """
         state = self.state
-        seeds = from_tree(state.seeds, tree["seeds"], "seeds")
-        measurements = from_tree(state.measurements, tree["measurements"], "measurements")
-        scores = from_tree(state.scores, tree["scores"], "scores")
-        instance = from_tree(state.instance, tree["instance"], "instance")
-        state.episode, state.step, state.instance = tree["episode"], tree["step"], instance
-        self.population.load(tree, instance, state.episode)
+        state.contributions = Contributions.none(*state.seeds.stage.shape)
+        names = ("seeds", "measurements", "scores", "instance", "contributions")
+        read = {name: from_tree(getattr(state, name), tree[name], name) for name in names}  # all, before any is taken
+        for name, value in read.items():
+            setattr(state, name, value)
+        state.episode, state.step, state.compute = tree["episode"], tree["step"], Compute(**tree["compute"])
+        self.population.load(tree, state.instance, state.episode)
         self.space = _of_environments(self.population.space, self.config.envs)
-        state.seeds, state.measurements, state.scores = seeds, measurements, scores
-        state.compute = Compute(**tree["compute"])
-        state.contributions = from_tree(Contributions.none(*seeds.stage.shape), tree["contributions"], "contributions")
         state.pending = state.trial = None
-        if (opened := tree.get("opened")) is not None:
-            actions, decided = Actions(**opened["actions"]), from_tree(seeds, opened["decided"], "opened.decided")
-            state.pending = PendingStep(
-                actions, opened["refused"], from_tree(scores, opened["before"], "opened.before"), decided
-            )
+        if "opened" in tree:
+            waiting, none = Actions.wait(self.config.envs), np.zeros(self.config.envs, np.int8)
+            known = PendingStep(waiting, none, state.scores, state.seeds)
+            state.pending = from_tree(known, tree["opened"], "opened")
         state.coalitions = None if tree["coalitions"] is None else CoalitionValues(**tree["coalitions"])
-        state.masks = self._legal(seeds, measurements)
-        self.governor.load_state(tree["governor"], seeds)
+        state.masks = self._legal(state.seeds, state.measurements)
+        self.governor.load_state(tree["governor"], state.seeds)
         if self.stopping is not None:
-            self.stopping.load_state(tree["early_stopping"], seeds)
+            self.stopping.load_state(tree["early_stopping"], state.seeds)
         if self.certifier is not None:
             self.certifier.restore(tree["certificates"])
         self.seed_history.load_state(tree["fates"])
@@ -374,8 +345,7 @@ class Engine(Generic[P]):
         """Carry out decisions and record their bases. Returns what `apply` returns."""
         before, measured = self.state.seeds, self.state.measurements
         refused = self.decide(actions)
-        accepted = refused == Refusal.NONE
-        self.seed_history.note(actions.op, actions.slot, accepted, before, measured, self.config.gates, reasons)
+        self.seed_history.note(actions, refused == Refusal.NONE, before, measured, self.config.gates, reasons)
         return refused
 
     def abandon(self) -> None:
@@ -477,8 +447,7 @@ class Engine(Generic[P]):
         state.seeds = self.stopping.restore(state.seeds)
         measured = measure(self.population, state.seeds, state.measurements, state.step)
         self._accept(measured)
-        scores: Scores = take(state.scores, slice(0, self.rows))
-        return scores
+        return take(state.scores, slice(0, self.rows))
 
     def run(self, client: Controller, *observers: Observer, rounds: int = 1) -> None:
         """Play whole episodes, one a round, with observers, and let the client learn after each."""
@@ -496,7 +465,7 @@ class Engine(Generic[P]):
         sampling = None
         if terminal or state.step % probe.coalitions_every == 0:
             attribution = scalar(self.config.seed, Purpose.ATTRIBUTION, state.episode, state.step)
-            sampling = Sampling(probe.shapley_samples, attribution)
+            sampling = probe.shapley_samples, attribution
         every = probe.sensors_every or 0
         return measure(
             self.population,
@@ -512,10 +481,7 @@ class Engine(Generic[P]):
         )
 
     def _govern(self, before: Seeds, measured: StepMeasurements) -> tuple[StepMeasurements, Verdicts]:
-        """Roll back the rows that failed in this step, and save snapshots of the others.
-
-        Returns the measurements, repeated for rows that were rolled back, and the verdict on every row, (rows,) a `Vital`.
-        """
+        """Roll back the rows that failed, and save the others. Returns the new measurements, and a `Vital` for every row."""
         state, governor = self.state, self.governor
         found = governor.inspect(before, state.seeds, measured.signs)
         rows = found != Vital.GOOD
@@ -539,7 +505,6 @@ class Engine(Generic[P]):
         return measured, found
 
     def _accept(self, measured: StepMeasurements) -> None:
-        """Make measurements part of the state."""
         state = self.state
         state.measurements, state.scores = measured.measurements, measured.scores
         if measured.coalitions is not None:
@@ -653,8 +618,7 @@ class VectorizedEngine(Engine[StackedPopulation]):
     def exported_params(self) -> Indices:
         """Return (rows,) the parameters of the networks as exported now."""
         added = self.population.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))
-        exported: Indices = (self.population.host_params + added)[: self.rows]
-        return exported
+        return (self.population.host_params + added)[: self.rows]
 
     def export(self, env: int) -> tuple[nn.Module, dict[str, Any]]:
         """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""

@@ -10,88 +10,55 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.kasmina.lifecycle import uprooted
+from esper.kasmina.lifecycle import doses, uprooted
 from esper.leyline.config.tree import Config, GovernorConfig
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.masks import allowed
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.verdicts import Refusal, Vital
-from esper.leyline.lifecycle.view import Bools, Floats, Masks, Seeds
+from esper.leyline.lifecycle.view import Bools, Floats, Masks, Seeds, choose
 from esper.tolaria.population import Keeper, Population
 from esper.tolaria.runtime import available_memory
-from esper.tolaria.stacked.training import doses
 
 PATIENT = (Vital.RISE, Vital.COLLAPSE, Vital.FALL)
 """Failures that must last for `confirm_steps` steps. The first of several is reported."""
 
 
 class Signs(NamedTuple):
-    """The vital signs of every row after a step; each field is (E,).
+    """The vital signs of every row after a step; each field is (E,)."""
 
-    Attributes:
-        loss (array): loss on the probe split
-        metric (array): metric on the probe split
-        metric_se (array): standard error of the metric
-        spread (array): standard deviation of the outputs over examples, root mean square over outputs
-        train_loss (array): mean loss over the batches of the step; nan where the row was not trained
-        gradient (bool array): whether every gradient of the host and its seeds was finite
-        parameter (bool array): whether every parameter of the host and its seeds is finite
-    """
-
-    loss: Floats
-    metric: Floats
-    metric_se: Floats
-    spread: Floats
-    train_loss: Floats
-    gradient: Bools
-    parameter: Bools
+    loss: Floats  # loss on the probe split
+    metric: Floats  # metric on the probe split
+    metric_se: Floats  # standard error of the metric
+    spread: Floats  # standard deviation of the outputs over examples, root mean square over outputs
+    train_loss: Floats  # mean loss over the batches of the step; nan where the row was not trained
+    gradient: Bools  # whether every gradient of the host and its seeds was finite
+    parameter: Bools  # whether every parameter of the host and its seeds is finite
 
 
 class VitalHistory(NamedTuple):
-    """The history with which the signs of a row are compared; nan where a value is not known.
+    """The history with which the signs of a row are compared; nan where a value is not known."""
 
-    Attributes:
-        first ((E,) array): loss on the probe split before training
-        loss ((E, W) array): last training losses of healthy steps, newest first
-        best ((E,) array): best metric
-        best_se ((E,) array): standard error of the best metric
-        spread ((E,) array): largest spread
-        strikes ((E, 3) int64 array): number of consecutive steps for which each failure of `PATIENT` has lasted
-    """
+    first: Floats  # (E,) loss on the probe split before training
+    loss: Floats  # (E, W) last training losses of healthy steps, newest first
+    best: Floats  # (E,) best metric
+    best_se: Floats  # (E,) standard error of the best metric
+    spread: Floats  # (E,) largest spread
+    strikes: NDArray[np.int64]  # (E, 3) number of consecutive steps for which each failure of `PATIENT` has lasted
 
-    first: Floats
-    loss: Floats
-    best: Floats
-    best_se: Floats
-    spread: Floats
-    strikes: NDArray[np.int64]
+    @classmethod
+    def empty(cls, first: Floats, window: int) -> "VitalHistory":
+        """Return a history of no step."""
+        nothing, strikes = np.full(len(first), np.nan), np.zeros((len(first), len(PATIENT)), np.int64)
+        return cls(first, np.full((len(first), window), np.nan), nothing, nothing, nothing, strikes)
 
     @classmethod
     def begin(cls, signs: Signs, config: GovernorConfig) -> "VitalHistory":
-        """Return the history of newly initialised networks."""
-        rows = len(signs.loss)
-        nothing = np.full(rows, np.nan)
-        empty = cls(
-            first=signs.loss,
-            loss=np.full((rows, config.loss_window), np.nan),
-            best=nothing,
-            best_se=nothing,
-            spread=nothing,
-            strikes=np.zeros((rows, len(PATIENT)), np.int64),
-        )
-        return remembered(empty, signs, np.ones(rows, bool))
+        return remembered(cls.empty(signs.loss, config.loss_window), signs, np.ones(len(signs.loss), bool))
 
     def restart(self, rows: Bools) -> "VitalHistory":
         """Return the history, emptied in the rows that are marked in `rows` (E,) except for the loss before training."""
-        column = rows[:, None]
-        return VitalHistory(
-            first=self.first,
-            loss=np.where(column, np.nan, self.loss),
-            best=np.where(rows, np.nan, self.best),
-            best_se=np.where(rows, np.nan, self.best_se),
-            spread=np.where(rows, np.nan, self.spread),
-            strikes=np.where(column, 0, self.strikes),
-        )
+        return choose(rows, VitalHistory.empty(self.first, self.loss.shape[1]), self)
 
 
 def examine(history: VitalHistory, signs: Signs, config: GovernorConfig) -> tuple[VitalHistory, NDArray[np.int8]]:
@@ -175,10 +142,7 @@ Counts = dict[str, dict[str, int]]
 def preflight(
     population: Population, seeds: Seeds, actions: Actions, masks: Masks, max_seeds: int, config: GovernorConfig
 ) -> Verdicts:
-    """Check decisions before they are applied. Returns a `Refusal` for every row, (E,).
-
-    The memory check covers all seeds of the step together. If they do not fit, all of them are refused.
-    """
+    """Return a `Refusal` for every row (E,). If the seeds of a step together do not fit into memory, all of them are refused."""
     refused = np.full(len(seeds.stage), Refusal.NONE, np.int8)
     plants, legal = actions.op == Op.GERMINATE, allowed(masks, actions)
     full = among(seeds.stage, IN_BUDGET).sum(1) >= max_seeds
@@ -200,25 +164,17 @@ def preflight(
 
 
 class GovernorRecord(NamedTuple):
-    """Numbers of rollbacks and refusals, int64.
+    """Numbers of rollbacks and refusals, int64."""
 
-    Attributes:
-        rollbacks ((E,) array): rollbacks of each row in this episode
-        found ((vitals,) array): rollbacks by `Vital` since the engine was created, twins included
-        refused ((refusals,) array): refused decisions by `Refusal` since the engine was created
-    """
-
-    rollbacks: NDArray[np.int64]
-    found: NDArray[np.int64]
-    refused: NDArray[np.int64]
+    rollbacks: NDArray[np.int64]  # (E,) rollbacks of each row in this episode
+    found: NDArray[np.int64]  # (vitals,) rollbacks by `Vital` since the engine was created, twins included
+    refused: NDArray[np.int64]  # (refusals,) refused decisions by `Refusal` since the engine was created
 
     @classmethod
     def empty(cls, rows: int) -> "GovernorRecord":
-        """Return a record of zeros."""
         return cls(np.zeros(rows, np.int64), np.zeros(len(Vital), np.int64), np.zeros(len(Refusal), np.int64))
 
     def counts(self) -> Counts:
-        """Return the totals by reason, without reasons that did not occur."""
         return {"rollbacks": _by_name(self.found, Vital), "refused": _by_name(self.refused, Refusal)}
 
 
@@ -273,7 +229,6 @@ class Governor:
         self.keeper.take(seeds, well | (found != Vital.GOOD), step)
 
     def count(self, refused: Verdicts) -> None:
-        """Add the refusals of a step to the record."""
         np.add.at(self.record.refused, refused[self._real], 1)
 
     def state(self, step: int) -> dict[str, Any]:

@@ -52,9 +52,7 @@ class RowSource(NamedTuple):
     cohort: str  # 'training' or 'validation'
     task: str
     round: int
-    first_env: int | msgspec.UnsetType = (
-        msgspec.UNSET
-    )  # number of the first environment of a shard, if there are several
+    first_env: int | msgspec.UnsetType = msgspec.UNSET  # the first environment of a shard, if there are several
 
 
 class Journal(Observer):
@@ -90,7 +88,6 @@ class Journal(Observer):
         return True
 
     def stepped(self, step: Step) -> None:
-        """Write the rows of a step."""
         hub, engine, outcome, view = self.hub, self.engine, step.outcome, step.after
         trace, config = engine.trace, engine.config
         assert trace is not None, "a step must be played before its rows are written"
@@ -113,7 +110,6 @@ class Journal(Observer):
             self.close(outcome.exported, view.seeds)
 
     def _measured_rows(self, step: Step, trace: Trace, full: bool) -> Iterable[PlayedRow]:
-        """Yield the rows that every step has, and those that are due after so many steps."""
         outcome, view, config = step.outcome, step.after, self.engine.config
         measured, envs, number = view.measurements, len(view.host_params), outcome.step + 1
         place: dict[str, Any] = {"episode": outcome.episode, "step": outcome.step}
@@ -184,10 +180,7 @@ class Journal(Observer):
 def decision_rows(
     view: View, decision: Decision, outcome: Outcome, gates: GatesConfig, population: Population, *, full: bool = False
 ) -> Iterator[DecisionRow]:
-    """Yield a row for each environment that chose another operation than WAIT. `view` is what the decision was based on.
-
-    full: also rows of decisions to WAIT, and the values of all sensors.
-    """
+    """Yield a row for each decision but WAIT on a view; with `full`, also for those to WAIT, with the values of all sensors."""
     actions, space, seeds, measured = outcome.actions, view.space, view.seeds, view.measurements
     acting = np.flatnonzero((actions.op != Op.WAIT) | full)
     if not len(acting):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,36 +11,13 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Op, checked_actions
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Outcome, View
-from esper.leyline.protocols import (
-    Controller,
-    Judgement,
-    Proposed,
-)
+from esper.leyline.protocols import Controller, Judgement, Proposed
+
+if TYPE_CHECKING:
+    from esper.tolaria.engine import Engine  # which imports this module
 
 Further = Callable[[View, NDArray[np.int8]], tuple[Actions, Sequence[str | None] | None] | None]
 """From a view and the `Refusal`s (E,) of the last decisions to further decisions of the step with their reasons, or None."""
-
-
-class Playable(Protocol):
-    """What `play` needs of an engine."""
-
-    sensing: bool  # whether growth sensors are measured where they are due
-
-    @property
-    def trial(self) -> Callable[[Proposed], NDArray[np.float64]] | None:
-        """Try candidates in copies of the networks; None where none can be made."""
-
-    @property
-    def over(self) -> bool:
-        """Whether the episode has ended."""
-
-    def view(self) -> View:
-        """Return what the next decision may be based on."""
-
-    def step(
-        self, actions: Actions, reasons: Sequence[str | None] | None = None, further: Further | None = None
-    ) -> tuple[View, Outcome]:
-        """Carry out decisions (E,) and train for one step."""
 
 
 class Decision(NamedTuple):
@@ -70,18 +47,14 @@ class Observer:
     """An object that follows an episode. Each method does nothing unless a subclass overrides it."""
 
     def going(self, view: View) -> bool:
-        """Called before each decision of an unfinished episode. If False is returned, the playing ends and no further
-        observer is asked.
-        """
+        """Called before each decision of an unfinished episode; if False is returned, the playing ends and no other is asked."""
         return True
 
     def stepped(self, step: Step) -> None:
         """Called after a step, once the controller has stored its outcome."""
 
     def failed(self, view: View) -> None:
-        """Called if the controller raised an error instead of deciding. The engine is unchanged, and the error is
-        raised again.
-        """
+        """Called if the controller raised an error, which is raised again, instead of deciding. The engine is unchanged."""
 
     def broken(self) -> None:
         """Called if a step of the engine raised an error, of which a part may have been done. The error is raised again."""
@@ -95,7 +68,6 @@ class Until(Observer):
         self.stopped = False
 
     def going(self, view: View) -> bool:
-        """Return False if the function asks to end."""
         self.stopped = self._asked()
         return not self.stopped
 
@@ -107,10 +79,7 @@ def planted(step: Step) -> int:
 
 
 def decide(client: Controller, view: View, trial: Callable[[Proposed], NDArray[np.float64]] | None = None) -> Decision:
-    """Ask a controller, after the trials that it wants if `trial` can make them (`Engine.trial`).
-
-    Raises InputError if its answer is not one whole number per environment and head, or if it asks for a trial without `trial`.
-    """
+    """Ask a controller, after the trials that it wants. InputError if its answer is malformed, or if no trials can be made."""
     if (proposed := client.proposals(view)) is not None:
         if trial is None:
             raise InputError(
@@ -138,7 +107,9 @@ def _further(client: Controller, decided: list[tuple[Actions, NDArray[np.int8]]]
     return ask
 
 
-def play(engine: Playable, client: Controller, *observers: Observer, first: Decision | None = None) -> Outcome | None:
+def play(
+    engine: "Engine[Any]", client: Controller, *observers: Observer, first: Decision | None = None
+) -> Outcome | None:
     """Play from the present state of the engine to the end of its episode, or until an observer ends the playing.
 
     `first` is the first decision, if it was made already. Returns the last outcome, or None if no step was taken. The

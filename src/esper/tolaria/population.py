@@ -45,7 +45,7 @@ class TrainedFigures(NamedTuple):
     loss: Floats  # (R,) mean over the step's batches
     gradient_norm: Floats | None  # (R,) of the host, mean over the step's optimizer steps; None in a user's own loop
     seed_norms: list[Floats]  # (n,) the same of seeds, for each entry of `seed_owners`
-    seed_owners: tuple[tuple[int, Indices], ...]  # the slot and the rows (n,) that the norms belong to
+    seed_owners: Sequence[tuple[int, Indices]]  # the slot and the rows (n,) that the norms belong to
     parameter_norms: ParameterNorms | None = None  # if `train` was asked for them and the population has them
     skipped: Indices | None = None
     """(R,) updates that overflowed in float16 and were skipped; norms are then nan if all were, inf if a row is lost."""
@@ -89,29 +89,21 @@ class Keeper(Protocol):
         """Return the snapshots as a tree of arrays, after `now` steps of the episode."""
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
-        """Restore what `state` returned, with a population that is restored already. Raises ValueError if it came from
-        another one.
-        """
+        """Restore what `state` returned into a population that is restored already. ValueError if it came from another one."""
 
 
 class Population(Protocol):
-    """R networks that are trained and measured together.
-
-    environment (R,): the environment that each row belongs to.
-    space: costs, widths and bounds of all rows; known once an episode has begun.
-    host_params (R,): parameters of the hosts; known once an episode has begun.
-    fresh (R arrays): digests of the examples that are set aside for `gates.certify`; empty where there are none.
-    label: the population in words, for messages.
-    """
+    """R networks that are trained and measured together."""
 
     device: torch.device
-    environment: Indices
-    space: Space
-    host_params: Indices
-    label: str
+    environment: Indices  # (R,) the environment that each row belongs to
+    space: Space  # costs, widths and bounds of all rows; known once an episode has begun
+    host_params: Indices  # (R,) parameters of the hosts; known once an episode has begun
+    label: str  # the population in words, for messages
 
     @property
-    def fresh(self) -> Sequence[Indices]: ...
+    def fresh(self) -> Sequence[Indices]:
+        """For each row, digests of the examples that are set aside for `gates.certify`; empty where there are none."""
 
     def begin(self, instance: Indices, episode: int) -> None:
         """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""
@@ -126,10 +118,7 @@ class Population(Protocol):
         """Measure every row as it is now. This reads the device once."""
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        """Return which of some rows (n,) were trained in this step on data that are not finite.
-
-        Raises DataFault if `data.nonfinite` says that such data end a run.
-        """
+        """Return which of some rows (n,) were trained on data that are not finite. DataFault if such data end a run."""
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
         """Return (R,) the parameters of the seeds in the given stages."""
@@ -151,9 +140,6 @@ class Population(Protocol):
 
 
 def row_environments(config: Config, *, ghost: bool) -> Indices:
-    """Return (R,) the environment of each row: the environments, then their twins; then a ghost, if there is one.
-
-    ghost: whether a row alone runs beside a copy of itself, whose results are ignored (`stacked.needs_ghost`).
-    """
+    """Return (R,) the environment of each row: environments, twins, and a ghost beside a row alone (`needs_ghost`)."""
     rows = config.envs * (2 if config.twin else 1)
     return np.arange(rows if rows > 1 or not ghost else 2) % config.envs

@@ -1,17 +1,18 @@
-"""The device: choose it, read it, and measure the time of each phase of a step."""
+"""The device: choose it and the types of its products, read it, and measure the time of each phase of a step."""
 
 import os
 import re
 import resource
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, raised_in_user_code, requested_memory
 
@@ -31,6 +32,48 @@ def resolve_device(text: str) -> torch.device:
                 "use cpu or auto (--device, or the config key device)"
             )
     return torch.device(text)
+
+
+def resolve_amp(amp: str, device: torch.device, parameters: torch.dtype) -> torch.dtype | None:
+    """Return the type in which the products of a training pass are computed; None leaves them in that of the parameters.
+
+    amp: off, bf16, fp16 or auto, which takes bf16 if the device multiplies it natively. parameters: the dtype of the hosts.
+    Raises InputError if the device or the hosts do not allow the type that is asked for.
+    """
+    native = multiplies_bfloat16(device)
+    if amp == "off" or (amp == "auto" and not (native and parameters == torch.float32)):
+        return None
+    if parameters != torch.float32:
+        raise InputError(f"amp is {amp}, which needs hosts in float32, but these are in {parameters}; set amp to off")
+    if amp == "fp16":
+        return torch.float16
+    if not native:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "this processor"
+        raise InputError(f"amp is {amp}, but {name} does not multiply bfloat16 natively; set amp to off, fp16 or auto")
+    return torch.bfloat16
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Return whether a device has instructions that multiply bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def check_modules(products: torch.dtype | None, device: torch.device, modules: Iterable[nn.Module]) -> None:
+    """Raise InputError if torch cannot run one of the modules with products of a type: an LSTM in float16 on most CPUs."""
+    if products != torch.float16 or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        return
+    if any(isinstance(part, nn.LSTM) for module in modules for part in module.modules()):
+        raise InputError(
+            "amp is fp16, but torch has no LSTM in float16 for this processor; set amp to off, or to bf16 if the processor "
+            "multiplies it natively"
+        )
+
+
+def products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context of a forward pass whose products are in `dtype`, as `torch.autocast` chooses; None changes nothing."""
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 WORKSPACE, FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
@@ -57,10 +100,7 @@ def use_deterministic_kernels(device: torch.device) -> None:
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes of memory that the process can still allocate on a device, within its limits.
-
-    For a CPU whose system does not report this, it is all memory that the machine has.
-    """
+    """Return the bytes that the process can still allocate; all of a machine's memory if its system does not say."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch, for what comes next
         return int(torch.cuda.mem_get_info(device)[0]) + kept
@@ -75,11 +115,13 @@ def available_memory(device: torch.device) -> int:
     return free
 
 
-def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
-    """Copy device tensors of any shape to the host in one packed transfer, and return them as float64 arrays.
+def read_packet(tree: Any) -> Any:
+    """Copy the device tensors of a tree to the host in one packed transfer; return the tree with float64 arrays for them.
 
     On CUDA the copy goes to pinned memory, and the process waits for an event and not for the whole device.
     """
+    leaves, structure = pytree.tree_flatten(tree)
+    parts = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     packed = torch.cat([part.detach().reshape(-1).to(torch.float64) for part in parts])
     if packed.is_cuda:
         target = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
@@ -88,9 +130,9 @@ def read_packet(parts: Sequence[Tensor]) -> list[NDArray[np.float64]]:
         done.record(torch.cuda.current_stream(packed.device))  # which need not be the device that torch uses by default
         done.synchronize()
         packed = target
-    flat: NDArray[np.float64] = packed.numpy()
-    ends = np.cumsum([part.numel() for part in parts])
-    return [piece.reshape(part.shape) for piece, part in zip(np.split(flat, ends[:-1]), parts, strict=True)]
+    pieces = iter(np.split(packed.numpy(), np.cumsum([part.numel() for part in parts])))
+    read = [next(pieces).reshape(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return pytree.tree_unflatten(read, structure)
 
 
 def hold_freed_memory() -> None:
@@ -112,10 +154,7 @@ LOWER = {
 
 
 class PhaseTimer:
-    """Measures the seconds of each phase of a step, as seen by the process.
-
-    On CUDA, kernel launches return early, so the device may still be working when a phase ends.
-    """
+    """Measures the seconds of each phase as seen by the process; on CUDA the device may still be working when one ends."""
 
     def __init__(self, device: torch.device, population: str = "") -> None:
         """`population` describes in words what is in memory, for the message of OutOfMemory."""
@@ -124,10 +163,7 @@ class PhaseTimer:
 
     @contextmanager
     def memory(self, where: str, lower: str = "envs", *, users: bool = True) -> Iterator[None]:
-        """Raise OutOfMemory, with the place, the numbers and the setting to lower, if memory runs out in a block.
-
-        Without `users`, errors of the user's own code, such as a controller, are not converted.
-        """
+        """Raise OutOfMemory, with what to lower, if memory runs out in a block; without `users`, not in code of users."""
         try:
             yield
         except (MemoryError, RuntimeError) as error:

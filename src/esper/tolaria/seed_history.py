@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import GatesConfig
-from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.gates import judge
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.verdicts import Vital
@@ -26,61 +26,55 @@ GATES = {Stage.TRAINING: "advance", Stage.HOLDING: "fossilize"}
 class SeedHistory:
     """Lists of the seeds that were planted, kept and removed, in order.
 
-    The entries have the keys env, slot, blueprint, step and reason. `bases` holds the bases of decisions that have not taken
-    effect, by environment and slot. `most` is how many entries of each list stay, the last ones; None keeps all. `unlisted`
+    The entries of `lists` have the keys env, slot, blueprint, step and reason. `bases` holds the bases of decisions that have not
+    taken effect, by environment and slot. `most` is how many entries of each list stay, the last ones; None keeps all. `unlisted`
     counts the others.
     """
 
     def __init__(self) -> None:
         self.most: int | None = None
-        self.unlisted = {"plantings": 0, "keeps": 0, "prunes": 0}
-        self.plantings: list[dict[str, Any]] = []
-        self.keeps: list[dict[str, Any]] = []
-        self.prunes: list[dict[str, Any]] = []
+        self.lists: dict[str, list[dict[str, Any]]] = {"plantings": [], "keeps": [], "prunes": []}
+        self.unlisted = dict.fromkeys(self.lists, 0)
         self.bases: dict[tuple[int, int], Basis] = {}
 
     def note(
         self,
-        op: NDArray[np.int64],
-        slot: NDArray[np.int64],
+        actions: Actions,
         accepted: Bools,
         seeds: Seeds,
-        measurements: Measurements,
+        measured: Measurements,
         config: GatesConfig,
         reasons: Sequence[str | None] | None,
     ) -> None:
-        """Record the bases of accepted decisions to plant, keep or remove seeds.
+        """Record the bases of accepted decisions (E,) to plant, keep or remove seeds, as of the state before the decisions.
 
-        op, slot, accepted: (E,). seeds, measurements: those before the decisions. reasons: those that the controller gives.
+        reasons: those that the controller gives.
         """
-        for env in np.flatnonzero(accepted & (op == Op.GERMINATE)).tolist():
-            own = reasons[env] if reasons is not None else None
-            self.bases[env, int(slot[env])] = Basis(why=own or _chose(Op.GERMINATE))
-        chosen = np.flatnonzero(accepted & ((op == Op.PRUNE) | (op == Op.FOSSILIZE)))
-        if not len(chosen):
-            return
-        gates = judge(seeds, measurements, config)
-        for env in chosen.tolist():
-            at = int(slot[env])
-            if seeds.doomed[env, at]:  # the decision shortens a ramp down whose basis is recorded
+        gates = None
+        for env in np.flatnonzero(accepted & (actions.op != Op.WAIT)).tolist():
+            op, slot = Op(int(actions.op[env])), int(actions.slot[env])
+            own = (reasons[env] if reasons is not None else None) or ""
+            why = own or f"the controller chose {op.name}"
+            if op == Op.GERMINATE:
+                self.bases[env, slot] = Basis(why=why)
+            # The PRUNE of a doomed seed shortens a ramp down whose basis is recorded.
+            if op not in (Op.PRUNE, Op.FOSSILIZE) or seeds.doomed[env, slot]:
                 continue
-            stage = Stage(int(seeds.stage[env, at]))
-            gate = getattr(gates, GATES[stage]).reason(env, at) if stage in GATES else None
-            own = reasons[env] if reasons is not None else None
+            gates = gates or judge(seeds, measured, config)
+            stage = Stage(int(seeds.stage[env, slot]))
+            gate = getattr(gates, GATES[stage]).reason(env, slot) if stage in GATES else None
             figures: dict[str, float | None] = {}
-            parts = [own or _chose(op[env]), f"after {counted(int(seeds.age[env, at]), 'step')} of {stage.name}"]
-            for name, estimate in (("contribution", measurements.contribution), ("gain", measurements.gain)):
-                mean, se = (None if np.isnan(part[env, at]) else float(part[env, at]) for part in estimate[:2])
+            parts = [why, f"after {counted(int(seeds.age[env, slot]), 'step')} of {stage.name}"]
+            for name, estimate in (("contribution", measured.contribution), ("gain", measured.gain)):
+                mean, se = (None if np.isnan(part[env, slot]) else float(part[env, slot]) for part in estimate[:2])
                 figures |= {f"{name}_mean": mean, f"{name}_se": se}
-                if (
-                    mean is not None and se is not None and name not in (own or "")
-                ):  # the controller's reason may have it
+                if mean is not None and se is not None and name not in own:  # the controller's reason may have it
                     parts.append(f"{name} {mean:+.4f} ± {se:.4f}")
-            if op[env] == Op.FOSSILIZE and (level := measurements.certificate[env, at]) > 0:
+            if op == Op.FOSSILIZE and (level := measured.certificate[env, slot]) > 0:
                 parts.append(f"certified on fresh examples at level {level:.2g}")
-            if gate is not None and op[env] == Op.PRUNE:
+            if gate is not None and op == Op.PRUNE:
                 parts.append(f"gate to {GATES[stage].upper()}: {gate}")
-            self.bases[env, at] = Basis(why="; ".join(parts), gate_checks=gate, **figures)
+            self.bases[env, slot] = Basis(why="; ".join(parts), gate_checks=gate, **figures)
 
     def transit(
         self, changes: Transitions, before: Seeds, after: Seeds, space: Space, step: int
@@ -93,7 +87,7 @@ class SeedHistory:
                 continue
             basis = bases[env, slot] = self.bases.pop((env, slot))
             seeds = after if target == Stage.GERMINATED else before
-            self._add(lists[Stage(target)], _entry(env, slot, seeds, space, step, basis.why))
+            self._add(lists[Stage(target)], env, slot, seeds, space, step, basis.why)
         return bases
 
     def roll_back(self, found: NDArray[np.int8], before: Seeds, after: Seeds, space: Space, step: int) -> None:
@@ -103,40 +97,22 @@ class SeedHistory:
             name = Vital(int(found[env])).name.lower()
             for slot in np.flatnonzero(gone).tolist():
                 why = f"rolled back by the governor ({name}), which removes seeds that were not kept"
-                self._add("prunes", _entry(env, slot, before, space, step, why))
+                self._add("prunes", env, slot, before, space, step, why)
             self.bases = {key: basis for key, basis in self.bases.items() if key[0] != env}
 
-    def lists(self) -> dict[str, list[dict[str, Any]]]:
-        """Return the three lists, as in the summary."""
-        return {"plantings": self.plantings, "keeps": self.keeps, "prunes": self.prunes}
-
     def state(self) -> dict[str, Any]:
-        """Return the lists and the bases, as plain values."""
         unlisted = {"unlisted": dict(self.unlisted)} if any(self.unlisted.values()) else {}
-        return {**self.lists(), "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()], **unlisted}
+        return {**self.lists, "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()], **unlisted}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
-        self.plantings, self.keeps, self.prunes = (
-            [dict(entry) for entry in state[name]] for name in ("plantings", "keeps", "prunes")
-        )
+        self.lists = {name: [dict(entry) for entry in state[name]] for name in self.lists}
         self.bases = {(int(env), int(slot)): Basis(**basis) for env, slot, basis in state["bases"]}
         self.unlisted |= state.get("unlisted", dict.fromkeys(self.unlisted, 0))
 
-    def _add(self, name: str, entry: dict[str, Any]) -> None:
+    def _add(self, name: str, env: int, slot: int, seeds: Seeds, space: Space, step: int, reason: str) -> None:
         """Add an entry to a list, in place of the first one where the list is full."""
-        entries = self.lists()[name]
-        entries.append(entry)
+        entries, blueprint = self.lists[name], space.blueprints[int(seeds.blueprint[env, slot])].name
+        entries.append({"env": env, "slot": space.slots[slot], "blueprint": blueprint, "step": step, "reason": reason})
         if self.most is not None and len(entries) > self.most:
             del entries[0]
             self.unlisted[name] += 1
-
-
-def _entry(env: int, slot: int, seeds: Seeds, space: Space, step: int, reason: str) -> dict[str, Any]:
-    """Return an entry of a list. The seed is part of `seeds`."""
-    blueprint = space.blueprints[int(seeds.blueprint[env, slot])].name
-    return {"env": env, "slot": space.slots[slot], "blueprint": blueprint, "step": step, "reason": reason}
-
-
-def _chose(op: int) -> str:
-    return f"the controller chose {Op(int(op)).name}"

@@ -61,7 +61,7 @@ def digest() -> str:
 
 def common() -> list[int]:
     """All symbols, the most frequent of the text that hosts are trained on first."""
-    return np.bincount(texts()[Part.HOST], minlength=len(SYMBOLS)).argsort(kind="stable")[::-1].tolist()  # type: ignore[no-any-return]
+    return np.bincount(texts()[Part.HOST], minlength=len(SYMBOLS)).argsort(kind="stable")[::-1].tolist()
 
 
 def windows(part: Part, number: int, *indices: int | NDArray[np.int64]) -> Split:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.kasmina.lifecycle import Edits, exported
+from esper.kasmina.lifecycle import Edits, doses, exported
 from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, key
 from esper.leyline.lifecycle.actions import Blend, Ints
@@ -19,7 +19,6 @@ from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.view import BlueprintInfo, Bools, Floats, Seeds, Space, choose, take
 from esper.leyline.text import counted
 from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures, row_environments
-from esper.tolaria.stacked.training import doses
 
 HOST_PARAMS = 1000
 WIDTH = 16

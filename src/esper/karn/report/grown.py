@@ -288,7 +288,7 @@ def _chosen(steps: Integers) -> Integers:
 def _counts_since(steps: Integers, at: Sequence[int]) -> list[int]:
     """How many events fall between the step before and each step, this one included."""
     place = np.searchsorted(steps, np.array(at, int))
-    return np.bincount(place[place < len(steps)], minlength=len(steps)).tolist()  # type: ignore[no-any-return]
+    return np.bincount(place[place < len(steps)], minlength=len(steps)).tolist()
 
 
 def _range(values: Floats) -> str:

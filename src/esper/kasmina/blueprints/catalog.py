@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints import sequence as sequences
 from esper.kasmina.blueprints.vector import Affine, Factored, Gated, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 from esper.leyline.text import did_you_mean
@@ -24,25 +24,15 @@ Count = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A kind of seed.
+    """A kind of seed."""
 
-    Attributes:
-        name (str): name in menus and schedules
-        kind (Kind): kind of the streams that it changes
-        tap (Tap): what it reads
-        build (callable): (width read, width written) -> module that returns the change, of the shape of the stream
-        parameters (callable): (width read, width written) -> number of parameters
-        summary (str): one line for `esper blueprints`
-        causal (bool): False for a blueprint of sequences whose change at a position depends on later positions
-    """
-
-    name: str
-    kind: Kind
-    tap: Tap
-    build: Build
-    parameters: Count
-    summary: str
-    causal: bool = True
+    name: str  # name in menus and schedules
+    kind: Kind  # kind of the streams that it changes
+    tap: Tap  # what it reads
+    build: Build  # (width read, width written) -> module that returns the change, of the shape of the stream
+    parameters: Count  # (width read, width written) -> number of parameters
+    summary: str  # one line for `esper blueprints`
+    causal: bool = True  # False for a blueprint of sequences whose change at a position depends on later positions
 
     def fits(self, kind: Kind, *, causal: bool) -> bool:
         """Whether a stream can have it: it is of the stream's kind, and does not look ahead if the stream is causal."""
@@ -95,10 +85,7 @@ def blueprint(
 
 
 def get_blueprint(name: str, kind: Kind | None = None) -> Blueprint:
-    """Return a registered blueprint of a kind; for None, that of the first kind that has the name.
-
-    Raises InputError, with the nearest name, if there is none.
-    """
+    """Return a registered blueprint of a kind, or of the first kind that has the name. InputError if there is none."""
     for found, entry in BLUEPRINTS.items():
         if found[1] == name and kind in (None, found[0]):
             return entry
@@ -148,7 +135,7 @@ def check(entry: Blueprint) -> None:
                 module = entry.build(reads, writes)
             except Exception as error:  # a user's builder can raise any error; its first line gives the reason
                 raise InputError(
-                    f"blueprint {entry.name!r} cannot be built for widths ({reads}, {writes}): {_reason(error)}; "
+                    f"blueprint {entry.name!r} cannot be built for widths ({reads}, {writes}): {first_line(error)}; "
                     "take the width read and the width written"
                 ) from None
             if not isinstance(module, nn.Module):
@@ -180,7 +167,7 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
         delta = module(u)
     except Exception as error:  # a user's module can raise any error, too
         raise refuse(
-            f"cannot run on {tuple(u.shape)}: {_reason(error)}", "build it for the widths it is given"
+            f"cannot run on {tuple(u.shape)}: {first_line(error)}", "build it for the widths it is given"
         ) from None
     if not isinstance(delta, Tensor):
         raise refuse(f"returns a {type(delta).__name__}", "return one tensor, the change")
@@ -207,11 +194,9 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
     before = copy.deepcopy(module.state_dict())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0)
     for _ in range(5):
-        optimizer.zero_grad()
-        ((module(u) - pull) ** 2).mean().backward()
+        _step(optimizer, module, u, pull)
         if not any(p.grad is not None and p.grad.count_nonzero() for p in module.parameters()):
             raise dead
-        optimizer.step()
     still = [name for name, p in module.named_parameters() if torch.equal(p, before[name])]
     if still:
         raise refuse(f"never moves {', '.join(still)}", "leave out parameters whose gradient is always 0")
@@ -223,10 +208,7 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
 
 @torch.no_grad()
 def _check_causal(entry: Blueprint, module: nn.Module, u: Tensor) -> None:
-    """Raise InputError if a trained module looks ahead.
-
-    It looks ahead if other values at later positions of u (B, L, C) change what it returns at earlier ones.
-    """
+    """Raise InputError if a trained module's change depends on the values of u (B, L, C) at later positions."""
     for parameter in module.parameters():  # away from its initial weights, at which every change is 0
         parameter.add_(torch.randn(parameter.shape).to(parameter.dtype), alpha=0.3)
     delta = module(u)
@@ -241,18 +223,17 @@ def _check_causal(entry: Blueprint, module: nn.Module, u: Tensor) -> None:
             )
 
 
+def _step(optimizer: torch.optim.Optimizer, module: nn.Module, u: Tensor, pull: Tensor) -> None:
+    """Move what a module returns for u towards `pull`."""
+    optimizer.zero_grad()
+    ((module(u) - pull) ** 2).mean().backward()
+    optimizer.step()
+
+
 def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Tensor:
-    """Return the change of a newly built seed after one step of gradient descent."""
     grown = copy.deepcopy(module)
-    ((grown(u) - pull) ** 2).mean().backward()
-    torch.optim.SGD(grown.parameters(), lr=rate).step()
-    with torch.no_grad():
-        delta: Tensor = grown(u)
-    return delta
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    _step(torch.optim.SGD(grown.parameters(), lr=rate), grown, u, pull)
+    return grown(u).detach()
 
 
 def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: Tensor) -> None:
@@ -269,9 +250,7 @@ def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: T
         ) from None
     optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-2, weight_decay=1e-2)
     for _ in range(5):
-        optimizer.zero_grad()
-        ((wide(u) - pull) ** 2).mean().backward()
-        optimizer.step()
+        _step(optimizer, wide, u, pull)
     sizes = dict(small.named_parameters())
     for name, parameter in wide.named_parameters():
         rest = parameter.detach().clone()
@@ -319,14 +298,12 @@ for _k in (1, 2, 4, 8):
         _built_in(f"bypass-rank-{_k}", Tap.BEFORE, **_rank(_k, _kind), summary=_about)
 _built_in("skip-mlp", Tap.INPUT, **_mlp(8), summary="hidden layer of 8 units from the host's input")
 for _k in (2, 8):
-    _built_in(
-        f"bypass-mlp-{_k}", Tap.BEFORE, **_mlp(_k), summary=f"hidden layer of {_k} units around the segment: width"
-    )
+    _about = f"hidden layer of {_k} units around the segment: width"
+    _built_in(f"bypass-mlp-{_k}", Tap.BEFORE, **_mlp(_k), summary=_about)
 
 
-def _ends(kind: Kind, full: Build, what: str, sparse: Callable[[int, int, int], nn.Module], rows: int = 8) -> None:
-    """Register the seeds for both ends of a network."""
-    most = f"{rows} rows of %s, those with the largest gradient"
+def _ends(kind: Kind, full: Build, what: str, sparse: Callable[[int, int, int], nn.Module]) -> None:
+    most, rows = "8 rows of %s, those with the largest gradient", 8
     for name, build, parameters, summary in (
         ("full-head", full, lambda r, w: r * w + w, what),
         ("sparse-rows", lambda r, w: SparseRows(r, w, rows), lambda r, w: min(rows, r) * w, most % "an embedding"),
@@ -354,31 +331,16 @@ def _one_conv(size: int) -> dict[str, Any]:
     }
 
 
-_built_in("norm", Tap.HERE, lambda r, w: maps.Norm(w), lambda r, w: 2 * w, "each example normalised", Kind.MAP)
+_HERE, _BEFORE, _MAP, _SEQUENCE = Tap.HERE, Tap.BEFORE, Kind.MAP, Kind.SEQUENCE
+_built_in("norm", _HERE, lambda r, w: maps.Norm(w), lambda r, w: 2 * w, "each example normalised", _MAP)
+_about = "a factor for every channel from the means of all"
 _built_in(
-    "squeeze-excite",
-    Tap.HERE,
-    lambda r, w: maps.SqueezeExcite(w, 4),
-    lambda r, w: 4 * (r + 1) + 5 * w,
-    "a factor for every channel from the means of all",
-    Kind.MAP,
+    "squeeze-excite", _HERE, lambda r, w: maps.SqueezeExcite(w, 4), lambda r, w: 4 * (r + 1) + 5 * w, _about, _MAP
 )
-_built_in(
-    "depthwise-separable",
-    Tap.HERE,
-    maps.depthwise_separable,
-    lambda r, w: 10 * r + r * w + w,
-    "3x3 within each channel, then 1x1 across them",
-    Kind.MAP,
-)
-_built_in(
-    "bottleneck",
-    Tap.HERE,
-    lambda r, w: maps.bottleneck(r, w, 4),
-    lambda r, w: 4 * (r + 1) + 4 * 37 + 5 * w,
-    "1x1 to 4 channels, 3x3, 1x1 back: depth",
-    Kind.MAP,
-)
+_about = "3x3 within each channel, then 1x1 across them"
+_built_in("depthwise-separable", _HERE, maps.depthwise_separable, lambda r, w: 10 * r + r * w + w, _about, _MAP)
+_about, _count = "1x1 to 4 channels, 3x3, 1x1 back: depth", lambda r, w: 4 * (r + 1) + 4 * 37 + 5 * w
+_built_in("bottleneck", _HERE, lambda r, w: maps.bottleneck(r, w, 4), _count, _about, _MAP)
 _built_in("conv-light", Tap.HERE, **_two_convs(4, 1), summary="3x3 to 4 channels, then 1x1: depth")
 _built_in("conv-heavy", Tap.HERE, **_two_convs(16, 3), summary="3x3 to 16 channels, then 3x3: depth")
 _built_in("bypass-conv-1x1", Tap.BEFORE, **_one_conv(1), summary="1x1 around the segment: width")
@@ -390,58 +352,22 @@ for _name in ("low-rank", "mlp-small", *(f"bypass-rank-{_k}" for _k in (1, 2, 4,
     _built_in(_name, _entry.tap, _build, _entry.parameters, f"{_entry.summary}, at each position", Kind.MAP)
 
 
-_SEQUENCE = Kind.SEQUENCE
-_built_in(
-    "norm", Tap.HERE, lambda r, w: sequences.NormSeed(w), lambda r, w: 2 * w, "each position normalised", _SEQUENCE
-)
-_built_in(
-    "low-rank",
-    Tap.HERE,
-    lambda r, w: LowRank(r, w, 4),
-    lambda r, w: 4 * (r + w) + w,
-    "linear map of rank 4 at each position",
-    _SEQUENCE,
-)
-_built_in("mlp-small", Tap.HERE, **_mlp(8, _SEQUENCE), summary="one hidden layer of 8 units at each position: depth")
-_built_in("mlp-large", Tap.HERE, **_mlp(32, _SEQUENCE), summary="one hidden layer of 32 units at each position: depth")
-_built_in(
-    "gated",
-    Tap.HERE,
-    Gated,
-    lambda r, w: 2 * (r * w + w),
-    "linear map at each position under a learned gate per feature",
-    _SEQUENCE,
-)
-_built_in(
-    "causal-conv",
-    Tap.HERE,
-    lambda r, w: sequences.CausalConv(w, 4),
-    lambda r, w: 5 * w,
-    "weighted sum of the last 4 positions, feature by feature",
-    _SEQUENCE,
-)
-_built_in(
-    "attention",
-    Tap.HERE,
-    lambda r, w: sequences.Attention(r, w, 8),
-    lambda r, w: 24 * r + 9 * w,
-    "one causal head of 8 features",
-    _SEQUENCE,
-)
-_built_in(
-    "bypass-linear",
-    Tap.BEFORE,
-    LinearMap,
-    lambda r, w: r * w + w,
-    "linear map at each position around the segment: width",
-    _SEQUENCE,
-)
+_about = "each position normalised"
+_built_in("norm", _HERE, lambda r, w: sequences.NormSeed(w), lambda r, w: 2 * w, _about, _SEQUENCE)
+_about = "linear map of rank 4 at each position"
+_built_in("low-rank", _HERE, lambda r, w: LowRank(r, w, 4), lambda r, w: 4 * (r + w) + w, _about, _SEQUENCE)
+_built_in("mlp-small", _HERE, **_mlp(8, _SEQUENCE), summary="one hidden layer of 8 units at each position: depth")
+_built_in("mlp-large", _HERE, **_mlp(32, _SEQUENCE), summary="one hidden layer of 32 units at each position: depth")
+_about = "linear map at each position under a learned gate per feature"
+_built_in("gated", _HERE, Gated, lambda r, w: 2 * (r * w + w), _about, _SEQUENCE)
+_about = "weighted sum of the last 4 positions, feature by feature"
+_built_in("causal-conv", _HERE, lambda r, w: sequences.CausalConv(w, 4), lambda r, w: 5 * w, _about, _SEQUENCE)
+_about = "one causal head of 8 features"
+_built_in("attention", _HERE, lambda r, w: sequences.Attention(r, w, 8), lambda r, w: 24 * r + 9 * w, _about, _SEQUENCE)
+_about = "linear map at each position around the segment: width"
+_built_in("bypass-linear", _BEFORE, LinearMap, lambda r, w: r * w + w, _about, _SEQUENCE)
 for _name, _units in (("bypass-mlp", 16), ("bypass-mlp-small", 4)):
     _about = f"hidden layer of {_units} units at each position around the segment: width"
     _built_in(_name, Tap.BEFORE, **_mlp(_units, _SEQUENCE), summary=_about)
-_ends(
-    _SEQUENCE,
-    sequences.FullHead,
-    "linear map of the normalised features around a last layer",
-    sequences.NormedSparseHead,
-)
+_about = "linear map of the normalised features around a last layer"
+_ends(_SEQUENCE, sequences.FullHead, _about, sequences.NormedSparseHead)

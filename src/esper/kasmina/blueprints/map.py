@@ -16,9 +16,7 @@ from esper.kasmina.stack.layers import zero_linear
 
 
 def conv(reads: int, writes: int, size: int, *, groups: int = 1) -> nn.Conv2d:
-    """Make a convolution that keeps the resolution, initialised for a ReLU behind it: normal with variance 2 / fan in,
-    biases 0.
-    """
+    """Make a convolution that keeps the resolution: weights normal with variance 2 / fan in, for a ReLU behind it, biases 0."""
     layer = nn.Conv2d(reads, writes, size, padding=size // 2, groups=groups)
     nn.init.normal_(layer.weight, std=math.sqrt(2 / (reads // groups * size**2)))
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
@@ -49,10 +47,8 @@ class Norm(nn.Module):
         self.shift = nn.Parameter(torch.zeros(width, 1, 1))
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
         variance, mean = torch.var_mean(u, (1, 2, 3), correction=0, keepdim=True)
-        delta: Tensor = (u - mean) * torch.rsqrt(variance + self.eps) * self.scale + self.shift
-        return delta
+        return (u - mean) * torch.rsqrt(variance + self.eps) * self.scale + self.shift
 
 
 class SqueezeExcite(nn.Module):
@@ -72,10 +68,8 @@ class SqueezeExcite(nn.Module):
         self.out = zero_linear(hidden, width)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
         factor = self.out(torch.relu(self.inner(u.mean((2, 3)))))
-        delta: Tensor = u * factor[:, :, None, None]
-        return delta
+        return u * factor[:, :, None, None]
 
 
 class Convolutions(nn.Sequential):
@@ -120,8 +114,7 @@ class Channelwise(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """(B, reads, H, W) -> (B, writes, H, W), or (E, B, reads, H, W) -> (E, B, writes, H, W)."""
-        delta: Tensor = self.seed(u.movedim(-3, -1)).movedim(-1, -3)
-        return delta
+        return self.seed(u.movedim(-3, -1)).movedim(-1, -3)
 
 
 def channelwise(build: Callable[[int, int], nn.Module], reads: int, writes: int) -> Channelwise:

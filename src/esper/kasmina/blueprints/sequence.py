@@ -30,9 +30,7 @@ class NormSeed(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, 1, width))
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
-        delta: Tensor = F.layer_norm(u, u.shape[-1:], eps=self.eps) * self.scale + self.shift
-        return delta
+        return F.layer_norm(u, u.shape[-1:], eps=self.eps) * self.scale + self.shift
 
 
 class CausalConv(nn.Module):
@@ -49,7 +47,6 @@ class CausalConv(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, 1, width))
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
         length, size = u.shape[-2], self.taps.shape[-4]
         earlier = F.pad(u, (0, 0, size - 1, 0))
         delta: Tensor = self.shift
@@ -77,9 +74,7 @@ class Attention(nn.Module):
         self.out = zero_linear(head, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, L, reads) -> (B, L, writes), or (E, B, L, reads) -> (E, B, L, writes)."""
-        delta: Tensor = self.out(causal_attention(self.query(u), self.key(u), self.value(u)))
-        return delta
+        return self.out(causal_attention(self.query(u), self.key(u), self.value(u)))
 
 
 class FullHead(nn.Module):
@@ -96,9 +91,7 @@ class FullHead(nn.Module):
         self.out = zero_linear(reads, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, L, reads) -> (B, L, writes), or (E, B, L, reads) -> (E, B, L, writes)."""
-        delta: Tensor = self.out(F.layer_norm(u, u.shape[-1:], eps=NormSeed.eps))
-        return delta
+        return self.out(F.layer_norm(u, u.shape[-1:], eps=NormSeed.eps))
 
 
 class NormedSparseHead(ChosenOutputs):
@@ -108,5 +101,4 @@ class NormedSparseHead(ChosenOutputs):
     """
 
     def read(self, u: Tensor) -> Tensor:
-        """u, normalised over the features of a position."""
         return F.layer_norm(u, u.shape[-1:], eps=NormSeed.eps)

@@ -25,9 +25,7 @@ class Affine(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, width))
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, D) -> (B, D)."""
-        delta: Tensor = u * self.scale + self.shift
-        return delta
+        return u * self.scale + self.shift
 
 
 class LinearMap(nn.Module):
@@ -41,9 +39,7 @@ class LinearMap(nn.Module):
         self.out = zero_linear(reads, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
-        delta: Tensor = self.out(u)
-        return delta
+        return self.out(u)
 
 
 class LowRank(nn.Module):
@@ -52,40 +48,26 @@ class LowRank(nn.Module):
     stacks = True
     pads = True
     in_order = ("inner", "out")
+    biased = True
 
     def __init__(self, reads: int, writes: int, rank: int) -> None:
         super().__init__()
         self.inner = Linear(reads, rank, bias=False)
         nn.init.normal_(self.inner.weight, std=1 / math.sqrt(reads))
-        self.out = zero_linear(rank, writes)
+        self.out = zero_linear(rank, writes, bias=self.biased)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
-        delta: Tensor = self.out(self.inner(u))
-        return delta
+        return self.out(self.inner(u))
 
 
-class Factored(nn.Module):
-    """delta = W (V u) of rank k, without a bias; k (r + w) parameters (LoRA: Hu et al., 2021, equation 3).
+class Factored(LowRank):
+    """delta = W (V u) of rank k, without a bias; k (r + w) parameters.
 
     Seeds of different ranks share one stack: a unit whose weights are all 0 stays 0, because its output and gradients are 0.
     """
 
-    stacks = True
-    pads = True
-    in_order = ("inner", "out")
-
-    def __init__(self, reads: int, writes: int, rank: int) -> None:
-        super().__init__()
-        self.inner = Linear(reads, rank, bias=False)
-        nn.init.normal_(self.inner.weight, std=1 / math.sqrt(reads))
-        self.out = Linear(rank, writes, bias=False)
-        nn.init.zeros_(self.out.weight)
-
-    def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
-        delta: Tensor = self.out(self.inner(u))
-        return delta
+    in_order = ("inner", "out")  # read from the class itself, not from a base
+    biased = False
 
 
 class MLPSeed(nn.Module):
@@ -107,9 +89,7 @@ class MLPSeed(nn.Module):
         self.out = zero_linear(hidden, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
-        delta: Tensor = self.out(torch.relu(self.inner(u)))
-        return delta
+        return self.out(torch.relu(self.inner(u)))
 
 
 class Gated(nn.Module):
@@ -125,9 +105,7 @@ class Gated(nn.Module):
         self.out = zero_linear(reads, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads) -> (B, writes)."""
-        delta: Tensor = self.out(u) * sigmoid(self.gate(u))
-        return delta
+        return self.out(u) * sigmoid(self.gate(u))
 
 
 class SparseRows(nn.Module):
@@ -142,8 +120,7 @@ class SparseRows(nn.Module):
 
     def __init__(self, reads: int, writes: int, rows: int) -> None:
         super().__init__()
-        self.out = Linear(min(rows, reads), writes, bias=False)
-        nn.init.zeros_(self.out.weight)
+        self.out = zero_linear(min(rows, reads), writes, bias=False)
         self.register_buffer("chosen", torch.arange(min(rows, reads)))
 
     def choose(self, u: Tensor, gradient: Tensor) -> None:
@@ -156,8 +133,7 @@ class SparseRows(nn.Module):
 
     def forward(self, u: Tensor) -> Tensor:
         """(B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
-        delta: Tensor = self.out(u.gather(-1, _places(self.chosen, u)))
-        return delta
+        return self.out(u.gather(-1, _places(self.chosen, u)))
 
 
 class ChosenOutputs(nn.Module, ABC):
@@ -188,15 +164,13 @@ class ChosenOutputs(nn.Module, ABC):
     def forward(self, u: Tensor) -> Tensor:
         """(B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
         y = self.out(self.read(u))
-        delta: Tensor = y.new_zeros(*u.shape[:-1], self.writes).scatter(-1, _places(self.chosen, y), y)
-        return delta
+        return y.new_zeros(*u.shape[:-1], self.writes).scatter(-1, _places(self.chosen, y), y)
 
 
 class SparseHead(ChosenOutputs):
     """delta_o = a_o u + b_o for k chosen outputs o, and 0 for the others: k rows of `LinearMap`, as a last layer has rows."""
 
     def read(self, u: Tensor) -> Tensor:
-        """u itself."""
         return u
 
 

@@ -24,7 +24,7 @@ from esper.kasmina.graft.recording import (
     untouched,
 )
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
 from esper.leyline.text import counted
 

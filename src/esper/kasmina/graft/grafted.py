@@ -24,8 +24,7 @@ from esper.kasmina.graft.grown import (
 )
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Seat
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.sites import Site
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Stream
 from esper.leyline.text import did_you_mean
 

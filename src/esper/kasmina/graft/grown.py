@@ -26,8 +26,7 @@ from esper.kasmina.graft.planted import Bank, Planted
 from esper.kasmina.graft.recording import floats
 from esper.kasmina.slot import DifferentiableFunction
 from esper.leyline.errors import GrowthWarning, InputError, warn
-from esper.leyline.lifecycle.sites import Site
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.text import did_you_mean
 
 CHILD = "esper"

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.slot import DifferentiableFunction, Proximal, Seed, Straight, sigmoid, slot_change, slot_output
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Site
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 
 

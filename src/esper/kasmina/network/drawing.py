@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
+from esper.kasmina.blueprints import count
 from esper.kasmina.graft.planted import Planted
 from esper.kasmina.network.grown_network import Graft, GraftedSegments, GrownNetwork
 from esper.kasmina.slot import Seed
@@ -28,31 +29,21 @@ READS = {
 
 
 class DrawnLine(NamedTuple):
-    """One line of a description.
+    """One line of a description."""
 
-    Attributes:
-        kind (str): input, host, seed or output
-        name (str): of the segment or submodule, or of the slot of a seed
-        what (str): its layers, or the blueprint of a seed
-        note (str): what a seed reads, its dose and its blend; empty elsewhere
-        params (int or None): its parameters; None for inputs and outputs
-        reads (Tap or None): what a seed reads; None elsewhere
-    """
-
-    kind: Literal["input", "host", "seed", "output"]
-    name: str
-    what: str
-    note: str
-    params: int | None
-    reads: Tap | None = None
+    kind: Literal["input", "host", "seed", "output"]  # input, host, seed or output
+    name: str  # of the segment or submodule, or of the slot of a seed
+    what: str  # its layers, or the blueprint of a seed
+    note: str  # what a seed reads, its dose and its blend; empty elsewhere
+    params: int | None  # its parameters; None for inputs and outputs
+    reads: Tap | None = None  # what a seed reads; None elsewhere
 
 
 def describe(network: nn.Module) -> str:
     """Return the parts of a grown network as text, one line each, in the order in which they run."""
     parts = parts_of(network)
     seeds = sum(part.params or 0 for part in parts if part.kind == "seed")
-    whole = sum(parameter.numel() for parameter in network.parameters())
-    lines = [f"{printable(_original(network).__name__)}: {whole:,} parameters, {seeds:,} of them in seeds"]
+    lines = [f"{printable(_original(network).__name__)}: {count(network):,} parameters, {seeds:,} of them in seeds"]
     width = max(len(_label(part)) for part in parts)
     for part in parts:
         params = "" if part.params is None else f"  [{part.params:,}]"
@@ -91,31 +82,23 @@ def parts_of(network: nn.Module) -> list[DrawnLine]:
     parts = []
     for name, child in network.named_children():
         planted = [(path, module) for path, module in child.named_modules() if isinstance(module, Planted)]
-        own = count_all(child) - sum(count_all(seed) for _, seed in planted)
+        own = count(child) - sum(count(seed) for _, seed in planted)
         parts.append(DrawnLine("host", name, _layers(child), "", own))
         for path, seed in planted:
             place = ".".join([name, *path.split(".")[:-1]])
             note = f"{READS[seed.tap]}, alpha {float(seed.alpha):g}, {seed.blend.name}"
-            parts.append(DrawnLine("seed", place, _layers(seed.seed.delta), note, count_all(seed), seed.tap))
-    return parts or [DrawnLine("host", type(network).__name__, _layers(network), "", count_all(network))]
-
-
-def count_all(module: nn.Module) -> int:
-    """Parameters of a module, trained or frozen; a shared one counts once."""
-    return sum(parameter.numel() for parameter in module.parameters())
+            parts.append(DrawnLine("seed", place, _layers(seed.seed.delta), note, count(seed), seed.tap))
+    return parts or [DrawnLine("host", type(network).__name__, _layers(network), "", count(network))]
 
 
 def _grown_parts(network: GrownNetwork) -> Iterator[DrawnLine]:
-    yield DrawnLine(
-        "input", "input", _shape(network.inputs), "standardized" if network.standardize is not None else "", None
-    )
+    inputs = json.dumps(network.inputs) if isinstance(network.inputs, dict) else str(network.inputs)
+    yield DrawnLine("input", "input", inputs, "standardized" if network.standardize is not None else "", None)
     names = {slot.after: slot.name for slot in network.slots}
     yield from _segments(network.segments, network.seeds, network.grafts, names, "segment")
-    classes = network.classes
-    what = "" if classes is None else f"{len(classes)} classes"
-    yield DrawnLine(
-        "output", "output", what, "restored to the scale of the targets" if network.restore is not None else "", None
-    )
+    what = "" if network.classes is None else f"{len(network.classes)} classes"
+    restored = "restored to the scale of the targets" if network.restore is not None else ""
+    yield DrawnLine("output", "output", what, restored, None)
 
 
 def _segments(
@@ -127,23 +110,18 @@ def _segments(
         if isinstance(segment, GraftedSegments):
             yield from _segments(segment.segments, segment.seeds, segment.grafts, {}, f"{name}, part")
         else:
-            yield DrawnLine("host", name, _layers(segment), "", count_all(segment))
+            yield DrawnLine("host", name, _layers(segment), "", count(segment))
         for graft, seed in zip(grafts, seeds, strict=True):
             if graft.after == index:
                 assert isinstance(seed, Seed)
                 note = f"{READS[graft.tap]}, alpha {graft.alpha:g}, {graft.blend.name}"
                 what = graft.blueprint or _layers(seed.delta)
-                yield DrawnLine("seed", names.get(index, f"behind {name}"), what, note, count_all(seed), graft.tap)
-
-
-def _shape(inputs: object) -> str:
-    return json.dumps(inputs) if isinstance(inputs, dict) else str(inputs)
+                yield DrawnLine("seed", names.get(index, f"behind {name}"), what, note, count(seed), graft.tap)
 
 
 def _original(network: nn.Module) -> type:
     """Return the class that the user gave the network; a grafted network has a subclass of it."""
-    found: type = getattr(type(network), "_esper_original", type(network))
-    return found
+    return getattr(type(network), "_esper_original", type(network))
 
 
 def _layers(module: nn.Module) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
@@ -22,10 +22,9 @@ from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.graft.cut import CutHost
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost, as_host
-from esper.kasmina.network.sums import SUMS, check_sum, sums_of
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.body import Body
-from esper.leyline.config.parsing import parse_json
+from esper.leyline.config.parsing import parse_model
 from esper.leyline.data.batches import (
     Batch,
     arguments,
@@ -38,11 +37,11 @@ from esper.leyline.data.batches import (
 )
 from esper.leyline.data.preprocess import preprocess_from_json
 from esper.leyline.data.task import Interface, Label, Scaling
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Seeds
-from esper.store.disk import Retry, find_folder, read_kept, write_folder, write_once
+from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sums_of, write_folder, write_once
 
 FORMATS = (2, 3, 4)
 """Formats of topology.json that are read. The lowest one that can describe the network is written: 4 if `predict` takes raw
@@ -141,10 +140,12 @@ def grown_network(
                 "writes": writes,
             }
         )
-    network = GrownNetwork(host, modules, grafts, interface, _original(factory)).to("cpu", body.dtype).eval()
+    named = _named(factory)
+    original = factory.original if isinstance(factory, RegrownHost) else named  # of the host without any seed
+    network = GrownNetwork(host, modules, grafts, interface, original).to("cpu", body.dtype).eval()
     topology = {
         "format": _format(interface),
-        "host": _saved_host(factory),
+        "host": None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)},
         "dtype": str(body.dtype).removeprefix("torch."),
         "input": shapes_to_json(interface.inputs),
         "standardize": None if interface.scaling is None else list(interface.scaling.mean.shape),
@@ -173,10 +174,7 @@ def _format(interface: Interface) -> int:
 
 
 def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch:
-    """Return two examples of zeros with the shapes and dtypes of a topology.
-
-    Raises InputError if they would hold more than `largest` numbers.
-    """
+    """Return two examples of zeros for a topology. Raises InputError if they would hold more than `largest` numbers."""
     inputs = shapes_from_json(topology["input"])
     if sum(math.prod(shape) for shape in shape_leaves(inputs)) > largest:
         raise InputError(f"{folder / TOPOLOGY} is damaged at 'input': {topology['input']}; export the network again")
@@ -190,28 +188,16 @@ def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch
 
 
 def _dtypes(topology: Mapping[str, Any]) -> list[torch.dtype]:
-    """Return the dtype of each tensor of an example."""
     example = topology["example"]
     names = list(example.values()) if isinstance(example, dict) else example if isinstance(example, list) else [example]
     return [getattr(torch, name) for name in names]
 
 
 def _named(factory: object) -> Any:
-    """Return the dataclass by which a file names the hosts of a factory, or None if there is none."""
+    """Return the dataclass by which a file names the hosts of a factory; None if no file can name them."""
     made = getattr(factory, "architecture", factory)  # of the hosts that a factory fills with weights
     known = dataclasses.is_dataclass(made) and not isinstance(made, type)
     return made if known and isinstance(getattr(type(made), "name", None), str) else None
-
-
-def _saved_host(factory: object) -> dict[str, Any] | None:
-    named = _named(factory)
-    return None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)}
-
-
-def _original(factory: object) -> Callable[[], nn.Module] | None:
-    """Return the named factory of the original host, without any seed, or None if no file can name it."""
-    found: Callable[[], nn.Module] | None = factory.original if isinstance(factory, RegrownHost) else _named(factory)
-    return found
 
 
 def _trim(seed: nn.Module, blend: Blend) -> nn.Module:
@@ -265,11 +251,7 @@ def save_network(
 
 
 def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | None]:
-    """Return (the program of a network for any batch size, None), or (None, the reason why torch.export cannot trace it).
-
-    torch.export prints graphs and warnings to stderr when it fails. They are dropped, because the reason is enough
-    here.
-    """
+    """Return the program of a network for any batch size and None, or None and the reason why torch.export cannot trace it."""
     disabled, stored = logging.root.manager.disable, io.BytesIO()
     logging.disable(logging.CRITICAL)
     try:
@@ -286,7 +268,7 @@ def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | No
                 program = torch.export.export(network, positional, named, dynamic_shapes=axes)
             torch.export.save(program, stored)
     except Exception as error:  # torch.export raises errors of many kinds; the trained weights are saved in any case
-        return None, (str(error).splitlines() or [type(error).__name__])[0]
+        return None, first_line(error)
     finally:
         logging.disable(disabled)
     return stored.getvalue(), None
@@ -312,10 +294,7 @@ def _taking(network: nn.Module, names: Collection[str]) -> Iterator[None]:
 
 
 def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
-    """Rebuild a saved network from topology.json and model.safetensors; `host` makes a host of the saved architecture.
-
-    Raises InputError, naming the file, if a file is missing or damaged, or does not fit the host.
-    """
+    """Rebuild a saved network; `host` makes a host of its architecture. InputError if a file is damaged or does not fit."""
     folder = find_folder(folder)
     topology = read_topology(folder)
     with drawn_with(0):
@@ -366,10 +345,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
 
 
 def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
-    """Return what a saved network takes and returns; means and deviations are read later.
-
-    Raises InputError if the entries of the topology do not fit together.
-    """
+    """Return what a saved network takes and returns; means and deviations are read later. InputError if entries do not fit."""
     inputs, shape, classes = topology["input"], topology["standardize"], topology["classes"]
     shapes, example = shapes_from_json(inputs), topology["example"]
     several = leaf_names(shapes) != ["x"]
@@ -398,27 +374,14 @@ def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:
     )
     classes, columns = (None if names is None else tuple(names) for names in (classes, topology["columns"]))
     whole = tuple(None if dtype.is_floating_point else dtype for dtype in _dtypes(topology))
-    before = topology.get("preprocess")
-    return Interface(
-        shapes,
-        scaling,
-        classes,
-        tuple(target),
-        columns,
-        target_scaling,
-        whole if any(whole) else None,
-        None
-        if before is None
-        else preprocess_from_json(before, -1 if several else math.prod(inputs), str(folder / TOPOLOGY)),
-    )
+    dtypes, preprocess = whole if any(whole) else None, None
+    if (before := topology.get("preprocess")) is not None:
+        preprocess = preprocess_from_json(before, -1 if several else math.prod(inputs), str(folder / TOPOLOGY))
+    return Interface(shapes, scaling, classes, tuple(target), columns, target_scaling, dtypes, preprocess)
 
 
 def _check_tensors(path: Path, network: nn.Module) -> None:
-    """Raise ValueError if a file of weights, judged by its header, has other tensors than a network.
-
-    A file that is larger than the tensors of the network is not opened, because the whole of it would be mapped into
-    memory.
-    """
+    """Raise ValueError if a file of weights has other tensors by its header, or is larger, which would be mapped as a whole."""
     wanted = network.state_dict()
     size, most = path.stat().st_size, sum(each.nbytes for each in wanted.values()) + _LARGEST_HEADER
     if size > most:
@@ -456,16 +419,7 @@ def read_topology(folder: Path) -> dict[str, Any]:
     """Read topology.json of an exported network. Raises InputError if it is missing, damaged or of another format."""
     path = find_folder(folder) / TOPOLOGY
     data = read_kept(path, _LARGEST_TOPOLOGY, "give a folder that `esper grow` or `esper export` wrote")
-    topology = parse_json(data, path, "export the network again")
-    if not isinstance(topology, dict) or topology.get("format") not in FORMATS:
-        found = topology.get("format") if isinstance(topology, dict) else None
-        known = ", ".join(map(str, FORMATS))
-        raise InputError(f"{path} has format {found!r}, but this version of Esper reads the formats {known}")
-    try:
-        _SavedTopology.model_validate(topology)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; export the network again") from None
+    topology, _ = parse_model(data, _SavedTopology, FORMATS, path, "export the network again")
     check_sum(path)
+    assert isinstance(topology, dict)
     return topology

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -12,12 +13,11 @@ from torch import Tensor, nn
 
 from esper.kasmina.host import Chain, SegmentedHost, calling
 from esper.kasmina.slot import Seed, slot_output
-from esper.leyline.data.batches import Batch, batch_of, first, map_leaves, run
+from esper.leyline.data.batches import Batch, batch_of, first, map_leaves, picked, run
 from esper.leyline.data.task import Interface, Scaling
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Taps
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.slots import Tap, Taps
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 
 CHUNK = 4096
@@ -25,23 +25,14 @@ CHUNK = 4096
 
 
 class Graft(NamedTuple):
-    """A fossilized seed of one network.
+    """A fossilized seed of one network."""
 
-    Attributes:
-        after (int): index of the segment whose output it changes
-        tap (Tap): what it reads
-        blend (Blend): how its change enters the stream
-        alpha (float): the dose that it has for good
-        kind (Kind): the kind of the stream
-        blueprint (str): name of its blueprint; empty if it is not known
-    """
-
-    after: int
-    tap: Tap
-    blend: Blend
-    alpha: float
-    kind: Kind
-    blueprint: str = ""
+    after: int  # index of the segment whose output it changes
+    tap: Tap  # what it reads
+    blend: Blend  # how its change enters the stream
+    alpha: float  # the dose that it has for good
+    kind: Kind  # the kind of the stream
+    blueprint: str = ""  # name of its blueprint; empty if it is not known
 
 
 class _Scaled(nn.Module):
@@ -57,7 +48,6 @@ class _Scaled(nn.Module):
 
     @property
     def scaling(self) -> Scaling:
-        """The mean and the deviation, on the device that they are on."""
         return Scaling(self.mean, self.deviation)
 
 
@@ -65,7 +55,6 @@ class Standardize(_Scaled):
     """(x - mean) / deviation of examples x (B, ...) of any dtype, in the dtype of its buffers."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...)."""
         return self.scaling.read(x)
 
 
@@ -73,7 +62,6 @@ class Restore(_Scaled):
     """z * deviation + mean of outputs z (B, ...), whose mean and deviation have the shape of one example's y."""
 
     def forward(self, z: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...)."""
         return self.scaling.restore(z)
 
 
@@ -140,8 +128,7 @@ class GrownNetwork(nn.Module):
         """
         output = self._outputs(x)
         if self.classes is not None:
-            labels: NDArray[Any] = np.array(self.classes)[output.argmax(-1)]
-            return labels
+            return np.array(self.classes)[output.argmax(-1)]
         return output if self.target else output.reshape(len(output))
 
     def predict_proba(self, x: Any) -> NDArray[Any]:
@@ -152,8 +139,7 @@ class GrownNetwork(nn.Module):
         """
         if self.classes is None:
             raise InputError("the network predicts values, which have no probabilities; use predict(x)")
-        found: NDArray[Any] = torch.from_numpy(self._outputs(x)).softmax(-1).numpy()
-        return found
+        return torch.from_numpy(self._outputs(x)).softmax(-1).numpy()
 
     @torch.no_grad()
     def _outputs(self, x: Any) -> NDArray[Any]:
@@ -164,7 +150,8 @@ class GrownNetwork(nn.Module):
         modes = {module: module.training for module in self.modules()}
         self.eval()
         try:
-            parts = [run(self, _piece(examples, start, weight.device)).cpu() for start in range(0, count, CHUNK)]
+            pieces = (picked(examples, slice(start, start + CHUNK)) for start in range(0, count, CHUNK))
+            parts = [run(self, map_leaves(lambda leaf: leaf.to(weight.device), piece)).cpu() for piece in pieces]
         finally:
             for module, training in modes.items():
                 module.training = training
@@ -175,12 +162,6 @@ class GrownNetwork(nn.Module):
                 f"the network has outputs of shape {output.shape[1:]}, but {len(self.classes)} classes; export it again"
             )
         return output
-
-
-def _piece(examples: Batch, start: int, device: torch.device) -> Batch:
-    """Return at most `CHUNK` examples from index `start` on, on a device."""
-    piece: Batch = map_leaves(lambda leaf: leaf[start : start + CHUNK].to(device), examples)
-    return piece
 
 
 def run_segments(x: Batch, segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft]) -> Tensor:
@@ -205,26 +186,24 @@ class GraftedSegments(nn.Module):
         self.grafts = tuple(grafts)
 
     def forward(self, x: Tensor | None = None, /, *others: Tensor, **named: Tensor) -> Tensor:
-        """Leaves (B, ...) -> (B, ...)."""
         batch = batch_of(() if x is None else (x, *others), named)
         return run_segments(batch, self.segments, self.seeds, self.grafts)
 
 
 class RegrownHost:
-    """A factory of hosts that are copies of one grown network.
-
-    The network is loaded once, so that a run does not need the files of an earlier run until its end.
-    """
+    """A factory of copies of one grown network, loaded once, so that a run does not need the files of an earlier run."""
 
     def __init__(self, network: GrownNetwork) -> None:
         self._host = as_host(network)
         self.original = network.original
-        self._ungrown = Ungrown(network)
-        self.scaling = _scaling(network.standardize)  # of the features that the host reads; None if it takes them raw
-        self.target_scaling = _scaling(network.restore)  # of the targets that the host returns; None if they are raw
+        self._ungrown = partial(copy.deepcopy, _ungrown(network))
+        # of the features that the host reads, and of the targets that it returns; None if they are raw
+        self.scaling, self.target_scaling = (
+            None if module is None else Scaling(*(values.clone() for values in module.scaling))
+            for module in (network.standardize, network.restore)
+        )
 
     def __call__(self) -> SegmentedHost:
-        """Make a host with weights of its own, equal to those of the network."""
         return copy.deepcopy(self._host)
 
     @property
@@ -233,19 +212,14 @@ class RegrownHost:
         return self.original or self._ungrown
 
 
-class Ungrown:
-    """A factory of copies of the host that a network grew from, without any seed of this run or of earlier ones."""
-
-    def __init__(self, network: GrownNetwork) -> None:
-        parts = [_flat(segment) for segment in network.segments]
-        last = np.cumsum([len(part) for part in parts]) - 1  # index of the last segment of each part
-        slots = [replace(slot, after=int(last[slot.after])) for slot in network.slots]
-        self._host = SegmentedHost([segment for part in parts for segment in part], slots)
-        self._host.stacks, self._host.draws = network.stacks, network.draws
-
-    def __call__(self) -> SegmentedHost:
-        """Make a host with weights of its own, equal to the weights that the host had when its growth ended."""
-        return copy.deepcopy(self._host)
+def _ungrown(network: GrownNetwork) -> SegmentedHost:
+    """Return the host that a network grew from, with its present weights, without any seed of this run or of earlier ones."""
+    parts = [_flat(segment) for segment in network.segments]
+    last = np.cumsum([len(part) for part in parts]) - 1  # index of the last segment of each part
+    slots = [replace(slot, after=int(last[slot.after])) for slot in network.slots]
+    host = SegmentedHost([segment for part in parts for segment in part], slots)
+    host.stacks, host.draws = network.stacks, network.draws
+    return host
 
 
 def _flat(segment: nn.Module) -> list[nn.Module]:
@@ -258,33 +232,31 @@ def _flat(segment: nn.Module) -> list[nn.Module]:
 def as_host(network: GrownNetwork) -> SegmentedHost:
     """Return the network as a host with free slots, which reads and returns standardized values if the network does.
 
-    A seed becomes part of the segment that it was grafted behind. A seed that reads the input needs everything that
-    enters the first segment, so all segments up to it become one; the slots between them are gone (`lost_slots`).
+    A seed becomes part of the segment that it was grafted behind, which then offers no inner features. A seed that reads the
+    input needs everything that enters the first segment, so all segments up to it become one; the slots between them are gone
+    (`lost_slots`).
     """
-    merged = _merged(network)
-    segments = []
-    runs = [(0, merged), *((index, index) for index in range(merged + 1, len(network.segments)))]
-    for start, last in runs:
-        chosen = [
-            (seed, graft._replace(after=graft.after - start))
-            for seed, graft in zip(network.seeds, network.grafts, strict=True)
-            if start <= graft.after <= last
-        ]
-        if start == last and not chosen:
+    merged, planted = _merged(network), list(zip(network.seeds, network.grafts, strict=True))
+    segments, grafted = [], set[int]()
+    for start, last in [(0, merged), *((index, index) for index in range(merged + 1, len(network.segments)))]:
+        seeds = [seed for seed, graft in planted if start <= graft.after <= last]
+        grafts = [graft._replace(after=graft.after - start) for _, graft in planted if start <= graft.after <= last]
+        if start == last and not seeds:
             segments.append(network.segments[start])
         else:
-            seeds, grafts = [seed for seed, _ in chosen], [graft for _, graft in chosen]
             segments.append(GraftedSegments(list(network.segments[start : last + 1]), seeds, grafts))
-    host = SegmentedHost(segments, [_moved(slot, network, merged) for slot in network.slots if slot.after >= merged])
+            grafted.add(last)
+    slots = [
+        replace(slot, after=slot.after - merged, inner=None if slot.after in grafted else slot.inner)
+        for slot in network.slots
+        if slot.after >= merged
+    ]
+    host = SegmentedHost(segments, slots)
     host.stacks = network.stacks and all(
         getattr(seed.get_submodule("delta"), "stacks", False) for seed in network.seeds
     )
     host.draws = network.draws or any(getattr(seed, "draws", True) for seed in network.seeds)
     return host
-
-
-def _scaling(module: Standardize | Restore | None) -> Scaling | None:
-    return None if module is None else Scaling(*(values.clone() for values in module.scaling))
 
 
 def lost_slots(network: GrownNetwork) -> list[str]:
@@ -295,10 +267,3 @@ def lost_slots(network: GrownNetwork) -> list[str]:
 def _merged(network: GrownNetwork) -> int:
     """Return the index of the last segment that becomes part of the first one."""
     return max((graft.after for graft in network.grafts if graft.tap == Tap.INPUT), default=0)
-
-
-def _moved(slot: SlotSpec, network: GrownNetwork, merged: int) -> SlotSpec:
-    """Return a slot of the network at its place in the host; a segment with grafted seeds offers no inner features."""
-    grafted = merged > 0 and slot.after == merged
-    grafted = grafted or any(graft.after == slot.after for graft in network.grafts)
-    return replace(slot, after=slot.after - merged, inner=None if grafted else slot.inner)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -22,15 +22,23 @@ from esper.kasmina.graft.grown import CHILD, check_tensors, is_grafted, prefix_b
 from esper.kasmina.graft.planted import Mode, Planted, Recipe, Seat
 from esper.kasmina.graft.sharding import gather, in_parts
 from esper.kasmina.graft.widening import resized
-from esper.kasmina.network.sums import SUMS, check_sum, sums_of
 from esper.kasmina.slot import Seed
-from esper.leyline.config.parsing import parse_json
+from esper.leyline.config.parsing import parse_model
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Site
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
-from esper.store.disk import Content, find_folder, open_regular, read_kept, remove, write_folder
+from esper.store.disk import (
+    SUMS,
+    Content,
+    check_sum,
+    find_folder,
+    open_regular,
+    read_kept,
+    remove,
+    sums_of,
+    write_folder,
+)
 from esper.store.tensors import bytes_of, to_parts
 
 ADAPTER_WEIGHTS, ADAPTER, ADAPTER_FORMAT = "adapter.safetensors", "adapter.json", 2
@@ -71,7 +79,6 @@ class _SavedSeed(_Saved):
 
     @property
     def planted_at(self) -> Site:
-        """The site of the seed."""
         return Site(self.site, self.after, self.around, STREAMS[self.kind](self.width), self.causal)
 
 
@@ -87,9 +94,6 @@ class _SavedNetwork(_Saved):
     seeds: list[_SavedSeed]
     shared: dict[str, str]  # names of tensors that are another one, by name, in the same memory
     shapes: dict[str, list[int]] = {}  # of the parameters that became larger, before
-
-
-S = TypeVar("S", _SavedAdapter, _SavedNetwork)
 
 
 # Adapters.
@@ -124,10 +128,7 @@ def adapter_files(network: nn.Module, seeds: Mapping[str, Planted | Seat], sites
 
 
 def save_beside(network: nn.Module, directory: Path | str) -> None:
-    """Write the seeds that act in a network to the subfolder `esper` of a folder with its weights, and warn that they are there.
-
-    An adapter that was there before is removed if no seed acts.
-    """
+    """Write the seeds that act to the subfolder `esper` of a folder, with a warning; without any, remove an earlier adapter."""
     folder, seeds = Path(directory) / CHILD, acting(network)
     if seeds:
         _write(folder, adapter_files(network, seeds, holders(network)))
@@ -159,7 +160,7 @@ def attach(model: M, folder: Path | str, *, other_host: bool = False) -> M:
 def attach_files(model: M, files: Mapping[str, bytes], folder: Path, *, other_host: bool = False) -> M:
     """Attach the seeds of the files that `adapter_files` returned, as `attach`; `folder` is named in errors."""
     again = "save the adapter again"
-    described = _parsed(_SavedAdapter, ADAPTER_FORMAT, files[ADAPTER], folder / ADAPTER, again)
+    _, described = parse_model(files[ADAPTER], _SavedAdapter, [ADAPTER_FORMAT], folder / ADAPTER, again)
     tensors = _loaded(files[ADAPTER_WEIGHTS], folder / ADAPTER_WEIGHTS, again)
     if not described.seeds:
         raise InputError(f"the adapter in {folder} has no seeds, as none was kept when it was saved")
@@ -245,7 +246,7 @@ def load_grown(folder: Path | str, model: M) -> M:
     files = _read_files(folder_of(folder), NETWORK_WEIGHTS, NETWORK, "grown network", "growth.save")
     folder = find_folder(folder_of(folder))
     weights_path = folder / NETWORK_WEIGHTS
-    described = _parsed(_SavedNetwork, NETWORK_FORMAT, files[NETWORK], folder / NETWORK, again)
+    _, described = parse_model(files[NETWORK], _SavedNetwork, [NETWORK_FORMAT], folder / NETWORK, again)
     tensors = _loaded(files[NETWORK_WEIGHTS], weights_path, again)
     if missing := [first for first in described.shared.values() if first not in tensors]:
         raise InputError(f"{weights_path} is damaged: it lacks {missing[0]!r}; {again}")
@@ -336,20 +337,6 @@ def _loaded(data: bytes, path: Path, again: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _parsed(kind: type[S], format_: int, data: bytes, path: Path, again: str) -> S:
-    """Return a description from a file. InputError if it is damaged, or of another format."""
-    tree = parse_json(data, path, again)
-    found = tree.get("format") if isinstance(tree, dict) else None
-    if found != format_:
-        raise InputError(f"{path} has format {found!r}, but this version of Esper reads format {format_}")
-    try:
-        return kind.model_validate(tree)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; {again}") from None
-
-
 def _described(network: nn.Module, seeds: Mapping[str, Planted | Seat]) -> list[_SavedSeed]:
     """Return what is saved of seeds, by the submodule that they are behind, beside their weights."""
     found, names = [], set[str]()
@@ -377,10 +364,7 @@ def _described(network: nn.Module, seeds: Mapping[str, Planted | Seat]) -> list[
 
 
 def _recipe(path: str, seed: Planted | Seat) -> Recipe:
-    """Return what a seed is built from, with the names that its submodules have in the network that is saved.
-
-    That network may be a part of the one that grew, or around it.
-    """
+    """Return what a seed is built from, named as in the network that is saved: a part of the one that grew, or one around it."""
     recipe = seed.recipe
     if recipe is None:
         raise InputError(f"nobody knows what the seed behind {path!r} was built from; plant seeds by esper.Growth")
@@ -439,10 +423,7 @@ def _built(seed: _SavedSeed, weights: Mapping[str, Tensor], path: Path, again: s
 
 
 def _host_digest(network: nn.Module, sites: Iterable[str]) -> str:
-    """Return the first 16 hexadecimal digits of the sha256 of all that `state_dict` holds but seeds at some submodules.
-
-    Every process of a sharded network calls this.
-    """
+    """Return 16 digits of the sha256 of `state_dict` without seeds. Every process of a sharded network calls this."""
     seeds = tuple(map(prefix_behind, _every_name(network, sites)))
     made = hashlib.sha256()
     for name, value in sorted(network.state_dict().items()):

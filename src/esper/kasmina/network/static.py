@@ -6,15 +6,16 @@ B examples. A factory is a callable that returns a freshly drawn `SegmentedHost`
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.batches import Batch, cast, run, stream_of
+from esper.leyline.errors import first_line
 from esper.leyline.lifecycle.slots import SlotSpec
 
 Factory = Callable[[], nn.Module]
@@ -29,7 +30,6 @@ class Scales(Protocol):
 
     def plain(self, parameters: int) -> Factory:
         """Return the factory of its plain network: no bottleneck, and the smallest width for at least `parameters` parameters."""
-        ...
 
 
 class Absent(NamedTuple):
@@ -47,9 +47,7 @@ class Skip(nn.Module):
         self.stacks = bool(getattr(inner, "stacks", False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...), or (E, B, ...) -> (E, B, ...) where the segment stacks."""
-        y: Tensor = x + self.inner(x)
-        return y
+        return x + self.inner(x)
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class Skipped:
     places: tuple[int, ...]  # indices of the segments
 
     def __call__(self) -> SegmentedHost:
-        """Return a newly initialised host."""
         host = self.host()
         assert isinstance(host, SegmentedHost)
         segments = [Skip(part) if k in self.places else part for k, part in enumerate(host.segments)]
@@ -141,8 +138,7 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts | Abse
             wide = made().eval()
             run(wide, cast(x, dtype_of(wide)))
     except Exception as error:  # a user's module can raise any error on another width; its first line gives the reason
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return Absent(f"the host cannot run at other widths: {reason}")
+        return Absent(f"the host cannot run at other widths: {first_line(error)}")
     return made
 
 
@@ -159,7 +155,6 @@ class WidenedHosts:
     widths: tuple[int, ...]  # outputs of every layer with weights, in order
 
     def __call__(self) -> SegmentedHost:
-        """Return a newly initialised host."""
         host = self.host()
         assert isinstance(host, SegmentedHost)
         chain = _chain(host)
@@ -169,7 +164,7 @@ class WidenedHosts:
         behind: list[int] = []  # the width of the stream behind each segment, 0 in front of the first layer
         for segment in host.segments:
             wide = [fresh[part] for part in segment.modules() if part in fresh and isinstance(part, _WEIGHTS)]
-            behind.append(_outs(wide[-1]) if wide else (behind[-1] if behind else 0))
+            behind.append(_features(wide[-1])[1] if wide else (behind[-1] if behind else 0))
         slots = [replace(slot, width=behind[slot.after] or slot.width) for slot in host.slots]
         return _rebuilt(host, segments, slots)
 
@@ -211,7 +206,7 @@ def _chain(host: SegmentedHost) -> list[_ChainLayer] | Absent:
     chain: list[_ChainLayer] = []
     width = 0  # of the stream
     for module in leaves:
-        ins, outs = _ins(module), _outs(module)
+        ins, outs = _features(module)
         positions = ins // width if width else 1
         if width and (ins % width or not ins):
             return Absent(
@@ -222,26 +217,18 @@ def _chain(host: SegmentedHost) -> list[_ChainLayer] | Absent:
     return chain
 
 
-def _ins(module: nn.Module) -> int:
+def _features(module: nn.Module) -> tuple[int, int]:
+    """The numbers of features that a layer reads and returns."""
     match module:
         case nn.Linear():
-            return module.in_features
+            return module.in_features, module.out_features
         case nn.Conv2d():
-            return module.in_channels
+            return module.in_channels, module.out_channels
         case nn.LayerNorm():
-            return int(module.normalized_shape[0])
+            return int(module.normalized_shape[0]), int(module.normalized_shape[0])
         case nn.BatchNorm1d() | nn.BatchNorm2d():
-            return module.num_features
+            return module.num_features, module.num_features
     raise AssertionError(type(module).__name__)
-
-
-def _outs(module: nn.Module) -> int:
-    match module:
-        case nn.Linear():
-            return module.out_features
-        case nn.Conv2d():
-            return module.out_channels
-    return _ins(module)
 
 
 def _layers(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> list[nn.Module]:
@@ -259,14 +246,9 @@ def _layers(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> list[nn.Modu
                 new = type(old)(ins, width, bias=old.bias is not None)
             case nn.Conv2d():
                 width = next(places)
-                size, stride, dilation = old.kernel_size, old.stride, old.dilation
-                shape = {
-                    "stride": stride,
-                    "padding": old.padding,
-                    "dilation": dilation,
-                    "padding_mode": old.padding_mode,
-                }
-                new = nn.Conv2d(ins, width, size, bias=old.bias is not None, **shape)  # type: ignore[arg-type]
+                names = ("kernel_size", "stride", "padding", "dilation", "padding_mode")
+                kept: dict[str, Any] = {name: getattr(old, name) for name in names}
+                new = nn.Conv2d(ins, width, bias=old.bias is not None, **kept)
             case nn.LayerNorm():
                 new = nn.LayerNorm(ins, old.eps, old.elementwise_affine, old.bias is not None)
             case nn.BatchNorm1d() | nn.BatchNorm2d():
@@ -280,17 +262,8 @@ def _layers(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> list[nn.Modu
 
 def _size(chain: Sequence[_ChainLayer], widths: Sequence[int]) -> int:
     """Return the number of parameters of a chain at other widths."""
-    total, width = 0, 0
-    places = iter(widths)
-    for layer in chain:
-        old, ins = layer.module, width * layer.positions if width else layer.ins
-        sizes = {name: parameter.numel() for name, parameter in old.named_parameters()}
-        if layer.weighs:
-            width = next(places)
-            total += sizes["weight"] // (layer.ins * layer.outs) * ins * width + (width if "bias" in sizes else 0)
-        else:
-            total += len(sizes) * ins
-    return total
+    with torch.device("meta"):
+        return sum(map(count, _layers(chain, widths)))
 
 
 def _replaced(module: nn.Module, fresh: dict[nn.Module, nn.Module]) -> nn.Module:

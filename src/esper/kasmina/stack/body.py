@@ -5,6 +5,7 @@ E environments, S slots, K blueprints of the menu, n rows of a pass, B examples,
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,19 +20,7 @@ from esper.kasmina.host import Chain, SegmentedHost, dtype_of
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed, Straight, slot_change
 from esper.kasmina.stack.layout import BEFORE, INPUT, TAPS, HostTable, Layout
-from esper.kasmina.stack.plan import (
-    Branches,
-    CallDoses,
-    CallPlan,
-    Doses,
-    Indices,
-    JoinDoses,
-    JoinPlan,
-    Plan,
-    PlanCache,
-    Route,
-    Run,
-)
+from esper.kasmina.stack.plan import Branches, CallDoses, CallPlan, Doses, Indices, Plan, PlanCache, Route, Run
 from esper.kasmina.stack.rows import (
     Mapping,
     Rows,
@@ -46,11 +35,10 @@ from esper.kasmina.stack.rows import (
 from esper.leyline.data.batches import Batch, map_leaves, on_cpu, run
 from esper.leyline.data.keys import key
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Taps
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.slots import SlotSpec, Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
-from esper.leyline.lifecycle.view import Bools, Seeds
+from esper.leyline.lifecycle.view import Seeds
 
 APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
 """Parameters of a host, by the kind of its streams, from which on a CPU runs the rows one after another. It then takes about as
@@ -67,33 +55,20 @@ Calls = list[tuple[CallPlan, CallDoses]]
 
 
 class Streams(NamedTuple):
-    """What one slot reads in a pass.
+    """What one slot reads in a pass."""
 
-    Attributes:
-        here ((n, B, ...) tensor): the stream in front of any seed
-        before ((n, B, ...) tensor, or a batch with such leaves): the input of the segment in front of the slot
-        inner ((n, B, ...) tensor or None): the features inside that segment, if the host offers them and they were asked for
-    """
-
-    here: Tensor
-    before: Any
-    inner: Tensor | None
+    here: Tensor  # (n, B, ...) the stream in front of any seed
+    before: Any  # (n, B, ...) the input of the segment in front of the slot
+    inner: Tensor | None  # (n, B, ...) the features inside that segment, if the host has them and they were asked for
 
 
 class Pass(NamedTuple):
-    """The result of a forward pass.
+    """The result of a forward pass."""
 
-    Attributes:
-        output ((n, B, ...) tensor): outputs of the environments
-        branches ((X, B, ...) tensor or None): outputs of the branches, in their order
-        streams (S Streams): one for each slot, if asked for
-        proximal ((n,) tensor or None): the sum over the straight-through seeds of each environment of |c|^2 / |h|^2
-    """
-
-    output: Tensor
-    branches: Tensor | None
-    streams: tuple[Streams, ...]
-    proximal: Tensor | None
+    output: Tensor  # (n, B, ...) outputs of the environments
+    branches: Tensor | None  # (X, B, ...) outputs of the branches, in their order
+    streams: tuple[Streams, ...]  # one for each slot, if asked for
+    proximal: Tensor | None  # (n,) the sum over the straight-through seeds of each environment of |c|^2 / |h|^2
 
 
 class Body:
@@ -173,11 +148,7 @@ class Body:
             self.real_outputs = torch.from_numpy(spread).to(self.device)
 
     def edit(self, edits: Edits, seeds: Seeds, birth_key: Callable[[int, int], int]) -> None:
-        """Make and free seed modules as the edits say, and sort the rows by their new stages.
-
-        `birth_key(env, slot)` seeds the initialisation of a newly planted seed. The values of the other rows do not
-        change.
-        """
+        """Make and free seed modules as the edits say, and sort the rows; `birth_key(env, slot)` seeds new weights."""
         for (slot, form), envs in self.envs.items():
             gone = edits.freed[edits.freed[:, 1] == slot, 0]
             kept = np.flatnonzero(~np.isin(envs, gone))
@@ -203,7 +174,6 @@ class Body:
             self.envs[slot, form] = envs[order]
 
     def clear(self) -> None:
-        """Free every seed."""
         self.envs = {at: np.zeros(0, np.int64) for at in self.envs}
 
     def state(self) -> dict[str, Any]:
@@ -218,10 +188,7 @@ class Body:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned. Raises ValueError if it came from a body of other hosts or another menu.
-
-        The stacks of the seeds are built first, in the order in which they were first made, and then filled.
-        """
+        """Restore what `state` returned. Raises ValueError if it came from a body of other hosts or another menu."""
         self.host.load_state(state["host"])
         self.table.load_state(state["widths"])
         self.mask_outputs()
@@ -238,8 +205,8 @@ class Body:
         """Return the rows of each seed stack that an optimizer moves now: those that train with the host, and incubating ones."""
         chosen = {}
         for (slot, form), envs in self.envs.items():
-            ranks = _rank(seeds, envs, slot)
-            chosen[slot, form] = [_run(ranks == _WITH_HOST), _run(ranks == _INCUBATING)]
+            ends = np.searchsorted(_rank(seeds, envs, slot), range(_IDLE + 1))  # the rows are sorted by group
+            chosen[slot, form] = [slice(*ends[_WITH_HOST : _DOOMED + 1].tolist()), slice(*ends[_INCUBATING:].tolist())]
         return chosen
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
@@ -250,9 +217,7 @@ class Body:
             stack, rows = self.stacks.get((s, form)), more + len(self.envs.get((s, form), ()))
             capacity = stack.capacity if stack is not None else 0
             if rows > capacity:
-                row = sum(parameter.nbytes for parameter in self.layout.forms[s, form].parameters()) * (
-                    2 + len(self._moments)
-                )
+                row = sum(p.nbytes for p in self.layout.forms[s, form].parameters()) * (2 + len(self._moments))
                 needed += max(rows, 2 * capacity) * row
         return needed
 
@@ -261,11 +226,7 @@ class Body:
         total = self.host.columns["value"].sum(1)
         for at, envs in self.envs.items():
             if len(envs):
-                total = total.index_add(
-                    0,
-                    torch.from_numpy(envs).to(self.device, non_blocking=True),
-                    self.stacks[at].columns["value"][: len(envs)].sum(1),
-                )
+                total = total.index_add(0, self._send(envs), self.stacks[at].columns["value"][: len(envs)].sum(1))
         return total
 
     def seed_module(self, seeds: Seeds, env: int, slot: int) -> Seed:
@@ -306,29 +267,24 @@ class Body:
                 incubating = np.where(seeds.stage[envs, slot] == Stage.TRAINING, one, none)
                 calls += self._calls(seeds, slot, envs, incubating, frozen=False, straight=True)
             base.append(calls)
-        base_plans, base_doses = _split(base)
         if branches is None or not len(branches.env):
-            return Route(Plan(bounds, base_plans, (), ()), Doses(base_doses, (), (), None, np.zeros(0, np.int64)))
+            return Route(
+                Plan(bounds, _column(base, 0), (), ()), Doses(_column(base, 1), (), (), None, np.zeros(0, np.int64))
+            )
         joins = [self._join(segment, branches, envs) for segment in range(len(self.layout.chain.paths))]
         branch: list[Calls] = []
         for slot in range(len(self.slots)):
-            there = int(
-                np.searchsorted(branches.slot, slot, side="right")
-            )  # branches that run through the slot or join there
+            there = np.searchsorted(branches.slot, slot, side="right")  # those that run through the slot or join there
             owners, doses = branches.env[:there], branches.dose[:there, slot]
+            learns = train & (branches.slot[:there] == slot)
+            calls = self._calls(seeds, slot, owners, np.where(learns, none, doses), frozen=True)
             if train:
-                joined = branches.slot[:there] == slot
-                old, new = np.where(joined, none, doses), np.where(joined, doses, none)
-                branch.append(
-                    self._calls(seeds, slot, owners, old, frozen=True)
-                    + self._calls(seeds, slot, owners, new, frozen=False)
-                )
-            else:
-                branch.append(self._calls(seeds, slot, owners, doses, frozen=True))
-        branch_plans, branch_doses = _split(branch)
+                calls += self._calls(seeds, slot, owners, np.where(learns, doses, none), frozen=False)
+            branch.append(calls)
         owners = branches.env - part.start
-        plan = Plan(bounds, base_plans, branch_plans, tuple(join for join, _ in joins))
-        return Route(plan, Doses(base_doses, branch_doses, tuple(d for _, d in joins), self._send(owners), owners))
+        plan = Plan(bounds, _column(base, 0), _column(branch, 0), tuple(join for join, _ in joins))
+        doses_of_joins = tuple(join for _, join in joins)
+        return Route(plan, Doses(_column(base, 1), _column(branch, 1), doses_of_joins, self._send(owners), owners))
 
     def run(self, x: Batch, route: Route, *, streams: Kept = "none", keys: Indices | None = None) -> Pass:
         """Run a route over a batch of its part: leaves x (n, B, ...) -> outputs (n, B, ..., C).
@@ -359,10 +315,7 @@ class Body:
 
     @property
     def draws(self) -> bool:
-        """Whether a module may draw random numbers in training mode, so that a pass needs keys.
-
-        Modules run in a loop may draw. Modules run by vmap may turn out not to be mappable, and are then run in a loop.
-        """
+        """Whether a module may draw in training mode, in a loop or where vmap may turn out not to map it, which needs keys."""
         stacks = [(self.host, path) for path in self.layout.chain.paths]
         stacks += [(stack, "delta") for stack in self.stacks.values()]
         return any(stack.draws and stack.part(path).way != "direct" for stack, path in stacks)
@@ -379,35 +332,27 @@ class Body:
         return [slice(row, row + 1) for row in range(capacity)]
 
     def train(self, mode: bool) -> None:
-        """Set every module to training or evaluation mode."""
         self.host.train(mode)
         for stack in self.stacks.values():
             stack.train(mode)
 
     # Inside.
 
-    def _join(self, segment: int, branches: Branches, envs: Indices) -> tuple[JoinPlan, JoinDoses]:
-        """Plan the branches at a segment, in a pass over environments `envs` (n,): those that run through it, and those that
-        join behind it.
-        """
+    def _join(
+        self, segment: int, branches: Branches, envs: Indices
+    ) -> tuple[tuple[Run, int], tuple[Indices | None, Tensor | None]]:
+        """Plan the branches at a segment in a pass over `envs` (n,): those that run through it, and that join behind it."""
         first = sum(slot.after < segment for slot in self.slots)  # the first slot behind the segment
         owners = branches.env[: np.searchsorted(branches.slot, first)]
         here = first < len(self.slots) and self.slots[first].after == segment
         joining = branches.env[branches.slot == first] - envs[0] if here else np.zeros(0, np.int64)
         env = self._send(joining) if len(joining) else None
         if np.array_equal(owners, envs):
-            return JoinPlan((int(envs[0]), int(envs[-1]) + 1), len(joining)), JoinDoses(None, env)
-        return JoinPlan(len(owners), len(joining)), JoinDoses(owners, env)
+            return ((int(envs[0]), int(envs[-1]) + 1), len(joining)), (None, env)
+        return (len(owners), len(joining)), (owners, env)
 
     def _calls(
-        self,
-        seeds: Seeds,
-        slot: int,
-        envs: Indices,
-        dose: NDArray[np.float32],
-        *,
-        frozen: bool,
-        straight: bool = False,
+        self, seeds: Seeds, slot: int, envs: Indices, dose: NDArray[np.float32], *, frozen: bool, straight: bool = False
     ) -> Calls:
         """Plan the forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
 
@@ -464,10 +409,7 @@ class Body:
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
 
     def _merged(self, plan: Plan) -> Chain:
-        """Return the chain in which segments between which nothing happens are one, where that saves calls.
-
-        Fused layers save time with every call; of other segments, nothing is gained.
-        """
+        """Return the chain in which fused segments between which nothing happens are one; other segments would gain nothing."""
         own = self.layout.chain
         if plan.joins or self.recomputed is not None:
             return own
@@ -477,7 +419,6 @@ class Body:
         return chain if fused and len(parts) < len(own.paths) else own
 
     def _make_room(self, at: tuple[int, int], capacity: int) -> None:
-        """Make an empty stack for a form at a slot."""
         options = self._options
         if self.by_row and self.slots[at[0]].kind == Kind.MAP:
             options = {**options, "mapping": "loop"}
@@ -515,16 +456,9 @@ def _rank(seeds: Seeds, envs: Indices, slot: int) -> Indices:
     return rank
 
 
-def _run(chosen: Bools) -> slice:
-    """Return the contiguous run of the chosen rows."""
-    rows = np.flatnonzero(chosen)
-    return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
-
-
-def _split(slots: list[Calls]) -> tuple[tuple[tuple[CallPlan, ...], ...], tuple[tuple[CallDoses, ...], ...]]:
-    """Split the calls of each slot into plans and doses."""
-    plans = tuple(tuple(plan for plan, _ in calls) for calls in slots)
-    return plans, tuple(tuple(doses for _, doses in calls) for calls in slots)
+def _column(slots: list[Calls], place: Literal[0, 1]) -> tuple[tuple[Any, ...], ...]:
+    """Return by slot the plans of its calls, or their doses."""
+    return tuple(tuple(call[place] for call in calls) for calls in slots)
 
 
 class _Flow(NamedTuple):
@@ -535,7 +469,7 @@ class _Flow(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of a stack of seeds, which compute as one seed."""
+    """Rows of a stack of seeds, which compute as one `Seed`."""
 
     stack: Stack
     rows: Rows
@@ -563,13 +497,12 @@ class _Running:
         self.proximal: Tensor | None = None
 
     def call(self, path: str, flow: _Flow) -> _Flow:
-        """Run a segment of the hosts."""
         host = self.body.host
         segment = self.body.segment_of.get(path, 0)  # merged segments draw nothing and have no branches
         base = self.run(host, flow.base, self.part, part=path, frozen=self.frozen, keys=place_keys(self.keys, segment))
         extra = flow.extra
         if extra is not None:
-            rows = _rows(self.plan.joins[segment].run, self.doses.joins[segment].rows)
+            rows = _rows(self.plan.joins[segment][0], self.doses.joins[segment][0])
             extra = self.run(host, extra, rows, part=path, frozen=True)
         return _Flow(base, extra)
 
@@ -579,7 +512,7 @@ class _Running:
         layout = self.body.layout
         segment, place = layout.slots[slot].after, len(self.body.segment_of) + slot
         extra_before = taps.before.extra
-        env = self.doses.joins[segment].env if self.plan.joins else None
+        env = self.doses.joins[segment][1] if self.plan.joins else None
         if env is not None:
             extra = append_rows(extra, select_rows(h.detach(), env))
             if layout.widest.taps[slot, BEFORE]:
@@ -605,7 +538,6 @@ class _Running:
         return _Flow(h, extra)
 
     def _grown(self, plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
-        """Return the stream behind the seeds of one call."""
         stream, h = self.body.layout.streams[plan.slot], sources[Tap.HERE]
         first, *others = plan.taps
         u = stream.fitted(select_rows(sources[first], doses.where), h)
@@ -656,24 +588,14 @@ class Recomputed:
         self._tried: WeakKeyDictionary[Stack, set[str]] = WeakKeyDictionary()
 
     def __call__(self, stack: Stack, x: Batch, rows: Rows, *, part: str, **options: Any) -> Tensor:
-        """Run a part of a stack; the arguments are those of `Stack.__call__`."""
         tried = self._tried.setdefault(stack, set())
         if part not in tried:
             # Both calls must store the same tensors, so what vmap cannot map has to be found out before the first of them.
             with torch.no_grad(), _unchanged(stack):
                 stack(map_leaves(lambda leaf: leaf[:, :2], x), rows, part=part, **options)
             tried.add(part)
-        y: Tensor = checkpoint(
-            stack,
-            x,
-            rows,
-            part=part,
-            **options,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=lambda: (nullcontext(), _unchanged(stack)),
-        )
-        return y
+        again = partial(checkpoint, stack, x, rows, part=part, use_reentrant=False, preserve_rng_state=False)
+        return again(**options, context_fn=lambda: (nullcontext(), _unchanged(stack)))
 
 
 @contextmanager

@@ -21,7 +21,6 @@ class RowMap:
 
     @staticmethod
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute x W^T + b."""
         return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
 
     run_own = run
@@ -30,7 +29,6 @@ class RowMap:
     def back(
         dy: Tensor, x: Tensor, y: Tensor, needed: Needed, weight: Tensor, bias: Tensor | None
     ) -> list[Tensor | None]:
-        """Return the gradients of x, weight and bias."""
         ahead, own, offset = needed
         return [
             torch.bmm(dy, weight) if ahead else None,
@@ -48,7 +46,6 @@ class ReLU:
 
     @staticmethod
     def back(dy: Tensor, x: Tensor, y: Tensor, needed: Needed) -> list[Tensor | None]:
-        """Return the gradient of x."""
         return [torch.ops.aten.threshold_backward(dy, y, 0)]
 
 
@@ -59,7 +56,6 @@ class RowFloor:
 
     @staticmethod
     def run(x: Tensor, floor: Tensor) -> Tensor:
-        """Compute max(x, floor)."""
         return torch.clamp(x, min=floor)
 
     run_own = run
@@ -72,15 +68,10 @@ class RowFloor:
 
 
 class Layers(NamedTuple):
-    """Layers that follow each other, and where their tensors lie in the list that a call is given.
+    """Layers that follow each other, and where their tensors lie in the list that a call is given."""
 
-    Attributes:
-        kinds: what each layer does: Map, ReLU or Floor
-        places: the index of each tensor of each layer; None for a bias that it does not have
-    """
-
-    kinds: tuple[Any, ...]
-    places: tuple[int | None, ...]
+    kinds: tuple[Any, ...]  # what each layer does: Map, ReLU or Floor
+    places: tuple[int | None, ...]  # the index of each tensor of each layer; None for a bias that it does not have
 
     def __call__(self, x: Tensor, given: Sequence[Tensor], fused: bool = True) -> Tensor:
         """Run the layers over x (n, B, ..., D) with stacked tensors -> (n, B, ..., O).
@@ -89,12 +80,10 @@ class Layers(NamedTuple):
         autograd differentiates the layers one by one, so that a graph can be traced.
         """
         if x.dim() > 3:  # one matrix product treats the positions of all examples as rows
-            flat: Tensor = self(x.flatten(1, -2), given, fused).unflatten(1, x.shape[1:-1])
-            return flat
+            return self(x.flatten(1, -2), given, fused).unflatten(1, x.shape[1:-1])
         tensors = [None if at is None else given[at] for at in self.places]
         if fused and torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-            y: Tensor = _Fused.apply(self.kinds, x, *tensors)  # type: ignore[no-untyped-call]
-            return y
+            return _Fused.apply(self.kinds, x, *tensors)  # type: ignore[no-untyped-call]
         start = 0
         for kind in self.kinds:
             stop = start + len(kind.tensors)

@@ -5,7 +5,7 @@ changes the last bit. The trajectory of an environment is the same in any popula
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,20 +24,10 @@ ROWS = 5
 BATCHES = (3, 7, 32)
 
 
-class Sizes(NamedTuple):
-    """What is compared with a stack of all rows.
-
-    Attributes:
-        batches (tuple of int): examples of a batch
-        counts (tuple of int): rows of the smaller stacks, taken from the first rows and from the last
-    """
-
-    batches: tuple[int, ...]
-    counts: tuple[int, ...]
-
-
-EVERY_SIZE = Sizes(BATCHES, tuple(range(1, ROWS)))
-FEW_SIZES = Sizes((7,), (1,))
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Examples of a batch, and rows of the smaller stacks, from the first rows and from the last, that are compared with all rows."""
+EVERY_SIZE: Sizes = BATCHES, tuple(range(1, ROWS))
+FEW_SIZES: Sizes = (7,), (1,)
 """A row alone at an odd batch, where a kernel that treats the last elements in another way nearly always shows."""
 POSITIONS: dict[Kind, tuple[int, ...]] = {Kind.VECTOR: (), Kind.MAP: (5, 6), Kind.SEQUENCE: (13,)}
 """Positions of an example of each kind of stream."""
@@ -54,16 +44,11 @@ class Blended(nn.Module):
         self.stacks = bool(getattr(seed.delta, "stacks", False))
 
     def forward(self, h: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...), or (N, B, ...) -> (N, B, ...)."""
         return slot_output(self.stream, h, h, self.seed, 0.5, self.blend)
 
 
 def segments_that_vary(factory: Callable[[], nn.Module], x: Batch, sizes: Sizes = EVERY_SIZE) -> dict[str, str]:
-    """Return the segments of a host whose numbers for a row depend on the other rows, each with the place where that shows.
-
-    x (B, ...): examples that the host can run. Outputs, gradients and buffers are compared bit for bit, in training
-    mode.
-    """
+    """Return the segments of a host, run on x (B, ...), whose numbers for a row depend on other rows, and where that shows."""
     hosts = [_jolted(factory, row) for row in range(ROWS)]
     assert isinstance(hosts[0], SegmentedHost)
     return _vary(hosts, x, hosts[0].chain.paths, sizes)
@@ -74,31 +59,33 @@ def blends_that_vary(entry: Blueprint, width: int, sizes: Sizes = EVERY_SIZE) ->
     stream = STREAMS[entry.kind]
     with drawn_with(width):
         x = torch.randn(max(BATCHES), *POSITIONS[entry.kind], width).movedim(-1, stream.features)
-    found: dict[str, str] = {}
-    for blend in Blend:
 
-        def build(blend: Blend = blend) -> nn.Module:
-            return Blended(stream, Seed(entry.build(width, width), width), blend)
+    def build(blend: Blend) -> nn.Module:
+        return Blended(stream, Seed(entry.build(width, width), width), blend)
 
-        where = _vary([_jolted(build, row) for row in range(ROWS)], x, [""], sizes)
-        if where:
-            found[blend.name] = where[""]
-    return found
+    vary = {
+        blend.name: _vary([_jolted(partial(build, blend), row) for row in range(ROWS)], x, [""], sizes)
+        for blend in Blend
+    }
+    return {name: where[""] for name, where in vary.items() if where}
 
 
 def _vary(modules: Sequence[nn.Module], x: Batch, parts: Sequence[str], sizes: Sizes) -> dict[str, str]:
     """Compare smaller stacks of the first and of the last rows with a stack of all rows, part by part."""
     found: dict[str, str] = {}
-    ends = [rows for count in sizes.counts for rows in (slice(0, count), slice(ROWS - count, ROWS))]
-    whole, *smaller = [(rows, _stacked(modules[rows])) for rows in (slice(0, ROWS), *ends)]
-    for batch in sizes.batches:
+    batches, counts = sizes
+    ends = [rows for count in counts for rows in (slice(0, count), slice(ROWS - count, ROWS))]
+    dtype = dtype_of(modules[0])
+    whole, *smaller = [Stack(modules[0], len(modules[rows]), dtype=dtype) for rows in (slice(0, ROWS), *ends)]
+    for batch in batches:
         example = (np.arange(batch) + 5 * np.arange(ROWS)[:, None]) % len(first(x))
         h = picked(x, torch.from_numpy(example))
         for part in parts:
-            y, *expected = _run(whole[1], modules, h, part, 0)
-            for rows, stack in smaller:
+            y, *expected = _run(whole, modules, h, part, 0)
+            for rows, stack in zip(ends, smaller, strict=True):
                 got = _run(stack, modules[rows], picked(h, rows), part, rows.start)
-                if not all(_same(a, b[rows]) for a, b in zip(got, (y, *expected), strict=True)):
+                pairs = zip(got, (y, *expected), strict=True)
+                if not all(torch.equal(a.nan_to_num(), b[rows].nan_to_num()) for a, b in pairs):
                     stacks = f"a stack of {counted(stack.capacity, 'row')} differs from the same rows in one of {ROWS}"
                     found.setdefault(part, f"{stacks}, at batches of {batch}")
             h = y
@@ -124,14 +111,6 @@ def _run(stack: Stack, modules: Sequence[nn.Module], h: Batch, part: str, start:
         stack.columns["gradient"].clone(),
         *(stack.columns[name].clone() for name in stack.buffers),
     ]
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def _stacked(modules: Sequence[nn.Module]) -> Stack:
-    return Stack(modules[0], len(modules), dtype=dtype_of(modules[0]))
 
 
 @torch.no_grad()

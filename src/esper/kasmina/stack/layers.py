@@ -26,19 +26,16 @@ class Linear(nn.Linear):
         return mapped(x, self.weight, self.bias)
 
 
-def zero_linear(reads: int, writes: int) -> Linear:
+def zero_linear(reads: int, writes: int, *, bias: bool = True) -> Linear:
     """Make a linear map that starts at exactly 0."""
-    layer = Linear(reads, writes)
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
+    layer = Linear(reads, writes, bias)
+    for parameter in layer.parameters():
+        nn.init.zeros_(parameter)
     return layer
 
 
 class Embedding(nn.Module):
-    """A vector for each token: (B, L) int64 -> (B, L, C).
-
-    With a `length`, a vector for the position is added, and L must not exceed it.
-    """
+    """A vector for each token, and for its position with a `length`, which L must not exceed: (B, L) int64 -> (B, L, C)."""
 
     stacks = True
 
@@ -48,7 +45,6 @@ class Embedding(nn.Module):
         self.positions = None if length is None else nn.Parameter(torch.empty(length, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L) -> (B, L, C), or with stacked parameters (E, B, L) -> (E, B, L, C)."""
         table: Tensor = self.tokens
         stacked, last = table.dim() == 3, x.shape[-1]
         if stacked:  # one table holds all rows; the tokens of each row are shifted to its own part
@@ -74,7 +70,6 @@ class PositionNorm(nn.Module):
         self.shift = nn.Parameter(torch.zeros(1, 1, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
         width = x.shape[-1:]
         if self.scale.dim() == 3:  # torch's kernel scales and shifts, but knows no row axis
             return F.layer_norm(x, width, self.scale.view(-1), self.shift.view(-1), self.eps)
@@ -96,26 +91,24 @@ class CausalAttention(nn.Module):
         self.out = Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
         # The gradient of unbind is one stack; that of three indices would be three tensors of zeros and two sums.
         q, k, v = self.read(x).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-2, -3).unbind(0)
         if self.rotary:
             q, k = rotated(q), rotated(k)
         mixed = causal_attention(q, k, v)
-        y: Tensor = self.out(mixed.transpose(-2, -3).flatten(-2))
-        return y
+        return self.out(mixed.transpose(-2, -3).flatten(-2))
 
 
-def rotated(x: Tensor, base: float = 10_000.0) -> Tensor:
+def rotated(x: Tensor) -> Tensor:
     """Rotary positions (Su et al., "RoFormer", 2021, equation 34), for features i and i + d/2 of queries or keys (..., L, d).
 
-        (a_i, b_i) -> (a_i cos(l t_i) - b_i sin(l t_i), a_i sin(l t_i) + b_i cos(l t_i)),   t_i = base^(-2 i / d)
+        (a_i, b_i) -> (a_i cos(l t_i) - b_i sin(l t_i), a_i sin(l t_i) + b_i cos(l t_i)),   t_i = 10000^(-2 i / d)
 
     a and b are the first and the second half of the features, and l is the position, counted from 0. The product of a rotated
     query and a rotated key depends on their positions by the distance alone. d is even.
     """
     length, half = x.shape[-2], x.shape[-1] // 2
-    rates = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    rates = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
     angles = torch.arange(length, device=x.device, dtype=torch.float64)[:, None] * rates
     cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x[..., :half], x[..., half:]
@@ -136,8 +129,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return fused.view(q.shape)
     later = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(later, -torch.inf)
-    mixed: Tensor = torch.softmax(scores, -1) @ v
-    return mixed
+    return torch.softmax(scores, -1) @ v
 
 
 class PositionMean(nn.Module):
@@ -168,5 +160,4 @@ class Residual(nn.Sequential):
         h = x
         for module in branch:
             h = module(h)
-        y: Tensor = shortcut(x) + h
-        return y
+        return shortcut(x) + h

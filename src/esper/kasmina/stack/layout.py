@@ -17,11 +17,11 @@ from esper.kasmina.slot import Seed
 from esper.kasmina.stack.plan import Indices
 from esper.leyline.data.batches import Batch, on_cpu, run
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Taps
-from esper.leyline.lifecycle.slots import SlotSpec, Tap
+from esper.leyline.lifecycle.slots import SlotSpec, Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.streams import STREAMS, Stream
 from esper.leyline.lifecycle.view import Bools, Seeds
+from esper.leyline.records import from_tree
 
 TAPS = tuple(Tap)
 HERE, BEFORE, INPUT, INNER = range(4)
@@ -33,13 +33,10 @@ class Widths(NamedTuple):
 
     A width is 0 where there is no stream or one of another kind than the slot's. At a causal slot it is also 0 where
     the stream has another length than the slot's, because fitting it to the slot's length would look ahead.
-
-    Attributes:
-        reads ((S, K) int): the width that each blueprint would read at each slot, 0 where it does not fit
-        taps ((S, 4) int): at each slot the widths of the stream, the segment's input, the host's input, the inner features
     """
 
-    reads: Indices
+    reads: Indices  # (S, K) the width that each blueprint would read at each slot, 0 where it does not fit
+    # (S, 4) at each slot the widths of the stream, the segment's input, the host's input, the inner features
     taps: Indices
 
 
@@ -48,24 +45,20 @@ class Layout:
 
     Seeds of one module class that read the same width at one slot share a *form*. The module of the form is its largest
     member, whose leading corner holds any other member.
-
-    slots (S), menu (K): as given. chain: the order of computation of every host. streams (S): the kind of stream at
-    each slot. widest: widths of the largest host. fits (S, K): which blueprints of the menu fit a slot. tap_of (K,):
-    the tap that each blueprint reads, as an index into `TAPS`. forms: the module of each (slot, form). form_of (S, K):
-    the form of each blueprint, -1 where it does not fit.
     """
 
     def __init__(self, host: SegmentedHost, menu: Sequence[Blueprint], example: Batch, dtype: torch.dtype) -> None:
         """`host` is the largest one; example (B, ...) is an input of it; dtype is that of all parameters."""
         self.slots: tuple[SlotSpec, ...] = host.slots
         self.menu = tuple(menu)
-        self.chain: Chain = host.chain
+        self.chain: Chain = host.chain  # the order of computation of every host
         self.streams: tuple[type[Stream], ...] = tuple(STREAMS[slot.kind] for slot in self.slots)
-        self.tap_of = np.array([TAPS.index(entry.tap) for entry in self.menu], np.int64)
+        self.tap_of = np.array([TAPS.index(entry.tap) for entry in self.menu], np.int64)  # (K,) indices into `TAPS`
         self.dtype = dtype
-        self.widest = self.widths(host, example)
-        self.fits: Bools = self.widest.reads > 0
+        self.widest = self.widths(host, example)  # of the largest host
+        self.fits: Bools = self.widest.reads > 0  # (S, K) which blueprints of the menu fit a slot
         self.reads_input = any(entry.tap == Tap.INPUT for entry in self.menu)
+        # the module of each (slot, form), and (S, K) the form of each blueprint, -1 where it does not fit
         self.forms, self.form_of = self._forms()
 
     @torch.no_grad()
@@ -95,7 +88,6 @@ class Layout:
         return Widths(np.where(fits.reshape(len(taps), -1), widths[:, self.tap_of], 0), widths)
 
     def build(self, slot: int, blueprint: int, key: int, reads: int, writes: int) -> Seed:
-        """Build a new seed of a blueprint at these widths; `key` seeds its initialisation."""
         with drawn_with(key):
             return Seed(self.menu[blueprint].build(reads, writes), reads).to(self.dtype)
 
@@ -128,21 +120,18 @@ def _width_read(slot: SlotSpec, stream: type[Stream], x: object, here: Batch) ->
 
 
 class HostTable:
-    """Sizes of hosts and prices of seeds by row.
-
-    host_params (E,): parameters of the host. outputs (E,): number of its outputs. reads (E, S, K): the width that each
-    blueprint would read at each slot, 0 where it does not fit. taps (E, S, 4): widths as in `layout.Widths.taps`. cost
-    (E, S, K): parameters that each blueprint would add.
-    """
+    """Sizes of hosts and prices of seeds by row."""
 
     def __init__(self, rows: int, layout: Layout) -> None:
         self._menu = layout.menu
         slots, menu = layout.fits.shape
-        self.host_params: Indices = np.zeros(rows, np.int64)
-        self.outputs: Indices = np.zeros(rows, np.int64)
-        self.reads: Indices = np.zeros((rows, slots, menu), np.int64)
-        self.taps: Indices = np.zeros((rows, slots, 4), np.int64)
-        self.cost: Indices = np.zeros((rows, slots, menu), np.int64)
+        self.host_params: Indices = np.zeros(rows, np.int64)  # (E,) parameters of the host
+        self.outputs: Indices = np.zeros(rows, np.int64)  # (E,) number of its outputs
+        self.reads: Indices = np.zeros((rows, slots, menu), np.int64)  # (E, S, K) as in `Widths.reads`
+        self.taps: Indices = np.zeros((rows, slots, 4), np.int64)  # (E, S, 4) as in `Widths.taps`
+        self.cost: Indices = np.zeros(
+            (rows, slots, menu), np.int64
+        )  # (E, S, K) parameters that each blueprint would add
 
     def plant(self, rows: Sequence[int], module: nn.Module, widths: Widths, outputs: int) -> None:
         """Record the sizes of a host that is written into some rows."""
@@ -156,7 +145,6 @@ class HostTable:
         self.host_params[at], self.outputs[at] = count(module), outputs
 
     def widths_of(self, env: int, slot: int, blueprint: int) -> tuple[int, int]:
-        """Return the widths that a seed of a blueprint reads and writes."""
         return int(self.reads[env, slot, blueprint]), int(self.taps[env, slot, HERE])
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
@@ -171,18 +159,13 @@ class HostTable:
         return np.asarray(self.cost[env, slot, blueprint] + gate, np.int64)
 
     def state(self) -> dict[str, Indices]:
-        """Return the arrays by name; they share memory with the table."""
         return {name: getattr(self, name) for name in _ARRAYS}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Raises ValueError if it has other rows, slots or another menu."""
         for name in _ARRAYS:
-            given, known = state[name], getattr(self, name)
-            if given.shape != known.shape or given.dtype != known.dtype:
-                raise ValueError(
-                    f"{name} is {given.shape} {given.dtype}, where {known.shape} {known.dtype} was expected"
-                )
-            known[...] = given
+            known = getattr(self, name)
+            known[...] = from_tree(known, state[name], name)
 
 
 _ARRAYS = ("host_params", "reads", "taps", "cost", "outputs")

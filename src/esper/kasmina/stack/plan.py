@@ -19,19 +19,11 @@ Run = tuple[int, int] | int
 
 
 class Branches(NamedTuple):
-    """Further evaluations that leave the pass of their environment at a slot and run on from there at doses of their own.
+    """Further evaluations, sorted by `slot`: each leaves the pass of its environment there and runs on at doses of its own."""
 
-    Sorted by `slot`. The computation in front of the slot is shared with the environment's own pass.
-
-    Attributes:
-        env ((X,) int): the environment of each branch
-        slot ((X,) int): the first slot whose dose differs
-        dose ((X, S) float): the dose of every slot
-    """
-
-    env: Indices
-    slot: Indices
-    dose: NDArray[np.float32]
+    env: Indices  # (X,) the environment of each branch
+    slot: Indices  # (X,) the first slot whose dose differs
+    dose: NDArray[np.float32]  # (X, S) the dose of every slot
 
     @classmethod
     def at(cls, env: Indices, slot: Indices, dose: NDArray[np.float32]) -> tuple["Branches", Indices]:
@@ -46,61 +38,29 @@ class Branches(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """One form at one slot, run over some rows of a pass.
+    """One form at one slot, run over some rows of a pass."""
 
-    Attributes:
-        slot (int): index of the slot
-        form (int): index of the form among those of the slot
-        run (Run): rows of the stack
-        whole (bool): whether the rows are all of the pass, in order
-        taps (Taps): what the rows read, one or more
-        attenuated (bool): whether a row has an alpha below 1
-        blended (bool): whether a row has another blend than ADD
-        gated (bool): whether a row has blend GATE
-        detached (bool): whether no gradient flows back through what a row reads
-        frozen (bool): whether the parameters of the seeds are constants
-        straight (bool): whether the seeds incubate behind the host in the pass itself (`blending.Straight`)
-    """
-
-    slot: int
-    form: int
-    run: Run
-    whole: bool
-    taps: tuple[Tap, ...]
-    attenuated: bool
-    blended: bool
-    gated: bool
-    detached: bool
-    frozen: bool
-    straight: bool
-
-
-class JoinPlan(NamedTuple):
-    """The branches of a pass at one segment.
-
-    Attributes:
-        run (Run): rows of the host for the branches that run already
-        joining (int): how many branches leave the pass behind the segment
-    """
-
-    run: Run
-    joining: int
+    slot: int  # index of the slot
+    form: int  # index of the form among those of the slot
+    run: Run  # rows of the stack
+    whole: bool  # whether the rows are all of the pass, in order
+    taps: tuple[Tap, ...]  # what the rows read, one or more
+    attenuated: bool  # whether a row has an alpha below 1
+    blended: bool  # whether a row has another blend than ADD
+    gated: bool  # whether a row has blend GATE
+    detached: bool  # whether no gradient flows back through what a row reads
+    frozen: bool  # whether the parameters of the seeds are constants
+    straight: bool  # whether the seeds incubate behind the host in the pass itself (`blending.Straight`)
 
 
 class Plan(NamedTuple):
-    """The structure of a pass. Passes with one plan differ only in their doses, so what is prepared for a plan serves them all.
+    """The structure of a pass. Passes with one plan differ only in their doses and share what is prepared."""
 
-    Attributes:
-        part (pair): the first environment of the pass, and one past the last
-        base (S tuples): calls of each slot for the environments themselves
-        branch (S tuples): calls of each slot for branches; empty without branches
-        joins (tuple): one for each segment; empty without branches
-    """
-
-    part: tuple[int, int]
-    base: tuple[tuple[CallPlan, ...], ...]
-    branch: tuple[tuple[CallPlan, ...], ...]
-    joins: tuple[JoinPlan, ...]
+    part: tuple[int, int]  # the first environment of the pass, and one past the last
+    base: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for the environments themselves
+    branch: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for branches; empty without branches
+    # by segment, empty without branches: rows of the host for the branches that run already, and how many join behind it
+    joins: tuple[tuple[Run, int], ...]
 
     @property
     def bare(self) -> bool:
@@ -109,55 +69,26 @@ class Plan(NamedTuple):
 
 
 class CallDoses(NamedTuple):
-    """The tensors that vary in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream.
+    """The tensors that vary in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream."""
 
-    Attributes:
-        rows ((n,) int or None): rows of the stack; None if they are contiguous
-        where ((n,) tensor or None): rows of the pass; None if they are all of them, in order
-        places ((n,) int): the same on the host
-        tap (mapping): for every tap of the plan but the first, a bool column: the rows that read it
-        alpha (column or None): None if it is 1 in every row
-        blend (column or None): None if every row is ADD
-        attached (column or None): bool, rows through whose input a gradient flows back; None if all are
-    """
-
-    rows: Indices | None
-    where: Tensor | None
-    places: Indices
-    tap: dict[Tap, Tensor]
-    alpha: Tensor | None
-    blend: Tensor | None
-    attached: Tensor | None
-
-
-class JoinDoses(NamedTuple):
-    """The tensors that vary in a join.
-
-    Attributes:
-        rows ((n,) int or None): rows of the host for the branches that run already; None if they are contiguous
-        env ((m,) tensor or None): rows of the pass that the joining branches leave; None if none joins
-    """
-
-    rows: Indices | None
-    env: Tensor | None
+    rows: Indices | None  # (n,) rows of the stack; None if they are contiguous
+    where: Tensor | None  # (n,) rows of the pass; None if they are all of them, in order
+    places: Indices  # (n,) the same on the host
+    tap: dict[Tap, Tensor]  # for every tap of the plan but the first, a bool column: the rows that read it
+    alpha: Tensor | None  # None if it is 1 in every row
+    blend: Tensor | None  # None if every row is ADD
+    attached: Tensor | None  # bool, rows through whose input a gradient flows back; None if all are
 
 
 class Doses(NamedTuple):
-    """The tensors that vary within a plan; the tuples are those of `Plan`.
+    """The tensors that vary within a plan; the tuples are those of `Plan`."""
 
-    Attributes:
-        base (S tuples): doses of the calls for the environments themselves
-        branch (S tuples): doses of the calls for branches
-        joins (tuple): doses of the joins
-        origin ((X,) tensor or None): the row of the pass that each branch leaves
-        owners ((X,) int): the same on the host
-    """
-
-    base: tuple[tuple[CallDoses, ...], ...]
-    branch: tuple[tuple[CallDoses, ...], ...]
-    joins: tuple[JoinDoses, ...]
-    origin: Tensor | None
-    owners: Indices
+    base: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for the environments themselves
+    branch: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for branches
+    # rows (n,) of the host that are gathered for the branches that run already, and of the pass (m,) that the joining ones leave
+    joins: tuple[tuple[Indices | None, Tensor | None], ...]
+    origin: Tensor | None  # (X,) the row of the pass that each branch leaves
+    owners: Indices  # (X,) the same on the host
 
 
 class Route(NamedTuple):
@@ -168,7 +99,6 @@ class Route(NamedTuple):
 
     @property
     def part(self) -> slice:
-        """The environments of the pass."""
         return slice(*self.plan.part)
 
     @property
@@ -182,20 +112,17 @@ Prepared = TypeVar("Prepared")
 
 
 class PlanCache(Generic[Planned, Prepared]):
-    """A cache of what is prepared for plans, or for plans with shapes, for those that were used last.
-
-    built: number of plans that something was prepared for. reused: number of times that it was found in the cache.
-    evicted: number of plans dropped because more than `bound` were in use.
-    """
+    """A cache of what is prepared for plans, or for plans with shapes, for the `bound` of them that were used last."""
 
     def __init__(self, bound: int) -> None:
         assert bound > 0, bound
         self.bound = bound
-        self.built = self.reused = self.evicted = 0
+        self.built = self.reused = self.evicted = (
+            0  # how often something was prepared, found, and dropped for lack of room
+        )
         self._known: OrderedDict[Planned, Prepared] = OrderedDict()
 
     def get(self, plan: Planned, prepare: Callable[[Planned], Prepared]) -> Prepared:
-        """Return what was prepared for a plan, or prepare it now with `prepare`."""
         if plan in self._known:
             self.reused += 1
             self._known.move_to_end(plan)

@@ -10,7 +10,8 @@ maps by the number of axes, as torch's `channels_last` does. The values are the 
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,10 +30,7 @@ _MAPS = 5  # number of axes of maps with a row axis
 
 
 def select_rows(stream: Tensor, where: Tensor | None) -> Tensor:
-    """Select some rows of a stream, or all.
-
-    The result is a node of its own in the autograd graph either way, so that gradients are summed in one order.
-    """
+    """Select some rows of a stream, or all: a node of its own either way, so that gradients are summed in one order."""
     if where is None:
         return stream.view_as(stream)
     return _first(_last(stream).index_select(0, where))
@@ -86,20 +84,13 @@ kernel may depend on the alignment of its operands, and a row must not depend on
 
 
 class ParameterPlace(NamedTuple):
-    """The place of one parameter of the module in a row.
+    """The place of one parameter of the module in a row."""
 
-    Attributes:
-        name (str): its name in the module
-        shape (torch.Size): its shape
-        start (int): index of its first number in a row
-        stop (int): one past the index of its last number
-        owners (tuple): the submodules that have it, each with its name there; several if they share the parameter
-    """
-
-    name: str
-    shape: torch.Size
-    start: int
-    stop: int
+    name: str  # its name in the module
+    shape: torch.Size  # its shape
+    start: int  # index of its first number in a row
+    stop: int  # one past the index of its last number
+    # the submodules that have it, each with its name there; several if they share the parameter
     owners: tuple[tuple[nn.Module, str], ...]
 
     def of(self, rows: Tensor) -> Tensor:
@@ -116,163 +107,6 @@ class ParameterPlace(NamedTuple):
         return (
             (values.movedim(-3, -1) if len(self.shape) == 4 else values).flatten(1) if self.shape else values[:, None]
         )
-
-
-class Columns:
-    """The parameters of copies of a module in one (capacity, P) tensor with one row per copy, and all other per-row state.
-
-    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, the
-    moments of an optimizer, and `fixed` (capacity, P), which marks parameters that never train, if a row has any. Row
-    operations (`write`, `copy`, `arrange`) treat all columns alike, so a column that is added later is snapshotted,
-    moved and freed with the rest. Parameters that train in no row come last, after the first `trained` columns. `steps`
-    (capacity,) counts the optimizer steps that each row has taken.
-    """
-
-    def __init__(
-        self, module: nn.Module, capacity: int, moments: Sequence[str], device: torch.device | str, apart: bool
-    ) -> None:
-        """Make room for `capacity` rows, all zero; `moments` names further columns of the shape of `value`."""
-        named = sorted(module.named_parameters(), key=lambda pair: not pair[1].requires_grad)
-        places, start, aligned = [], 0, ALIGNED if apart else 1
-        for name, parameter in named:
-            owners = tuple(
-                (owner, own) for owner in module.modules() for own, p in owner._parameters.items() if p is parameter
-            )
-            places.append(ParameterPlace(name, parameter.shape, start, start + parameter.numel(), owners))
-            start += -(-parameter.numel() // aligned) * aligned
-        self.places: tuple[ParameterPlace, ...] = tuple(places)
-        self.size = start
-        self.trained = max(
-            (place.stop for place, (_, p) in zip(places, named, strict=True) if p.requires_grad), default=0
-        )
-        self.dtype = named[0][1].dtype if named else torch.get_default_dtype()
-        self.device = torch.device(device)
-        self.buffers = {f"buffer.{name}": value for name, value in module.named_buffers()}
-        self.columns: dict[str, Tensor] = {
-            name: torch.zeros(capacity, start, dtype=self.dtype, device=self.device)
-            for name in ("value", "gradient", *moments)
-        }
-        for name, value in self.buffers.items():
-            self.columns[name] = value.expand(capacity, *value.shape).clone()
-        self.steps = np.zeros(capacity, np.int64)
-
-    @property
-    def trained_places(self) -> tuple[ParameterPlace, ...]:
-        """The parameters that train in some row."""
-        return tuple(place for place in self.places if place.stop <= self.trained)
-
-    def frozen(self) -> Bools:
-        """(capacity,) whether no parameter of a row trains. It reads the device if rows differ in what trains."""
-        if "fixed" not in self.columns or not self.trained:
-            return np.full(self.capacity, not self.trained)
-        starts = [place.start for place in self.trained_places]
-        found: Bools = self.columns["fixed"][:, starts].all(1).cpu().numpy()
-        return found
-
-    @property
-    def capacity(self) -> int:
-        """Number of rows that fit."""
-        return self.columns["value"].shape[0]
-
-    @torch.no_grad()
-    def write(self, row: int, module: nn.Module) -> None:
-        """Write a new module into a row: its parameters and buffers in the leading corner, and 0 everywhere else."""
-        self.clear(row)
-        fixed = {name for name, p in module.named_parameters() if not p.requires_grad}
-        if fixed and "fixed" not in self.columns:
-            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
-        for place in self.places:
-            if place.name in fixed:
-                self.columns["fixed"][row, place.start : place.stop] = True
-        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        for place in self.places:
-            _corner(place.of(self.columns["value"][row]), parameters[place.name])
-        for name in self.buffers:
-            _corner(self.columns[name][row], buffers[name.removeprefix("buffer.")])
-
-    @torch.no_grad()
-    def read(self, row: int, module: nn.Module) -> nn.Module:
-        """Fill a module of the same form, or a smaller one, from the leading corner of a row; return it."""
-        parameters = dict(module.named_parameters())
-        for place in self.places:
-            parameter = parameters[place.name]
-            stored = place.of(self.columns["value"][row])
-            parameter.copy_(stored[tuple(slice(0, k) for k in parameter.shape)])
-        buffers = dict(module.named_buffers())
-        for name in self.buffers:
-            target = buffers[name.removeprefix("buffer.")]
-            target.copy_(self.columns[name][row][tuple(slice(0, k) for k in target.shape)])
-        return module
-
-    @torch.no_grad()
-    def copy(self, source: int, target: int) -> None:
-        """Copy every column of one row to another."""
-        for column in self.columns.values():
-            column[target] = column[source]
-        self.steps[target] = self.steps[source]
-
-    @torch.no_grad()
-    def clear(self, row: int) -> None:
-        """Set every column of a row to 0."""
-        for column in self.columns.values():
-            column[row] = 0
-        self.steps[row] = 0
-
-    @torch.no_grad()
-    def arrange(self, rows: NDArray[np.int64]) -> None:
-        """Move rows so that row i becomes the former row rows[i]; rows from len(rows) on are free."""
-        if np.array_equal(rows, np.arange(len(rows))):
-            return
-        index = torch.from_numpy(rows).to(self.device, non_blocking=True)
-        for column in self.columns.values():
-            column[: len(rows)] = column[index]
-        self.steps[: len(rows)] = self.steps[rows]
-
-    @torch.no_grad()
-    def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` rows."""
-        if capacity <= self.capacity:
-            return
-        extra = max(capacity, 2 * self.capacity) - self.capacity
-        for name, column in self.columns.items():
-            self.columns[name] = torch.cat([column, column.new_zeros(extra, *column.shape[1:])])
-        self.steps = np.concatenate([self.steps, np.zeros(extra, np.int64)])
-
-    def state(self) -> dict[str, Any]:
-        """Return everything that a later step depends on, as a tree of arrays that share memory with the columns.
-
-        Gradients are left out, because they are 0 between two steps wherever the optimizer runs.
-        """
-        return {
-            "columns": {name: column for name, column in self.columns.items() if name != "gradient"},
-            "steps": self.steps,
-        }
-
-    @torch.no_grad()
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned. Raises ValueError if it came from a stack of another module or capacity."""
-        columns = state["columns"]
-        if "fixed" in columns and "fixed" not in self.columns:
-            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
-        known = {name: column for name, column in self.columns.items() if name != "gradient"}
-        for name in {**known, **columns}:
-            one, other = (
-                None if name not in side else (tuple(side[name].shape), side[name].dtype) for side in (columns, known)
-            )
-            if one != other:
-                raise ValueError(f"{name} is {one}, where {other} was expected")
-        for name, column in known.items():
-            column.copy_(columns[name])
-        self.columns["gradient"].zero_()
-        self.steps = state["steps"]
-
-    def parameter(self, name: str, column: str = "value") -> Tensor:
-        """Return one parameter of every row, (capacity, *shape), as a view of a column."""
-        return next(place for place in self.places if place.name == name).of(self.columns[column])
-
-
-def _corner(target: Tensor, source: Tensor) -> None:
-    target[tuple(slice(0, k) for k in source.shape)].copy_(source, non_blocking=True)
 
 
 # A leaf is a view into a row of all parameters, and so is its gradient: torch remarks once that such a gradient is not
@@ -298,8 +132,14 @@ class _Part(NamedTuple):
     layers: Layers | None  # what a part that is called directly does, if it is layers that follow each other
 
 
-class Stack(Columns):
-    """Copies of a module that run as one; each copy is a row of `Columns`.
+class Stack:
+    """Copies of a module in one (capacity, P) tensor with one row per copy, which run as one.
+
+    `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, the moments of an
+    optimizer, and `fixed` (capacity, P), which marks parameters that never train, if a row has any. Row operations (`write`,
+    `arrange`) treat all columns alike, so a column that is added later is snapshotted, moved and freed with the rest. Parameters
+    that train in no row come last, after the first `trained` columns. `steps` (capacity,) counts the optimizer steps that each
+    row has taken.
 
     A call runs the module over rows in the fastest way that the module allows; the results are the same for all ways.
     'direct' calls the module once with stacked parameters; every operation of the module must act on trailing axes,
@@ -325,31 +165,51 @@ class Stack(Columns):
         """
         self.template = copy.deepcopy(module).to(device=device, dtype=dtype)
         self.module = copy.deepcopy(self.template)  # calls bind the parameters of this copy to rows
-        self.random = any(isinstance(part, _DropoutNd) and part.p > 0 for part in self.module.modules())
+        inside = list(self.module.modules())
+        self.random = any(isinstance(part, _DropoutNd) and part.p > 0 for part in inside)
         self.convolves, self.aligned = convolves(self.module), aligned
         # A module that runs stacked would draw once for all rows.
         self.draws = self.random or bool(getattr(module, "draws", not getattr(module, "stacks", False)))
         self.mapping = mapping
         if mapping == "vmap" and self.random:
             raise InputError("mapping 'vmap' cannot draw dropout by key; set mapping to 'loop' or 'auto'")
-        super().__init__(self.module, capacity, moments, device, self.convolves or aligned)
+        named = sorted(self.module.named_parameters(), key=lambda pair: not pair[1].requires_grad)
+        places, start, unit = [], 0, ALIGNED if self.convolves or aligned else 1
+        for name, parameter in named:
+            owners = tuple((owner, own) for owner in inside for own, p in owner._parameters.items() if p is parameter)
+            places.append(ParameterPlace(name, parameter.shape, start, start + parameter.numel(), owners))
+            start += -(-parameter.numel() // unit) * unit
+        self.places = tuple(places)
+        trained = (place.stop for place, (_, p) in zip(places, named, strict=True) if p.requires_grad)
+        self.size, self.trained = start, max(trained, default=0)
+        self.dtype = named[0][1].dtype if named else torch.get_default_dtype()
+        self.device = torch.device(device)
+        self.buffers = {f"buffer.{name}": value for name, value in self.module.named_buffers()}
+        self.columns: dict[str, Tensor] = {
+            name: torch.zeros(capacity, start, dtype=self.dtype, device=self.device)
+            for name in ("value", "gradient", *moments)
+        }
+        for name, value in self.buffers.items():
+            self.columns[name] = value.expand(capacity, *value.shape).clone()
+        self.steps = np.zeros(capacity, np.int64)
         self._leaves: dict[tuple[str, int, int, bool], list[Tensor]] = {}
         self._replicas: dict[bool, list[nn.Module]] = {}
         self._parts: dict[str, _Part] = {}
-        inside = list(self.module.modules())
         # Setting the mode of each module takes a fifth of the time of nn.Module.train; a module may have its own.
         self._plain = inside if all(type(each).train is nn.Module.train for each in inside) else []
-        self._bound = False  # whether `bind` has given it columns without gradients
+        self._bound = False  # whether `bound` has given it columns without gradients
 
     def part(self, path: str) -> _Part:
-        """Return a submodule by its dotted path, looked up once.
-
-        '' is the whole module, and "segments.i:j" are the segments i to j, one after another.
-        """
+        """Return a submodule by its dotted path, looked up once; '' is the whole, "segments.i:j" the segments i to j in order."""
         found = self._parts.get(path)
         if found is None:
             prefix = f"{path}." if path else ""
-            module = _submodule(self.module, path)
+            if ":" in path:
+                parent, _, run = path.rpartition(".")
+                start, last = map(int, run.split(":"))
+                module: nn.Module = nn.Sequential(*list(self.module.get_submodule(parent).children())[start : last + 1])
+            else:
+                module = self.module.get_submodule(path)
             inside = {part: f"{name}." if name else "" for name, part in module.named_modules()}
             # Parameters are found by owner, because one that several segments share has only the name in the first.
             owned = [(place, tuple(pair for pair in place.owners if pair[0] in inside)) for place in self.places]
@@ -433,7 +293,6 @@ class Stack(Columns):
         return y
 
     def _direct(self, what: _Part, x: Batch, tensors: list[Tensor], buffers: dict[str, Tensor]) -> Tensor:
-        """Call a part once with stacked tensors."""
         # The last bit of a row's products depends on whether its first element lies on a multiple of 16 bytes, so on the
         # index of the row. Repeats of an example behind the last one align every row of any width.
         examples = first(x).shape[1]
@@ -460,27 +319,117 @@ class Stack(Columns):
         for replica in self._replicas.get(False, []):
             replica.train(mode)
 
+    # The rows.
+
+    @property
+    def trained_places(self) -> tuple[ParameterPlace, ...]:
+        return tuple(place for place in self.places if place.stop <= self.trained)
+
+    def frozen(self) -> Bools:
+        """(capacity,) whether no parameter of a row trains. It reads the device if rows differ in what trains."""
+        if "fixed" not in self.columns or not self.trained:
+            return np.full(self.capacity, not self.trained)
+        starts = [place.start for place in self.trained_places]
+        return self.columns["fixed"][:, starts].all(1).cpu().numpy()
+
+    @property
+    def capacity(self) -> int:
+        return self.columns["value"].shape[0]
+
+    def _tensors(self, row: int, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parameters and buffers of a module of the same form, or a smaller one, each with its corner of a row."""
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        pairs: list[tuple[Tensor, Tensor]]
+        pairs = [(parameters[place.name], place.of(self.columns["value"][row])) for place in self.places]
+        pairs += [(buffers[name.removeprefix("buffer.")], self.columns[name][row]) for name in self.buffers]
+        for tensor, stored in pairs:
+            yield tensor, stored[tuple(slice(0, k) for k in tensor.shape)]
+
+    @torch.no_grad()
+    def write(self, row: int, module: nn.Module) -> None:
+        """Write a new module into a row: its parameters and buffers in the leading corner, and 0 everywhere else."""
+        self.clear(row)
+        fixed = {name for name, p in module.named_parameters() if not p.requires_grad}
+        if fixed and "fixed" not in self.columns:
+            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
+        for place in self.places:
+            if place.name in fixed:
+                self.columns["fixed"][row, place.start : place.stop] = True
+        for tensor, stored in self._tensors(row, module):
+            stored.copy_(tensor, non_blocking=True)
+
+    @torch.no_grad()
+    def read(self, row: int, module: nn.Module) -> nn.Module:
+        """Fill a module of the same form, or a smaller one, from the leading corner of a row; return it."""
+        for tensor, stored in self._tensors(row, module):
+            tensor.copy_(stored)
+        return module
+
+    @torch.no_grad()
+    def clear(self, row: int) -> None:
+        for column in self.columns.values():
+            column[row] = 0
+        self.steps[row] = 0
+
+    @torch.no_grad()
+    def arrange(self, rows: NDArray[np.int64]) -> None:
+        """Move rows so that row i becomes the former row rows[i]; rows from len(rows) on are free."""
+        if np.array_equal(rows, np.arange(len(rows))):
+            return
+        index = torch.from_numpy(rows).to(self.device, non_blocking=True)
+        for column in self.columns.values():
+            column[: len(rows)] = column[index]
+        self.steps[: len(rows)] = self.steps[rows]
+
+    @torch.no_grad()
     def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` rows."""
-        if capacity > self.capacity:
-            super().reserve(capacity)
-            self._leaves.clear()
-            self._replicas.clear()
+        if capacity <= self.capacity:
+            return
+        extra = max(capacity, 2 * self.capacity) - self.capacity
+        for name, column in self.columns.items():
+            self.columns[name] = torch.cat([column, column.new_zeros(extra, *column.shape[1:])])
+        self.steps = np.concatenate([self.steps, np.zeros(extra, np.int64)])
+        self._leaves.clear()
+        self._replicas.clear()
 
     def state(self) -> dict[str, Any]:
-        """Return `Columns.state`, and the way in which each part is run."""
-        return {**super().state(), "ways": {path: part.way for path, part in self._parts.items()}}
+        """Return everything that a later step depends on, as a tree of arrays that share memory with the columns.
 
+        Gradients are left out, because they are 0 between two steps wherever the optimizer runs.
+        """
+        columns = {name: column for name, column in self.columns.items() if name != "gradient"}
+        ways = {path: part.way for path, part in self._parts.items()}
+        return {"columns": columns, "steps": self.steps, "ways": ways}
+
+    @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned. Raises ValueError if it came from a stack of another module or capacity."""
-        super().load_state(state)
+        columns = state["columns"]
+        if "fixed" in columns and "fixed" not in self.columns:
+            self.columns["fixed"] = torch.zeros_like(self.columns["value"], dtype=torch.bool)
+        known = {name: column for name, column in self.columns.items() if name != "gradient"}
+        for name in {**known, **columns}:
+            one, other = (
+                None if name not in side else (tuple(side[name].shape), side[name].dtype) for side in (columns, known)
+            )
+            if one != other:
+                raise ValueError(f"{name} is {one}, where {other} was expected")
+        for name, column in known.items():
+            column.copy_(columns[name])
+        self.columns["gradient"].zero_()
+        self.steps = state["steps"]
         for path, way in state["ways"].items():  # a part that vmap failed on is not tried again
             self._parts[path] = self.part(path)._replace(way=way)
 
+    def parameter(self, name: str, column: str = "value") -> Tensor:
+        """Return one parameter of every row, (capacity, *shape), as a view of a column."""
+        return next(place for place in self.places if place.name == name).of(self.columns[column])
+
     # Access of each way of running to the rows.
 
-    def bind(self, columns: dict[str, Tensor]) -> tuple[Any, ...]:
-        """Let calls read and write other columns of the same shapes; return what `unbind` takes to undo it.
+    @contextmanager
+    def bound(self, columns: dict[str, Tensor]) -> Iterator[None]:
+        """Let calls read and write other columns of the same shapes within the context.
 
         Without a column `gradient`, the leaves have no .grad, and autograd differentiates every operation, so that a graph
         can be traced.
@@ -488,12 +437,11 @@ class Stack(Columns):
         own = self.columns, self._leaves, self._replicas
         self.columns, self._leaves, self._replicas = columns, {}, {}
         self._bound = "gradient" not in columns
-        return own
-
-    def unbind(self, own: tuple[Any, ...]) -> None:
-        """Undo `bind`."""
-        self.columns, self._leaves, self._replicas = own
-        self._bound = False
+        try:
+            yield
+        finally:
+            self.columns, self._leaves, self._replicas = own
+            self._bound = False
 
     @property
     def leaves(self) -> list[tuple[Tensor, slice, ParameterPlace]]:
@@ -521,19 +469,20 @@ class Stack(Columns):
         key = (what.prefix, start, stop, frozen)
         found = self._leaves.get(key)
         if found is None:
-            value, gradient = self.columns["value"][start:stop], self.columns.get("gradient")
-            found = []
-            for place in what.places:
-                leaf = place.of(value).detach()
-                if place.stop <= self.trained and not frozen:
-                    leaf.requires_grad_()
-                    if gradient is not None:
-                        leaf.grad = place.of(gradient[start:stop]).detach()
-                        if not self._bound:
-                            mark(leaf)
-                found.append(leaf)
-            self._leaves[key] = found
+            found = self._leaves[key] = [self._leaf(place, slice(start, stop), frozen) for place in what.places]
+            for leaf in found if not self._bound else ():
+                if leaf.grad is not None:
+                    mark(leaf)
         return found
+
+    def _leaf(self, place: ParameterPlace, rows: slice | int, frozen: bool) -> Tensor:
+        """Return a parameter of some rows as a leaf, whose .grad is a view of the gradient column if there is one."""
+        leaf = place.of(self.columns["value"][rows]).detach()
+        if place.stop <= self.trained and not frozen:
+            leaf.requires_grad_()
+            if "gradient" in self.columns:
+                leaf.grad = place.of(self.columns["gradient"][rows]).detach()
+        return leaf
 
     def _index(self, rows: NDArray[np.int64] | Tensor) -> Tensor:
         return rows if isinstance(rows, Tensor) else torch.from_numpy(rows).to(self.device, non_blocking=True)
@@ -566,15 +515,11 @@ class Stack(Columns):
         """Return one module for each row, whose parameters and buffers are views of the row; made once."""
         if frozen not in self._replicas:
             replicas = []
-            value, gradient = self.columns["value"], self.columns["gradient"]
             path_of = {module: name for name, module in self.module.named_modules()}
             for row in range(self.capacity):
                 replica = copy.deepcopy(self.template)
                 for place in self.places:
-                    leaf = place.of(value[row]).detach()
-                    if place.stop <= self.trained and not frozen:
-                        leaf.requires_grad_()
-                        leaf.grad = place.of(gradient[row]).detach()
+                    leaf = self._leaf(place, row, frozen)
                     for owner, name in place.owners:
                         replica.get_submodule(path_of[owner])._parameters[name] = leaf  # type: ignore[assignment]
                 for name in self.buffers:
@@ -584,15 +529,6 @@ class Stack(Columns):
                 replicas.append(replica)
             self._replicas[frozen] = replicas
         return self._replicas[frozen]
-
-
-def _submodule(module: nn.Module, path: str) -> nn.Module:
-    """Return the submodule of a path, as `Stack.part` takes it."""
-    if ":" not in path:
-        return module.get_submodule(path)
-    parent, _, run = path.rpartition(".")
-    first, last = map(int, run.split(":"))
-    return nn.Sequential(*list(module.get_submodule(parent).children())[first : last + 1])
 
 
 def convolves(module: nn.Module) -> bool:

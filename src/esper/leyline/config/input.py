@@ -136,7 +136,6 @@ def _locate(model: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, 
 
 
 def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Dotted names of all sections and fields."""
     for name in model.model_fields:
         yield path + name
         if (inner := _section(model, name)) is not None:

@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from esper.leyline.errors import InputError
 
@@ -19,6 +20,26 @@ def parse_json(data: bytes, path: Path, mend: str) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         raise InputError(f"{path} is not valid JSON; {mend}") from None
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parse_model(data: bytes, model: type[Model], formats: Sequence[int], path: Path, mend: str) -> tuple[Any, Model]:
+    """A JSON file with a key `format` as plain objects, and as a model. InputError if it is damaged, or of another format."""
+    tree = parse_json(data, path, mend)
+    found = tree.get("format") if isinstance(tree, dict) else None
+    if found not in formats:
+        known = f"format{'s' * (len(formats) > 1)} {', '.join(map(str, formats))}"
+        raise InputError(
+            f"{path} has format {found!r}, but this version of Esper reads {'the ' * (len(formats) > 1)}{known}"
+        )
+    try:
+        return tree, model.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{path} is damaged at {where!r}: {first['msg']}; {mend}") from None
 
 
 def parse_yaml(data: str | bytes, where: str, mend: str) -> Any:

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from esper.leyline.config.input import explain, show, to_sections
 from esper.leyline.config.parsing import NUMBERS, parse_yaml
+from esper.leyline.distribution import TARGETS
 from esper.leyline.errors import InputError
-from esper.leyline.exporters import TARGETS
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.plugins import OUTPUTS, plugins
 

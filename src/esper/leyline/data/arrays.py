@@ -70,10 +70,7 @@ def column_names(value: Any) -> tuple[str, ...] | None:
 
 
 def select_columns(value: Any, names: tuple[str, ...] | None, what: str) -> Any:
-    """The named columns of a data frame, in the order of `names`. A value without column names is returned unchanged.
-
-    InputError if a column is missing.
-    """
+    """The named columns of a data frame, in order; a value without column names unchanged. InputError if a column is missing."""
     given = column_names(value)
     if names is None or given is None:
         return value

@@ -70,8 +70,7 @@ def first(batch: Batch) -> Tensor:
 
 def shapes(batch: Batch) -> Shapes:
     """The shape of one example of each leaf (N, *shape)."""
-    found: Shapes = map_leaves(lambda leaf: tuple(leaf.shape[1:]), batch)
-    return found
+    return map_leaves(lambda leaf: tuple(leaf.shape[1:]), batch)
 
 
 def shape_leaves(inputs: Shapes) -> list[Shape]:
@@ -94,8 +93,7 @@ def shapes_from_json(saved: Any) -> Shapes:
     """Return the shapes that `shapes_to_json` gave as lists and mappings."""
     if isinstance(saved, dict):
         return {name: tuple(shape) for name, shape in saved.items()}
-    shapes: Shapes = tuple(tuple(part) if isinstance(part, list) else part for part in saved)
-    return shapes
+    return tuple(tuple(part) if isinstance(part, list) else part for part in saved)
 
 
 def leaf_names(inputs: Shapes) -> list[str]:
@@ -112,14 +110,12 @@ def picked(batch: Batch, index: Any) -> Batch:
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:
     """The batch with its floating-point leaves in a dtype; whole numbers and truth values stay what they are."""
-    found: Batch = map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, batch)
-    return found
+    return map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, batch)
 
 
 def on_cpu(batch: Batch, dtype: torch.dtype) -> Batch:
     """The batch on the CPU, with its floating-point leaves in a dtype."""
-    found: Batch = map_leaves(lambda leaf: leaf.cpu(), cast(batch, dtype))
-    return found
+    return map_leaves(lambda leaf: leaf.cpu(), cast(batch, dtype))
 
 
 def stream_of(batch: Batch) -> Tensor | None:
@@ -149,5 +145,4 @@ def batch_of(positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> Batch:
 def run(module: Callable[..., Any], batch: Batch) -> Tensor:
     """What a module returns for a batch."""
     positional, named = arguments(batch)
-    found: Tensor = module(*positional, **named)
-    return found
+    return module(*positional, **named)

@@ -58,10 +58,7 @@ def repeated(sets: Sequence[Tensor]) -> list[int]:
 
 
 class Overlap:
-    """Counts the examples of fixed batches that are also in batches that are shown later.
-
-    examples (int): number of examples of the fixed batches.
-    """
+    """Counts the examples of fixed batches, `examples` in number, that are also in batches that are shown later."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         digests = torch.cat([example_digests(batch) for batch in batches])

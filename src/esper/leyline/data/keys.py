@@ -17,45 +17,25 @@ Integers = TypeVar("Integers", NDArray[np.int64], Tensor)
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw. The values are part of every key, so their meaning never changes.
+    """The purpose of a draw. The values are part of every key, so their meaning never changes."""
 
-    Attributes:
-        HOST: initial weights of a host
-        BIRTH: initial weights of a seed
-        ORDER: order of the training examples
-        POLICY: random choices of a controller
-        DROPOUT: activations that are dropped
-        SPLIT: assignment of examples to splits
-        SENSOR: draws of the growth sensors
-        INSTANCE: host and data of a sampled problem
-        ATTRIBUTION: permutations of sampled attribution
-        AUGMENT: how a training image is shifted and mirrored
-        POLICY_WEIGHTS: initial weights of a policy
-        MINIBATCH: assignment of sequences to minibatches of the policy's optimizer
-        SAMPLE: instances of a round of training
-        VALIDATION: run seed of the validation of a policy
-        HEALING: hosts, data and damage of the task `heal`
-        CERTIFY: fresh examples for certified keeps
-        STREAM: segments, contexts and examples of streams of changing data, and weights of the networks that learn them
-    """
-
-    HOST = 1
-    BIRTH = 2
-    ORDER = 3
-    POLICY = 4
-    DROPOUT = 5
-    SPLIT = 6
-    SENSOR = 7
-    INSTANCE = 8
-    ATTRIBUTION = 9
-    AUGMENT = 10
-    POLICY_WEIGHTS = 11
-    MINIBATCH = 12
-    SAMPLE = 13
-    VALIDATION = 14
-    HEALING = 15
-    CERTIFY = 16
-    STREAM = 17
+    HOST = 1  # initial weights of a host
+    BIRTH = 2  # initial weights of a seed
+    ORDER = 3  # order of the training examples
+    POLICY = 4  # random choices of a controller
+    DROPOUT = 5  # activations that are dropped
+    SPLIT = 6  # assignment of examples to splits
+    SENSOR = 7  # draws of the growth sensors
+    INSTANCE = 8  # host and data of a sampled problem
+    ATTRIBUTION = 9  # permutations of sampled attribution
+    AUGMENT = 10  # how a training image is shifted and mirrored
+    POLICY_WEIGHTS = 11  # initial weights of a policy
+    MINIBATCH = 12  # assignment of sequences to minibatches of the policy's optimizer
+    SAMPLE = 13  # instances of a round of training
+    VALIDATION = 14  # run seed of the validation of a policy
+    HEALING = 15  # hosts, data and damage of the task `heal`
+    CERTIFY = 16  # fresh examples for certified keeps
+    STREAM = 17  # segments, contexts and examples of streams of changing data, and weights of networks that learn them
 
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15

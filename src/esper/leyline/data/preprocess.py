@@ -28,15 +28,10 @@ _LARGEST = 2**19  # characters of JSON
 
 
 class Column(NamedTuple):
-    """A column of a table.
+    """A column of a table."""
 
-    Attributes:
-        name (str): name of the feature that the column came from
-        values ((N,) array): entries of the column
-    """
-
-    name: str
-    values: NDArray[Any]
+    name: str  # name of the feature that the column came from
+    values: NDArray[Any]  # (N,) entries of the column
 
 
 class _Step(BaseModel):
@@ -49,7 +44,6 @@ class Keep(_Step):
     kind: Literal["keep"] = "keep"
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Return the table."""
         return table
 
 
@@ -63,7 +57,6 @@ class Scale(_Step):
     high: float | None = None
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Scale every column."""
         scaled = []
         for column, subtract, divide in zip(table, self.subtract, self.divide, strict=True):
             values = (_numbers(column) - subtract) / divide
@@ -81,7 +74,6 @@ class Impute(_Step):
     fill: list[Value]
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Fill in missing values."""
         filled = []
         for column, fill in zip(table, self.fill, strict=True):
             if fill is None:
@@ -102,7 +94,6 @@ class OneHot(_Step):
     unknown: Literal["refuse", "zeros"]
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Return the columns of all categories."""
         made = []
         for column, categories, dropped in zip(table, self.categories, self.dropped, strict=True):
             index = _index(column, categories, refuse=self.unknown == "refuse")
@@ -121,7 +112,6 @@ class Ordinal(_Step):
     missing: float | None
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Return the columns of indices."""
         made = []
         for column, categories in zip(table, self.categories, strict=True):
             index = _index(column, categories, refuse=self.refuse)
@@ -140,7 +130,6 @@ class StepsInOrder(_Step):
     steps: list["Step"]
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Apply every step."""
         for step in self.steps:
             table = step.apply(table)
         return table
@@ -160,7 +149,6 @@ class Parts(_Step):
     parts: list[Part]
 
     def apply(self, table: list[Column]) -> list[Column]:
-        """Apply every part."""
         return [column for part in self.parts for column in part.step.apply([table[at] for at in part.columns])]
 
 
@@ -170,23 +158,14 @@ for _model in (StepsInOrder, Part, Parts):
 
 
 class Preprocess(_Step):
-    """What a fitted transformer does with raw features.
+    """What a fitted transformer does with raw features."""
 
-    Attributes:
-        names (names or None): columns of the frame that it was fitted on; None if that had no names
-        count (int): number of those columns
-        step (Step): what it does with them
-    """
-
-    names: list[str] | None
-    count: Annotated[int, Field(ge=1, le=_LARGEST)]
-    step: Step
+    names: list[str] | None  # columns of the frame that it was fitted on; None if that had no names
+    count: Annotated[int, Field(ge=1, le=_LARGEST)]  # number of those columns
+    step: Step  # what it does with them
 
     def apply(self, x: Any, what: str = "x") -> NDArray[np.float64]:
-        """Transform raw features (N, columns), a frame, an array or a list of rows, to numbers (N, F).
-
-        InputError if a column is missing, or holds what the transformer does not take.
-        """
+        """Transform raw features (N, columns) to numbers (N, F). InputError if a column is missing, or holds what it must not."""
         table = self._table(x, what)
         if not table or not len(table[0].values):
             raise InputError(f"{what} holds no examples; give at least one row")
@@ -220,30 +199,20 @@ class Preprocess(_Step):
 
 
 def preprocess_from_json(content: Any, features: int, where: str) -> Preprocess:
-    """Read what `Preprocess.model_dump` made, and what returns so many features.
-
-    InputError, which begins with `where`, if it is damaged.
-    """
+    """Read what `Preprocess.model_dump` made of a transformer to so many features. InputError if it is damaged."""
     reason = f"it does not make the {features} features that the network takes"
     try:
         made = Preprocess.model_validate(content)
         empty = [Column(str(at), np.empty(0, object)) for at in range(made.count)]
         if len(made.step.apply(empty)) == features and len(made.names or empty) == made.count:
             return made
-    except (
-        ValueError,
-        IndexError,
-        RecursionError,
-    ) as error:  # where a step is given more or fewer columns than it is for
+    except (ValueError, IndexError, RecursionError) as error:  # a step has more or fewer columns than it is for
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else reason
     raise InputError(f"{where} is damaged at 'preprocess': {reason}; export the network again")
 
 
 def preprocess_from(fitted: Any, x: Any) -> Preprocess:
-    """Read a fitted transformer of scikit-learn, and compare what both make of the features x (N, columns).
-
-    InputError if it is not fitted, or if a part of it cannot be saved as plain data.
-    """
+    """Read a fitted transformer of scikit-learn. InputError if it is not fitted, or cannot be saved as plain data."""
     if isinstance(fitted, type) or not callable(getattr(fitted, "transform", None)):
         what = f"the class {fitted.__name__}" if isinstance(fitted, type) else f"a {type(fitted).__name__}"
         raise InputError(

@@ -43,11 +43,9 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """The number of training examples."""
-        ...
 
     def read(self, places: NDArray[np.int64]) -> Split:
         """The examples at these places (n,), all finite, in the shapes and dtypes of the task's `train`."""
-        ...
 
 
 def nonfinite(split: Split) -> Tensor:
@@ -250,11 +248,9 @@ class Objective(Protocol):
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """output (E, B, ...), target (E, B, ...) -> (E, B) losses to minimise."""
-        ...
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """output (E, B, ...), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
-        ...
 
 
 @brief
@@ -303,24 +299,12 @@ class Instance(NamedTuple):
         """What a network that was grown on this problem takes and returns."""
         scaling, y = self.scaling, self.train.y
         if self.pixels is not None:
-            mean, deviation = (
-                torch.tensor(values, dtype=torch.get_default_dtype()).view(-1, 1, 1)
-                for values in (self.pixels.mean, self.pixels.deviation)
-            )
-            scaling = Scaling(mean, deviation)
+            of_channels = torch.tensor([self.pixels.mean, self.pixels.deviation], dtype=torch.get_default_dtype())
+            scaling = Scaling(*of_channels[:, :, None, None])
         classes = None if y.is_floating_point() else self.classes or tuple(range(self.outputs))
         whole = tuple(None if leaf.is_floating_point() else leaf.dtype for leaf in leaves(self.train.x))
-        inputs, target = shapes(self.train.x), tuple(y.shape[1:])
-        return Interface(
-            inputs,
-            scaling,
-            classes,
-            target,
-            self.columns,
-            self.target_scaling,
-            whole if any(whole) else None,
-            self.preprocess,
-        )
+        dtypes, inputs, target = whole if any(whole) else None, shapes(self.train.x), tuple(y.shape[1:])
+        return Interface(inputs, scaling, classes, target, self.columns, self.target_scaling, dtypes, self.preprocess)
 
 
 class Lengths(NamedTuple):

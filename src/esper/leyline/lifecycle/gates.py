@@ -10,36 +10,23 @@ from esper.leyline.lifecycle.view import Bools, Floats, Measurements, Seeds
 
 
 class Check(NamedTuple):
-    """One condition of a gate.
+    """One condition of a gate."""
 
-    Attributes:
-        name (str): name of the condition
-        margin ((E, S) float64): positive if the condition holds; nan, which fails, if nothing was measured
-        value ((E, S) float64): the measured quantity
-        failure (str): sentence for a value that fails: the value as {value}, the bound, and its config key
-    """
-
-    name: str
-    margin: Floats
-    value: Floats
-    failure: str
+    name: str  # name of the condition
+    margin: Floats  # (E, S) positive if the condition holds; nan, which fails, if nothing was measured
+    value: Floats  # (E, S) the measured quantity
+    failure: str  # sentence for a value that fails: the value as {value}, the bound, and its config key
 
 
 class Gate(NamedTuple):
-    """Named checks that must all pass, for every slot of every environment at once.
+    """Named checks that must all pass, for every slot of every environment at once."""
 
-    Attributes:
-        stage (Stage): the gate applies to seeds in this stage
-        checks (tuple of Checks): the conditions
-    """
-
-    stage: Stage
-    checks: tuple[Check, ...]
+    stage: Stage  # the gate applies to seeds in this stage
+    checks: tuple[Check, ...]  # the conditions
 
     def passed(self) -> Bools:
         """Return (E, S): whether every margin is positive. An absent measurement, nan, does not pass."""
-        passed: Bools = np.logical_and.reduce([check.margin > 0 for check in self.checks])
-        return passed
+        return np.logical_and.reduce([check.margin > 0 for check in self.checks])
 
     def reason(self, env: int, slot: int) -> str:
         """Return a sentence that says why one slot passes or fails."""
@@ -54,15 +41,10 @@ class Gate(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`.
+    """The gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`."""
 
-    Attributes:
-        advance (Gate): G2, from TRAINING to BLENDING
-        fossilize (Gate): G5, from HOLDING to FOSSILIZED
-    """
-
-    advance: Gate
-    fossilize: Gate
+    advance: Gate  # G2, from TRAINING to BLENDING
+    fossilize: Gate  # G5, from HOLDING to FOSSILIZED
 
 
 def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gates:
@@ -74,38 +56,21 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
     held = _dwell("min_holding_steps", seeds, config.min_holding_steps)
     certified: tuple[Check, ...] = ()
     if config.certify is not None:
-        certificate = np.nan_to_num(
-            measurements.certificate, nan=0.0
-        )  # a seed that was not looked at is as a refused one
+        certificate = np.nan_to_num(measurements.certificate, nan=0.0)  # not looked at is as refused
         left = np.broadcast_to(measurements.level[:, None], certificate.shape)
         failure = "fresh examples have not shown that it helps, and {value:.2g} of gates.certify is left to test it at"
         certified = (Check("certificate", certificate, left, failure),)
     if config.permissive:
-        return Gates(
-            Gate(Stage.TRAINING, (trained, _measured("incubation gain", gain.mean))),
-            Gate(Stage.HOLDING, (held, _measured("contribution", contribution.mean), *certified)),
-        )
-    gained = gain.mean - config.gain_z * gain.se
-    brought = contribution.mean - config.contribution_z * contribution.se
-    keys = "gates.contribution_z and gates.min_contribution"
-    return Gates(
-        Gate(
-            Stage.TRAINING,
-            (
-                trained,
-                Check("finite gradients", finite, finite, "a gradient of the seed is not finite"),
-                _bound("incubation gain", gained, config.gain_z, 0.0, "gates.gain_z"),
-            ),
-        ),
-        Gate(
-            Stage.HOLDING,
-            (
-                held,
-                _bound("contribution", brought, config.contribution_z, config.min_contribution, keys),
-                *certified,
-            ),
-        ),
-    )
+        ready = [trained, _measured("incubation gain", gain.mean)]
+        worth = _measured("contribution", contribution.mean)
+    else:
+        gained = gain.mean - config.gain_z * gain.se
+        brought = contribution.mean - config.contribution_z * contribution.se
+        sane = Check("finite gradients", finite, finite, "a gradient of the seed is not finite")
+        ready = [trained, sane, _bound("incubation gain", gained, config.gain_z, 0.0, "gates.gain_z")]
+        keys = "gates.contribution_z and gates.min_contribution"
+        worth = _bound("contribution", brought, config.contribution_z, config.min_contribution, keys)
+    return Gates(Gate(Stage.TRAINING, tuple(ready)), Gate(Stage.HOLDING, (held, worth, *certified)))
 
 
 def _dwell(name: str, seeds: Seeds, steps: int) -> Check:

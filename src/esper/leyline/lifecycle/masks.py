@@ -38,8 +38,7 @@ def choices(masks: Masks, head: Head, op: Ints, slot: Ints) -> Bools:
     env = np.broadcast_to(_environments(masks, op.ndim), op.shape)
     valid = masks[head][(env, *(chosen[earlier] for earlier in DEPENDS[head]))]
     irrelevant: Bools = ~RELEVANT[op, head][..., None]
-    found: Bools = valid | irrelevant
-    return found
+    return valid | irrelevant
 
 
 def offered(masks: Masks, actions: Actions) -> tuple[Bools, ...]:
@@ -47,17 +46,26 @@ def offered(masks: Masks, actions: Actions) -> tuple[Bools, ...]:
     return tuple(choices(masks, head, actions.op, actions.slot) for head in Head)
 
 
-def allowed(masks: Masks, actions: Actions) -> Bools:
-    """(E,): whether the masks allow the decision, head by head; a choice out of range is not allowed."""
-    return _allowed(masks, actions, None)
+def allowed(masks: Masks, actions: Actions, free: Bools | None = None) -> Bools:
+    """(E,): whether the masks allow the decision, head by head; a choice out of range is not allowed.
+
+    Decisions may be (E, ...), or (1, ...) for all environments. Of a head that is `free`, (6, 1, ...), any valid choice will do.
+    """
+    env = _environments(masks, actions.op.ndim)
+    chosen = [np.clip(choice, 0, mask.shape[-1] - 1) for choice, mask in zip(actions, masks, strict=True)]
+    found: Bools = np.ones((1,) * actions.op.ndim, bool)
+    for head in Head:
+        place = (env, *(chosen[earlier] for earlier in DEPENDS[head]))
+        valid = masks[head][(*place, chosen[head])] & (chosen[head] == actions[head])
+        if free is not None:
+            valid = np.where(free[head], np.logical_or.reduce(masks[head], axis=-1)[place], valid)
+        found = found & (valid | ~RELEVANT[chosen[Head.OP], head])
+    return found
 
 
 def allowed_of(masks: Masks, decisions: Ints, free: Bools | None = None) -> Bools:
-    """(E, N): which of the decisions of a table, (N, 6) in the order of `Head`, each environment may take now.
-
-    Of a head that is `free`, (N, 6), any choice will do; there must be a valid one.
-    """
-    return _allowed(masks, Actions(*decisions.T[:, None]), None if free is None else free.T[:, None])
+    """(E, N): which decisions of a table (N, 6) each environment may take; any valid choice will do for a head that is `free`."""
+    return allowed(masks, Actions(*decisions.T[:, None]), None if free is None else free.T[:, None])
 
 
 def chosen_in_turn(masks: Masks, choose: Callable[[Head, Bools, Actions], Ints]) -> Actions:
@@ -74,15 +82,11 @@ def chosen_in_turn(masks: Masks, choose: Callable[[Head, Bools, Actions], Ints])
 
 
 def draw_uniform(masks: Masks, draws: Floats) -> Actions:
-    """A valid decision per environment, uniform over the operations, then over what is valid of each head that matters.
-
-    draws: (heads, E) in [0, 1).
-    """
+    """A valid decision per environment, uniform over operations, then over each head; draws: (heads, E) in [0, 1)."""
 
     def choose(head: Head, valid: Bools, actions: Actions) -> Ints:
         rank = np.floor(draws[head] * valid.sum(1))  # the rank-th valid choice, counted from 0
-        choice: Ints = (valid.cumsum(1) > rank[:, None]).argmax(1)
-        return choice
+        return (valid.cumsum(1) > rank[:, None]).argmax(1)
 
     return chosen_in_turn(masks, choose)
 
@@ -119,10 +123,7 @@ def only_wait(masks: Masks, rows: Bools) -> Masks:
 
 
 def defaults(space: Space) -> dict[Head, int]:
-    """The choice of each head that a decision leaves open: ADD, a ramp of `TEMPO` steps, and the full dose.
-
-    Where the space lacks that ramp it is the first that is longer than 0; where it lacks dose 1, its largest.
-    """
+    """The choices that a decision leaves open: ADD, a ramp of `TEMPO` steps or the first above 0, and the largest dose."""
     ramps = space.tempos
     tempo = ramps.index(TEMPO) if TEMPO in ramps else next(i for i, steps in enumerate(ramps) if steps > 0)
     return {Head.BLUEPRINT: 0, Head.BLEND: Blend.ADD, Head.TEMPO: tempo, Head.TARGET: int(np.argmax(space.targets))}
@@ -155,20 +156,6 @@ def every_decision(space: Space, free: Collection[Head] = tuple(Head)) -> Ints:
     used = np.logical_or.reduce(space.fits, axis=1)[slot] | (op == Op.WAIT)
     possible: Bools = np.where(op == Op.GERMINATE, plantable, used)
     return decisions[possible]
-
-
-def _allowed(masks: Masks, actions: Actions, free: Bools | None) -> Bools:
-    """`allowed` of decisions whose fields are (E, ...), or (1, ...) for all environments; free: (6, 1, ...)."""
-    env = _environments(masks, actions.op.ndim)
-    chosen = [np.clip(choice, 0, mask.shape[-1] - 1) for choice, mask in zip(actions, masks, strict=True)]
-    found: Bools = np.ones((1,) * actions.op.ndim, bool)
-    for head in Head:
-        place = (env, *(chosen[earlier] for earlier in DEPENDS[head]))
-        valid = masks[head][(*place, chosen[head])] & (chosen[head] == actions[head])
-        if free is not None:
-            valid = np.where(free[head], np.logical_or.reduce(masks[head], axis=-1)[place], valid)
-        found = found & (valid | ~RELEVANT[chosen[Head.OP], head])
-    return found
 
 
 def _environments(masks: Masks, dims: int) -> Ints:

@@ -1,9 +1,9 @@
-"""Where a host can grow, and what a seed may read there."""
+"""Where a host, or any network, can grow, and what a seed may read there."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Integral
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
@@ -97,3 +97,34 @@ def _set_whole(slot: SlotSpec, name: str, least: int, sentence: str) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"{sentence}, a whole number from {least} on")
     object.__setattr__(slot, name, int(value))
+
+
+Flow = TypeVar("Flow")
+"""What runs through a network: a tensor (B, ...), or whatever a caller passes through it."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place in a network where a seed can be planted: the output of a submodule.
+
+    Attributes:
+        name (str): name of the site
+        after (str): dotted path of the submodule whose output the seed changes
+        around (str): dotted path of the submodule whose input a bypass reads
+        stream (Stream): the stream at the site: `Vector`, `Map` or `Sequence`
+        causal (bool): whether no position of the stream may depend on later ones
+    """
+
+    name: str
+    after: str
+    around: str
+    stream: Stream
+    causal: bool = False
+
+
+class Taps(NamedTuple, Generic[Flow]):
+    """What a seed at a site can read."""
+
+    here: Flow  # the output of the submodule `Site.after`
+    before: Flow  # the input of the submodule `Site.around`
+    input: Flow  # the input of the network

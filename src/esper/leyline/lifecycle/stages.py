@@ -36,28 +36,9 @@ IN_BUDGET = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.H
 ADDED = frozenset({Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED})
 """The stages of seeds whose parameters all count as added to the network, whatever their alpha."""
 
-EDGES: frozenset[tuple[Stage, Stage]] = frozenset(
-    {
-        (Stage.DORMANT, Stage.GERMINATED),
-        (Stage.GERMINATED, Stage.TRAINING),
-        (Stage.TRAINING, Stage.BLENDING),
-        (Stage.TRAINING, Stage.PRUNED),
-        (Stage.BLENDING, Stage.HOLDING),
-        (Stage.BLENDING, Stage.PRUNED),
-        (Stage.HOLDING, Stage.BLENDING),
-        (Stage.HOLDING, Stage.FOSSILIZED),
-        (Stage.HOLDING, Stage.PRUNED),
-        (Stage.PRUNED, Stage.EMBARGOED),
-        (Stage.PRUNED, Stage.DORMANT),  # only with an embargo of 0 steps
-        (Stage.EMBARGOED, Stage.DORMANT),
-    }
-)
-"""Every transition. HOLDING -> BLENDING is the start of a new ramp, by SET_ALPHA or by a PRUNE along a ramp."""
-
 
 def among(stage: NDArray[Any], stages: frozenset[Stage]) -> NDArray[np.bool_]:
     """Whether each entry of an array of stages is one of `stages`; bool, of the same shape."""
     table = np.zeros(len(Stage), bool)
     table[list(stages)] = True
-    chosen: NDArray[np.bool_] = table[stage]
-    return chosen
+    return table[stage]

@@ -137,8 +137,7 @@ class Sequence(Stream):
         if u.shape[-2] == h.shape[-2]:
             return u
         pooled: Tensor = F.adaptive_avg_pool1d(u.flatten(0, -3).mT, h.shape[-2]).mT
-        fit: Tensor = pooled.unflatten(0, u.shape[:-2])
-        return fit
+        return pooled.unflatten(0, u.shape[:-2])
 
     @classmethod
     def positions(cls, h: Tensor, like: Tensor | None = None) -> Tensor:

@@ -41,19 +41,12 @@ class Seeds(NamedTuple):
 
 @brief
 class Transitions(NamedTuple):
-    """Changes of stage, ordered by environment and slot; every field is (n,).
+    """Changes of stage, ordered by environment and slot; every field is (n,)."""
 
-    Attributes:
-        env ((n,) int64): index of the environment
-        slot ((n,) int64): index of the slot
-        source ((n,) int8): the `Stage` before
-        target ((n,) int8): the `Stage` after
-    """
-
-    env: NDArray[np.int64]
-    slot: NDArray[np.int64]
-    source: NDArray[np.int8]
-    target: NDArray[np.int8]
+    env: NDArray[np.int64]  # (n,) index of the environment
+    slot: NDArray[np.int64]  # (n,) index of the slot
+    source: NDArray[np.int8]  # (n,) the `Stage` before
+    target: NDArray[np.int8]  # (n,) the `Stage` after
 
 
 @brief

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple, Self
 
 from esper.leyline.config.tree import Config, dump_config
 from esper.leyline.data.task import AnyTask
+from esper.leyline.distribution import check_installed
 from esper.leyline.errors import DataFault, InputError, OutOfMemory, UserCodeError, describe_error
-from esper.leyline.exporters import check_installed
 from esper.leyline.lifecycle.view import Space
 from esper.leyline.plugins import OUTPUTS, load_plugin, plugins
 from esper.leyline.reference import is_reference, resume_call, resume_command

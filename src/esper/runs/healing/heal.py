@@ -18,7 +18,7 @@ from esper.leyline.data.duplicates import example_digests, repeated
 from esper.leyline.errors import DataWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.view import Space, View

@@ -10,7 +10,7 @@ from esper.kasmina.graft.grafted import call, undisturbed
 from esper.kasmina.graft.grown import stream_of
 from esper.kasmina.graft.recording import floats
 from esper.leyline.errors import InputError, typed_line
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Stream
 from esper.tolaria.measure.sensors import participation_ratio
 

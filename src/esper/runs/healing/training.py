@@ -25,7 +25,7 @@ from esper.leyline.data.batches import check_lengths, check_pairs
 from esper.leyline.data.keys import Purpose, key, permutations, scalar
 from esper.leyline.data.task import check_finite
 from esper.leyline.errors import InputError, typed_line
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.runs.healing.healed import ComparedNetwork, half_width
 from esper.tolaria.live.probe import Loss, Probe, Way
 

@@ -20,7 +20,7 @@ from esper.leyline.config.tree import Config, build_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.view import Space
@@ -365,7 +365,7 @@ class Growth:
         called = {"slot": "site", "blueprint": "blueprint", "step": "decision", "reason": "reason"}
         lists = {
             name: [{mine: each[own] for own, mine in called.items()} for each in entries]
-            for name, entries in self.engine.seed_history.lists().items()
+            for name, entries in self.engine.seed_history.lists.items()
         }
         fossils, kept = int((state.seeds.stage == Stage.FOSSILIZED).sum()), frozenset({Stage.FOSSILIZED})
         added, kept_params = (

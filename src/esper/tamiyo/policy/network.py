@@ -124,23 +124,23 @@ class FactoredRecurrentActorCritic(nn.Module):
         """
         trunk, slots = encoded.trunk, encoded.slots
         if head is Head.OP:
-            return self.op_head(trunk)  # type: ignore[no-any-return]
+            return self.op_head(trunk)
         chosen_op = self.op(op)
         if head is Head.SLOT:
             shared = torch.cat([trunk, chosen_op], -1).unsqueeze(2).expand(-1, -1, slots.shape[2], -1)
-            return self.slot_head(torch.cat([shared, slots], -1)).squeeze(-1)  # type: ignore[no-any-return]
+            return self.slot_head(torch.cat([shared, slots], -1)).squeeze(-1)
         here = torch.cat([trunk, _at(slots, slot)], -1)
         match head:
             case Head.BLUEPRINT:
                 cost, name = _at(encoded.cost, slot).unsqueeze(-1), self.blueprint(encoded.menu)
                 shape = (*cost.shape[:-1], -1)
                 rows = torch.cat([here.unsqueeze(2).expand(shape), name.expand(shape), cost], -1)
-                return self.blueprint_head(rows).squeeze(-1)  # type: ignore[no-any-return]
+                return self.blueprint_head(rows).squeeze(-1)
             case Head.BLEND:
-                return self.blend_head(here)  # type: ignore[no-any-return]
+                return self.blend_head(here)
             case Head.TEMPO:
-                return self.tempo_head(torch.cat([here, chosen_op], -1))  # type: ignore[no-any-return]
-        return self.target_head(torch.cat([here, chosen_op], -1))  # type: ignore[no-any-return]
+                return self.tempo_head(torch.cat([here, chosen_op], -1))
+        return self.target_head(torch.cat([here, chosen_op], -1))
 
     @torch.no_grad()
     def bias_ops(self, biases: Mapping[Op, float]) -> None:

@@ -287,7 +287,7 @@ def _runs(host: SegmentedHost, x: Batch) -> bool:
 
 def _floating(x: Batch) -> Batch:
     """The batch with every whole number and truth value as a number of torch's default dtype."""
-    return map_leaves(lambda leaf: leaf if leaf.is_floating_point() else leaf.to(torch.get_default_dtype()), x)  # type: ignore[no-any-return]
+    return map_leaves(lambda leaf: leaf if leaf.is_floating_point() else leaf.to(torch.get_default_dtype()), x)
 
 
 def draw_host(host: Callable[[], SegmentedHost]) -> SegmentedHost:

@@ -19,7 +19,7 @@ from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe, Seat
 from esper.kasmina.graft.sharding import is_sharded, reshard, shard_like
 from esper.kasmina.slot import Seed
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Bools, Seeds
 from esper.tolaria.live.averages import Average

@@ -19,11 +19,11 @@ from esper.kasmina.graft.grafted import survey, undisturbed
 from esper.kasmina.graft.grown import POINT, sites_of, stream_of
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard
-from esper.kasmina.lifecycle import Edits, dormant
+from esper.kasmina.lifecycle import Edits, dormant, doses
 from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.sites import Site
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.view import BlueprintInfo, Bools, Seeds, Space, choose
 from esper.tolaria.live.averages import Average
@@ -36,7 +36,6 @@ from esper.tolaria.live.widening import follow
 from esper.tolaria.measure.sensors import participation_ratio
 from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures
 from esper.tolaria.runtime import read_packet
-from esper.tolaria.stacked.training import doses
 
 
 class LivePopulation:

@@ -1,7 +1,5 @@
 """Compute the range of a metric, from the best constant prediction to a perfect one. N examples, C classes or targets."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -15,34 +13,23 @@ AT_ONCE = 2**24
 """Largest number of outputs of a constant prediction that are in memory at a time."""
 
 
-class Bounds(NamedTuple):
-    """The range of a metric on one split; nan where a value is not finite, or the objective takes no such prediction.
-
-    Attributes:
-        floor (float): metric of the best constant prediction: the shares of the classes at each position, or the mean target
-        ceiling (float): metric of the perfect prediction
-    """
-
-    floor: float
-    ceiling: float
-
-
-def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -> Bounds:
+def bounds(objective: Objective, split: Split, scaling: Scaling | None = None) -> tuple[float, float]:
     """Return the metric of an objective on a split for the best constant prediction and for the perfect prediction.
 
-    For accuracy these are the share of the most frequent class and 1; for R2 they are 0 and 1.
+    For accuracy these are the share of the most frequent class and 1; for R2 they are 0 and 1. nan where a value is not finite,
+    or the objective takes no such prediction.
 
     scaling: scaling of the targets if hosts return them standardized.
     """
     y = split.y.cpu()
     constant = _constant(objective, y, scaling)
     if constant is None:
-        return Bounds(float("nan"), float("nan"))
+        return float("nan"), float("nan")
     if y.is_floating_point():
         right = _target(y, scaling)
     else:  # logits with all weight on the labels
         right = torch.zeros(*y.shape, objective.outputs).scatter_(-1, y.long()[..., None], CERTAIN)
-    return Bounds(_metric(objective, constant.expand_as(right), y), _metric(objective, right, y))
+    return _metric(objective, constant.expand_as(right), y), _metric(objective, right, y)
 
 
 def constant_metric(objective: Objective, known: Tensor, split: Split, scaling: Scaling | None = None) -> float:

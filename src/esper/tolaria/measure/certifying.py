@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from scipy.special import betainc, ndtr, ndtri  # type: ignore[import-untyped]
 from torch import Tensor
 
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Branches
 from esper.leyline.config.tree import Config, GatesConfig
@@ -24,7 +25,6 @@ from esper.leyline.records import as_tree, brief, from_tree
 from esper.tolaria.measure.probe import passed
 from esper.tolaria.population import Population
 from esper.tolaria.stacked.data import RowExamples
-from esper.tolaria.stacked.training import doses
 
 LEAST, MOST = 0.7, 0.95
 """Bounds of the share w of a budget, and the smallest chance of a certificate at which a seed is looked at (chosen by
@@ -41,10 +41,7 @@ def bets(null: float) -> Floats:
 
 
 def log_wealth(differences: Tensor, real: Tensor | None, null: float) -> Tensor:
-    """-ln p of the bets: ln of the largest mean wealth. Differences (n, N) in [-1, 1] -> (n,) float64, 0 or more.
-
-    real: (n, N) bool, the examples that a row has; None if it has all.
-    """
+    """-ln p of bets: ln of the largest mean wealth; differences (n, N) in [-1, 1], real (n, N) -> (n,) float64, 0 or more."""
     at = torch.from_numpy(bets(null)).to(differences.device, non_blocking=True)
     excess = differences.double() - null
     if real is not None:
@@ -79,23 +76,16 @@ def chance(z: Floats, level: Floats | float) -> Floats:
 
 @brief
 class Certificates(NamedTuple):
-    """The verdicts on the seeds on trial, and the budgets of the rows.
+    """The verdicts on the seeds on trial, and the budgets of the rows."""
 
-    Attributes:
-        level ((R, S) float64): level at which a seed on trial was certified; 0 if its looks refused it; nan before the first look
-        again ((R, S) int64): age in HOLDING from which a seed is looked at again [steps]
-        group ((R,) int64): the budget of each row; rows that share fresh examples have the same one
-        budget ((G,) float64): b, what is left of alpha
-    """
-
+    # (R, S) level at which a seed on trial was certified; 0 if its looks refused it; nan before the first look
     level: Floats
-    again: NDArray[np.int64]
-    group: NDArray[np.int64]
-    budget: Floats
+    again: NDArray[np.int64]  # (R, S) age in HOLDING from which a seed is looked at again [steps]
+    group: NDArray[np.int64]  # (R,) the budget of each row; rows that share fresh examples have the same one
+    budget: Floats  # (G,) b, what is left of alpha
 
     @classmethod
     def none(cls, group: NDArray[np.int64], slots: int, alpha: float) -> "Certificates":
-        """Return the state before any look. group: (R,)."""
         shape = (len(group), slots)
         return cls(np.full(shape, np.nan), np.zeros(shape, np.int64), group, np.full(group.max() + 1, alpha))
 
@@ -141,10 +131,7 @@ BOUNDED = ("accuracy",)
 
 
 def set_aside(probe: Split, share: float, seed: int) -> tuple[Split, Split]:
-    """Return the probe split without some examples, drawn by key, and these: the fresh ones. Each part has two or more.
-
-    Raises InputError if the split is too small for that.
-    """
+    """Return the probe split without a share that is drawn by key, and that share. InputError if the split is too small."""
     count = len(probe.y)
     fresh = round(share * count)
     if fresh < 1 or count - fresh < 2:
@@ -249,13 +236,11 @@ class Certifier:
         return measured._replace(certificate=self.state.level, level=budget)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state as a tree of arrays."""
         known = {
             "examples": np.array(list(self.known), np.int64),
             "budgets": np.array(list(self.known.values()), np.int64),
         }
-        tree: dict[str, Any] = {**as_tree(self.state), **known}
-        return tree
+        return {**as_tree(self.state), **known}
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Restore a snapshot, with a population that is restored already. Raises ValueError if it came from another one."""

@@ -13,22 +13,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.plan import Branches, Indices
 from esper.leyline.data.keys import key, permutations
 from esper.leyline.intervals import t_factor
 from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.leyline.lifecycle.view import CoalitionValues, Estimate, Floats, Seeds
-from esper.tolaria.stacked.training import doses
 
 COMPLETE = 4
 """Up to this many live seeds every subset is evaluated; above it, subsets along sampled permutations."""
 
 
-class Sampling(NamedTuple):
-    """The sampling of attribution above COMPLETE live seeds."""
-
-    pairs: int  # number of antithetic pairs of permutations
-    draw: int  # the key that they are drawn with
+Sampling = tuple[int, int]
+"""Of attribution above COMPLETE live seeds: the number of antithetic pairs of permutations, and the key to draw them with."""
 
 
 class Coalitions(NamedTuple):
@@ -42,11 +39,9 @@ class Coalitions(NamedTuple):
     alone: tuple[Indices, Indices, Indices]  # (branch, env, slot) of each incubating seed
 
     def find(self, env: Indices, mask: Indices) -> Indices:
-        """Return the branches of some coalitions, all of which were asked for."""
         bits = self.live.shape[1]
         place = np.searchsorted(self.env << bits | self.mask, env << bits | mask)
-        found: Indices = self.branch[place]
-        return found
+        return self.branch[place]
 
     def without(self) -> tuple[Indices, Indices, Indices]:
         """Return (branch, env, slot) of each live seed; the branch has every live seed except this one."""
@@ -54,9 +49,7 @@ class Coalitions(NamedTuple):
         return self.find(env, masks(self.live)[env] ^ (1 << slot)), env, slot
 
     def exported(self) -> tuple[Indices, Indices]:
-        """Return (branch, env) of the networks with live seeds; in the branch all of them are at dose 0, because an export
-        leaves them out.
-        """
+        """Return (branch, env) of the networks with live seeds; an export leaves these out, so that their dose is 0 there."""
         env = np.flatnonzero(self.live.any(1))
         return self.find(env, np.zeros_like(env)), env
 
@@ -158,25 +151,17 @@ class Attribution(NamedTuple):
     """The attribution of each live seed of a population, float64; nan where the slot holds no live seed.
 
     With at most COMPLETE live seeds every coalition is evaluated. With more, coalitions are sampled.
-
-    Attributes:
-        shapley (Estimate, (rows, S)): Shapley values; the standard error is 0 where every coalition was evaluated
-        half_width ((rows, S) array): half width of the 95 % interval of the Shapley value; 0 where every coalition was evaluated
-        banzhaf ((rows, S) array): Banzhaf values; nan where coalitions were sampled
-        interaction ((rows, S, S) array): interaction of each pair; nan where coalitions were sampled
     """
 
-    shapley: Estimate
+    shapley: Estimate  # (rows, S) Shapley values; the standard error is 0 where every coalition was evaluated
+    # (rows, S) half width of the 95 % interval of the Shapley value; 0 where every coalition was evaluated
     half_width: Floats
-    banzhaf: Floats
-    interaction: Floats
+    banzhaf: Floats  # (rows, S) Banzhaf values; nan where coalitions were sampled
+    interaction: Floats  # (rows, S, S) interaction of each pair; nan where coalitions were sampled
 
 
 def attribute(values: CoalitionValues, pairs: int, *, loss: bool = False) -> Attribution:
-    """Attribution of the metric, or with `loss` of minus the loss, from the coalitions that a probe evaluated.
-
-    pairs: `probe.shapley_samples` of the run.
-    """
+    """Attribution of the metric, or with `loss` of minus the loss, from coalitions; pairs: `probe.shapley_samples`."""
     rows, slots = values.live.shape
     half, banzhaf_values = np.full((2, rows, slots), np.nan)
     result = Attribution(Estimate.absent(rows, slots), half, banzhaf_values, np.full((rows, slots, slots), np.nan))

@@ -9,32 +9,21 @@ from esper.leyline.lifecycle.view import Bools, CoalitionValues, Estimate, Measu
 from esper.tolaria.governor import Signs
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.measure.coalitions import Sampling, coalitions, masks
-from esper.tolaria.measure.probe import negated, spread
+from esper.tolaria.measure.probe import spread
 from esper.tolaria.population import ParameterNorms, Population, ProbeRequest
 
 
 class StepMeasurements(NamedTuple):
-    """The results of `measure`. A network as exported contains the fossilized seeds only.
+    """The results of `measure`. A network as exported contains the fossilized seeds only."""
 
-    Attributes:
-        measurements (Measurements): what a controller sees
-        scores (Scores): scores of the networks on the probe split
-        exported (Scores or None): scores of the networks as exported; None before the end of an episode
-        coalitions (CoalitionValues or None): values of coalitions; None if attribution was not due
-        signs (Signs): vital signs
-        data ((E,) bool array or None): whether the data of a row are finite; None if it was not asked for
-        validation (Scores or None): scores of the networks as exported on the validation split; None if not asked for
-        parameter_norms (ParameterNorms or None): gradient norms of each parameter; None if not asked for
-    """
-
-    measurements: Measurements
-    scores: Scores
-    exported: Scores | None
-    coalitions: CoalitionValues | None
-    signs: Signs
-    data: Bools | None = None
-    validation: Scores | None = None
-    parameter_norms: ParameterNorms | None = None
+    measurements: Measurements  # what a controller sees
+    scores: Scores  # scores of the networks on the probe split
+    exported: Scores | None  # scores of the networks as exported; None before the end of an episode
+    coalitions: CoalitionValues | None  # values of coalitions; None if attribution was not due
+    signs: Signs  # vital signs
+    data: Bools | None = None  # (E,) whether the data of a row are finite; None if it was not asked for
+    validation: Scores | None = None  # of the networks as exported on the validation split; None if not asked for
+    parameter_norms: ParameterNorms | None = None  # gradient norms of each parameter; None if not asked for
 
     def replaced(self, other: "StepMeasurements", rows: Bools) -> "StepMeasurements":
         """Return the results, with those of `other` in the rows that are marked in `rows` (E,), which have no unfinished seed."""
@@ -90,8 +79,8 @@ def measure(
         gradient_norm=fresh.gradient_norm if host_norm is None else host_norm,
         contribution=spread(figures.metric_fall, wanted.without(), shape),
         contribution_loss=spread(figures.loss_rise, wanted.without(), shape),
-        gain=negated(spread(figures.loss_rise, wanted.alone, shape)),
-        gain_metric=negated(spread(figures.metric_fall, wanted.alone, shape)),
+        gain=spread(figures.loss_rise, wanted.alone, shape, -1),
+        gain_metric=spread(figures.metric_fall, wanted.alone, shape, -1),
         seed_gradient_finite=np.isfinite(seed_norm),
         participation=figures.participation,
         sensors=last.sensors if figures.sensors is None else figures.sensors,
@@ -121,7 +110,7 @@ def measure(
         order = np.lexsort((mask, env))
         metric = np.concatenate([figures.branch_metric[wanted.branch], figures.metric[full]])
         loss = np.concatenate([figures.branch_loss[wanted.branch], figures.loss[full]])
-        values = CoalitionValues(step, sampling.draw, wanted.live, env[order], mask[order], metric[order], loss[order])
+        values = CoalitionValues(step, sampling[1], wanted.live, env[order], mask[order], metric[order], loss[order])
     return StepMeasurements(
         measurements,
         scores,

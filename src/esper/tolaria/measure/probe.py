@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.layout import BEFORE, HERE, INNER, INPUT
 from esper.kasmina.stack.plan import Branches, Indices, Route
@@ -24,7 +25,6 @@ from esper.leyline.lifecycle.view import Estimate, Seeds
 from esper.tolaria.measure.coalitions import Coalitions
 from esper.tolaria.measure.sensors import IntactStreams, Sample, TrueWidths, growth_sensors, participation_ratio
 from esper.tolaria.stacked.data import RowExamples
-from esper.tolaria.stacked.training import doses
 
 
 class ProbeTensors(NamedTuple):
@@ -94,38 +94,30 @@ def passed(
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
     """Return outputs (E, N, ...) and those of the branches (X, N, ...); with `signs`, the streams (E, N, D) of all slots."""
     inside = [branches.within(part) for part in body.parts]
-    routes = [
-        body.route(doses(seeds), seeds, own, part=part) for part, (own, _) in zip(body.parts, inside, strict=True)
-    ]
-    outputs, others, streams = [], [], []
+    dose = doses(seeds)
+    routes = [body.route(dose, seeds, own, part=part) for part, (own, _) in zip(body.parts, inside, strict=True)]
+    outputs, others, kinds = [], [], body.layout.streams if signs else ()
     for piece in pieces(examples, body.layout.streams):
         x = examples.read(piece)
-        passes, seen = [], []
-        for route in routes:
-            found = body.run(picked(x, route.part), route, streams="here" if signs else "none")
-            seen.append(
-                [
-                    kind.positions(slot.here)
-                    for kind, slot in zip(body.layout.streams, found.streams, strict=bool(signs))
-                ]
-            )
-            passes.append((found.output, found.branches))
-        outputs.append(_joined([output for output, _ in passes], 0))
-        others.append([branch for _, branch in passes if branch is not None])
-        streams.append([_joined(slot, 0) for slot in zip(*seen, strict=True)])
-    output, whole = _joined(outputs, 1), [_joined(slot, 1) for slot in zip(*streams, strict=True)]
+        found = [body.run(picked(x, route.part), route, streams="here" if signs else "none") for route in routes]
+        seen = [[kind.positions(slot.here) for kind, slot in zip(kinds, each.streams, strict=True)] for each in found]
+        outputs.append(_joined([(each.output, streams) for each, streams in zip(found, seen, strict=True)], 0))
+        others.append([each.branches for each in found if each.branches is not None])
+    output, whole = _joined(outputs, 1)
     if not len(branches.env):
         return output, None, whole
     branched = _joined([_joined(found, 0) for found in others], 1)
-    order = np.concatenate([places for _, places in inside])
     if len(routes) > 1:
-        back = torch.from_numpy(np.argsort(order)).to(body.device, non_blocking=True)
-        branched = branched.index_select(0, back)
+        back = np.argsort(np.concatenate([places for _, places in inside]))
+        branched = branched.index_select(0, torch.from_numpy(back).to(body.device, non_blocking=True))
     return output, branched, whole
 
 
-def _joined(tensors: Sequence[Tensor], dimension: int) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dimension)
+def _joined(trees: Sequence[Any], dimension: int) -> Any:
+    """Concatenate trees of tensors leaf by leaf; a leaf that is None stays so."""
+    if len(trees) == 1:
+        return trees[0]
+    return pytree.tree_map(lambda *leaf: None if leaf[0] is None else torch.cat(leaf, dimension), *trees)
 
 
 def mean(values: Tensor, examples: RowExamples) -> Tensor:
@@ -182,8 +174,7 @@ def sense(
     other = samples(body, routes, held, objective, families) if "explained" in families else []
     true = torch.from_numpy(body.table.taps.astype(np.float64)).to(body.device, body.dtype, non_blocking=True)
     widths = [TrueWidths(*true[:, s].unbind(1)) for s in range(len(body.slots))]
-    found: Tensor = beside_itself(growth_sensors, measured, other, widths, taught, families)
-    return found
+    return beside_itself(growth_sensors, measured, other, widths, taught, families)
 
 
 def beside_itself(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -203,10 +194,7 @@ def samples(
     objective: Objective,
     families: Collection[str] = SENSOR_FAMILIES,
 ) -> list[Sample]:
-    """Return the streams at each slot for some examples, with what the families of sensors need; one `Sample` a slot.
-
-    The gradient of the loss is there for `gradient` and `explained`, the inner features for `inner` and `dead`.
-    """
+    """Return one `Sample` a slot, with the gradient for `gradient` and `explained`, and inner features for `inner` and `dead`."""
     backward = not {"gradient", "explained"}.isdisjoint(families)
     inner = not {"inner", "dead"}.isdisjoint(families)
     found = []
@@ -235,9 +223,8 @@ def samples(
                 units = kind.positions(streams.inner, here) if streams.inner is not None and there[INNER] else None
                 slope = None if gradient is None else kind.positions(gradient)
                 parts[-1].append(Sample(kind.positions(here), before, given, units, slope, None))
-        found.append([_merged(slot, 0) for slot in zip(*parts, strict=True)])
-    merged = [_merged(slot, 1) for slot in zip(*found, strict=True)]
-    return [sample._replace(real=for_positions(examples.real, sample.stream)) for sample in merged]
+        found.append(_joined(parts, 0))
+    return [sample._replace(real=for_positions(examples.real, sample.stream)) for sample in _joined(found, 1)]
 
 
 def for_positions(real: Tensor | None, features: Tensor) -> Tensor | None:
@@ -247,23 +234,13 @@ def for_positions(real: Tensor | None, features: Tensor) -> Tensor | None:
     return real.repeat_interleave(features.shape[1] // real.shape[1], 1)
 
 
-def _merged(samples: Sequence[Sample], dimension: int) -> Sample:
-    if len(samples) == 1:
-        return samples[0]
-    merged = [None if column[0] is None else torch.cat(column, dimension) for column in zip(*samples, strict=True)]
-    return Sample._make(merged)
-
-
-def spread(mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices], shape: tuple[int, ...]) -> Estimate:
-    """Write (X, 2) means and standard errors of branches into an estimate (E, S), which is absent elsewhere."""
+def spread(
+    mean_se: NDArray[np.float64], where: tuple[Indices, Indices, Indices], shape: tuple[int, ...], sign: int = 1
+) -> Estimate:
+    """Write (X, 2) means, times a sign, and standard errors of branches into an estimate (E, S), which is absent elsewhere."""
     branch, env, slot = where
     estimate = Estimate.absent(*shape)
-    estimate.mean[env, slot] = mean_se[branch, 0]
+    estimate.mean[env, slot] = sign * mean_se[branch, 0]
     estimate.se[env, slot] = mean_se[branch, 1]
     estimate.measured[env, slot] = True
     return estimate
-
-
-def negated(estimate: Estimate) -> Estimate:
-    """Return the estimate of minus the quantity."""
-    return estimate._replace(mean=-estimate.mean)

@@ -5,6 +5,7 @@ of a map count as examples. A feature beyond the true width of a row is exactly 
 computed where it is asked for: those of activations take a forward pass, `gradient` and `explained` a backward pass as well.
 """
 
+import itertools
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -28,6 +29,7 @@ class SensorInfo(NamedTuple):
     meaning: str
 
 
+_READS = {"here": "the stream", "before": "the segment's input", "input": "the host's input"}
 _EXPLAINED = {
     "here_linear": "a linear map of the stream",
     "here_relu": "a hidden layer on the stream",
@@ -35,86 +37,75 @@ _EXPLAINED = {
     "before_relu": "a hidden layer on the segment's input",
     "input_relu": "a hidden layer on the host's input",
 }
-_READS = {"here": "the stream", "before": "the segment's input", "input": "the host's input"}
-_TABLE: tuple[tuple[str, str, dict[str, str]], ...] = (
-    (
-        "participation",
-        "1",
-        {
-            "participation": "participation ratio of the stream / its width; 0 where it is constant",
-            "participation_before": "participation ratio of the input of the segment before the slot / its width",
-        },
-    ),
-    (
-        "inner",
-        "1",
-        {"participation_inner": "participation ratio of the inner features of the segment before the slot / width"},
-    ),
-    (
-        "dead",
-        "1",
-        {
-            "dead": "share of the segment's inner units that are active on under 1 % of examples",
-            "unsaturated": "share of the segment's inner units that are active on over 99 % of examples",
-        },
-    ),
-    (
-        "drift",
-        "1",
-        {
-            "drift": "|h - h0| / |h0| of the stream h, with h0 in the intact network, where the task has one",
-            "drift_before": "the same of the input of the segment before the slot",
-        },
-    ),
-    ("gradient", "stream", {"stream_rms": "root mean square over examples of |h|"}),
-    ("gradient", "loss / stream", {"gradient_rms": "root mean square over examples of |g|"}),
-    (
-        "gradient",
-        "loss / weight",
-        {f"map_gradient_{at}": f"gradient norm of a zero linear map that reads {of}" for at, of in _READS.items()},
-    ),
-    (
-        "explained",
-        "(loss / stream)^2",
-        {f"explained_{name}": f"energy of g explained by {by}" for name, by in _EXPLAINED.items()}
-        | {f"heldout_{name}": f"explained_{name} on held-out examples, with the same map" for name in _EXPLAINED},
-    ),
+_OF_ACTIVATIONS = {
+    "participation": {
+        "participation": "participation ratio of the stream / its width; 0 where it is constant",
+        "participation_before": "participation ratio of the input of the segment before the slot / its width",
+    },
+    "inner": {
+        "participation_inner": "participation ratio of the inner features of the segment before the slot / width"
+    },
+    "dead": {
+        "dead": "share of the segment's inner units that are active on under 1 % of examples",
+        "unsaturated": "share of the segment's inner units that are active on over 99 % of examples",
+    },
+    "drift": {
+        "drift": "|h - h0| / |h0| of the stream h, with h0 in the intact network, where the task has one",
+        "drift_before": "the same of the input of the segment before the slot",
+    },
+}
+SENSORS = tuple(
+    itertools.starmap(
+        SensorInfo,
+        (
+            *((name, family, "1", of) for family, row in _OF_ACTIVATIONS.items() for name, of in row.items()),
+            ("stream_rms", "gradient", "stream", "root mean square over examples of |h|"),
+            ("gradient_rms", "gradient", "loss / stream", "root mean square over examples of |g|"),
+            *(
+                (
+                    f"map_gradient_{at}",
+                    "gradient",
+                    "loss / weight",
+                    f"gradient norm of a zero linear map that reads {of}",
+                )
+                for at, of in _READS.items()
+            ),
+            *(
+                (f"explained_{at}", "explained", "(loss / stream)^2", f"energy of g explained by {by}")
+                for at, by in _EXPLAINED.items()
+            ),
+            *(
+                (
+                    f"heldout_{at}",
+                    "explained",
+                    "(loss / stream)^2",
+                    f"explained_{at} on held-out examples, with the same map",
+                )
+                for at in _EXPLAINED
+            ),
+        ),
+    )
 )
-SENSORS = tuple(SensorInfo(name, family, unit, of) for family, unit, row in _TABLE for name, of in row.items())
 """The columns of `growth_sensors`. Sensors of unit 1 are in [0, 1]; the drifts have no upper bound. The others span orders of
 magnitude, and only the held-out ones can be negative."""
 
 
 class Sample(NamedTuple):
-    """The activations at one slot for some examples.
+    """The activations at one slot for some examples."""
 
-    Attributes:
-        stream ((E, N, D) tensor): stream at the slot, before any seed
-        before ((E, N, Db) tensor): input of the segment before the slot
-        input ((E, N, Di) tensor): input of the host
-        inner ((E, N, R) tensor or None): inner features of that segment; None where the host does not provide them
-        gradient ((E, N, D) tensor or None): gradient of each example's loss with respect to the stream; None if not taken
-        real ((E, N) bool tensor or None): False for padding; None where every example is real
-    """
-
-    stream: Tensor
-    before: Tensor
-    input: Tensor
-    inner: Tensor | None
-    gradient: Tensor | None
-    real: Tensor | None
+    stream: Tensor  # (E, N, D) stream at the slot, before any seed
+    before: Tensor  # (E, N, Db) input of the segment before the slot
+    input: Tensor  # (E, N, Di) input of the host
+    inner: Tensor | None  # (E, N, R) inner features of that segment; None where the host does not provide them
+    gradient: Tensor | None  # (E, N, D) gradient of each example's loss with respect to the stream; None if not taken
+    real: Tensor | None  # (E, N) bool, False for padding; None where every example is real
 
 
 class IntactStreams(NamedTuple):
-    """What flows at one slot of the intact networks for the fitted examples; 0 for padding, nan in rows without one.
+    """What flows at one slot of the intact networks for the fitted examples; 0 for padding, nan in rows without one."""
 
-    Attributes:
-        stream ((E, N, D) tensor): stream at the slot
-        before ((E, N, Db) tensor): input of the segment before the slot
-    """
-
-    stream: Tensor
-    before: Tensor
+    stream: Tensor  # (E, N, D) stream at the slot
+    before: Tensor  # (E, N, Db) input of the segment before the slot
 
 
 class TrueWidths(NamedTuple):
@@ -278,13 +269,11 @@ class _Reading(NamedTuple):
 
     linear: Tensor  # (E, N, 1 + W)
     rms: Tensor  # (E,)
-    held: (
-        tuple[Tensor, Tensor, Tensor] | None
-    )  # `linear` (E, M, 1 + W) on held-out examples, and a hidden layer on both samples
+    # `linear` (E, M, 1 + W) on held-out examples, and a hidden layer on both samples
+    held: tuple[Tensor, Tensor, Tensor] | None
 
 
 def _read(tap: Literal["stream", "before", "input"], fit: Sample, held: Sample | None, widths: TrueWidths) -> _Reading:
-    """The features of a tap of a slot."""
     u: Tensor = _only(getattr(fit, tap), fit.real)
     width: Tensor = getattr(widths, tap)
     count = u.shape[1] if fit.real is None else fit.real.sum(1)
@@ -342,12 +331,10 @@ def drift(h: Tensor, intact: Tensor) -> Tensor:
     """|h - h0| / |h0| (E,) of activations h (E, N, D) and those of the intact network, in the norm over examples and features."""
     size = torch.linalg.vector_norm(intact, dim=(1, 2))
     change: Tensor = torch.linalg.vector_norm(h - intact, dim=(1, 2))
-    relative: Tensor = change / size.clamp_min(torch.finfo(h.dtype).tiny)
-    return relative
+    return change / size.clamp_min(torch.finfo(h.dtype).tiny)
 
 
 def _count(sample: Sample) -> Tensor:
-    """Return (E,) the number of real examples."""
     h = sample.stream
     return sample.real.sum(1) if sample.real is not None else torch.full_like(h[:, 0, 0], h.shape[1])
 

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +25,7 @@ from esper.kasmina.stack.body import PLANS, Body
 from esper.kasmina.stack.plan import Doses, Indices, Plan, PlanCache, Route
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import Config, DataConfig
-from esper.leyline.data.batches import Batch, map_leaves
+from esper.leyline.data.batches import Batch, map_leaves, picked
 from esper.leyline.data.keys import key
 from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.store.disk import write_atomic
@@ -47,19 +47,14 @@ _TENSOR = object()
 
 
 class CompiledInputs(NamedTuple):
-    """What a pass over some stacks takes, as a list of tensors and what puts them together again.
+    """What a pass over some stacks takes, as a list of tensors and what puts them together again."""
 
-    Attributes:
-        tensors: values and buffers of the stacks, outputs that rows do not have, then the tensors of the arguments
-        tree: the structure of all
-        rest: for every leaf of the structure, the leaf if it is no tensor
-        state: how many of the tensors come from the body
-    """
-
-    tensors: list[Tensor]
-    tree: pytree.TreeSpec
-    rest: tuple[Any, ...]
-    state: int
+    tensors: list[
+        Tensor
+    ]  # values and buffers of the stacks, outputs that rows do not have, the tensors of the arguments
+    tree: pytree.TreeSpec  # the structure of all
+    rest: tuple[Any, ...]  # for every leaf of the structure, the leaf if it is no tensor
+    state: int  # how many of the tensors come from the body
 
     @classmethod
     def of(cls, body: Body, stacks: Sequence[Stack], *arguments: Any) -> "CompiledInputs":
@@ -77,7 +72,6 @@ class CompiledInputs(NamedTuple):
 
     @property
     def shapes(self) -> tuple[Any, ...]:
-        """Shapes, strides and types of the tensors."""
         return tuple((tuple(t.shape), t.stride(), t.dtype) for t in self.tensors)
 
     def merged(self, tensors: Sequence[Tensor]) -> Any:
@@ -93,23 +87,20 @@ class CompiledInputs(NamedTuple):
 @contextmanager
 def bound(body: Body, stacks: Sequence[Stack], columns: Sequence[dict[str, Tensor]], outputs: Any) -> Iterator[None]:
     """Let passes read and write other tensors than those of the body within the context."""
-    own, real = [stack.bind(of) for stack, of in zip(stacks, columns, strict=True)], body.real_outputs
-    body.real_outputs = outputs
-    try:
-        yield
-    finally:
-        body.real_outputs = real
-        for stack, its in zip(stacks, own, strict=True):
-            stack.unbind(its)
+    with ExitStack() as bindings:
+        for stack, of in zip(stacks, columns, strict=True):
+            bindings.enter_context(stack.bound(of))
+        real, body.real_outputs = body.real_outputs, outputs
+        try:
+            yield
+        finally:
+            body.real_outputs = real
 
 
 def traced(
     body: Body, stacks: Sequence[Stack], inputs: CompiledInputs, run: Callable[..., Sequence[Tensor]]
 ) -> torch.fx.GraphModule:
-    """Return the graph of a pass, with all of its operations, as a function of the tensors of its inputs.
-
-    run: takes the arguments of the inputs. The backward passes in it are part of the graph.
-    """
+    """Return the graph of a pass, backward passes of `run` included, as a function of the tensors of its inputs."""
     from torch.fx.experimental.proxy_tensor import make_fx  # takes a second to load
 
     def call(*tensors: Tensor) -> list[Tensor]:
@@ -182,10 +173,7 @@ Playback = tuple[Callable[[], None], Sequence[Tensor]]
 
 
 def recorded(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], pool: Any) -> Playback:
-    """Record a call in a CUDA graph, whose kernels are then launched together; `pool` is the memory that graphs share.
-
-    The call must have run before, because what is made in a first call cannot be recorded.
-    """
+    """Record a call that has run before in a CUDA graph, whose kernels are then launched together; `pool` is shared memory."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         results = run(*tensors)
@@ -214,7 +202,6 @@ class CudaGraphPass:
         self._playback: Playback
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        """Return the results of the pass for these tensors."""
         own, batch = tensors[: self.state], tensors[self.state :]
         places = [tensor.data_ptr() for tensor in own]
         if not self.records or places != self._places:
@@ -230,10 +217,7 @@ class CudaGraphPass:
 
 
 def compiled(graph: torch.fx.GraphModule, tensors: Sequence[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a graph as a whole, for the shapes of these tensors.
-
-    Inductor is called without Dynamo, whose guards would be checked at each call; the caller looks after the shapes.
-    """
+    """Compile a graph for the shapes of these tensors, without Dynamo, whose guards would be checked at each call."""
     import torch._inductor as inductor  # takes seconds to load
 
     with shielded():
@@ -255,45 +239,34 @@ def shielded() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Microbatch(NamedTuple):
-    """A part of the examples of a batch, with the arguments of a pass over it."""
-
-    share: float  # of the examples
-    x: Batch  # leaves (n, b, ...)
-    y: Tensor  # (n, b, ...)
-    weights: Tensor | None  # (n, b)
-    factors: Tensor | None  # (n,)
-    keys: Indices | None  # (n,)
-
-
 def microbatches(
     size: int,
+    dtype: torch.dtype,
     x: Batch,
     y: Tensor,
     weights: Tensor | None,
     factors: Tensor | None,
     keys: Indices | None,
-    dtype: torch.dtype,
-) -> Iterator[Microbatch]:
-    """Divide a batch into microbatches of at most `size` examples; 0 leaves it whole. The last may be smaller.
+) -> Iterator[tuple[float, Batch, Tensor, Tensor | None, Tensor | None, Indices | None]]:
+    """Divide a batch into microbatches of at most `size` examples, each with its share of the batch; 0 leaves it whole.
 
-    The factors of a microbatch contain its share of the batch, so that the gradients of all sum to those of the mean
-    over the batch; new factors have `dtype`. Each has keys of its own, because otherwise all would draw the same numbers.
+    x leaves (n, B, ...), y (n, B, ...), weights (n, B), factors and keys (n,). The factors of a microbatch contain its share, so
+    that the gradients of all sum to those of the mean over the batch; new factors have `dtype`. Each has keys of its own, because
+    otherwise all would draw the same numbers.
     """
     examples = y.shape[1]
     if not 0 < size < examples:
-        yield Microbatch(1.0, x, y, weights, factors, keys)
+        yield 1.0, x, y, weights, factors, keys
         return
     for index, start in enumerate(range(0, examples, size)):
-        cut = slice(start, min(start + size, examples))
-        share = (cut.stop - cut.start) / examples
-        own = torch.full((len(y),), share, dtype=dtype, device=y.device) if factors is None else factors * share
-        yield Microbatch(
+        cut = (slice(None), slice(start, start + size))
+        share = len(y[0, cut[1]]) / examples
+        yield (
             share,
-            map_leaves(lambda leaf, cut=cut: leaf[:, cut].contiguous(), x),
-            y[:, cut].contiguous(),
-            None if weights is None else weights[:, cut],
-            own,
+            map_leaves(Tensor.contiguous, picked(x, cut)),
+            y[cut].contiguous(),
+            None if weights is None else weights[cut],
+            torch.full((len(y),), share, dtype=dtype, device=y.device) if factors is None else factors * share,
             None if keys is None else key(keys, index),
         )
 
@@ -330,21 +303,17 @@ def check_compiler(mode: str, device: torch.device) -> None:
 
 @dataclass
 class CompileCounts:
-    """What was compiled and how often it ran.
+    """What was compiled and how often it ran."""
 
-    plans: plans that were compiled. seconds: time that compiling and measuring took [s]. passes: compiled passes that ran.
-    eager: passes that ran uncompiled. looped: plans that are not compiled, because their modules run in a loop over the rows.
-    short, slower: plans that `auto` left uncompiled, because the rest of the episode is too short to gain from compiling, or
-    because the compiled pass is no faster.
-    """
-
-    plans: int = 0
-    seconds: float = 0.0
-    passes: int = 0
-    eager: int = 0
-    looped: int = 0
-    short: int = 0
-    slower: int = 0
+    plans: int = 0  # plans that were compiled
+    seconds: float = 0.0  # time that compiling and measuring took [s]
+    passes: int = 0  # compiled passes that ran
+    eager: int = 0  # passes that ran uncompiled
+    looped: int = 0  # plans that are not compiled, because their modules run in a loop over the rows
+    short: int = (
+        0  # plans that `auto` left uncompiled, because the rest of the episode is too short to gain from compiling
+    )
+    slower: int = 0  # the same, because the compiled pass is no faster
 
 
 class CompiledPass(NamedTuple):
@@ -386,46 +355,34 @@ class Passes:
         """Passes that were compiled more than once."""
         return self.counts.plans - len(self._made)
 
-    def backward(
-        self,
-        route: Route,
-        x: Batch,
-        y: Tensor,
-        weights: Tensor | None,
-        factors: Tensor | None,
-        keys: Any,
-        remaining: int = 0,
-    ) -> Tensor:
+    def backward(self, route: Route, *batch: Any, remaining: int = 0) -> Tensor:
         """Compute the losses (n,) of a part of the rows on a batch, and add their gradients to those of the rows.
 
-        The arguments are those of the function of `gradients.total_of`; `remaining` batches come after this one. The batch
-        is divided by `data.microbatch`.
+        The arguments are those of `microbatches`, by which the batch is divided; `remaining` batches come after this one.
         """
         mean: Tensor | None = None
-        for piece in microbatches(self._microbatch, x, y, weights, factors, keys, self.body.dtype):
-            own = self._backward(route, piece, remaining * math.ceil(1 / piece.share))
-            if piece.share < 1:
-                own = piece.share * own
+        for share, *piece in microbatches(self._microbatch, self.body.dtype, *batch):
+            own = self._backward(route, *piece, remaining=remaining * math.ceil(1 / share))
+            if share < 1:
+                own = share * own
             mean = own if mean is None else mean + own
         assert mean is not None, "a batch has examples"
         return mean
 
-    def _backward(self, route: Route, piece: Microbatch, remaining: int) -> Tensor:
-        """Do the same with one piece of a batch."""
+    def _backward(self, route: Route, *batch: Any, remaining: int) -> Tensor:
         if self.mode != "off":
-            stacks, inputs = self._stacks(route.plan), self.inputs(route, *piece[1:5])
+            inputs = self.inputs(route, *batch[:4])
             key = route.plan, inputs.shapes
             found = self._known.get(key, lambda _: self._prepared(route.plan, key, inputs, remaining))
             if found is not None:
                 self.counts.passes += 1
-                return found(stacks, inputs.tensors)
+                return found(self._stacks(route.plan), inputs.tensors)
             self.counts.eager += 1
-        return self._eager(route, *piece[1:])
+        return self._eager(route, *batch)
 
     def inputs(
         self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None
     ) -> CompiledInputs:
-        """Return what a pass takes; the arguments are those of `backward`."""
         return CompiledInputs.of(self.body, self._stacks(route.plan), route.doses, x, y, weights, factors)
 
     def traced(self, plan: Plan, inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
@@ -452,8 +409,7 @@ class Passes:
         begin, found, stacks = time.perf_counter(), None, self._stacks(plan)
         # Whether a module runs in a loop over the rows is known once a pass has run.
         if not any(stack.loops for stack in stacks):
-            with self._aside(stacks, inputs) as arguments:
-                self._eager(Route(plan, arguments[0]), *arguments[1:], None)
+            self._time_eager(plan, inputs, runs=1)
         if any(stack.loops for stack in stacks):
             self.counts.looped += 1
         else:
@@ -464,30 +420,33 @@ class Passes:
     def _make(self, plan: Plan, key: Any, inputs: CompiledInputs, remaining: int) -> CompiledPass | None:
         if self.mode == "on":
             return self._compile(plan, key, inputs)
-        stacks = self._stacks(plan)
-        with self._aside(stacks, inputs) as arguments:
-            eager = self._time(lambda: self._eager(Route(plan, arguments[0]), *arguments[1:], None))
+        eager = self._time_eager(plan, inputs)
         if eager * remaining < WORTH:
             self.counts.short += 1
             return None
-        record = TimingRecord(self._digest(key))
-        if record.known is not None:
-            gain = (record.known["eager"] - record.known["compiled"]) * remaining
-            if gain > record.known["compiling"]:
+        path = cache_root() / "compiled-2" / f"{self._digest(key)}.json"
+        if (known := known_timing(path)) is not None:
+            if (known["eager"] - known["compiled"]) * remaining > known["compiling"]:
                 return self._compile(plan, key, inputs)
             self.counts.slower += 1
             return None
         begin = time.perf_counter()
         found = self._compile(plan, key, inputs)
-        compiling = time.perf_counter() - begin
+        compiling, stacks = time.perf_counter() - begin, self._stacks(plan)
         with self._aside(stacks, inputs):
             tensors = inputs.copies()
             own = self._time(lambda: found(stacks, tensors))
-        record.write({"eager": eager, "compiled": own, "compiling": compiling})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({"eager": eager, "compiled": own, "compiling": compiling}))
         if own < eager:
             return found
         self.counts.slower += 1
         return None
+
+    def _time_eager(self, plan: Plan, inputs: CompiledInputs, runs: int = MEASURED) -> float:
+        """Return the median seconds of an uncompiled pass, which leaves every column as it was."""
+        with self._aside(self._stacks(plan), inputs) as (doses, *batch):
+            return self._time(lambda: self._eager(Route(plan, doses), *batch, None), runs)
 
     def _compile(self, plan: Plan, key: Any, inputs: CompiledInputs) -> CompiledPass:
         self.counts.plans += 1
@@ -513,10 +472,10 @@ class Passes:
         places = sorted({(call.slot, call.form) for call in calls})
         return [self.body.host, *(self.body.stacks[at] for at in places)]
 
-    def _time(self, run: Callable[[], object]) -> float:
+    def _time(self, run: Callable[[], object], runs: int = MEASURED) -> float:
         """Return the median seconds of a call; on a GPU, until the device has done it."""
         times = []
-        for _ in range(MEASURED):
+        for _ in range(runs):
             begin = time.perf_counter()
             run()
             if self.body.device.type == "cuda":
@@ -534,26 +493,18 @@ class Passes:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-class TimingRecord:
-    """What an earlier run measured of a plan on this machine [s], in a file of the user's cache folder.
+def known_timing(path: Path) -> dict[str, float] | None:
+    """Return the seconds of an `eager` and of a `compiled` pass and of `compiling` that an earlier run measured on this machine.
 
-    known: seconds of an `eager` and of a `compiled` pass and of `compiling`; None if nothing was measured.
+    The file is in the user's cache folder; None if nothing was measured.
     """
-
-    def __init__(self, digest: str) -> None:
-        self.path: Path = cache_root() / "compiled-2" / f"{digest}.json"
-        self.known: dict[str, float] | None = None
-        if self.path.is_file():
-            try:
-                read = json.loads(self.path.read_text("utf-8"))
-                self.known = {name: float(read[name]) for name in ("eager", "compiled", "compiling")}
-            except (ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{self.path} is damaged; delete it, and the plan is measured again") from error
-
-    def write(self, seconds: dict[str, float]) -> None:
-        """Store what was measured."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.path, json.dumps(seconds).encode())
+    if not path.is_file():
+        return None
+    try:
+        read = json.loads(path.read_text("utf-8"))
+        return {name: float(read[name]) for name in ("eager", "compiled", "compiling")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is damaged; delete it, and the plan is measured again") from error
 
 
 class Compilations:
@@ -579,7 +530,6 @@ class Compilations:
         return graphs() - self._first
 
     def changed(self) -> None:
-        """The graph of the network is another one from now on."""
         self.changes += 1
         new, self._last = graphs() - self._last, graphs()
         if not new:
@@ -587,7 +537,10 @@ class Compilations:
         self._since += new
         self._usual = max(self._usual, new)
         # torch has compiled the forward pass of the network itself as often as it ever does.
-        if not self._warned and _entries(self.network) >= _limit():
+        from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+        forward: Any = type(self.network).forward
+        if not self._warned and len(_debug_get_cache_entry_list(forward.__code__)) >= _limit():
             self._warned = True
             warn(
                 f"torch.compile reached its limit of {_limit()} graphs for the forward pass of the {type(self.network).__name__} "
@@ -607,14 +560,5 @@ def graphs() -> int:
 
 
 def _limit() -> int:
-    """Graphs of one function that torch keeps."""
     config: Any = sys.modules["torch._dynamo.config"]
     return int(config.recompile_limit)
-
-
-def _entries(network: nn.Module) -> int:
-    """Count the compiled graphs of the forward pass of a network."""
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    forward: Any = type(network).forward
-    return len(_debug_get_cache_entry_list(forward.__code__))

@@ -5,6 +5,7 @@ channels last in memory, and as bytes if they were given as bytes.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -66,7 +67,8 @@ def stack_splits(
     `real` is always given, so that the numbers of a row do not depend on the other splits. Without it, rows are as long as the
     longest split. Features are scaled once, here. Raises InputError if a split is longer than `length`.
     """
-    splits, row = _distinct(splits, row)
+    splits, places = distinct_splits(splits)
+    row = places[row]
     sizes = np.array([len(split.y) for split in splits])
     longest = int(sizes.max())
     if length is not None and longest > length:
@@ -75,7 +77,7 @@ def stack_splits(
             "give it fewer, or raise the lengths of the mixture's room"
         )
     dtype = dtype or torch.get_default_dtype()
-    pooled = _pool(splits, inputs, device, length or longest, scaling, dtype)
+    pooled = _pool(splits, length or longest, inputs, device, scaling, dtype)
     if len(splits) == 1 and length is None:
         x, y = map_leaves(lambda leaf: leaf[0].expand(len(row), *leaf.shape[1:]), pooled.x), pooled.y[0]
         size = torch.full((len(row), 1), len(y), dtype=dtype, device=device)
@@ -120,7 +122,8 @@ class SharedBatchIterator:
         Floating-point tensors have `dtype`, or torch's default dtype. With a `source`, each batch is read from it, and
         the one split holds only its first examples. Raises InputError if a split has fewer examples than a batch.
         """
-        splits, row = _distinct(splits, row)
+        splits, places = distinct_splits(splits)
+        row = places[row]
         self.sizes = np.array([len(split.y) if source is None else len(source) for split in splits])[row]
         if self.sizes.min() < batch_size:
             least = int(self.sizes.min())
@@ -129,7 +132,8 @@ class SharedBatchIterator:
                 f"set data.batch_size to {least} or less, or bring more data"
             )
         self._dtype = dtype or torch.get_default_dtype()
-        self._inputs, self._device, self._scaling, self._source = inputs, device, scaling, source
+        self._device, self._source = device, source
+        self._pool = partial(_pool, inputs=inputs, device=device, scaling=scaling, dtype=self._dtype)
         longest = max(len(split.y) for split in splits)
         self._hold(splits, longest)
         if source is None:
@@ -160,7 +164,6 @@ class SharedBatchIterator:
         self.reset(0)
 
     def reset(self, episode: int) -> None:
-        """Start the order of an episode."""
         self._episode, self.batch = episode, 0
         self._period[:] = -1
         self._known = range(0)  # the batches of which every row has its order
@@ -183,38 +186,31 @@ class SharedBatchIterator:
             place = torch.from_numpy(self._first + self.batch % self._batches)
             place = place.to(self._order.device, non_blocking=True)
             self._index = self._order.flatten(0, 1).index_select(0, place)
-        if self._source is not None:
-            self._read(self._source)
+        if (
+            self._source is not None
+        ):  # the examples in memory become those of this batch; one that several rows need is read once
+            places, index = np.unique(self._index.numpy(), return_inverse=True)
+            self._hold([self._source.read(places)], len(places))
+            self._index = torch.from_numpy(index.reshape(self._index.shape)).to(self._device, non_blocking=True)
         if self.pixels is not None and self.pixels.varies:
             keys = key(self._seed, Purpose.AUGMENT, self._instance, self._episode, self.batch)
             self._drawn = draws(keys, self.batch_size, self._device)
         self.batch += 1
 
     def _hold(self, splits: Sequence[Split], length: int) -> None:
-        """Move data sets to the device, each padded to a length."""
-        pooled = _pool(splits, self._inputs, self._device, length, self._scaling, self._dtype)
+        pooled = self._pool(splits, length)
         self.x = map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x)
         self.y = pooled.y.flatten(0, 1)
         self._types, self._type = map_leaves(lambda leaf: leaf.dtype, self.x), self.y.dtype
-
-    def _read(self, source: Source) -> None:
-        """Replace the examples in memory by those of the present batch; an example that several rows need is read once."""
-        places, index = np.unique(self._index.numpy(), return_inverse=True)
-        self._hold([source.read(places)], len(places))
-        self._index = torch.from_numpy(index.reshape(self._index.shape)).to(self._device, non_blocking=True)
 
     def of(self, part: slice) -> tuple[Batch, Tensor]:
         """Return the present batch of some rows: leaves x (n, B, ...), y (n, B, ...)."""
         index = self._index[part]
         flat = index.reshape(-1)
         y = self.y.index_select(0, flat).view(*index.shape, *self.y.shape[1:]).to(self._type)
-        if not isinstance(self.x, Tensor):
-            taken = map_leaves(
-                lambda leaf, dtype: _taken(leaf, flat).unflatten(0, index.shape).to(dtype), self.x, self._types
-            )
-            return taken, y
-        if self.x.dim() != 4:
-            return self.x.index_select(0, flat).view(*index.shape, *self.x.shape[1:]).to(self._types), y
+        if not isinstance(self.x, Tensor) or self.x.dim() != 4:
+            x = map_leaves(lambda leaf: _taken(leaf, flat).unflatten(0, index.shape), self.x)
+            return map_leaves(Tensor.to, x, self._types), y
         images = self.x.movedim(1, -1).index_select(0, flat)  # (n B, H, W, C), the order in memory
         if self.pixels is not None and self.pixels.varies:
             images = varied(images, self._drawn[part].reshape(-1), self.pixels, self._canvas)
@@ -284,10 +280,7 @@ def draws(keys: Indices, count: int, device: torch.device) -> Tensor:
 
 
 def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Tensor:
-    """Shift and mirror images (B, H, W, C) uint8, each as its draw (B,) says, with `around` (C,) as the border.
-
-    The bits of a draw from the 33rd, the 44th and the 55th on give the shift down, the shift right and the mirroring.
-    """
+    """Shift and mirror images (B, H, W, C) uint8 by bits 33, 44 and 55 on of a draw (B,), with `around` (C,) as the border."""
     count, height, width, channels = images.shape
     pad, places = pixels.pad, 2 * pixels.pad + 1
     canvas = around.expand(count, height + 2 * pad, width + 2 * pad, channels).contiguous()
@@ -303,18 +296,18 @@ def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Ten
     return canvas.view(-1, channels).index_select(0, place.view(-1)).view(images.shape)
 
 
-def _distinct(splits: Sequence[Split], row: Indices) -> tuple[list[Split], Indices]:
-    """Return the splits without repeats of the same tensors, and row (E,), changed accordingly."""
+def distinct_splits(splits: Sequence[Split]) -> tuple[list[Split], Indices]:
+    """Return the splits without repeats of the same tensors, and the place of each split among them."""
     distinct = {(id(split.x), id(split.y)): split for split in splits}
     place = {name: index for index, name in enumerate(distinct)}
-    return list(distinct.values()), np.array([place[id(split.x), id(split.y)] for split in splits])[row]
+    return list(distinct.values()), np.array([place[id(split.x), id(split.y)] for split in splits])
 
 
 def _pool(
     splits: Sequence[Split],
+    length: int,
     inputs: Shapes,
     device: torch.device,
-    length: int,
     scaling: Scaling | None,
     dtype: torch.dtype,
 ) -> Split:
@@ -323,7 +316,13 @@ def _pool(
     for split in splits:
         read = split.x if scaling is None else scaling.read(one_tensor(split.x, "scaling"))
         rows = length - len(split.y)
-        xs.append(map_leaves(lambda leaf, shape, rows=rows: _laid_out(leaf, shape, rows), cast(read, dtype), inputs))
+
+        def laid_out(x: Tensor, shape: Shape, rows: int = rows) -> Tensor:
+            missing = [wide - own for wide, own in zip(shape, x.shape[1:], strict=True)]
+            x = F.pad(x, [*(pad for extra in reversed(missing) for pad in (0, extra)), 0, rows])
+            return x.movedim(1, -1).contiguous() if x.dim() == 4 else x  # the channels of images last
+
+        xs.append(map_leaves(laid_out, cast(read, dtype), inputs))
         y = split.y.to(dtype) if split.y.is_floating_point() else split.y
         ys.append(F.pad(y, [0] * 2 * (y.dim() - 1) + [0, rows]))
 
@@ -333,13 +332,6 @@ def _pool(
         return x.movedim(-1, 2) if x.dim() == 5 else x
 
     return Split(map_leaves(stacked, *xs), torch.stack(ys).to(device))
-
-
-def _laid_out(x: Tensor, shape: Shape, rows: int) -> Tensor:
-    """Pad one leaf of a data set (N, ...) to a shape and by `rows` examples, with the channels of images last."""
-    missing = [wide - own for wide, own in zip(shape, x.shape[1:], strict=True)]
-    x = F.pad(x, [*(pad for extra in reversed(missing) for pad in (0, extra)), 0, rows])
-    return x.movedim(1, -1).contiguous() if x.dim() == 4 else x
 
 
 def _narrowed(x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Update rows of stacked networks: update rules, loss scaling for float16, the updates of a step. n rows, P parameters."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -29,11 +30,11 @@ class AdamW:
     """
 
     moments: tuple[str, ...] = ("first_moment", "second_moment")
-    betas = (0.9, 0.999)
-    eps = 1e-8
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.lr, self.weight_decay = config.lr, config.weight_decay
+        self.weight_decay = config.weight_decay
+        numbers = {"lr": config.lr, "beta1": 0.9, "beta2": 0.999, "weight_decay": config.weight_decay, "eps": 1e-8}
+        self._kernel = partial(torch._fused_adamw_, **numbers, amsgrad=False, maximize=False)
 
     def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
         """Return a function that makes one update in place at each call.
@@ -41,29 +42,12 @@ class AdamW:
         columns (n, P): the value, the gradient and the moments of some rows. steps (n,): number of updates that each row has
         had. The function takes which rows (n,) bool count the update as one of theirs, or None for all.
         """
-        value = columns["value"]
-        count = torch.from_numpy(steps).to(value.device, torch.float32, non_blocking=True)
-        rows = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
-        value_rows, gradient_rows, first_rows, second_rows = rows
-        counts = count.unbind(0)
+        count = torch.from_numpy(steps).to(columns["value"].device, torch.float32, non_blocking=True)
+        rows, counts = [columns[name].unbind(0) for name in ("value", "gradient", *self.moments)], count.unbind(0)
 
         def update(taken: Tensor | None) -> None:
             count.add_(1)
-            torch._fused_adamw_(
-                value_rows,
-                gradient_rows,
-                first_rows,
-                second_rows,
-                [],
-                counts,
-                lr=self.lr,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                weight_decay=self.weight_decay,
-                eps=self.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            self._kernel(*rows, [], counts)
             if taken is not None:
                 count.sub_((~taken).to(count.dtype))
 
@@ -81,27 +65,14 @@ class SGD:
     moments: tuple[str, ...] = ("momentum",)
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.lr, self.weight_decay, self.momentum = config.lr, config.weight_decay, config.momentum
+        self.weight_decay, self.momentum = config.weight_decay, config.momentum
+        numbers = {"weight_decay": config.weight_decay, "momentum": config.momentum, "lr": config.lr, "dampening": 0.0}
+        self._kernel = partial(torch._fused_sgd_, **numbers, nesterov=False, maximize=False, is_first_step=False)
 
     def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
-        """Return a function that makes one update in place at each call, as that of `AdamW`."""
         value, gradient, buffer = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
-
-        def update(taken: Tensor | None) -> None:
-            torch._fused_sgd_(
-                value,
-                gradient,
-                buffer if self.momentum else [],  # without momentum, the kernel has no buffer
-                weight_decay=self.weight_decay,
-                momentum=self.momentum,
-                lr=self.lr,
-                dampening=0.0,
-                nesterov=False,
-                maximize=False,
-                is_first_step=False,
-            )
-
-        return update
+        buffers = buffer if self.momentum else []  # without momentum, the kernel has no buffer
+        return lambda taken: self._kernel(value, gradient, buffers)
 
 
 class StackedOptimizer:
@@ -162,8 +133,7 @@ class Updates:
             self.gradient.mul_(self._free)
         if scale is not None:
             self.gradient.div_(scale[:, None])
-        norm: Tensor = torch.linalg.vector_norm(self.gradient, dim=1)
-        return norm
+        return torch.linalg.vector_norm(self.gradient, dim=1)
 
     @torch.no_grad()
     def apply(self, norm: Tensor, parts: Tensor | None = None, taken: Tensor | None = None) -> None:
@@ -221,14 +191,13 @@ class GradScaler:
         return self._host.columns[SCALE]
 
     def begin(self) -> None:
-        """Set every row to the initial scale, once its host is planted."""
         self._host.columns[SCALE].fill_(self.init_scale)
         self._host.columns[TRACKER].zero_()
 
     @torch.no_grad()
     def update(self, overflowed: Tensor) -> None:
         """Set the scales for the next update; overflowed (E,) bool says which rows skip the present one."""
-        scale, tracker = self._host.columns[SCALE], self._host.columns[TRACKER]
+        scale, tracker = self.scale, self._host.columns[TRACKER]
         successful = tracker + 1
         due = successful >= self.growth_interval
         larger = scale * self.growth_factor
@@ -248,65 +217,36 @@ class RowGroup(NamedTuple):
 
 
 class SkippedUpdates(NamedTuple):
-    """The updates of a step that were skipped, because gradients of the row overflowed in float16; on the device.
+    """The updates of a step that were skipped, because gradients of the row overflowed in float16; on the device."""
 
-    Attributes:
-        updates ((E,) float32): how many
-        lost ((E,) bool): whether gradients overflowed at a scale of at most 1, which no smaller scale mends
-    """
-
-    updates: Tensor
-    lost: Tensor
+    updates: Tensor  # (E,) float32 how many
+    lost: Tensor  # (E,) bool whether gradients overflowed at a scale of at most 1, which no smaller scale mends
 
 
 class StepUpdates:
-    """Make the updates of all groups, and add their norms to the sums."""
+    """Make the updates of all groups in a step, and add their norms to the sums.
 
-    skipped: SkippedUpdates | None = None
-
-    def __init__(self, groups: list[RowGroup], updates: int) -> None:
-        """updates: how many the step has."""
-        self.groups, self.updates = groups, updates
-
-    def factors(self, part: slice) -> Tensor | None:
-        """Return the factors (n,) of the losses of a part of the rows; None for 1."""
-        return None
-
-    def update(self) -> None:
-        """Update every row with its gradients, and set them to 0."""
-        for group in self.groups:
-            group.norm.add_(group.updates.step(group.parts))
-
-    def mean(self, total: Tensor, group: RowGroup) -> Tensor:
-        """Return a sum (n, ...) over the updates of a group, divided by their number."""
-        return total / self.updates
-
-
-class ScaledUpdates(StepUpdates):
-    """The same with a scaler. A row skips an update if a gradient of its host, or of one of its seeds, is not finite.
-
-    Norms are means over the updates that a row has made: nan if it has made none, and inf if it is lost.
+    With a scaler, a row skips an update if a gradient of its host, or of one of its seeds, is not finite. Norms are then means
+    over the updates that a row has made: nan if it has made none, and inf if it is lost.
     """
 
-    skipped: SkippedUpdates
-
-    def __init__(self, groups: list[RowGroup], updates: int, scaler: GradScaler, rows: int) -> None:
-        super().__init__(groups, updates)
-        device = scaler.scale.device
-        self._scaler = scaler
-        self._envs = {id(group): torch.from_numpy(group.envs).to(device, non_blocking=True) for group in groups}
-        self.skipped = SkippedUpdates(
-            torch.zeros(rows, device=device), torch.zeros(rows, dtype=torch.bool, device=device)
-        )
-
-    def factors(self, part: slice) -> Tensor | None:
-        """Return the scales (n,) of a part of the rows."""
-        return self._scaler.scale[part]
+    def __init__(self, groups: list[RowGroup], updates: int, rows: int, scaler: GradScaler | None) -> None:
+        """updates: how many the step has."""
+        self.groups, self.updates, self.scaler = groups, updates, scaler
+        self.skipped: SkippedUpdates | None = None  # with a scaler
+        if scaler is not None:
+            device = scaler.scale.device
+            self._envs = {id(group): torch.from_numpy(group.envs).to(device, non_blocking=True) for group in groups}
+            none = torch.zeros(rows, device=device)
+            self.skipped = SkippedUpdates(none, torch.zeros_like(none, dtype=torch.bool))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update every row whose gradients are finite, set all gradients to 0, and adapt the scales."""
-        scale, (count, lost) = self._scaler.scale, self.skipped
+        if self.scaler is None or self.skipped is None:
+            for group in self.groups:
+                group.norm.add_(group.updates.step(group.parts))
+            return
+        scale, (count, lost) = self.scaler.scale, self.skipped
         norms = [(group, self._of(scale, group)) for group in self.groups]
         norms = [(group, group.updates.norm(own)) for group, own in norms]
         infinite = torch.zeros_like(count)
@@ -318,10 +258,12 @@ class ScaledUpdates(StepUpdates):
             taken = ~self._of(overflowed, group)
             group.updates.apply(norm, group.parts, taken)
             group.norm.add_(norm.where(taken, 0))
-        self._scaler.update(overflowed)
+        self.scaler.update(overflowed)
 
     def mean(self, total: Tensor, group: RowGroup) -> Tensor:
-        """Return a sum (n, ...) over the updates that a group has made, divided by their number."""
+        """Return a sum (n, ...) over the updates that the rows of a group have made, divided by their number."""
+        if self.skipped is None:
+            return total / self.updates
         shape = -1, *(1,) * (total.dim() - 1)
         count, lost = (self._of(each, group).view(shape) for each in self.skipped)
         return (total / (self.updates - count)).masked_fill(lost, torch.inf)
@@ -334,10 +276,7 @@ class ScaledUpdates(StepUpdates):
 def trained_groups(
     body: Body, seeds: Seeds, optimizer: StackedOptimizer, parameter_norms: bool
 ) -> tuple[list[RowGroup], list[tuple[int, Indices]]]:
-    """Return the group of the hosts, then those of the seeds that train; and the slot and the rows (n,) of each of the latter.
-
-    The sums of the norms of each parameter are None without `parameter_norms`.
-    """
+    """Return the group of the hosts, then those of the seeds that train; and the slot and the rows (n,) of each of the latter."""
     rows, owners = len(seeds.stage), list[tuple[int, Indices]]()
     moved = [(body.host, slice(0, rows), np.arange(rows))]
     for at, runs in body.trainable(seeds).items():

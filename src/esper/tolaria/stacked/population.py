@@ -1,10 +1,9 @@
 """Train and measure networks as stacked tensors on one device: the population that most engines grow. R rows, S slots."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,48 +12,168 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
-from esper.kasmina.host import SegmentedHost, calling, dtype_of
-from esper.kasmina.lifecycle import Edits, dormant, exported
+from esper.kasmina.host import SegmentedHost, calling, check_host, dtype_of
+from esper.kasmina.lifecycle import Edits, dormant, doses, exported
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.body import Body, runs_by_row
 from esper.kasmina.stack.layout import BEFORE, HERE
+from esper.kasmina.stack.plan import Branches, Route
 from esper.kasmina.stack.snapshot import Snapshot
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
 from esper.leyline.data.batches import Batch, leaves, map_leaves, picked, shape_leaves
-from esper.leyline.data.keys import Purpose, scalar
-from esper.leyline.data.task import SENSED, AnyTask, Instance, Objective, Split, Task
+from esper.leyline.data.duplicates import example_digests
+from esper.leyline.data.keys import Purpose, key, scalar
+from esper.leyline.data.task import SENSED, AnyTask, Instance, Mixture, Objective, Split, Task, finite, nonfinite
 from esper.leyline.errors import DataFault, InputError
-from esper.leyline.lifecycle.sites import Taps
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import BlueprintInfo, Floats, Seeds, Space
 from esper.leyline.text import counted
-from esper.tolaria.measure.certifying import compared
+from esper.tolaria.measure.bounds import bounds
+from esper.tolaria.measure.certifying import compared, set_aside
 from esper.tolaria.measure.coalitions import coalitions
 from esper.tolaria.measure.probe import ProbeTensors, passed, probe, samples, sense
 from esper.tolaria.measure.sensors import SENSORS, IntactStreams
 from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
-from esper.tolaria.runtime import hold_freed_memory, read_packet, resolve_device, use_deterministic_kernels
-from esper.tolaria.stacked.compiling import Passes, check_divisible
-from esper.tolaria.stacked.data import RowExamples
-from esper.tolaria.stacked.optimizer import GradScaler, StackedOptimizer, forget_skipped
-from esper.tolaria.stacked.resident import ResidentData
-from esper.tolaria.stacked.training import StepStatistics, check_modules, doses, resolve_amp, total_of, train
+from esper.tolaria.runtime import (
+    check_modules,
+    hold_freed_memory,
+    products_in,
+    read_packet,
+    resolve_amp,
+    resolve_device,
+    use_deterministic_kernels,
+)
+from esper.tolaria.stacked.compiling import Passes, Total, check_divisible
+from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinct_splits, stack_splits
+from esper.tolaria.stacked.optimizer import (
+    GradScaler,
+    SkippedUpdates,
+    StackedOptimizer,
+    StepUpdates,
+    forget_skipped,
+    trained_groups,
+)
+
+
+class ResidentData:
+    """The problems of R rows, on the device: train splits, and the examples that rows are measured on.
+
+    A problem that several instances share is held once. instance (R,): key of the instance of each row. feed: batches of the
+    train splits. fit: examples for the sensors. fresh: examples for certified keeps. set_aside: for each row, digests (N,) of its
+    fresh examples. bounds (R, 2): metric on the probe split of the best constant prediction, and of the perfect prediction.
+    """
+
+    def __init__(
+        self, task: AnyTask, config: Config, instance: Indices, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Raise InputError if a split is not finite, or a host does not run on it."""
+        self.task, self.config, self.device, self.dtype = task, config, device, dtype
+        self.instance = instance
+        keys, which = np.unique(instance, return_inverse=True)
+        # One problem has the same host, examples and labels, as objects; here by these, with the first key of each.
+        problems: dict[tuple[int, ...], tuple[int, Instance]] = {}
+        objects = []
+        for name in keys.tolist():
+            problem = task.instance(name)
+            tensors = (part for split in (problem.train, problem.probe, problem.validation) for part in split)
+            objects.append((id(problem.host), *map(id, tensors)))
+            problems.setdefault(objects[-1], (name, problem))
+        self.problem_of = [
+            list(problems).index(each) for each in objects
+        ]  # for each instance, in the order of their keys
+        self.problems = [self._checked(name, problem) for name, problem in problems.values()]
+        row = np.array(self.problem_of)[which]
+        pixels, scaling = self.problems[0].pixels, self.problems[0].scaling
+        assert all(each.pixels == pixels for each in self.problems), "all instances must read bytes in the same way"
+        assert all(each.scaling is scaling for each in self.problems), "all instances must be scaled in the same way"
+        source = self.problems[0].source  # from which training examples are read by batch
+        assert source is None or len(self.problems) == 1, "the instances of a mixture are in memory"
+        if source is not None and config.data.nonfinite == "skip":
+            raise InputError(
+                f"data.nonfinite is skip, but {task.name} reads its training examples batch by batch, so those to skip are "
+                "not known; leave them out of the Dataset, for example by torch.utils.data.Subset"
+            )
+        trains = [problem.train for problem in self.problems]
+        weights = [each.weights for each in self.problems if each.weights is not None]
+        assert len(weights) in (0, len(trains)), "either all instances have weights or none"
+        seed, size, read = config.seed, config.data.batch_size, (pixels, scaling, weights or None, dtype, source)
+        self.feed = SharedBatchIterator(trains, row, instance, seed, size, task.inputs, device, *read)
+        self.fresh, self.set_aside = None, [np.zeros(0, np.int64)] * len(row)
+        if config.gates.certify is not None:
+            parts = [set_aside(each.probe, config.gates.certify_share, config.seed) for each in self.problems]
+            self.problems = [each._replace(probe=probe) for each, (probe, _) in zip(self.problems, parts, strict=True)]
+            digests = [example_digests(*fresh).cpu().numpy() for _, fresh in parts]
+            self.set_aside = [digests[index] for index in row]
+            self.fresh = self.stacked([fresh for _, fresh in parts], row, "probe")
+        self.bounds = np.array([bounds(task.objective, each.probe, each.target_scaling) for each in self.problems])[row]
+        sensed = slice(SENSED)
+        self.fit = self.stacked([Split(picked(each.x, sensed), each.y[sensed]) for each in trains], row, "sensed")
+        self.probe = self.stacked([each.probe for each in self.problems], row, "probe")
+        self.validation = None
+        if config.early_stopping.enabled:
+            self.validation = self.stacked([each.validation for each in self.problems], row, "held")
+
+    def few(self, problem: Instance) -> Batch:
+        """Return a few training examples as the hosts of a problem read them."""
+        return problem.read(picked(problem.train.x, slice(2)), self.dtype)
+
+    def stacked(self, splits: Sequence[Split], row: Indices, part: str) -> RowExamples:
+        """Move splits to the device; row (R,) names the split of each. In a mixture they are padded to the length of `part`."""
+        lengths, first = self.task.lengths, self.problems[0]
+        length = None
+        if lengths is not None:
+            length = {"sensed": SENSED, "probe": lengths.probe, "held": lengths.held}[part]
+        return stack_splits(splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling, self.dtype)
+
+    def sound(self, splits: Sequence[Split]) -> list[Split]:
+        """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split."""
+        distinct, places = distinct_splits(splits)
+        name = f"a held-out split of {self.task.name}"
+        found = [finite(split, name, self.config.data.nonfinite) for split in distinct]
+        return [found[place] for place in places.tolist()]
+
+    def validation_splits(self) -> list[Split]:
+        """Return the validation split of every environment's instance."""
+        which = np.unique(self.instance, return_inverse=True)[1]
+        return [self.problems[self.problem_of[index]].validation for index in which[: self.config.envs]]
+
+    def _checked(self, name: int, problem: Instance) -> Instance:
+        """Return a problem whose splits are finite and whose host runs on them. Raises InputError if it is not such a problem."""
+        of = f"instance {name} of {self.task.name}" if isinstance(self.task, Mixture) else f"task {self.task.name}"
+        train, probe, validation = (
+            finite(getattr(problem, part), f"the {part} split of {of}", self.config.data.nonfinite)
+            for part in ("train", "probe", "validation")
+        )
+        with drawn_with(0):
+            few = self.few(problem._replace(train=train))
+            check_host(problem.host(), few, problem.outputs, objective=self.task.objective, y=train.y[:2])
+        weights = problem.weights
+        if weights is not None and len(train.y) < len(weights):
+            weights = weights[~nonfinite(problem.train)]
+        return problem._replace(train=train, probe=probe, validation=validation, weights=weights)
+
+
+class StepStatistics(NamedTuple):
+    """The figures that the training of a step accumulated, on the device."""
+
+    loss: Tensor  # (R,) mean training loss over the step's batches
+    gradient_norm: Tensor  # (R,) gradient norm of the hosts, mean over the step's optimizer steps
+    seed_norms: list[Tensor]  # (n,) the same of seeds, for each entry of `seed_owners`
+    seed_owners: list[tuple[int, Indices]]  # the slot and the rows (n,) that the norms belong to
+    # Names (L,) of the trained parameters and their gradient norms (n, L), mean over the step's optimizer steps: of the hosts,
+    # then for each entry of `seed_owners`; empty if they were not asked for.
+    parameter_norms: list[tuple[tuple[str, ...], Tensor]]
+    skipped: (
+        SkippedUpdates | None
+    )  # means of norms are over the other updates: nan if there is none, inf if a row is lost
 
 
 class StackedPopulation:
-    """R hosts and their seeds in training; implements `tolaria.population.Population`.
-
-    body: parameters, buffers and moments of every host and seed. data: the data that they are trained and measured on.
-    feed, passes, optimizer: the batches, the forward and backward passes and the update rule of a training step.
-    skipped (R,): updates of this episode that rows have skipped, because their gradients overflowed in float16.
-    """
+    """R hosts and their seeds in training; implements `tolaria.population.Population`."""
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
-        """`instance` (E,) names the instance of each environment.
-
-        Raises InputError if the task, the config and the device do not fit together.
-        """
+        """`instance` (E,) names the instances. Raises InputError if the task, the config and the device do not fit together."""
         self.task, self.config = task, config
         self.device = resolve_device(config.device)
         if config.deterministic:
@@ -89,17 +208,16 @@ class StackedPopulation:
             recomputed=config.activation_checkpointing,
             compiled=config.compile != "off",
         )
-        products = resolve_amp(config.amp, self.device, body.dtype)
+        self._products = products = resolve_amp(config.amp, self.device, body.dtype)
         check_modules(products, self.device, [body.host.template, *body.layout.forms.values()])
         check_divisible(body, config.data)
         self.scaler = GradScaler(body.host) if products == torch.float16 else None
-        self.skipped = np.zeros(rows, np.int64)
-        self.passes = Passes(body, total_of(body, lambda: self.objective, config, products), config, products)
+        self.skipped = np.zeros(rows, np.int64)  # (R,) updates of this episode that overflowed in float16
+        self.passes = Passes(body, self._total, config, products)
         self.host_params = body.table.host_params
-        self.space = _space(body, menu, config, self.environment, instance, self.data.bounds)
+        self._survey()
 
     def begin(self, instance: Indices, episode: int) -> None:
-        """Begin an episode: newly initialised hosts of these instances (R,), and empty slots."""
         if not np.array_equal(instance, self.data.instance):
             self._load(instance)
         body, self._episode, self._trained = self.body, episode, None
@@ -118,8 +236,6 @@ class StackedPopulation:
         self._survey()
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
-        """Make and free seeds as the edits say, after `step` steps; `seeds` (R, S) is the state afterwards."""
-
         def birth_key(row: int, slot: int) -> int:
             instance = int(self.data.instance[row])
             return scalar(self.config.seed, Purpose.BIRTH, instance, self._episode, step, slot)
@@ -128,72 +244,123 @@ class StackedPopulation:
         _choose_rows(self.body, changes, seeds, self.data.fit, self.objective)
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
-        """Train every row on the batches of one step. Nothing is read from the device."""
-        self._trained = train(
-            self.body,
-            seeds,
-            self.feed,
-            self.optimizer,
-            self.passes,
-            self.config,
-            (self.data.instance, self._episode),
-            parameter_norms,
-            self.scaler,
-        )
+        body, feed, config = self.body, self.feed, self.config
+        shadow = config.lifecycle.incubation == "shadow"
+        branches, dose, rows = shadows(seeds), doses(seeds), len(seeds.stage)
+        routes = [
+            body.route(
+                dose, seeds, branches.within(part)[0] if shadow else None, part=part, train=True, straight=not shadow
+            )
+            for part in body.parts
+        ]
+        accumulate = config.optimizer.accumulation_steps
+        groups, owners = trained_groups(body, seeds, self.optimizer, parameter_norms)
+        steps = StepUpdates(groups, config.data.batches_per_step // accumulate, rows, self.scaler)
+
+        body.train(True)
+        loss = torch.zeros(rows, dtype=body.dtype, device=body.device)
+        sums, draws = [loss[route.part] for route in routes], body.draws
+        last = config.steps * config.data.batches_per_step
+        for _ in range(steps.updates):
+            for _ in range(accumulate):
+                keys = None
+                if draws:
+                    keys = key(config.seed, Purpose.DROPOUT, self.data.instance, self._episode, feed.batch)
+                feed.advance()
+                for route, total in zip(routes, sums, strict=True):
+                    part = route.part
+                    factors = None if self.scaler is None else self.scaler.scale[part]
+                    own = None if keys is None else keys[part]
+                    batch = *feed.of(part), feed.weights_of(part), factors
+                    total += self.passes.backward(route, *batch, own, remaining=last - feed.batch)
+            steps.update()
+        host, *others = (steps.mean(group.norm, group) for group in groups)
+        parts = [(group.names, steps.mean(group.parts, group)) for group in groups if group.parts is not None]
+        mean = loss / config.data.batches_per_step
+        self._trained = StepStatistics(mean, host, others, owners, parts, steps.skipped)
+
+    def _total(
+        self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None, keys: Indices | None
+    ) -> Total:
+        """Compute the loss of a route on a batch.
+
+        x leaves (n, B, ...), y (n, B, ...), weights (n, B) of the examples, factors (n,) of the gradients of each row, keys (n,)
+        of dropout.
+        """
+        objective, body, config = self.objective, self.body, self.config
+
+        def mean(output: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
+            losses = objective.loss(output.to(body.dtype), y)
+            return (losses if weights is None else losses * weights).mean(1)
+
+        def summed(losses: Tensor, factors: Tensor | None) -> Tensor:
+            return losses.sum() if factors is None else (losses * factors).sum()
+
+        with products_in(self._products, body.device):
+            result = body.run(x, route, keys=keys)
+        losses = mean(result.output, y, weights)
+        whole = summed(losses, factors)
+        if result.branches is not None:
+            origin = route.origin
+            assert origin is not None
+            own, by = (None if each is None else each.index_select(0, origin) for each in (weights, factors))
+            whole = whole + summed(mean(result.branches, y.index_select(0, origin), own), by)
+        if result.proximal is not None:
+            whole = whole + config.lifecycle.proximal * summed(result.proximal, factors)
+        if not whole.requires_grad:  # nothing trains in a host that is frozen as a whole and has no seed
+            return None, losses.detach()
+        accumulate = config.optimizer.accumulation_steps
+        return (whole if accumulate == 1 else whole / accumulate), losses.detach()
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
-        """Measure every row as it is now. This is the one device read of a step."""
         body, objective = self.body, self.objective
         probed = probe(body, seeds, self.data.probe, objective, asked.coalitions, signs=True)
-        sensors = []
+        sensors = validation = grown = None
         if asked.sensors:
             families = self.config.probe.sensors or SENSOR_FAMILIES
             if self._taught is None and "drift" in families:  # computed once for the instances of the rows
                 self._taught = taught_streams(self.data, body)
             taught = (self._taught or ()) if "drift" in families else ()
-            sensors = [sense(body, seeds, self.data.fit, self.data.probe, objective, taught, families)]
-        trained = self._trained if asked.trained else None
-        training: list[Tensor] = []
-        if trained is not None:
-            training = [trained.loss, trained.gradient_norm, *trained.seed_norms]
-            training += [norms for _, norms in trained.parameter_norms]
-            training += [trained.skipped.updates] if trained.skipped is not None else []
-        data = [self.feed.finite()] if asked.finite else []
-        validation: list[Tensor] = []
+            sensors = sense(body, seeds, self.data.fit, self.data.probe, objective, taught, families)
         if asked.validation:
             assert self.data.validation is not None, "a validation split is read only with early stopping"
             scored = self._final(seeds, self.data.validation)
-            validation = [scored.metric, scored.loss]
-        grown = []
+            validation = scored.metric, scored.loss
         if asked.look is not None:
             assert self.data.fresh is not None, "fresh examples are set aside for `gates.certify`"
-            grown = [compared(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)]
-        packet = iter(read_packet([*probed, *sensors, *data, *validation, *grown, *training]))
-        figures = Figures._make(
-            [
-                *itertools.islice(packet, len(probed)),
-                next(packet) if sensors else None,
-                next(packet) > 0 if data else None,
-                (next(packet), next(packet)) if validation else None,
-                next(packet) if grown else None,
-                _read(trained, packet, self.space.slots) if trained is not None else None,
-            ]
+            grown = compared(body, seeds, asked.look, self.data.fresh, objective, self.config.gates)
+        finite = self.feed.finite() if asked.finite else None
+        trained = self._trained if asked.trained else None
+        *figures, finite, validation, grown, trained = read_packet(
+            [*probed, sensors, finite, validation, grown, trained]
         )
-        if trained is not None and figures.trained is not None and figures.trained.skipped is not None:
-            forget_skipped(body, figures.trained.skipped, trained.seed_owners)
-            self.skipped += figures.trained.skipped
-        return figures
+        training = None if trained is None else self._training_figures(trained)
+        found = Figures._make([*figures, None if finite is None else finite > 0, validation, grown, training])
+        if found.trained is not None and found.trained.skipped is not None:
+            forget_skipped(body, found.trained.skipped, found.trained.seed_owners)
+            self.skipped += found.trained.skipped
+        return found
+
+    def _training_figures(self, trained: Any) -> TrainedFigures:
+        """Return the figures of a step's training from its statistics, whose tensors were read."""
+        norms = None
+        if trained.parameter_norms:
+            (names, host), *seeds = trained.parameter_norms
+            found: dict[str, Floats] = {}
+            for (slot, rows), (parts, values) in zip(trained.seed_owners, seeds, strict=True):
+                for name, column in zip(parts, values.T, strict=True):
+                    # Seeds of several forms share names, but no row has two of them in one slot.
+                    absent = np.full(len(trained.loss), np.nan)
+                    found.setdefault(f"{self.space.slots[slot]}/{name}", absent)[rows] = column
+            norms = ParameterNorms(dict(zip(names, host.T, strict=True)), found)
+        skipped = None if trained.skipped is None else trained.skipped.updates.astype(np.int64)
+        return TrainedFigures._make([*trained[:4], norms, skipped])
 
     @property
     def fresh(self) -> Sequence[Indices]:
-        """For each row, digests (N,) of the examples that are set aside for `gates.certify`."""
         return self.data.set_aside
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        """Return which of some rows (n,) had batches in this step that are not finite.
-
-        Raises DataFault if `data.nonfinite` is 'stop': the data were finite when they were loaded.
-        """
         found = self.feed.nonfinite(rows, self.config.data.batches_per_step)
         if found and self.config.data.nonfinite == "stop":
             row, examples = found[0]
@@ -207,32 +374,23 @@ class StackedPopulation:
         return [row for row, _ in found]
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """Return (R,) the parameters of the seeds in the given stages; the gate counts for seeds that use it."""
         return self.body.table.added_params(seeds, stages)
 
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """Return (n,) the parameters that seeds would add; the gate counts for seeds that use it."""
         return self.body.table.price(rows, slot, blueprint, blend)
 
     def growth(self, slot: Indices, blueprint: Indices) -> int:
-        """Return the bytes that stacks need to grow by for further seeds (n,); 0 if they have room."""
         return self.body.growth(slot, blueprint)
 
     def keeper(self, seeds: Seeds) -> Snapshot:
-        """Return an empty snapshot of every row."""
         return Snapshot(self.body, seeds)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return everything that the next step depends on, as a tree of arrays that share memory with the population."""
         skipped = {} if self.scaler is None else {"skipped": self.skipped}
         return {"body": self.body.state(), "batch": self.feed.batch, **skipped}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
-        """Restore what `snapshot` returned. Raises ValueError if it came from another population.
-
-        Modules are built first and then filled. The orders of the data are hashes of the instance, the episode and the
-        epoch, so they are not part of a snapshot.
-        """
+        # The orders of the data are hashes of the instance, the episode and the epoch, so they are not part of a snapshot.
         if not np.array_equal(instance, self.data.instance):
             self._load(instance)
         self.body.load_state(tree["body"])
@@ -253,26 +411,19 @@ class StackedPopulation:
     # Evaluation and export at the end of an episode.
 
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
-        """Return metric and loss on a split of the networks as exported now, each (R,).
-
-        split: one split that all environments share, or one for each environment. Raises InputError if a split is
-        longer than the rows of a mixture can hold.
-        """
+        """Return (R,) metric and loss as exported; InputError if a split is longer than the rows of a mixture can hold."""
         probed = self._final(seeds, self._held(split))
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric, loss
 
     @torch.no_grad()
     def outputs(self, seeds: Seeds, split: Split) -> Floats:
-        """Return the outputs (R, N, ...) of the networks as exported now for the finite examples of a split."""
         self.body.train(False)
         nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
         output, _, _ = passed(self.body, exported(seeds), self._held(split), nothing.branches, signs=False)
-        (packed,) = read_packet((output,))
-        return packed
+        return read_packet(output)
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
         problem = self.task.instance(int(self.data.instance[env]))
         return grown_network(problem.host, self.body, seeds, env, problem.interface)
 
@@ -296,58 +447,30 @@ class StackedPopulation:
         self.feed = self.data.feed
 
     def _survey(self) -> None:
-        """Copy the costs and widths of the hosts into the space, and which of them are frozen."""
-        self.space = self.space._replace(
-            cost=self.body.table.cost.copy(),
-            width=self.body.table.taps[..., HERE].copy(),
+        """Describe what can be decided in each row, with the costs and widths of the hosts, 0 until they are built."""
+        body, config, bounds = self.body, self.config, self.data.bounds
+        slots = tuple(slot.name for slot in body.slots)
+        self.space = Space(
+            slots=slots,
+            blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in body.layout.menu),
+            tempos=config.lifecycle.tempos,
+            targets=config.lifecycle.targets,
+            cost=body.table.cost.copy(),
+            fits=body.layout.fits & selected(slots, config)[:, None],
+            width=body.table.taps[..., HERE].copy(),
+            sensors=tuple(sensor.name for sensor in SENSORS),
+            max_seeds=config.lifecycle.max_seeds,
+            seed=config.seed,
+            number=config.first_instance + self.environment,
             instance=self.data.instance,
-            floor=self.data.bounds[:, 0],
-            ceiling=self.data.bounds[:, 1],
-            frozen=self.body.host.frozen(),
+            floor=bounds[:, 0],
+            ceiling=bounds[:, 1],
+            objective=config.reward.objective,
+            rent=config.reward.rent,
+            rent_size=config.reward.rent_size,
+            frozen=body.host.frozen(),
+            heads=sum(slot.head for slot in body.slots),
         )
-
-
-def _space(
-    body: Body, menu: Sequence[Blueprint], config: Config, environment: Indices, instance: Indices, bounds: Floats
-) -> Space:
-    """What can be decided in each row, of an environment (R,); bounds (R, 2) are the floor and the ceiling of the metric."""
-    return Space(
-        slots=tuple(slot.name for slot in body.slots),
-        blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in menu),
-        tempos=config.lifecycle.tempos,
-        targets=config.lifecycle.targets,
-        cost=np.zeros((len(instance), *body.layout.fits.shape), np.int64),  # set when the hosts are built
-        fits=body.layout.fits & selected([slot.name for slot in body.slots], config)[:, None],
-        width=np.zeros((len(instance), len(body.slots)), np.int64),  # set when the hosts are built
-        sensors=tuple(sensor.name for sensor in SENSORS),
-        max_seeds=config.lifecycle.max_seeds,
-        seed=config.seed,
-        number=config.first_instance + environment,
-        instance=instance,
-        floor=bounds[:, 0],
-        ceiling=bounds[:, 1],
-        objective=config.reward.objective,
-        rent=config.reward.rent,
-        rent_size=config.reward.rent_size,
-        frozen=np.zeros(len(instance), bool),  # set when the hosts are built
-        heads=sum(slot.head for slot in body.slots),
-    )
-
-
-def _read(trained: StepStatistics, packet: Iterator[Floats], slots: Sequence[str]) -> TrainedFigures:
-    """Unpack the figures of a step's training from the rest of the packet that was read."""
-    loss, norm = next(packet), next(packet)
-    seed_norms = list(itertools.islice(packet, len(trained.seed_norms)))
-    norms = None
-    if trained.parameter_norms:
-        host, *seeds = (zip(names, next(packet).T, strict=True) for names, _ in trained.parameter_norms)
-        found: dict[str, Floats] = {}
-        for (slot, rows), parts in zip(trained.seed_owners, seeds, strict=True):
-            for name, values in parts:  # seeds of several forms share names, but no row has two of them in one slot
-                found.setdefault(f"{slots[slot]}/{name}", np.full(len(loss), np.nan))[rows] = values
-        norms = ParameterNorms(dict(host), found)
-    skipped = next(packet).astype(np.int64) if trained.skipped is not None else None
-    return TrainedFigures(loss, norm, seed_norms, trained.seed_owners, norms, skipped)
 
 
 def check_memory(task: AnyTask, config: Config, available: int) -> None:
@@ -382,7 +505,6 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
 
 
 def _largest(task: AnyTask) -> SegmentedHost:
-    """Return a host of the widest instance, with fixed weights."""
     with drawn_with(0):
         host = task.largest()
     assert isinstance(host, SegmentedHost)
@@ -420,22 +542,16 @@ def menu_of(task: AnyTask, config: Config) -> tuple[Blueprint, ...]:
     names = config.blueprints if config.blueprints is not None else task.menu
     if not names:
         raise InputError(f"the menu of task {task.name!r} is empty; name at least one blueprint")
-    host = _largest(task)
-    kinds = list(dict.fromkeys(slot.kind for slot in host.slots))
-    if len(kinds) == 1:
-        return tuple(get_blueprint(name, kinds[0]) for name in names)
-    known = [[kind for kind in kinds if (kind, name) in BLUEPRINTS] for name in names]
-    return tuple(
-        get_blueprint(name, kind) for name, found in zip(names, known, strict=True) for kind in found or kinds[:1]
-    )
+    kinds = list(dict.fromkeys(slot.kind for slot in _largest(task).slots))
+    having = {name: [kind for kind in kinds if (kind, name) in BLUEPRINTS] or kinds[:1] for name in names}
+    return tuple(get_blueprint(name, kind) for name in names for kind in having[name])
 
 
 def check_place(task: AnyTask, config: Config) -> None:
     """Raise InputError if the machine has no device as the config names it, or the host no such slots."""
     resolve_device(config.device)
     if config.slots is not None:
-        host = _largest(task)
-        selected([slot.name for slot in host.slots], config)
+        selected([slot.name for slot in _largest(task).slots], config)
 
 
 def selected(names: Sequence[str], config: Config) -> NDArray[np.bool_]:
@@ -543,3 +659,11 @@ def _choose_rows(body: Body, edits: Edits, seeds: Seeds, fit: RowExamples, objec
         with torch.no_grad():
             seed.delta.choose(u[env][real, :reads], sample.gradient[env][real, :writes])  # type: ignore[operator]
         body.stacks[at].write(row, seed)
+
+
+def shadows(seeds: Seeds) -> Branches:
+    """Return one branch for each incubating seed: the network with this one seed at dose 1, every other at its own dose."""
+    env, slot = np.nonzero(seeds.stage == Stage.TRAINING)
+    dose = doses(seeds)[env]
+    dose[np.arange(len(env)), slot] = 1
+    return Branches.at(env, slot, dose)[0]

@@ -1,4 +1,4 @@
-"""Count the operations that make the host wait for the device, by the line that called them. Used by tests and studies only."""
+"""Count the operations that make the host wait for the device, by the line that called them."""
 
 import os
 import traceback
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import esper
 
 OPERATORS = frozenset(
     {
@@ -28,7 +30,7 @@ OPERATORS = frozenset(
     }
 )
 """Operators for which the host must wait, because it needs the result or its shape to continue."""
-HOME = str(Path(__file__).parents[1]) + os.sep
+HOME = str(Path(esper.__file__).parent) + os.sep
 METHODS = ("numpy", "tolist", "cpu", "__array__", "item", "__bool__", "__float__", "__int__", "__index__")
 """Methods of a tensor that return its numbers to Python or NumPy."""
 
@@ -48,14 +50,12 @@ class Reads(TorchDispatchMode):
         self.reads: list[Read] = []
 
     def note(self, what: str) -> None:
-        """Record a read at the present line."""
         frames = traceback.extract_stack()
-        ours = [frame for frame in frames if frame.filename.startswith(HOME) and frame.filename != __file__]
+        ours = [frame for frame in frames if frame.filename.startswith(HOME)]
         site = f"{ours[-1].filename.rsplit('/', 1)[-1]}:{ours[-1].name}" if ours else "?"
         self.reads.append(Read(what, site))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and record it if it reads."""
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name in OPERATORS:
             self.note(name)
