@@ -14,7 +14,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable
 
 if TYPE_CHECKING:
-    from esper.karn.report.drawing import Pictures
+    from esper.karn.report.frame import Pictures
 
 SETTINGS, MACHINE, OUTPUT = "Settings", "Where it runs", "Output"
 """The groups of options in the help, below those that a command alone has."""

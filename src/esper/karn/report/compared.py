@@ -15,8 +15,8 @@ from esper.karn.comparison import (
     result_rows,
     settings_that_differ,
 )
-from esper.karn.report.figures import Content, Curves, ReportSection, Series
-from esper.karn.report.frame import flat_settings, render, write_page
+from esper.karn.report.drawing import Series, curves
+from esper.karn.report.frame import Content, ReportSection, flat_settings, render, write_page
 from esper.karn.result import Table
 from esper.karn.run_model import EpisodeSteps, Floats
 from esper.leyline.config.arguments import to_path
@@ -116,7 +116,7 @@ def _curves(runs: Sequence[Compared]) -> ReportSection | None:
             Series(run.name, _on_axis(steps, population.steps.tolist(), read(population)), f"run{index % COLOURS}")
             for index, run, population in shown
         ]
-        figures.append(Curves(title.capitalize(), steps, series, "step", title))
+        figures.append(curves(title.capitalize(), steps, series, "step", title))
     lines = ["Lines are medians over environments; bands reach from the 10th to the 90th percentile."]
     left_out = [printable(run.name) for _, run, population in drawn if population is None]
     if left_out:
@@ -171,7 +171,7 @@ def _trainings(runs: Sequence[Compared]) -> ReportSection | None:
             values = np.array([[np.nan if value is None else value] for _, value in known])
             where = [number for number, _ in known]
             series.append(Series(run.name, _on_axis(rounds, where, values), f"run{index % COLOURS}"))
-        figure = Curves(name.replace("_", " "), rounds, series, "round", "", height=180)
+        figure = curves(name.replace("_", " "), rounds, series, "round", "", height=180)
         if figure.absent is None:
             figures.append(figure)
     line = "Rounds below 0 are imitation. `esper docs training` explains every figure."

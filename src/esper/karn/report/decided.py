@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from esper.karn.report.figures import ForestPlot, ForestRow, Integers, ReportSection, with_error
+from esper.karn.report.drawing import Figure, ForestRow, forest
+from esper.karn.report.frame import ReportSection, with_error
 from esper.karn.result import Table
 from esper.karn.run_model import DRAWN_DECISIONS, LISTED, Decided, DecisionLog, RunModel
 from esper.leyline.lifecycle.stages import Stage
@@ -157,14 +159,14 @@ def _errors(z: float) -> str:
     return "less its standard error" if z == 1 else f"less {z:g} of its standard errors"
 
 
-def _contributions(measured: Sequence[Decided]) -> ForestPlot:
+def _contributions(measured: Sequence[Decided]) -> Figure:
     rows = []
     for each in measured:
         name = f"{each.blueprint} at {each.slot}, environment {each.env}, step {each.step}"
         ends = each.contribution - each.error, each.contribution + each.error
         words = f"{name}: {with_error(each.contribution, each.error)}, {each.why}"
         rows.append(ForestRow(name, each.contribution, *ends, "kept" if each.kept else "pruned", words))
-    return ForestPlot(
+    return forest(
         "Contributions when seeds were kept or pruned", rows, "contribution to the metric, with one standard error"
     )
 
@@ -314,10 +316,10 @@ def _slow(model: RunModel) -> str | None:
     return f"Steps that took more than {SLOW} times the median of {np.median(whole):.2g} seconds: {_listed(slow)}."
 
 
-def _named(envs: Sequence[int] | Integers) -> str:
+def _named(envs: Sequence[int] | NDArray[np.int64]) -> str:
     return f"environment{'s' * (len(envs) != 1)} {_listed(envs)}"
 
 
-def _listed(numbers: Sequence[int] | Integers) -> str:
+def _listed(numbers: Sequence[int] | NDArray[np.int64]) -> str:
     shown = ", ".join(str(number) for number in list(numbers)[:NAMED])
     return shown + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

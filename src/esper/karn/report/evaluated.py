@@ -15,8 +15,8 @@ from esper.karn.evaluation import (
     spread,
     static_lines,
 )
-from esper.karn.report.figures import Content, ForestPlot, ForestRow, ReportSection
-from esper.karn.report.frame import flat_settings
+from esper.karn.report.drawing import Figure, ForestRow, forest
+from esper.karn.report.frame import Content, ReportSection, flat_settings
 from esper.karn.result import Table, table_of
 from esper.karn.tables import actor_lines
 from esper.leyline.config.parsing import parse_json
@@ -108,7 +108,7 @@ def _verdict(row: Record, sample: str) -> str | None:
     return f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}."
 
 
-def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Table], list[ForestPlot]]:
+def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Table], list[Figure]]:
     tables = [
         table_of("J of every controller, mean and interquartile mean", objectives_table(estimates)),
         table_of(
@@ -119,8 +119,8 @@ def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Tab
     controllers = [(row["name"], row["objective"]) for row in estimates["controllers"]]
     pairs = [(f"{row['controller']} less {row['rule']}", row["difference"]) for row in compared(estimates, record)]
     figures = [
-        ForestPlot("J on the test split", _points(controllers, ".4f"), "J, with its interval"),
-        ForestPlot("Paired differences of J", _points(pairs, "+.4f"), "difference of J, with its interval"),
+        forest("J on the test split", _points(controllers, ".4f"), "J, with its interval"),
+        forest("Paired differences of J", _points(pairs, "+.4f"), "difference of J, with its interval"),
     ]
     return tables, figures
 

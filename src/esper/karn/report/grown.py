@@ -4,20 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from esper.karn.report.decided import REFUSALS
-from esper.karn.report.figures import (
-    Bools,
-    Curves,
-    ForestPlot,
-    ForestRow,
-    HeatMap,
-    Integers,
-    ReportSection,
-    Series,
-    Timeline,
-    with_error,
-)
+from esper.karn.report.drawing import LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
+from esper.karn.report.frame import ReportSection, with_error
 from esper.karn.result import Table
 from esper.karn.run_model import NO_SEED, EpisodeSteps, Floats, RunModel, Worths
 from esper.karn.terminal.console import DESCRIPTIONS
@@ -31,12 +22,13 @@ DRAWN_SEEDS = 12
 """Most rows of the figure of what grew where, those that most environments had for the longest time."""
 COLOURS = 8
 """Colours of slots, phases and runs in figures; after that many they repeat."""
+Integers = NDArray[np.int64]
 BANDS = "Lines are medians over environments; bands reach from the 10th to the 90th percentile."
 
 
-def first_figures(model: RunModel) -> list[Curves | ForestPlot | HeatMap]:
+def first_figures(model: RunModel) -> list[Figure]:
     """What grew where over time, the metric over time beside that of the twins, and the differences from all static networks."""
-    figures: list[Curves | ForestPlot | HeatMap] = []
+    figures: list[Figure] = []
     population, head, summary = model.population, model.head, model.summary or {}
     metric = str(summary.get("metric", "metric"))
     if population is not None and head is not None:
@@ -53,12 +45,12 @@ def first_figures(model: RunModel) -> list[Curves | ForestPlot | HeatMap]:
             values = np.array([counts[name] for name in names], float)
             columns = [str(step) for step in population.steps[steps].tolist()]
             title = "What grew where over time: environments with each seed after each step"
-            figures.append(HeatMap(title, names, columns, values, "step"))
+            figures.append(heat_map(title, names, columns, values, "step"))
         grown = [Series("grown", population.metric, "grown")]
         if population.twin is not None:
             grown.append(Series("twin, which never grows", population.twin, "twin"))
         title = f"{metric} on the probe split"
-        figures.append(Curves(title, population.steps.tolist(), grown, "step", metric))
+        figures.append(curves(title, population.steps.tolist(), grown, "step", metric))
     rows = []
     for name, static in summary.get("baselines", {}).items() if "grown_params" in summary else ():
         values = static.get(f"test_{metric}")
@@ -71,7 +63,7 @@ def first_figures(model: RunModel) -> list[Curves | ForestPlot | HeatMap]:
             rows.append(ForestRow(name, found.mean, found.low, found.high, style, f"{what}: {shown(found, '+.4f')}"))
     if rows:
         title = "The grown networks less each static network, on the test split"
-        figures.append(ForestPlot(title, rows, f"difference of {metric}, paired, with its 95 % interval"))
+        figures.append(forest(title, rows, f"difference of {metric}, paired, with its 95 % interval"))
     return figures
 
 
@@ -84,8 +76,8 @@ def curves_section(model: RunModel) -> ReportSection | None:
     losses = [Series("probe", population.loss, "grown"), Series("training", population.train_loss, "third")]
     added = [Series("added", population.added.astype(float), "grown")]
     figures = [
-        Curves("Loss", steps, losses, "step", "loss"),
-        Curves("Added parameters", steps, added, "step", "parameters"),
+        curves("Loss", steps, losses, "step", "loss"),
+        curves("Added parameters", steps, added, "step", "parameters"),
     ]
     return ReportSection("curves", "Over time", [BANDS], figures=figures)
 
@@ -98,7 +90,7 @@ def growth_section(model: RunModel) -> ReportSection | None:
     first, last = int(population.steps[0]), int(population.steps[-1]) + 1
     envs = population.metric.shape[1]
     figures = [
-        Timeline(
+        timeline(
             slot,
             [stay for stay in model.stays if stay.slot == s],
             [mark for mark in model.marks if mark.slot == s],
@@ -108,8 +100,7 @@ def growth_section(model: RunModel) -> ReportSection | None:
         )
         for s, slot in enumerate(head.slots)
     ]
-    lasting = [stage for stage in Stage if stage not in (Stage.DORMANT, Stage.GERMINATED, Stage.PRUNED)]
-    keys = [f'<i class="swatch stage{stage.value}"></i>{stage.name}' for stage in lasting]
+    keys = [f'<i class="swatch stage{stage.value}"></i>{stage.name}' for stage in LASTING]
     keys += [
         f'<i class="letter stage{Stage.GERMINATED.value}">▶</i>GERMINATED: planted at this step',
         f'<i class="letter stage{Stage.PRUNED.value}">◆</i>PRUNED: removed at this step',
@@ -131,7 +122,7 @@ def growth_section(model: RunModel) -> ReportSection | None:
     )
 
 
-def _frequencies(model: RunModel, population: EpisodeSteps) -> HeatMap:
+def _frequencies(model: RunModel, population: EpisodeSteps) -> Figure:
     """How many environments have which seed in which slot after the last step."""
     assert model.head is not None
     seeds, names = population.seed[-1], list(model.head.blueprints)
@@ -139,7 +130,7 @@ def _frequencies(model: RunModel, population: EpisodeSteps) -> HeatMap:
         [[(seeds[:, s] == k).sum() for k in (*range(len(names)), NO_SEED)] for s in range(seeds.shape[1])]
     )
     title = f"Environments with each seed in each slot, after step {population.steps[-1]}"
-    return HeatMap(title, list(model.head.slots), [*names, "empty"], counts.astype(float), "blueprint")
+    return heat_map(title, list(model.head.slots), [*names, "empty"], counts.astype(float), "blueprint")
 
 
 def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
@@ -176,7 +167,7 @@ def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
     return lines
 
 
-def _closed_line(limit: str, closed: Bools, free: Bools, seed: Integers) -> str:
+def _closed_line(limit: str, closed: NDArray[np.bool_], free: NDArray[np.bool_], seed: Integers) -> str:
     """How often a limit closed the planting into an empty slot, and whether seeds followed as soon as it was open again."""
     if not closed.any():
         return f"{limit}: it was never what stood against planting into an empty slot."
@@ -200,8 +191,8 @@ def worth_section(model: RunModel) -> ReportSection | None:
     if measured is None or head is None:
         return None
     series = [Series(slot, measured.contribution[:, :, s], f"run{s % COLOURS}") for s, slot in enumerate(head.slots)]
-    figures: list[Curves | ForestPlot | HeatMap] = [
-        Curves("Contribution of the seeds in each slot", measured.steps.tolist(), series, "step", "contribution")
+    figures: list[Figure] = [
+        curves("Contribution of the seeds in each slot", measured.steps.tolist(), series, "step", "contribution")
     ]
     lines = [BANDS, "A contribution counts for seeds that act, with alpha above 0."]
     if measured.shapley is None or not np.isfinite(measured.shapley).any():
@@ -218,7 +209,7 @@ def worth_section(model: RunModel) -> ReportSection | None:
     return ReportSection("worth", "What the seeds were worth", [*lines, sentence], table, figures)
 
 
-def _shapley(values: Floats, slots: Sequence[str]) -> ForestPlot:
+def _shapley(values: Floats, slots: Sequence[str]) -> Figure:
     rows = []
     for slot, column in zip(slots, values.T, strict=True):
         known = column[np.isfinite(column)]
@@ -227,7 +218,7 @@ def _shapley(values: Floats, slots: Sequence[str]) -> ForestPlot:
         mean, low, high, count = t_interval(known.tolist())
         name = f"{slot}, {counted(count, 'environment')}"
         rows.append(ForestRow(name, mean, low, high, "kept" if mean > 0 else "pruned", f"{name}: {mean:+.4f}"))
-    return ForestPlot("Shapley values by slot", rows, "Shapley value, with its 95 % interval over environments")
+    return forest("Shapley values by slot", rows, "Shapley value, with its 95 % interval over environments")
 
 
 def _interactions(measured: Worths, slots: Sequence[str]) -> tuple[list[Table], str]:
@@ -270,7 +261,7 @@ def sensors_section(model: RunModel) -> ReportSection | None:
         names = [name for name, _ in events] + [
             f"{name}{shown}" for name, shown in zip(sensed.names, ranges, strict=True)
         ]
-        figures.append(HeatMap(slot, names, [str(step) for step in steps.tolist()], values, "step", by_row=True))
+        figures.append(heat_map(slot, names, [str(step) for step in steps.tolist()], values, "step", by_row=True))
     lines = [
         "Sensors are measurements of the stream at a slot that show where a network is short of something; "
         "`esper docs observation` explains each. A cell is the median over environments, darker where it is larger; every row "

@@ -13,9 +13,8 @@ from markupsafe import Markup
 from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.report import evaluated
 from esper.karn.report.decided import decisions_section, faults_section
-from esper.karn.report.drawing import Pictures, write_pictures
-from esper.karn.report.figures import Content, Curves, ReportSection, Series
-from esper.karn.report.frame import flat_settings, render, write_page
+from esper.karn.report.drawing import Series, curves
+from esper.karn.report.frame import Content, Pictures, ReportSection, flat_settings, render, write_page, write_pictures
 from esper.karn.report.grown import (
     COLOURS,
     curves_section,
@@ -264,7 +263,7 @@ def _machine(model: RunModel) -> ReportSection:
             Series(name, seconds[:, None], f"run{index % COLOURS}")
             for index, (name, seconds) in enumerate(model.times.seconds.items())
         ]
-        figures.append(Curves("Seconds of a step by phase", model.times.steps.tolist(), series, "step", "seconds"))
+        figures.append(curves("Seconds of a step by phase", model.times.steps.tolist(), series, "step", "seconds"))
     if model.environment is not None:
         tables.append(Table("Machine", ("name", "value"), _machine_rows(model), texts=(1,)))
     tables.append(Table("Config", ("key", "value"), flat_settings(model.config), texts=(1,)))

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from esper.karn.report.figures import Curves, ForestPlot, ForestRow, ReportSection, Series
+from esper.karn.report.drawing import Figure, ForestRow, Series, curves, forest
+from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import RunModel
 from esper.leyline.intervals import shown, t_interval
 from esper.leyline.text import counted
@@ -62,15 +63,15 @@ def training_sections(model: RunModel) -> list[ReportSection]:
     ]
 
 
-def _drawn(model: RunModel, names: Sequence[str]) -> list[Curves]:
+def _drawn(model: RunModel, names: Sequence[str]) -> list[Figure]:
     figures = (_curve(model, name) for name in names)
     return [figure for figure in figures if figure.absent is None]
 
 
-def _curve(model: RunModel, name: str) -> Curves:
+def _curve(model: RunModel, name: str) -> Figure:
     values = np.array([[_or_nan(row.figures.get(name))] for row in model.rounds])
     title = MEANINGS.get(name, name.replace("_", " "))
-    return Curves(
+    return curves(
         title, [row.round for row in model.rounds], [Series(name.replace("_", " "), values, "grown")], "round", "", 180
     )
 
@@ -156,9 +157,9 @@ def _policy(model: RunModel) -> ReportSection:
         for index, name in enumerate(operations)
     ]
     lines: list[str] = []
-    figures: list[Curves | ForestPlot] = []
+    figures: list[Figure] = []
     if operations:
-        figures.append(Curves("Decisions of a round by operation", rounds, series, "round", "decisions"))
+        figures.append(curves("Decisions of a round by operation", rounds, series, "round", "decisions"))
     else:
         lines.append("The run kept no rows of decisions (telemetry.level).")
     weights = (model.summary or {}).get("policy_inputs")
@@ -175,11 +176,11 @@ def _policy(model: RunModel) -> ReportSection:
     return ReportSection("policy", "What the policy does and looks at", lines, figures=figures)
 
 
-def _inputs(weights: Mapping[str, float]) -> ForestPlot:
+def _inputs(weights: Mapping[str, float]) -> Figure:
     strongest = sorted(weights.items(), key=lambda each: -each[1])[:DRAWN_INPUTS]
     nothing = float("nan")
     rows = [ForestRow(name, weight, nothing, nothing, "plain", f"{name}: {weight:.2f}") for name, weight in strongest]
-    return ForestPlot("What the policy looks at", rows, "squared weights in the first layer, 1 is the mean")
+    return forest("What the policy looks at", rows, "squared weights in the first layer, 1 is the mean")
 
 
 def _or_nan(value: float | None) -> float:
