@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 from esper.karn.report.drawing import Figure, ForestRow, forest
 from esper.karn.report.frame import ReportSection, with_error
 from esper.karn.result import Table
-from esper.karn.run_model import DRAWN_DECISIONS, LISTED, Decided, DecisionLog, RunModel
+from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, DecisionLog, RunModel
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
+from esper.nissa.rows import LifecycleRow
 
 NAMED = 8
 """Most environments or steps that a sentence names."""
@@ -159,16 +160,19 @@ def _errors(z: float) -> str:
     return "less its standard error" if z == 1 else f"less {z:g} of its standard errors"
 
 
-def _contributions(measured: Sequence[Decided]) -> Figure:
+def _contributions(measured: Sequence[LifecycleRow]) -> Figure:
     rows = []
     for each in measured:
         name = f"{each.blueprint} at {each.slot}, environment {each.env}, step {each.step}"
-        ends = each.contribution - each.error, each.contribution + each.error
-        words = f"{name}: {with_error(each.contribution, each.error)}, {each.why}"
-        rows.append(ForestRow(name, each.contribution, *ends, "kept" if each.kept else "pruned", words))
-    return forest(
-        "Contributions when seeds were kept or pruned", rows, "contribution to the metric, with one standard error"
-    )
+        mean, error = (NAN if value is None else value for value in (each.contribution_mean, each.contribution_se))
+        style, words = _fate(each), f"{name}: {with_error(mean, error)}, {each.why}"
+        rows.append(ForestRow(name, mean, mean - error, mean + error, style, words))
+    title = "Contributions when seeds were kept or pruned"
+    return forest(title, rows, "contribution to the metric, with one standard error")
+
+
+def _fate(row: LifecycleRow) -> str:
+    return "kept" if row.to_stage == "FOSSILIZED" else "pruned"
 
 
 def _refusals(model: RunModel) -> Table:
@@ -176,15 +180,15 @@ def _refusals(model: RunModel) -> Table:
     ordered = sorted(model.refusals.items(), key=lambda each: -each[1][0])
     rows = [
         (
-            f"{refused.env}",
-            printable(refused.op),
-            printable(refused.slot or "-"),
-            printable(refused.blueprint or "-"),
+            f"{env}",
+            printable(op),
+            printable(slot or "-"),
+            printable(blueprint or "-"),
             f"{count:,}",
             f"{first}" if first == last else f"{first} to {last}",
-            REFUSALS.get(refused.reason, printable(refused.reason)),
+            REFUSALS.get(reason, printable(reason)),
         )
-        for refused, (count, first, last) in ordered[:LISTED]
+        for (reason, env, op, slot, blueprint), (count, first, last) in ordered[:LISTED]
     ]
     total = f"{sum(model.refused.values()):,}"
     more = f", the first {LISTED} rows of {len(ordered):,}" if len(ordered) > LISTED else ""
@@ -194,7 +198,7 @@ def _refusals(model: RunModel) -> Table:
 
 def _plantings(decided: DecisionLog) -> Table:
     rows = [
-        (f"{each.step}", f"{each.env}", printable(each.slot), printable(each.blueprint), printable(each.why))
+        (f"{each.step}", f"{each.env}", *map(printable, (each.slot, each.blueprint or "", each.why)))
         for each in decided.plantings
     ]
     more = f", the first {LISTED} of {decided.planted:,}" if decided.planted > LISTED else ""
@@ -203,16 +207,13 @@ def _plantings(decided: DecisionLog) -> Table:
 
 
 def _decided(decided: DecisionLog) -> Table:
-    trained = any(each.round is not None for each in decided.first)
+    trained = any(isinstance(each.round, int) for each in decided.first)
     rows = [
         (
             *([f"{each.round}"] if trained else []),
             f"{each.step}",
             f"{each.env}",
-            printable(each.slot),
-            printable(each.blueprint),
-            "kept" if each.kept else "pruned",
-            printable(each.why),
+            *map(printable, (each.slot, each.blueprint, _fate(each), each.why)),
         )
         for each in decided.first
     ]

@@ -328,23 +328,19 @@ class Watch(App[None]):
         env, model = self.grid.env, self.model
         lines = [f"environment {env}, step {model.step}"]
         for slot, name in enumerate(model.slots):
-            cell = model.cell(env, slot)
+            stage, alpha, seed, contribution, error = model.cell(env, slot)
             mark = ">" if slot == self.grid.slot else " "
-            if cell.blueprint is None:
-                lines.append(f"{mark} {slot} {name}: {cell.stage.name}")
-                continue
-            worth = (
-                "" if math.isnan(cell.contribution) else f", contribution {cell.contribution:+.4f} ± {cell.error:.4f}"
-            )
-            lines.append(f"{mark} {slot} {name}: {cell.stage.name}, {cell.blueprint}, alpha {cell.alpha:.2g}{worth}")
+            worth = "" if math.isnan(contribution) else f", contribution {contribution:+.4f} ± {error:.4f}"
+            held = "" if seed is None else f", {seed}, alpha {alpha:.2g}{worth}"
+            lines.append(f"{mark} {slot} {name}: {stage.name}{held}")
         return [*lines, "", *(model.log(env) or ["nothing happened here yet"])]
 
     def explained(self) -> list[str]:
         """What the chosen cell means."""
         env, slot, model = self.grid.env, self.grid.slot, self.model
-        cell = model.cell(env, slot)
+        stage, _ = model.state(env, slot)
         return [
-            f"environment {env}, slot {model.slots[slot]}: {cell.stage.name}: {SIGNS[cell.stage][2]}.",
+            f"environment {env}, slot {model.slots[slot]}: {stage.name}: {SIGNS[stage][2]}.",
             "",
             "A cell is the letter of the stage and the dose alpha in tenths (* is 1):",
             *(f"  {sign}  {stage.name}: {words}" for stage, (sign, _, words) in SIGNS.items()),
