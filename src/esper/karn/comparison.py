@@ -21,15 +21,10 @@ data and the same order of batches."""
 
 
 class Compared(NamedTuple):
-    """A run that is compared with others.
+    """A run that is compared with others."""
 
-    Attributes:
-        name (str): the name of its folder, or its path if another run has a folder of that name
-        model (RunModel): what the folder holds
-    """
-
-    name: str
-    model: RunModel
+    name: str  # the name of its folder, or its path if another run has a folder of that name
+    model: RunModel  # what the folder holds
 
     @property
     def summary(self) -> Mapping[str, Any] | None:

@@ -367,17 +367,11 @@ def final_table(summary: Mapping[str, Any]) -> FinalTable | None:
 
 
 class Box(NamedTuple):
-    """A part of a network.
+    """A part of a network."""
 
-    Attributes:
-        kind (str): input, host, seed or output
-        head (str): what it is
-        foot (str): more about it; may be empty
-    """
-
-    kind: Literal["input", "host", "seed", "output"]
-    head: str
-    foot: str
+    kind: Literal["input", "host", "seed", "output"]  # input, host, seed or output
+    head: str  # what it is
+    foot: str  # more about it; may be empty
 
 
 def boxes_of(summary: Mapping[str, Any], slots: Sequence[str]) -> Iterator[Box]:

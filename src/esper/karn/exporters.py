@@ -56,48 +56,29 @@ class ExportError(RuntimeError):
 
 
 class Exported(NamedTuple):
-    """What an export did.
+    """What an export did."""
 
-    Attributes:
-        name (str): name of the run in the target
-        folder (Path): the folder of the exports
-        status (str): of the run
-        points (int): points that were added
-        x (int): of the last point that the target has; -1 if it has none
-        final (bool): whether the target has the final table
-    """
-
-    name: str
-    folder: Path
-    status: str
-    points: int
-    x: int
-    final: bool
+    name: str  # name of the run in the target
+    folder: Path  # the folder of the exports
+    status: str  # of the run
+    points: int  # points that were added
+    x: int  # of the last point that the target has; -1 if it has none
+    final: bool  # whether the target has the final table
 
 
 class Record(msgspec.Struct):
-    """What was exported of one run to one target.
+    """What was exported of one run to one target."""
 
-    Attributes:
-        name (str): name of the run in the target
-        began (int): which run it is: when the first file of it was written [ns]
-        known (str or None): what identifies it in the target; None before it was opened
-        last (mapping): x of the last point, by kind of row
-        session (str or None): the file or folder of what is written since the target was opened, if the target has one; None
-            after the target was closed
-        safe (mapping): `last` before that session, or, without one, after the last flush
-        ended (float or None): time of the last row of the run whose table and image were written; None if none were
-        failed (bool): whether the target failed, so that it is not known what it has
-    """
-
-    name: str
-    began: int
-    known: str | None = None
-    last: dict[str, int] = {}
+    name: str  # name of the run in the target
+    began: int  # which run it is: when the first file of it was written [ns]
+    known: str | None = None  # what identifies it in the target; None before it was opened
+    last: dict[str, int] = {}  # x of the last point, by kind of row
+    # the file or folder of what is written since the target was opened, if the target has one; None after the target
+    # was closed
     session: str | None = None
-    safe: dict[str, int] = {}
-    ended: float | None = None
-    failed: bool = False
+    safe: dict[str, int] = {}  # `last` before that session, or, without one, after the last flush
+    ended: float | None = None  # time of the last row of the run whose table and image were written; None if none were
+    failed: bool = False  # whether the target failed, so that it is not known what it has
 
     @property
     def x(self) -> int:

@@ -27,19 +27,12 @@ LOGIN = "/login"
 
 
 class Door(NamedTuple):
-    """Who may ask.
+    """Who may ask."""
 
-    Attributes:
-        token (str or None): what every request must bring; None if none is needed
-        host (str): the host that the user named
-        loopback (bool): whether the server can be reached from this machine alone
-        port (int): of the server, which names the cookie
-    """
-
-    token: str | None
-    host: str
-    loopback: bool
-    port: int
+    token: str | None  # what every request must bring; None if none is needed
+    host: str  # the host that the user named
+    loopback: bool  # whether the server can be reached from this machine alone
+    port: int  # of the server, which names the cookie
 
     @property
     def cookie(self) -> str:

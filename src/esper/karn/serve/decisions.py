@@ -18,21 +18,13 @@ OPERATIONS = tuple(op.name for op in Op if op != Op.WAIT)
 
 
 class Filter(NamedTuple):
-    """Which decisions are shown; None, and an empty text, select all.
-
-    Attributes:
-        env (int or None): environment
-        slot (str or None): name of the slot
-        op (str or None): operation
-        carried_out (bool or None): whether the decision was carried out
-        text (str): occurs in the reason of the decision or of its refusal, in any case of letters
-    """
+    """Which decisions are shown; None, and an empty text, select all."""
 
     env: int | None = None
     slot: str | None = None
     op: str | None = None
-    carried_out: bool | None = None
-    text: str = ""
+    carried_out: bool | None = None  # whether the decision was carried out
+    text: str = ""  # occurs in the reason of the decision or of its refusal, in any case of letters
 
     def accepts(self, row: DecisionRow) -> bool:
         """Whether a decision is shown."""

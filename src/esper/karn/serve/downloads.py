@@ -28,12 +28,7 @@ _MEND = "put back what the run wrote"
 
 
 class File(NamedTuple):
-    """A file that can be downloaded.
-
-    Attributes:
-        name (str): its name in the run folder
-        size (int): bytes
-    """
+    """A file that can be downloaded."""
 
     name: str
     size: int

@@ -31,17 +31,11 @@ _makers = ThreadPoolExecutor(4, "page")
 
 
 class Shown(NamedTuple):
-    """A page of a run.
+    """A page of a run."""
 
-    Attributes:
-        version (str): changes with the page
-        status (str): how the run stands
-        content (Markup): header and main part
-    """
-
-    version: str
-    status: str
-    content: Markup
+    version: str  # changes with the page
+    status: str  # how the run stands
+    content: Markup  # header and main part
 
 
 class Followed:

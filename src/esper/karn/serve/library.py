@@ -26,29 +26,17 @@ _MEND = "put back what the run wrote"
 
 
 class ListedRun(NamedTuple):
-    """A run in the list.
+    """A run in the list."""
 
-    Attributes:
-        key (str): opaque name of the run in addresses
-        name (str): path of the folder below the folder that the user named
-        folder (Path): the folder
-        task (str): its task, several with commas between them; empty if that is unknown
-        controller (str): name of the controller; empty if that is unknown
-        status (Status or None): how the run stands; None if the folder is damaged
-        envs (int or None): environments
-        began (float): when the first row was written, or else the config [seconds since 1970]
-        error (str or None): what is wrong with the folder
-    """
-
-    key: str
-    name: str
+    key: str  # opaque name of the run in addresses
+    name: str  # path of the folder below the folder that the user named
     folder: Path
-    task: str
-    controller: str
-    status: Status | None
-    envs: int | None
-    began: float
-    error: str | None
+    task: str  # its task, several with commas between them; empty if that is unknown
+    controller: str  # name of the controller; empty if that is unknown
+    status: Status | None  # how the run stands; None if the folder is damaged
+    envs: int | None  # environments
+    began: float  # when the first row was written, or else the config [seconds since 1970]
+    error: str | None  # what is wrong with the folder
 
     @property
     def state(self) -> str:
@@ -57,17 +45,12 @@ class ListedRun(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Which runs of the list are shown; an empty text selects all.
+    """Which runs of the list are shown; an empty text selects all."""
 
-    Attributes:
-        words (str): every word must occur in the name, the task, the controller or the status
-        task, controller, status (str): exact values
-    """
-
-    words: str = ""
-    task: str = ""
-    controller: str = ""
-    status: str = ""
+    words: str = ""  # every word must occur in the name, the task, the controller or the status
+    task: str = ""  # exact values
+    controller: str = ""  # exact values
+    status: str = ""  # exact values
 
     def accepts(self, entry: ListedRun) -> bool:
         """Whether a run is shown."""
