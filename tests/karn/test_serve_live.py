@@ -26,8 +26,8 @@ from esper.karn.report.page import content_of
 from esper.karn.run_model import RunModel
 from esper.karn.serve import following
 from esper.karn.serve.access import Door
-from esper.karn.serve.app import create_app
-from esper.karn.serve.following import Followed, Following
+from esper.karn.serve.app import RouteContext, create_app
+from esper.karn.serve.following import Followed
 from esper.karn.serve.library import Library, key_of
 from esper.store.lock import LOCK, describe_process
 
@@ -133,10 +133,10 @@ def test_the_rows_of_runs_that_nobody_looks_at_any_more_are_forgotten(runs, tmp_
     for folder in folders:
         folder.mkdir()
         shutil.copy(runs / "finished" / "config.yaml", folder)
-    kept = Following()
-    first, *others = [kept.run(folder) for folder in folders]
-    assert kept.run(folders[-1]) is others[-1]
-    assert kept.run(folders[0]) is not first
+    follow = RouteContext(Library([tmp_path]), threading.Event()).follow
+    first, *others = [follow(folder) for folder in folders]
+    assert follow(folders[-1]) is others[-1]
+    assert follow(folders[0]) is not first
 
 
 def test_rows_gathered_one_by_one_are_the_model_of_the_whole(runs):

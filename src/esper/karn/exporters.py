@@ -59,9 +59,9 @@ class Exported(NamedTuple):
     """What an export did."""
 
     name: str  # name of the run in the target
-    folder: Path  # the folder of the exports
+    folder: Path  # of the exports
     status: str  # of the run
-    points: int  # points that were added
+    points: int  # that were added
     x: int  # of the last point that the target has; -1 if it has none
     final: bool  # whether the target has the final table
 
@@ -73,9 +73,7 @@ class Record(msgspec.Struct):
     began: int  # which run it is: when the first file of it was written [ns]
     known: str | None = None  # what identifies it in the target; None before it was opened
     last: dict[str, int] = {}  # x of the last point, by kind of row
-    # the file or folder of what is written since the target was opened, if the target has one; None after the target
-    # was closed
-    session: str | None = None
+    session: str | None = None  # that of the target while it is open
     safe: dict[str, int] = {}  # `last` before that session, or, without one, after the last flush
     ended: float | None = None  # time of the last row of the run whose table and image were written; None if none were
     failed: bool = False  # whether the target failed, so that it is not known what it has

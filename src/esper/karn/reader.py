@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from esper.karn.run_model import BlueprintAnalytics, RunModel, Tally
-from esper.karn.schema import check_config, check_environment, check_summary
+from esper.karn.schema import MEND, check_config, check_environment, check_summary
 from esper.leyline.config.arguments import to_path
 from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.leyline.distribution import pip_install
@@ -30,7 +30,6 @@ KINDS: Mapping[str, type[Row]] = {str(row.__struct_config__.tag): row for row in
 """The kinds of rows by their names in the file."""
 
 _LARGEST_JSON = 64 * 2**20  # bytes of summary.json, environment.json and changes.json that are read
-_MEND = "put back what the run wrote"
 
 
 class Tail:
@@ -55,7 +54,7 @@ class Tail:
         """
         if not self.path.exists():
             return []
-        with open_regular(self.path, _MEND) as file:
+        with open_regular(self.path, MEND) as file:
             file.seek(max(self._place - len(self._last), 0))
             if file.read(len(self._last)) != self._last:
                 self._seen, self._last, self._place, self._shape = 0, b"", 0, RunShape()
@@ -91,16 +90,16 @@ class OpenRun:
     def config(self) -> dict[str, Any]:
         """Everything that was asked for, after defaults, as plain values."""
         path = self.folder / CONFIG
-        content = parse_yaml(read_kept(path, LARGEST_YAML, _MEND), str(path), _MEND)
+        content = parse_yaml(read_kept(path, LARGEST_YAML, MEND), str(path), MEND)
         if not isinstance(content, dict):
-            raise InputError(f"{path} holds no mapping of keys; {_MEND}")
+            raise InputError(f"{path} holds no mapping of keys; {MEND}")
         return content
 
     @property
     def checked_config(self) -> dict[str, Any]:
         """As `config`. InputError if a key of this version has a value that it cannot have."""
         content = self.config
-        check_config(content, self.folder / CONFIG, _MEND)
+        check_config(content, self.folder / CONFIG)
         return content
 
     @property
@@ -218,13 +217,13 @@ class OpenRun:
 
         return head_of(read_model(self), self.folder.resolve().name)
 
-    def _json(self, name: str, check: Callable[[Any, Path, str], None] | None = None) -> Any:
+    def _json(self, name: str, check: Callable[[Any, Path], None] | None = None) -> Any:
         path = self.folder / name
         if not path.exists():
             return None
-        content = parse_json(read_kept(path, _LARGEST_JSON, _MEND), path, _MEND)
+        content = parse_json(read_kept(path, _LARGEST_JSON, MEND), path, MEND)
         if check is not None:
-            check(content, path, _MEND)
+            check(content, path)
         return content
 
 
@@ -248,7 +247,7 @@ def fitting_files(folder: Path) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"the files of {folder} do not fit together ({typed_line(error)}); {_MEND}") from error
+        raise InputError(f"the files of {folder} do not fit together ({typed_line(error)}); {MEND}") from error
 
 
 def open_run(folder: str | PathLike[str]) -> OpenRun:

@@ -15,6 +15,9 @@ from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 
+MEND = "put back what the run wrote"
+"""What to do if a file of a run folder is damaged."""
+
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Value = float | None
 Status = Literal["running", "finished", "interrupted", "failed"]
@@ -187,8 +190,8 @@ class FinishedTraining(Summary):
     policy_inputs: NotRequired[dict[str, float]]
 
 
-def check_summary(summary: Any, path: Path, mend: str) -> None:
-    """InputError, which names the key and ends in `mend`, if the content of a summary.json is none."""
+def check_summary(summary: Any, path: Path) -> None:
+    """InputError, which names the key, if the content of a summary.json is none."""
     try:
         kind = Grown if "grown_params" in summary else FinishedTraining if "rounds_done" in summary else Failed
         msgspec.convert(summary, kind)
@@ -201,7 +204,7 @@ def check_summary(summary: Any, path: Path, mend: str) -> None:
             if summary["best"]["env"] >= summary["envs"]:
                 raise msgspec.ValidationError(f"Expected `int` < {summary['envs']} - at `$.best.env`")
     except (msgspec.ValidationError, TypeError) as error:
-        raise InputError(f"{path} is not the summary of a run: {error}; {mend}") from None
+        raise InputError(f"{path} is not the summary of a run: {error}; {MEND}") from None
 
 
 def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -234,23 +237,23 @@ def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"baselines.{name}.{key}", static[key]
 
 
-def check_environment(content: Any, path: Path, mend: str) -> None:
-    """InputError, which names the key and ends in `mend`, if the content of an environment.json is none."""
+def check_environment(content: Any, path: Path) -> None:
+    """InputError, which names the key, if the content of an environment.json is none."""
     try:
         msgspec.convert(content, Environment)
     except msgspec.ValidationError as error:
-        raise InputError(f"{path} does not describe the machine of a run: {error}; {mend}") from None
+        raise InputError(f"{path} does not describe the machine of a run: {error}; {MEND}") from None
 
 
-def check_config(content: Mapping[str, Any], path: Path, mend: str) -> None:
-    """InputError, which names the key and ends in `mend`, if a key of this version has another value than it may have.
+def check_config(content: Mapping[str, Any], path: Path) -> None:
+    """InputError, which names the key, if a key of this version has another value than it may have.
 
     Keys of other versions are left out.
     """
     try:
         build_config(_known(content, Config))
     except InputError as error:
-        raise InputError(f"{path}: {error}, or {mend}") from None
+        raise InputError(f"{path}: {error}, or {MEND}") from None
 
 
 def _known(content: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:

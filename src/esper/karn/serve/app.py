@@ -1,11 +1,13 @@
 """The routes of the server: an ASGI application over the runs of a library."""
 
 import asyncio
+import os
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -18,16 +20,18 @@ from starlette.types import ASGIApp
 from esper.karn.comparison import read_comparison
 from esper.karn.report.compared import content_of
 from esper.karn.report.frame import render_content
+from esper.karn.schema import MEND
 from esper.karn.serve import pages
 from esper.karn.serve.access import Door, Guard
 from esper.karn.serve.decisions import decisions, read_filter
-from esper.karn.serve.downloads import FILES, archive, archives_of, chunks, files_of, open_file
-from esper.karn.serve.following import Following
+from esper.karn.serve.downloads import FILES, archive, archives_of, chunks, files_of
+from esper.karn.serve.following import KEPT, Followed
 from esper.karn.serve.library import Library, ListedRun, Selection
 from esper.leyline.errors import InputError
-from esper.leyline.text import counted
+from esper.leyline.text import counted, printable
 from esper.nissa.rows import DecisionRow, RunRow
-from esper.store.disk import file_name
+from esper.store.disk import file_name, open_regular
+from esper.store.files import EVENTS
 
 LOOK = 0.5
 """Pause between two looks at the files of a run that is followed [seconds]."""
@@ -46,7 +50,8 @@ class RouteContext:
     """
 
     def __init__(self, library: Library, stop: threading.Event) -> None:
-        self.library, self.stop, self.following = library, stop, Following()
+        self.library, self.stop = library, stop
+        self.follow = lru_cache(KEPT)(Followed)
 
     def folder(self, request: Request) -> Path:
         """The folder of the run that an address names. HTTPException (404) if there is none."""
@@ -79,19 +84,23 @@ class RouteContext:
     def run(self, request: Request) -> Response:
         """The report of one run, which follows it."""
         folder, key = self.folder(request), request.path_params["key"]
-        shown = self.following.run(folder).page_within(PATIENCE)
-        content, version = (pages.reading_content(folder.name), "") if shown is None else (shown.content, shown.version)
+        shown = self.follow(folder).page_within(PATIENCE)
+        if shown is None:
+            sentence, version = "The events of this run are being read; its report appears here.", ""
+            content = pages.render("error.html", title=printable(folder.name), sentence=sentence, role="status")
+        else:
+            content, version = shown.content, shown.version
         live = (f"/runs/{key}/live", f"/runs/{key}/content", version)
         return pages.shell(folder.name, content, links=pages.run_links(key), here="Report", live=live)
 
     def run_content(self, request: Request) -> Response:
         """The report of one run without the page around it."""
-        shown = self.following.run(self.folder(request)).page()
+        shown = self.follow(self.folder(request)).page()
         return HTMLResponse(shown.content, headers={"X-Version": shown.version})
 
     async def run_live(self, request: Request) -> Response:
         """Events that say that the report of a run has changed, until the run has ended."""
-        followed = await run_in_threadpool(lambda: self.following.run(self.folder(request)))
+        followed = await run_in_threadpool(lambda: self.follow(self.folder(request)))
 
         def look() -> tuple[str, bool]:
             if self.library.folder(request.path_params["key"]) is None:
@@ -138,7 +147,7 @@ class RouteContext:
             if start <= count < start + pages.PART:
                 rows.append(row)
             count += 1
-        head = next(iter(self.following.run(folder).run.rows("run")), None)
+        head = next(iter(self.follow(folder).run.rows("run")), None)
         slots = head.slots if isinstance(head, RunRow) else ()
         content = pages.decisions_content(folder.name, key, slots, chosen, rows, start, count, query)
         return pages.shell(f"Decisions of {folder.name}", content, links=pages.run_links(key), here="Decisions")
@@ -154,23 +163,22 @@ class RouteContext:
             raise
         size = selected.tell()
         selected.seek(0)
-        return _download(
-            chunks(selected, size), f"{file_name(folder.name)}-decisions.jsonl", "application/x-ndjson", size
-        )
+        return _download(selected, size, f"{file_name(folder.name)}-decisions.jsonl", FILES[EVENTS])
 
     def files(self, request: Request) -> Response:
         """The files of a run."""
         folder, key = self.folder(request), request.path_params["key"]
-        content = pages.files_content(folder.name, key, files_of(folder), list(archives_of(folder)))
+        there = {"files": files_of(folder), "archives": list(archives_of(folder))}
+        content = pages.render("files.html", name=folder.name, key=key, **there)
         return pages.shell(f"Files of {folder.name}", content, links=pages.run_links(key), here="Files")
 
     def file(self, request: Request) -> Response:
         """One file of a run, as a download."""
         folder, name = self.folder(request), request.path_params["name"]
-        if name not in {file.name for file in files_of(folder)}:
+        if name not in files_of(folder):
             raise HTTPException(404, "no such file")
-        opened, size = open_file(folder, name)
-        return _download(chunks(opened, size), f"{file_name(folder.name)}-{name}", FILES[name], size)
+        opened = open_regular(folder / name, MEND)
+        return _download(opened, os.fstat(opened.fileno()).st_size, f"{file_name(folder.name)}-{name}", FILES[name])
 
     def archive(self, request: Request) -> Response:
         """A folder of a network as a zip archive."""
@@ -181,7 +189,7 @@ class RouteContext:
             raise HTTPException(404, "no such network")
         packed, size = archive(known[name])
         shown = f"{file_name(folder.name)}-{file_name(known[name].name)}.zip"
-        return _download(chunks(packed, size), shown, "application/zip", size)
+        return _download(packed, size, shown, "application/zip")
 
 
 def asset(request: Request) -> Response:
@@ -214,8 +222,8 @@ def create_app(library: Library, door: Door, stop: threading.Event) -> ASGIApp:
         routes=[Route(path, endpoint, methods=["GET"]) for path, endpoint in routes],
         exception_handlers={
             HTTPException: _not_found,
-            InputError: _bad_input,
-            OSError: _unreadable,
+            InputError: partial(_refused, "This cannot be shown"),
+            OSError: partial(_refused, "This cannot be read"),
             Exception: _failed,
         },
     )
@@ -235,11 +243,10 @@ def _events(request: Request, content: AsyncIterator[str]) -> Response:
     return StreamingResponse(content, media_type="text/event-stream")
 
 
-def _download(content: Any, name: str, media_type: str, size: int | None = None) -> Response:
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    if size is not None:
-        headers["Content-Length"] = str(size)
-    return StreamingResponse(content, media_type=media_type, headers=headers)
+def _download(file: IO[bytes], size: int, name: str, media_type: str) -> Response:
+    """The first `size` bytes of a file, which may grow meanwhile, as a download."""
+    headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Length": str(size)}
+    return StreamingResponse(chunks(file, size), media_type=media_type, headers=headers)
 
 
 def _place(text: str) -> int:
@@ -253,12 +260,8 @@ def _not_found(request: Request, error: Exception) -> Response:
     return pages.error_page("Not here", f"{error.detail}; the list of runs has all that there are.", error.status_code)
 
 
-def _bad_input(request: Request, error: Exception) -> Response:
-    return pages.error_page("This cannot be shown", str(error), 422)
-
-
-def _unreadable(request: Request, error: Exception) -> Response:
-    return pages.error_page("This cannot be read", str(error), 422)
+def _refused(title: str, request: Request, error: Exception) -> Response:
+    return pages.error_page(title, str(error), 422)
 
 
 def _failed(request: Request, error: Exception) -> Response:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from esper.karn.schema import MEND
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.nissa.events import decode
@@ -59,7 +60,7 @@ def decisions(folder: Path, wanted: Filter) -> Iterator[tuple[bytes, DecisionRow
     path = folder / EVENTS
     if not path.exists():
         return
-    with open_regular(path, "put back what the run wrote") as file:
+    with open_regular(path, MEND) as file:
         for number, line in enumerate(file, 1):
             if b'"decision"' not in line or not line.endswith(b"\n"):
                 continue

@@ -6,12 +6,12 @@ import stat
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple
+from typing import IO
 
+from esper.karn.schema import MEND
 from esper.leyline.errors import InputError
-from esper.store.disk import open_regular
 from esper.store.files import CHANGES, CONFIG, CONTROLLER, ENVIRONMENT, EVENTS, MODELS, REPORT, SUMMARY
 
 FILES = {
@@ -24,26 +24,16 @@ FILES = {
 }
 """The files of a run folder that can be downloaded, with their media types."""
 CHUNK = 2**18  # bytes
-_MEND = "put back what the run wrote"
 
 
-class File(NamedTuple):
-    """A file that can be downloaded."""
-
-    name: str
-    size: int
-
-
-def files_of(folder: Path) -> list[File]:
-    """The files of a run folder that can be downloaded and are there; links are left out."""
-    found = []
+def files_of(folder: Path) -> dict[str, int]:
+    """The files of a run folder that can be downloaded and are there, with their sizes [bytes]; links are left out."""
+    found = {}
     for name in FILES:
-        try:
+        with suppress(OSError):
             state = os.lstat(folder / name)
-        except OSError:
-            continue
-        if stat.S_ISREG(state.st_mode):
-            found.append(File(name, state.st_size))
+            if stat.S_ISREG(state.st_mode):
+                found[name] = state.st_size
     return found
 
 
@@ -56,13 +46,6 @@ def archives_of(folder: Path) -> dict[str, Path]:
     if _is_folder(folder / CONTROLLER):
         found[f"{CONTROLLER}.zip"] = folder / CONTROLLER
     return found
-
-
-def open_file(folder: Path, name: str) -> tuple[BinaryIO, int]:
-    """A file of `FILES`, open for reading, and its size now. InputError if it is missing, a link or no regular file."""
-    assert name in FILES
-    file = open_regular(folder / name, _MEND)
-    return file, os.fstat(file.fileno()).st_size
 
 
 def chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
@@ -102,7 +85,7 @@ def _descriptor(folder: Path) -> Iterator[int]:
         finally:
             os.close(parent)
     except OSError as error:
-        raise InputError(f"{folder}: {os.strerror(error.errno or errno.EIO)}; {_MEND}") from None
+        raise InputError(f"{folder}: {os.strerror(error.errno or errno.EIO)}; {MEND}") from None
     try:
         yield descriptor
     finally:

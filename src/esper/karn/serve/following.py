@@ -3,7 +3,6 @@
 import hashlib
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +24,6 @@ PART = 2**22
 """Events that are read at once, so that memory holds few rows of a long run [bytes]."""
 KEPT = 8
 """Runs whose rows are kept in memory, those that were asked for last."""
-
-
 _makers = ThreadPoolExecutor(4, "page")
 
 
@@ -91,20 +88,3 @@ class Followed:
 
     def _state(self) -> str:
         return hashlib.sha256(repr(file_state(self.run.folder)).encode()).hexdigest()[:16]
-
-
-class Following:
-    """The runs that are looked at; those that were not asked for lately are forgotten."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._runs: OrderedDict[Path, Followed] = OrderedDict()
-
-    def run(self, folder: Path) -> Followed:
-        """The run of a folder. InputError if it is not a run folder."""
-        with self._lock:
-            found = self._runs.pop(folder, None) or Followed(folder)
-            self._runs[folder] = found
-            while len(self._runs) > KEPT:
-                self._runs.popitem(last=False)
-            return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from esper.karn.reader import Status, open_run
+from esper.karn.schema import MEND
 from esper.leyline.errors import InputError, first_line
 from esper.nissa.events import decode, decode_lines
 from esper.nissa.rows import Row, RunRow
@@ -22,7 +23,6 @@ LOOK_EVERY = 2.0
 """Least time between two searches for runs [seconds]."""
 LARGEST_ROW = 2**24
 """Longest row at either end of the events that is read for the list [bytes]."""
-_MEND = "put back what the run wrote"
 
 
 class ListedRun(NamedTuple):
@@ -48,9 +48,9 @@ class Selection(NamedTuple):
     """Which runs of the list are shown; an empty text selects all."""
 
     words: str = ""  # every word must occur in the name, the task, the controller or the status
-    task: str = ""  # exact values
-    controller: str = ""  # exact values
-    status: str = ""  # exact values
+    task: str = ""  # exact, as the next two
+    controller: str = ""
+    status: str = ""
 
     def accepts(self, entry: ListedRun) -> bool:
         """Whether a run is shown."""
@@ -79,9 +79,8 @@ class Library:
         self.roots = [root.resolve() for root in roots]
         self._lock = threading.Lock()
         self._found: dict[str, tuple[str, Path]] = {}  # name and folder by key
-        self._known: dict[
-            str, tuple[object, ListedRun]
-        ] = {}  # entry by key, with the state of the files that it was read from
+        # Entry by key, with the state of the files that it was read from.
+        self._known: dict[str, tuple[object, ListedRun]] = {}
         self._looked = float("-inf")
 
     def entries(self) -> list[ListedRun]:
@@ -105,7 +104,10 @@ class Library:
             return
         self._looked = now
         found = ((root, folder) for root in self.roots for folder in _runs_below(root, DEPTH))
-        self._found = {key_of(folder): (_name(root, folder), folder) for root, folder in found}
+        self._found = {
+            key_of(folder): (folder.name if folder == root else str(folder.relative_to(root)), folder)
+            for root, folder in found
+        }
         self._known = {key: known for key, known in self._known.items() if key in self._found}
 
     def _entry(self, key: str, name: str, folder: Path) -> ListedRun:
@@ -156,10 +158,6 @@ def _is_there(folder: Path) -> bool:
     return os.path.realpath(folder) == str(folder) and is_run(folder)
 
 
-def _name(root: Path, folder: Path) -> str:
-    return folder.name if folder == root else str(folder.relative_to(root))
-
-
 def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
     """The entry of a folder, from its config and the ends of its events."""
     try:
@@ -189,7 +187,7 @@ def _ends(path: Path) -> tuple[RunRow | None, Row | None]:
     """The first and the last complete row of an events.jsonl; None where there is none. InputError if one is damaged."""
     if not os.path.lexists(path):
         return None, None
-    with open_regular(path, _MEND) as file:
+    with open_regular(path, MEND) as file:
         first = file.readline(LARGEST_ROW)
         if not first.endswith(b"\n"):
             return None, None
@@ -206,7 +204,7 @@ def _ends(path: Path) -> tuple[RunRow | None, Row | None]:
                 break
             size *= 4
     if not isinstance(head, RunRow):
-        raise InputError(f"{path} does not begin with a row of kind run; {_MEND}")
+        raise InputError(f"{path} does not begin with a row of kind run; {MEND}")
     try:
         return head, decode(data[cut + 1 :])
     except InputError as error:

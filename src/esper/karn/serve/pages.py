@@ -13,7 +13,6 @@ from starlette.responses import HTMLResponse
 
 from esper.karn.report.frame import asset as report_asset
 from esper.karn.serve.decisions import FATES, OPERATIONS, Filter, where
-from esper.karn.serve.downloads import File
 from esper.karn.serve.library import ListedRun, Selection
 from esper.leyline.text import counted, printable, rounded
 from esper.nissa.rows import DecisionRow
@@ -49,16 +48,8 @@ def shell(
 ) -> HTMLResponse:
     """A whole page around its content. `live` is the address of its events, that of its content, and its version."""
     stream, source, version = live or ("", "", "")
-    page = _render(
-        "shell.html",
-        title=printable(title),
-        content=Markup(content),
-        links=links,
-        here=here,
-        live=stream,
-        source=source,
-        version=version,
-    )
+    lives = {"live": stream, "source": source, "version": version}
+    page = render("shell.html", title=printable(title), content=Markup(content), links=links, here=here, **lives)
     return HTMLResponse(page, status)
 
 
@@ -70,12 +61,12 @@ def run_links(key: str) -> list[tuple[str, str]]:
 def login_page(status: int = 200, *, wrong: bool = False) -> HTMLResponse:
     """The form for the token. It loads nothing, because nothing is sent without the token."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    return HTMLResponse(_render("login.html", wrong=wrong), status, headers)
+    return HTMLResponse(render("login.html", wrong=wrong), status, headers)
 
 
 def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
     """A page with one sentence."""
-    return shell(title, _render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
+    return shell(title, render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
 
 
 def runs_content(entries: Sequence[ListedRun], chosen: Selection) -> str:
@@ -87,14 +78,8 @@ def runs_content(entries: Sequence[ListedRun], chosen: Selection) -> str:
     if len(shown) > LISTED:
         heading += f", of which the newest {LISTED:,} are listed"
     nothing = "No run is here yet; one that begins appears by itself." if not entries else "No run is like that."
-    return _render(
-        "runs.html",
-        entries=shown[:LISTED],
-        chosen=chosen._asdict() | {"words": chosen.words},
-        choices=choices,
-        heading=heading,
-        nothing=nothing,
-    )
+    words = {"heading": heading, "nothing": nothing}
+    return render("runs.html", entries=shown[:LISTED], chosen=chosen._asdict(), choices=choices, **words)
 
 
 def decisions_content(
@@ -114,7 +99,7 @@ def decisions_content(
         return f"?{urlencode(kept | {'start': str(place)})}"
 
     end = start + len(rows)
-    return _render(
+    return render(
         "decisions.html",
         name=name,
         slots=slots,
@@ -130,17 +115,6 @@ def decisions_content(
         later=address(end) if end < count else None,
         measured=_measured,
     )
-
-
-def reading_content(name: str) -> str:
-    """What stands for the report of a run whose events are still being read."""
-    sentence = "The events of this run are being read; its report appears here."
-    return _render("error.html", title=printable(name), sentence=sentence, role="status")
-
-
-def files_content(name: str, key: str, found: Sequence[File], archives: Sequence[str]) -> str:
-    """The files of a run that can be downloaded."""
-    return _render("files.html", name=name, key=key, files=found, archives=archives)
 
 
 def _measured(mean: float | None, error: float | None) -> str:
@@ -164,7 +138,8 @@ def _asset(name: str) -> str:
     return (files("esper.karn.serve") / name).read_text(encoding="utf-8")
 
 
-def _render(template: str, /, **values: object) -> str:
+def render(template: str, /, **values: object) -> str:
+    """A template of this package with its values."""
     return _templates().get_template(template).render(**values)
 
 

@@ -18,7 +18,6 @@ from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
-from esper.nissa.rows import RollbackRow
 from esper.store.files import EVENTS, is_run
 
 try:
@@ -165,8 +164,8 @@ class Watch(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("c", "next_curve", "next curve"),
-        Binding("a", "troubles", "rollbacks"),
-        Binding("question_mark", "explain", "explain", key_display="?"),
+        Binding("a", "show('troubles')", "rollbacks"),
+        Binding("question_mark", "show('explain')", "explain", key_display="?"),
     ]
     TITLE = "esper watch"
     ENABLE_COMMAND_PALETTE = False
@@ -177,7 +176,7 @@ class Watch(App[None]):
         self.run_folder: OpenRun | None = None
         self.tail = Tail(folder / EVENTS)
         self.model = RunModel(history=False)
-        self.state = "waiting"
+        self.state: str = "waiting"
         self.view = "detail"  # or troubles, or explain
         self.figure = 0
         self._restarts = 0
@@ -221,7 +220,7 @@ class Watch(App[None]):
         if self.tail.restarts != self._restarts:
             self._restarts, self.model = self.tail.restarts, self._new_model()
         self.model.update(rows)
-        self.state = self._status()
+        self.state = self.run_folder.status_after(None if self.model.last is None else self.model.last.status)
         if rows or self.state != before:
             self.grid.show(self.model)
             self.show(None)
@@ -232,15 +231,6 @@ class Watch(App[None]):
         """Draw the curve in the room that it has now."""
         if self.run_folder is not None:
             self.call_after_refresh(self.show, None)
-
-    def _status(self) -> str:
-        """The status of the run. A run whose process is gone although its rows do not say so was killed."""
-        assert self.run_folder is not None
-        if self.model.last is not None and self.model.last.status != "running":
-            return self.model.last.status
-        if self.model.last is None and self.run_folder.summary is not None:
-            return str(self.run_folder.summary.get("status", "finished"))
-        return "running" if self.run_folder.is_written else "killed"
 
     def _new_model(self) -> RunModel:
         assert self.run_folder is not None
@@ -303,20 +293,22 @@ class Watch(App[None]):
         name = names[self.figure]
         curve = self.model.curves[name]
         median = [y[1] for y in curve.y]
-        lines = (
-            [median] if self.model.planned is not None else [median, [y[0] for y in curve.y], [y[2] for y in curve.y]]
-        )
-        bands = "" if self.model.planned is not None else " (median, 10th and 90th percentile)"
+        lines, bands = [median], ""
+        if self.model.planned is None:
+            lines += [y[0] for y in curve.y], [y[2] for y in curve.y]
+            bands = " (median, 10th and 90th percentile)"
         title = f"{printable(name)}{bands}: {median[-1]:.4g}  {self.figure + 1}/{len(names)}"
         return "\n".join([title[:width], *plot(curve.x, lines, width, max(height - 1, 3))])
 
     def words(self) -> list[str]:
         """The panel below the curve."""
         if self.view == "troubles":
-            return [
-                f"rollbacks: {len(self.model.rollbacks)}, the newest first",
-                *map(_trouble, reversed(self.model.rollbacks[-LISTED:])),
-            ]
+            lines = [f"rollbacks: {len(self.model.rollbacks)}, the newest first"]
+            for row in reversed(self.model.rollbacks[-LISTED:]):
+                twin = " (twin)" if row.twin else ""
+                lost = f", lost {', '.join(row.pruned)}" if row.pruned else ""
+                lines.append(f"step {row.step}, environment {row.env}{twin}: {row.reason.replace('_', ' ')}{lost}")
+            return lines
         if not self.model.envs:
             if self.model.planned is not None:
                 return ["A training shows its curves; c shows the next one."]
@@ -361,15 +353,8 @@ class Watch(App[None]):
         self.figure += 1
         self.show(None)
 
-    def action_troubles(self) -> None:
-        """Show the rollbacks, or the environment again."""
-        self._toggle("troubles")
-
-    def action_explain(self) -> None:
-        """Explain the chosen cell, or show the environment again."""
-        self._toggle("explain")
-
-    def _toggle(self, view: str) -> None:
+    def action_show(self, view: str) -> None:
+        """Show the rollbacks or the explanation of the chosen cell, or the environment again."""
         self.view = "detail" if self.view == view else view
         self.show(None)
 
@@ -377,12 +362,6 @@ class Watch(App[None]):
 def _long_lines(words: str, width: int) -> list[str]:
     """What the height of a text depends on: an empty text for each line that fits, and the lines that are wrapped."""
     return [line if len(line) > width else "" for line in words.split("\n")]
-
-
-def _trouble(row: RollbackRow) -> str:
-    twin = " (twin)" if row.twin else ""
-    lost = f", lost {', '.join(row.pruned)}" if row.pruned else ""
-    return f"step {row.step}, environment {row.env}{twin}: {row.reason.replace('_', ' ')}{lost}"
 
 
 def _duration(seconds: float) -> str:
