@@ -12,7 +12,7 @@ from rich.console import Console
 
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.report.page import report_at_end, report_of_evaluation
-from esper.karn.terminal.console import can_print, print_error, print_summary, print_training
+from esper.karn.terminal.console import can_print, print_line, print_summary, print_training
 from esper.karn.terminal.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.leyline.config.arguments import check_choice, check_outputs, to_path
 from esper.leyline.config.tree import BASELINES, Config, build_config, parse_setting
@@ -68,7 +68,7 @@ def show(summary: Mapping[str, Any]) -> None:
     console = Console()
     keys[kind](summary, console)
     if "error" in summary:
-        print_error(summary, console)
+        print_line(console, f"error: {summary['error']['message']}")
 
 
 def resume(

@@ -60,7 +60,6 @@ def events(
 
 
 def _check(format_: str, kind: str | None, out: Path | None, follow: bool) -> None:
-    """InputError if the options do not go together."""
     if format_ not in FORMATS:
         raise InputError(f"--format is {format_!r}; choose one of {', '.join(FORMATS)}")
     if format_ != "jsonl" and kind is None:

@@ -106,7 +106,6 @@ def network_boxes(run: "OpenRun", summary: Mapping[str, Any]) -> "Sequence[Box] 
 
 
 def _lines(exported: "Exported", run: "OpenRun", to: str) -> list[str]:
-    """What was exported, and what is missing."""
     place = "no points" if exported.x < 0 else f"points up to x = {exported.x:,}, of which {exported.points:,} are new"
     lines = [f"{exported.folder}: {to} has {place}, as the run {exported.name}"]
     if exported.status in ("running", "killed"):

@@ -59,7 +59,7 @@ def compare(
     from esper.karn import comparison
     from esper.karn.report import compared
     from esper.karn.report.frame import write_pictures
-    from esper.karn.tables import print_line, print_table
+    from esper.karn.terminal.console import print_line, print_table
     from esper.leyline.text import printable
     from esper.store.files import to_json
 

@@ -51,7 +51,6 @@ class FlatVecEnv(VecEnv):
         return now.observation
 
     def step_async(self, actions: NDArray[np.int64]) -> None:
-        """Store the indices of the decisions, (E,)."""
         self._chosen = actions
 
     def step_wait(self) -> tuple[Arrays, NDArray[np.float32], Bools, list[dict[str, Any]]]:
@@ -84,7 +83,6 @@ class FlatVecEnv(VecEnv):
         return [found[env] for env in self._get_indices(indices)]
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
-        """No environment is wrapped."""
         return [False for _ in self._get_indices(indices)]
 
 

@@ -12,8 +12,8 @@ from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.run_model import RunModel
 from esper.karn.terminal.console import estimate
 from esper.leyline.errors import InputError
-from esper.leyline.intervals import t_factor, t_interval
-from esper.leyline.text import counted, printable, rounded
+from esper.leyline.intervals import MeanInterval, shown, t_factor, t_interval
+from esper.leyline.text import counted, printable
 
 Key = tuple[str, str, int, int]
 """Task, part of its instances, run seed and number of an environment. Two environments of one key have the same host, the same
@@ -61,10 +61,7 @@ class Difference(NamedTuple):
     @property
     def shown(self) -> str:
         """The difference as +0.078 [+0.031, +0.124]."""
-        if math.isnan(self.mean):
-            return "-"
-        mean = rounded(self.mean, "+.4f")
-        return mean if math.isnan(self.low) else f"{mean} [{rounded(self.low, '+.4f')}, {rounded(self.high, '+.4f')}]"
+        return shown(MeanInterval(*self), "+.4f")
 
 
 class Verdict(NamedTuple):
@@ -172,8 +169,7 @@ def as_record(found: Verdict) -> dict[str, Any]:
     record: dict[str, Any] = {"first": found.first, "second": found.second, "sentence": found.sentence}
     for name in ("metric", "objective", "params"):
         one: Difference | None = getattr(found, name)
-        values = None if one is None else {key: _known(value) for key, value in one._asdict().items()}
-        record[name] = values
+        record[name] = one and {key: None if math.isnan(value) else value for key, value in one._asdict().items()}
     return record
 
 
@@ -192,8 +188,8 @@ def result_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
         summary, model = run.summary, run.model
         if summary is None:
             best = (model.summary or {}).get("best_validation_objective")
-            shown = "-" if best is None else f"{best:.4f} (validation)"
-            rows.append((run.name, model.status, "-", shown, "-", "-", "-"))
+            value = "-" if best is None else f"{best:.4f} (validation)"
+            rows.append((run.name, model.status, "-", value, "-", "-", "-"))
             continue
         seeds, metric = summary["seeds"], summary["metric"]
         rows.append(
@@ -247,10 +243,6 @@ def _sentence(names: tuple[str, str], metric: Difference, objective: Difference 
         by = f" by {counted(metric.pairs, 'environment')}" if metric.pairs else ""
         return f"The difference in the metric between {first} and {second} is not resolved{by}: {shown}."
     return f"{first} is {'better' if metric.mean > 0 else 'worse'} than {second}: {shown}."
-
-
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
 
 
 def _both(first: str, second: str) -> str:

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from esper.karn.tables import actor_lines, print_line, print_table
+from esper.karn.terminal.console import actor_lines, print_line, print_table
 from esper.leyline.errors import InputError
+from esper.leyline.intervals import MeanInterval, shown
 from esper.leyline.text import counted, printable, rounded
 from esper.store.disk import FULL, write_atomic
 
@@ -82,7 +84,8 @@ def objectives_table(estimates: Record) -> Table:
     for row, share in zip(estimates["controllers"], shares, strict=True):
         cells = [row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
         if any(shares):
-            cells.append("-" if share is None else _percent(share))
+            known = {name: None if value is None else 100 * value for name, value in (share or {"value": None}).items()}
+            cells.append("-" if known["value"] is None else f"{spread(known, '.0f')} %")
         table.add_row(*map(_cell, cells))
     return table
 
@@ -187,21 +190,13 @@ def draw_evaluation(record: Record, path: Path) -> None:
 
 def spread(estimate: Record, form: str) -> str:
     """An estimate with its interval: 0.712 [0.690, 0.735]; '-' if it is absent."""
-    if estimate["low"] is None:
-        return plain(estimate, form)
-    value, low, high = (rounded(estimate[name], form) for name in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
-
-
-def _percent(share: Record) -> str:
-    """A share with its interval, in percent."""
-    known = {name: None if value is None else 100 * value for name, value in share.items()}
-    return "-" if known["value"] is None else f"{spread(known, '.0f')} %"
+    value, low, high = (nan if estimate[name] is None else estimate[name] for name in ("value", "low", "high"))
+    return shown(MeanInterval(value, low, high, 0), form)
 
 
 def plain(estimate: Record, form: str) -> str:
     """An estimate without its interval; '-' if it is absent."""
-    return _number(estimate["value"], form)
+    return "-" if estimate["value"] is None else rounded(estimate["value"], form)
 
 
 def _print_estimates(console: Console, estimates: Record, metric: str, record: Record) -> None:
@@ -231,10 +226,6 @@ def sample_words(record: Record, task: Record) -> str:
         part = {"heldout": "held-out"}.get(record["part"], record["part"])
         return f"{counted(task['problems'], f'{part} instance')}, each with {counted(len(record['seeds']), 'seed')}"
     return f"{counted(task['runs_of_each'], 'run')}, each from starting weights of its own"
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else rounded(value, form)
 
 
 def _table(*columns: str) -> Table:

@@ -144,7 +144,6 @@ class Exports:
             path.unlink(missing_ok=True)
 
     def write(self, record: Record) -> None:
-        """Keep the record."""
         write_atomic(self._own / RECORD, msgspec.json.encode(record))
 
 
@@ -171,7 +170,6 @@ class Export:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with the first row."""
         self.model = RunModel(history=False)
         path = self.run.folder / ENVIRONMENT  # written once for a run, however often it is resumed
         began = path.stat().st_mtime_ns if path.exists() else 0

@@ -121,7 +121,6 @@ def _rare_classes(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def _by_environment(model: RunModel) -> Table:
-    """What came out of every environment."""
     summary = model.summary or {}
     metric = f"test_{summary['metric']}"
     grown, whole, hosts = summary[metric]["grown"], summary["grown_params"], summary["host_params"]

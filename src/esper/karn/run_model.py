@@ -220,7 +220,6 @@ class BlueprintAnalytics:
         return found
 
     def write(self, row: Row) -> None:
-        """Count a row."""
         match row:
             case DecisionRow(op="GERMINATE", carried_out=True, slot=str(slot), price=int(price)):
                 self._prices[_place(row, row.env, slot)] = price
@@ -295,7 +294,6 @@ class Curve:
         self._every, self._count = 1, 0
 
     def add(self, x: float, *y: float) -> None:
-        """The values at one place."""
         if self._count % self._every == 0:
             self.x.append(x)
             self.y.append(y)
@@ -406,7 +404,6 @@ class RunModel:
         self._task_names: dict[str, str] = {}  # as they are in the names of curves
 
     def update(self, rows: Iterable[Row]) -> Self:
-        """Take in rows, in order."""
         for row in rows:
             self.write(row)
         return self
@@ -564,7 +561,6 @@ class RunModel:
 
     @property
     def slots(self) -> Sequence[str]:
-        """Names of the slots."""
         return () if self.head is None else self.head.slots
 
     @property

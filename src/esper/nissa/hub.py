@@ -38,7 +38,6 @@ class Hub:
 
     @property
     def level(self) -> Level:
-        """The level that holds now."""
         return _HIGHER.get(self.asked, self.asked) if self.raised else self.asked
 
     def wants(self, kind: type[Row]) -> bool:

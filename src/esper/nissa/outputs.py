@@ -48,11 +48,9 @@ class Guarded:
         self.output: Output | None = output
 
     def write(self, row: Row) -> None:
-        """Hand the row on, unless an error was raised before."""
         self._call("write", row)
 
     def close(self) -> None:
-        """Close the output, unless an error was raised before."""
         self._call("close")
 
     def _call(self, name: str, *rows: Row) -> None:

@@ -176,7 +176,6 @@ def _fate(row: LifecycleRow) -> str:
 
 
 def _refusals(model: RunModel) -> Table:
-    """What was refused, that which was refused most often first."""
     ordered = sorted(model.refusals.items(), key=lambda each: -each[1][0])
     rows = [
         (

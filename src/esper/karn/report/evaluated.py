@@ -18,7 +18,7 @@ from esper.karn.evaluation import (
 from esper.karn.report.drawing import Figure, ForestRow, forest
 from esper.karn.report.frame import Content, ReportSection, flat_settings
 from esper.karn.result import Table, table_of
-from esper.karn.tables import actor_lines
+from esper.karn.terminal.console import actor_lines
 from esper.leyline.config.parsing import parse_json
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable

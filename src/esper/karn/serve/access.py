@@ -76,7 +76,6 @@ class Guard:
         self.app, self.door = app, door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on."""
         if scope["type"] != "http":
             return
         request = Request(scope, receive)

@@ -61,13 +61,11 @@ class RouteContext:
         return found
 
     def runs(self, request: Request) -> Response:
-        """The list of runs."""
         content, version = self._runs(request)
         query = f"?{request.url.query}" if request.url.query else ""
         return pages.shell("Runs", content, live=("/live", f"/content{query}", version))
 
     def runs_content(self, request: Request) -> Response:
-        """The list of runs without the page around it."""
         content, version = self._runs(request)
         return HTMLResponse(content, headers={"X-Version": version})
 
@@ -78,7 +76,6 @@ class RouteContext:
         return pages.runs_content(entries, chosen), version_of(entries)
 
     async def runs_live(self, request: Request) -> Response:
-        """Events that say that the list has changed."""
         return _events(request, self._changes(lambda: (version_of(self.library.entries()), False)))
 
     def run(self, request: Request) -> Response:
@@ -94,7 +91,6 @@ class RouteContext:
         return pages.shell(folder.name, content, links=pages.run_links(key), here="Report", live=live)
 
     def run_content(self, request: Request) -> Response:
-        """The report of one run without the page around it."""
         shown = self.follow(self.folder(request)).page()
         return HTMLResponse(shown.content, headers={"X-Version": shown.version})
 
@@ -127,7 +123,6 @@ class RouteContext:
             silent += LOOK
 
     def compare(self, request: Request) -> Response:
-        """A comparison of the chosen runs."""
         keys = list(dict.fromkeys(request.query_params.getlist("run")))
         found = [self.library.folder(key) for key in keys[: MOST_COMPARED + 1]]
         folders = [folder for folder in found if folder is not None]
@@ -139,7 +134,6 @@ class RouteContext:
         return pages.shell("Comparison", content)
 
     def decisions(self, request: Request) -> Response:
-        """The decisions of a run that a filter selects."""
         folder, key, query = self.folder(request), request.path_params["key"], request.query_params
         chosen, start = read_filter(query), _place(query.get("start", ""))
         count, rows = 0, list[DecisionRow]()
@@ -166,14 +160,12 @@ class RouteContext:
         return _download(selected, size, f"{file_name(folder.name)}-decisions.jsonl", FILES[EVENTS])
 
     def files(self, request: Request) -> Response:
-        """The files of a run."""
         folder, key = self.folder(request), request.path_params["key"]
         there = {"files": files_of(folder), "archives": list(archives_of(folder))}
         content = pages.render("files.html", name=folder.name, key=key, **there)
         return pages.shell(f"Files of {folder.name}", content, links=pages.run_links(key), here="Files")
 
     def file(self, request: Request) -> Response:
-        """One file of a run, as a download."""
         folder, name = self.folder(request), request.path_params["name"]
         if name not in files_of(folder):
             raise HTTPException(404, "no such file")
@@ -181,7 +173,6 @@ class RouteContext:
         return _download(opened, os.fstat(opened.fileno()).st_size, f"{file_name(folder.name)}-{name}", FILES[name])
 
     def archive(self, request: Request) -> Response:
-        """A folder of a network as a zip archive."""
         folder = self.folder(request)
         known = archives_of(folder)
         name = request.path_params["name"]

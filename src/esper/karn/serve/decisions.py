@@ -28,7 +28,6 @@ class Filter(NamedTuple):
     text: str = ""  # occurs in the reason of the decision or of its refusal, in any case of letters
 
     def accepts(self, row: DecisionRow) -> bool:
-        """Whether a decision is shown."""
         return (
             self.env in (None, row.env)
             and self.slot in (None, row.slot)

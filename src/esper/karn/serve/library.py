@@ -40,7 +40,6 @@ class ListedRun(NamedTuple):
 
     @property
     def state(self) -> str:
-        """The status, or 'damaged'."""
         return self.status or "damaged"
 
 
@@ -53,7 +52,6 @@ class Selection(NamedTuple):
     status: str = ""
 
     def accepts(self, entry: ListedRun) -> bool:
-        """Whether a run is shown."""
         text = "\n".join((entry.name, entry.task, entry.controller, entry.state)).casefold()
         return (
             all(word in text for word in self.words.casefold().split())

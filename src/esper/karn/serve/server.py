@@ -59,7 +59,6 @@ class Connection(H11Protocol):
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for a request."""
         super().connection_made(transport)
         most = most_connections()
         if len(self.connections) > most:
@@ -76,12 +75,10 @@ class Connection(H11Protocol):
             self._late = self.loop.call_later(HEADER_TIME, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the wait for a request."""
         self._stop_clock()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP."""
         self._refuse(400, f"{msg}\n")
 
     def _refuse(self, status: int, sentence: str) -> None:
@@ -125,7 +122,6 @@ class Server(uvicorn.Server):
         self.stop = stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept connections."""
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen()  # the queue of the system is long again, which asyncio makes as long as `backlog`

@@ -14,7 +14,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from esper.karn.streams import steady
-from esper.karn.tables import print_line
+from esper.karn.terminal.console import print_line
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Seeds, View
@@ -33,7 +33,6 @@ class AnswersOnly(Silent):
         self._console = console
 
     def answer(self, text: str) -> None:
-        """Print a line."""
         print_line(self._console, text)
 
 
@@ -86,11 +85,9 @@ class Bar:
         self._task = self._progress.add_task("grow", total=steps, figures="")
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
-        """Advance the bar to the step of the view."""
         self._progress.update(self._task, completed=view.step, figures=figures(view, speed, self._metric, rollbacks))
 
     def note(self, text: str) -> None:
-        """Print a line above the bar."""
         self._progress.console.print(printable(text), markup=False, highlight=False)
 
     answer = note
@@ -126,7 +123,6 @@ class Lines:
             self.note(f"step {view.step}/{self._steps}  {figures(view, speed, self._metric, rollbacks)}")
 
     def note(self, text: str) -> None:
-        """Print a line."""
         print_line(self._console, text)
 
     answer = note
@@ -159,7 +155,6 @@ class Rounds:
             self._pace.add(1, self._clock() - self._started)
 
     def note(self, text: str) -> None:
-        """Print a line."""
         print_line(self._console, text)
 
     def __enter__(self) -> Self:

@@ -110,7 +110,6 @@ class Grid(ScrollView, can_focus=True):
                 self.refresh_line(env)
 
     def render_line(self, y: int) -> Strip:
-        """One line of what is visible."""
         if y == 0:
             shown = range(self.scroll_offset.y, self.scroll_offset.y + self.size.height)
             self._drawn = {env: line for env, line in self._drawn.items() if env in shown}
@@ -135,7 +134,6 @@ class Grid(ScrollView, can_focus=True):
         return segments
 
     def action_go(self, env: int, slot: int) -> None:
-        """Choose another environment or slot."""
         self.choose(self.env + env, self.slot + slot)
 
     def choose(self, env: int, slot: int) -> None:
@@ -147,7 +145,6 @@ class Grid(ScrollView, can_focus=True):
         self.post_message(self.Moved())
 
     def on_click(self, event: Click) -> None:
-        """Choose the cell under the mouse."""
         self.choose(event.y + self.scroll_offset.y, (event.x + self.scroll_offset.x - MARGIN) // CELL)
 
 
@@ -183,7 +180,6 @@ class Watch(App[None]):
         self._shown: dict[str, str] = {}  # the text of each part
 
     def compose(self) -> ComposeResult:
-        """The widgets."""
         yield Static(id="head", markup=False)
         with Horizontal():
             with Vertical(id="left"):
@@ -196,14 +192,12 @@ class Watch(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Look at the folder now, and again and again."""
         self.grid.focus()
         self.look()
         self.set_interval(self.every, self.look)
 
     @property
     def grid(self) -> Grid:
-        """The population."""
         return self.query_one(Grid)
 
     def look(self) -> None:
@@ -228,7 +222,6 @@ class Watch(App[None]):
             self.call_later(self.look)  # a long run is read in parts, and keys are answered between them
 
     def on_resize(self) -> None:
-        """Draw the curve in the room that it has now."""
         if self.run_folder is not None:
             self.call_after_refresh(self.show, None)
 
@@ -244,7 +237,6 @@ class Watch(App[None]):
     # What is shown.
 
     def show(self, waiting: str | None) -> None:
-        """Write every text that has changed."""
         self._say("#head", waiting or self.head())
         self._say("#names", " " * MARGIN + "".join(f"{slot % 100:<{CELL}}" for slot in range(len(self.model.slots))))
         room = self.query_one("#curve", Static).content_size
@@ -285,7 +277,6 @@ class Watch(App[None]):
         )
 
     def curve(self, width: int, height: int) -> str:
-        """The chosen figure, drawn over steps or rounds."""
         names = list(self.model.curves)
         if not names:
             return "no figures yet"
@@ -301,7 +292,6 @@ class Watch(App[None]):
         return "\n".join([title[:width], *plot(curve.x, lines, width, max(height - 1, 3))])
 
     def words(self) -> list[str]:
-        """The panel below the curve."""
         if self.view == "troubles":
             lines = [f"rollbacks: {len(self.model.rollbacks)}, the newest first"]
             for row in reversed(self.model.rollbacks[-LISTED:]):
@@ -328,7 +318,6 @@ class Watch(App[None]):
         return [*lines, "", *(model.log(env) or ["nothing happened here yet"])]
 
     def explained(self) -> list[str]:
-        """What the chosen cell means."""
         env, slot, model = self.grid.env, self.grid.slot, self.model
         stage, _ = model.state(env, slot)
         return [
@@ -345,11 +334,9 @@ class Watch(App[None]):
     # Keys.
 
     def on_grid_moved(self) -> None:
-        """Show the environment that was chosen."""
         self.show(None)
 
     def action_next_curve(self) -> None:
-        """Show the next figure."""
         self.figure += 1
         self.show(None)
 
