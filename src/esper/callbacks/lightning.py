@@ -128,23 +128,14 @@ class LightningGrowth(Callback):
             self.growth.load_state_dict(state_dict, changed=self._changed)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError if a checkpoint's seeds are not there."""
-        self._check_evaluation()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError if a checkpoint's seeds are not there."""
-        self._check_evaluation()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError if a checkpoint's seeds are not there."""
-        self._check_evaluation()
-
-    def _check_evaluation(self) -> None:
+        """InputError if a checkpoint's seeds are not there; so at the start of a test and of a prediction."""
         if self._saved is not None and self.growth is None:
             raise InputError(
                 "the checkpoint holds seeds, which are restored together with an optimizer; resume it with "
                 "trainer.fit(module, loader, ckpt_path=...), and save what growth.finish() returns for evaluation"
             )
+
+    on_test_start = on_predict_start = on_validation_start
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the growth, from the state of a checkpoint where there is one."""
