@@ -28,10 +28,18 @@ def docs(
         print_columns([("page", "about"), *rows])
         return
     text = pages[find_page(page, pages)].read_text(encoding="utf-8")
-    if sys.stdout.isatty():
-        _show(text)
-    else:
+    if not sys.stdout.isatty():
         typer.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    # A terminal cannot follow a link to another page, and anchors are for links alone.
+    text = re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:)[^)]*\)|<a id=\"[^\"]*\"></a>", lambda found: found[1] or "", text)
+    os.environ.setdefault("LESS", "-R")  # so that less shows colours
+    console = Console(width=min(Console().width, 120))
+    with console.pager(styles=True):
+        console.print(Markdown(text, hyperlinks=False))
 
 
 def docs_folder() -> Path:
@@ -71,16 +79,3 @@ def first_sentence(text: str) -> str:
     plain = re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`]", lambda found: found[1] or "", " ".join(paragraph.split()))
     first, *others = re.split(r"(?<=[.:])\s(?=[A-Z])", plain)
     return others[0] if first.startswith("The glossary explains") and others else first
-
-
-def _show(text: str) -> None:
-    """Show a page in a pager, with headings, tables and code as a terminal can show them."""
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    # A terminal cannot follow a link to another page, and anchors are for links alone.
-    text = re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:)[^)]*\)|<a id=\"[^\"]*\"></a>", lambda found: found[1] or "", text)
-    os.environ.setdefault("LESS", "-R")  # so that less shows colours
-    console = Console(width=min(Console().width, 120))
-    with console.pager(styles=True):
-        console.print(Markdown(text, hyperlinks=False))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, TextIO
 
 import typer
 
@@ -33,33 +33,9 @@ def events(
 ) -> None:
     """Print the events of a run, whether it goes on or has ended. `esper docs events` describes every field."""
     from esper.karn.reader import fields_of, kind_of, open_run
+    from esper.leyline.distribution import pip_install
+    from esper.nissa.events import encode, record
 
-    _check(format_, kind, out, follow)
-    source, wanted = open_run(run), kind_of(kind)
-    rows = (row for row in (source.follow() if follow else source.rows()) if isinstance(row, wanted))
-    if format_ == "jsonl":
-        with _opened(out, at_once=follow) as file:
-            for line in _lines(rows):
-                file.write(line)
-                if follow:
-                    file.flush()
-    elif format_ == "csv":
-        _write_csv(out, fields_of(wanted), rows)
-    else:
-        assert kind is not None
-        assert out is not None
-        frame = source.frame(kind)
-        try:
-            import pyarrow  # noqa: F401  (pandas writes parquet with it)
-        except ImportError:
-            from esper.leyline.distribution import pip_install
-
-            raise InputError(f"parquet needs pyarrow, which is not installed; run {pip_install('frames')}") from None
-        with _beside(out) as temporary:
-            frame.to_parquet(temporary, index=False)
-
-
-def _check(format_: str, kind: str | None, out: Path | None, follow: bool) -> None:
     if format_ not in FORMATS:
         raise InputError(f"--format is {format_!r}; choose one of {', '.join(FORMATS)}")
     if format_ != "jsonl" and kind is None:
@@ -68,28 +44,31 @@ def _check(format_: str, kind: str | None, out: Path | None, follow: bool) -> No
         raise InputError(f"--follow prints jsonl, and --format is {format_}; leave one of them out")
     if format_ == "parquet" and out is None:
         raise InputError("--format parquet is a binary file; name it with --out FILE")
-
-
-def _lines(rows: Iterator[Any]) -> Iterator[str]:
-    from esper.nissa.events import encode
-
-    return (encode(row).decode() for row in rows)
-
-
-def _write_csv(out: Path | None, names: list[str], rows: Iterator[Any]) -> None:
-    """One line a row; lists and mappings are JSON, and what was not measured is empty."""
-    from esper.nissa.events import record
-
-    with _opened(out) as file:
-        writer = csv.writer(file)
-        writer.writerow(names)
-        for row in rows:
-            values = record(row)
-            writer.writerow([_cell(values.get(name)) for name in names])
-
-
-def _cell(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, list | dict | bool) else value
+    source, wanted = open_run(run), kind_of(kind)
+    rows = (row for row in (source.follow() if follow else source.rows()) if isinstance(row, wanted))
+    if format_ == "jsonl":
+        with _opened(out, at_once=follow) as file:
+            for row in rows:
+                file.write(encode(row).decode())
+                if follow:
+                    file.flush()
+    elif format_ == "csv":  # lists and mappings are JSON, and what was not measured is empty
+        with _opened(out) as file:
+            writer, names = csv.writer(file), fields_of(wanted)
+            writer.writerow(names)
+            for values in (record(row) for row in rows):
+                cells = [values.get(name) for name in names]
+                writer.writerow([json.dumps(cell) if isinstance(cell, list | dict | bool) else cell for cell in cells])
+    else:
+        assert kind is not None
+        assert out is not None
+        frame = source.frame(kind)
+        try:
+            import pyarrow  # noqa: F401  (pandas writes parquet with it)
+        except ImportError:
+            raise InputError(f"parquet needs pyarrow, which is not installed; run {pip_install('frames')}") from None
+        with _beside(out) as temporary:
+            frame.to_parquet(temporary, index=False)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from esper.leyline.exporters import TARGETS
 
 if TYPE_CHECKING:
     from esper.karn.export_targets import Box
-    from esper.karn.exporters import Exported, Exporter
+    from esper.karn.exporters import Exporter
     from esper.karn.reader import OpenRun
 
 
@@ -74,8 +74,13 @@ def export_events(
             exported = export.end()
     except ExportError as error:
         fail(error, 1)
-    for line in _lines(exported, source, to):
-        say(line)
+    place = "no points" if exported.x < 0 else f"points up to x = {exported.x:,}, of which {exported.points:,} are new"
+    say(f"{exported.folder}: {to} has {place}, as the run {exported.name}")
+    if exported.status in ("running", "killed"):
+        state = "goes on" if exported.status == "running" else "was killed"
+        say(f"{run} {state}: what it has written so far is exported, without image and final table")
+    elif not exported.final:
+        say(f"{run} has the status {exported.status} and no final figures: there is no image and no table")
 
 
 def exporter(folder: Path, target: str) -> "Exporter":
@@ -103,16 +108,3 @@ def network_boxes(run: "OpenRun", summary: Mapping[str, Any]) -> "Sequence[Box] 
         head = f"{part.name}: {part.what}" if part.what else part.name
         boxes.append(Box(part.kind, head, ", ".join(filter(None, (params, part.note)))))
     return boxes
-
-
-def _lines(exported: "Exported", run: "OpenRun", to: str) -> list[str]:
-    place = "no points" if exported.x < 0 else f"points up to x = {exported.x:,}, of which {exported.points:,} are new"
-    lines = [f"{exported.folder}: {to} has {place}, as the run {exported.name}"]
-    if exported.status in ("running", "killed"):
-        state = "goes on" if exported.status == "running" else "was killed"
-        lines.append(f"{run.folder} {state}: what it has written so far is exported, without image and final table")
-    elif not exported.final:
-        lines.append(
-            f"{run.folder} has the status {exported.status} and no final figures: there is no image and no table"
-        )
-    return lines

@@ -1,6 +1,5 @@
 """`esper grow`, `esper train` and `esper resume`: commands whose result is a run folder."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,14 +75,23 @@ def grow(
     from esper.karn.terminal.console import print_summary
     from esper.karn.terminal.progress import live
     from esper.leyline.reference import is_own_controller
-    from esper.runs.configuration import growth_config
+    from esper.runs.configuration import growth_config, load_config_file
     from esper.runs.folder.resume import Opening
     from esper.runs.grow import grow as run_population
     from esper.store.disk import file_name
     from esper.tasks.catalog import get_task
 
     chosen = get_task(task)
-    from_file = _read_file(config_file, task, controller)
+    from_file = {} if config_file is None else load_config_file(str(config_file))
+    if from_file.get("task", task) != task:
+        mend = f"not {task!r}; name the one you mean"
+        raise InputError(f"--config {config_file} is of task {from_file['task']!r}, {mend}")
+    code = from_file.get("controller")
+    if controller is None and isinstance(code, str) and is_own_controller(code):
+        raise InputError(
+            f"--config {config_file} names the controller {code!r}, whose code a file of settings may not start; if you "
+            f"trust it, give --controller {code}"
+        )
     options: dict[str, Any] = {"task": task, "controller": controller, "envs": envs, "steps": steps, "epochs": epochs}
     options |= {"seed": seed, "device": device, "models": models, "slots": split_names(slots)}
     options |= {"baselines": baselines, "twin": twin, "compile": compile_}
@@ -95,23 +103,6 @@ def grow(
         opening = Opening(overwrite=overwrite)
         summary = run_population(chosen, config, found.make(config), folder, progress, opening)
     finish(summary, folder, json_, print_summary)
-
-
-def _read_file(config_file: Path | None, task: str, controller: str | None) -> Mapping[str, Any]:
-    """Read a file of settings. Raises InputError if it is of another task, or names code that the command does not name."""
-    from esper.leyline.reference import is_own_controller
-    from esper.runs.configuration import load_config_file
-
-    found = {} if config_file is None else load_config_file(str(config_file))
-    if found.get("task", task) != task:
-        raise InputError(f"--config {config_file} is of task {found['task']!r}, not {task!r}; name the one you mean")
-    named = found.get("controller")
-    if controller is None and isinstance(named, str) and is_own_controller(named):
-        raise InputError(
-            f"--config {config_file} names the controller {named!r}, whose code a file of settings may not start; if you "
-            f"trust it, give --controller {named}"
-        )
-    return found
 
 
 def train(
@@ -168,7 +159,15 @@ def train(
     paid = get_reward if reward is None else load_reward(reward)
     asked = worker_options(workers, devices, cluster, get_task)
     from_file = {} if config_file is None else dict(load_config_file(str(config_file)))
-    names = _training_tasks(tasks, from_file, config_file)
+    listed = from_file.pop("tasks", None) or ([from_file["task"]] if "task" in from_file else None)
+    if listed is not None and (not isinstance(listed, list) or not all(isinstance(name, str) for name in listed)):
+        raise InputError(
+            f"--config {config_file} names the tasks {listed!r}; give a list of names, as [repair, digits]"
+        )
+    names = list(tasks or listed or ("repair",))
+    if listed is not None and names != listed:
+        mend = f"not {', '.join(names)}; name the ones you mean"
+        raise InputError(f"--config {config_file} is of {', '.join(listed)}, {mend}")
     chosen = [get_task(name) for name in names]
     options: dict[str, Any] = {"envs": envs, "steps": steps, "epochs": epochs, "seed": seed, "device": device}
     options |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
@@ -178,17 +177,6 @@ def train(
         opening = Opening(overwrite=overwrite)
         summary = train_controller(chosen, configs, folder, progress, opening, reward=paid, asked=asked)
     finish(summary, folder, json_, print_training)
-
-
-def _training_tasks(tasks: Sequence[str] | None, from_file: dict[str, Any], path: Path | None) -> list[str]:
-    """The tasks of the arguments or of a config file, from which `tasks` is removed. InputError if the two differ."""
-    listed = from_file.pop("tasks", None) or ([from_file["task"]] if "task" in from_file else None)
-    if listed is not None and (not isinstance(listed, list) or not all(isinstance(name, str) for name in listed)):
-        raise InputError(f"--config {path} names the tasks {listed!r}; give a list of names, as [repair, digits]")
-    names = list(tasks or listed or ("repair",))
-    if listed is not None and names != listed:
-        raise InputError(f"--config {path} is of {', '.join(listed)}, not {', '.join(names)}; name the ones you mean")
-    return names
 
 
 def resume(
