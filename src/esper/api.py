@@ -48,8 +48,7 @@ from esper.tasks.catalog import get_task
 from esper.tasks.hosts.factories import host_from
 from esper.tolaria.stacked.data import stack_splits
 
-CHECKED = 64
-"""Number of examples with which `check_rows` runs a host."""
+CHECKED = 64  # number of examples with which `check_rows` runs a host
 
 
 def grow(

@@ -24,8 +24,7 @@ except ModuleNotFoundError:
         f"esper.callbacks.HuggingFaceGrowth needs transformers, which is not installed; run {pip_install('hf')}"
     ) from None
 
-FILE = "growth.pt"
-"""File of a checkpoint folder that holds the growth."""
+FILE = "growth.pt"  # file of a checkpoint folder that holds the growth
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 Inputs = Sequence[Mapping[str, Any]]

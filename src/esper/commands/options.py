@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 SETTINGS, MACHINE, OUTPUT = "Settings", "Where it runs", "Output"
 """The groups of options in the help, below those that a command alone has."""
-PLACE = "path.py:function or module:function, whose return is a task"
-"""How the help describes a task of the user's own."""
+PLACE = "path.py:function or module:function, whose return is a task"  # how the help describes a task of the user's own
 
 Envs = Annotated[str | None, typer.Option("--envs", metavar="E", help="Environments, twins not counted.")]
 Steps = Annotated[str | None, typer.Option("--steps", metavar="T", help="Steps in an episode.")]

@@ -46,12 +46,10 @@ def print_evaluation(record: Record, console: Console) -> None:
     )
 
 
-FEW_UNITS = 10
-"""With fewer instances or runs, a line says that the intervals of a task are too narrow."""
+FEW_UNITS = 10  # with fewer instances or runs, a line says that the intervals of a task are too narrow
 
 
-FEW_TRAININGS = 5
-"""With fewer trainings of one controller, a line says that they are few."""
+FEW_TRAININGS = 5  # with fewer trainings of one controller, a line says that they are few
 
 
 def interval_lines(record: Record) -> list[str]:

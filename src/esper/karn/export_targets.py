@@ -19,10 +19,8 @@ from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
 from esper.store.lock import Lock
 
-PROJECT = "esper"
-"""The name of the project, or the experiment, in every target."""
-KEPT = ".esper"
-"""The folder of the records in a folder of exports; no program that shows runs looks into it."""
+PROJECT = "esper"  # the name of the project, or the experiment, in every target
+KEPT = ".esper"  # the folder of the records in a folder of exports; no program that shows runs looks into it
 
 Values = Mapping[str, float]
 Facts = Mapping[str, str | int]

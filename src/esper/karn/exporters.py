@@ -34,15 +34,11 @@ from esper.store.disk import file_name, read_kept, write_atomic
 from esper.store.files import ENVIRONMENT, EVENTS
 from esper.store.lock import Lock
 
-EXPORTS = "exports"
-"""The folder beside the run folders that exporters write to unless another one is named."""
+EXPORTS = "exports"  # the folder beside the run folders that exporters write to unless another one is named
 TARGET, RECORD = "target", "record.json"
-CHUNK = 2**20
-"""Events that are read at once, and written at once [bytes]."""
-EVERY = 0.5
-"""Least time between two looks of an exporter at the run that it belongs to [seconds]."""
-PATIENCE = 120.0
-"""How long a run that has ended waits for an exporter to finish [seconds]."""
+CHUNK = 2**20  # events that are read at once, and written at once [bytes]
+EVERY = 0.5  # least time between two looks of an exporter at the run that it belongs to [seconds]
+PATIENCE = 120.0  # how long a run that has ended waits for an exporter to finish [seconds]
 _LONGEST = 80  # characters of a run's name
 _LARGEST = 2**20  # bytes of a record that are read
 _MEND = "remove the folder of exports, and export again"

@@ -12,8 +12,9 @@ from esper.karn.terminal import console
 from esper.leyline.intervals import differences, shown, t_interval
 from esper.leyline.text import counted, printable
 
-MOST_CLASSES = 20
-"""Largest number of classes of which the page shows a confusion matrix; the summary has larger ones too."""
+MOST_CLASSES = (
+    20  # largest number of classes of which the page shows a confusion matrix; the summary has larger ones too
+)
 
 
 class Table(NamedTuple):

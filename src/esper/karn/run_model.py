@@ -37,18 +37,14 @@ Floats = NDArray[np.float64]
 NO_SEED = -1
 NAN = float("nan")
 
-DRAWN_DECISIONS = 60
-"""Most decisions that the figure of contributions shows; the largest contributions and the smallest."""
-LISTED = 200
-"""Most rows of a table of single decisions or rollbacks."""
-POINTS = 512
-"""Most points of a live curve; when it has twice as many, every second one is dropped."""
-LOGGED = 12
-"""Last events of each environment that are kept."""
-TIMED = 32
-"""Last steps or rounds from which the pace is worked out."""
-EMPTY = frozenset({Stage.DORMANT, Stage.PRUNED, Stage.EMBARGOED})
-"""Stages of a slot without a seed."""
+DRAWN_DECISIONS = (
+    60  # most decisions that the figure of contributions shows; the largest contributions and the smallest
+)
+LISTED = 200  # most rows of a table of single decisions or rollbacks
+POINTS = 512  # most points of a live curve; when it has twice as many, every second one is dropped
+LOGGED = 12  # last events of each environment that are kept
+TIMED = 32  # last steps or rounds from which the pace is worked out
+EMPTY = frozenset({Stage.DORMANT, Stage.PRUNED, Stage.EMBARGOED})  # stages of a slot without a seed
 
 
 class Stay(NamedTuple):

@@ -15,8 +15,7 @@ from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 
-MEND = "put back what the run wrote"
-"""What to do if a file of a run folder is damaged."""
+MEND = "put back what the run wrote"  # what to do if a file of a run folder is damaged
 
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Value = float | None

@@ -15,15 +15,12 @@ from esper.karn.comparison import (
     result_rows,
     settings_that_differ,
 )
-from esper.karn.report.drawing import Series, curves
+from esper.karn.report.drawing import COLOURS, Series, curves
 from esper.karn.report.frame import Content, ReportSection, flat_settings, render, write_page
 from esper.karn.result import Table
 from esper.karn.run_model import EpisodeSteps, Floats
 from esper.leyline.config.arguments import to_path
 from esper.leyline.text import printable
-
-COLOURS = 8
-"""Colours of runs in figures; after that many runs they repeat."""
 
 
 def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) -> Comparison:

@@ -13,10 +13,8 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
 from esper.nissa.rows import LifecycleRow
 
-NAMED = 8
-"""Most environments or steps that a sentence names."""
-SLOW = 5
-"""A step is named as slow if it took this many times the median time of a step."""
+NAMED = 8  # most environments or steps that a sentence names
+SLOW = 5  # a step is named as slow if it took this many times the median time of a step
 SIGNS: Mapping[str, str] = {
     "batch": "examples of a batch are not finite",
     "loss": "a loss is not finite",

@@ -20,16 +20,12 @@ from esper.karn.run_model import Floats, SeedMark, Stay
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import printable
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 64, 16, 12, 34
-"""Size of a figure and of the margins around its axes [px]."""
-NAMES = 260
-"""Width of the names of estimates [px]."""
-LETTER = 6.6
-"""Width of a letter of a name, about [px]."""
-LINE = 20
-"""Height of the title of a picture and of a line of its legend [px]."""
-INCHES, DOTS = 6.5, 200
-"""Width of a picture, that of a page's text [inches], and the dots per inch of a PNG."""
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 64, 16, 12, 34  # size of a figure and of the margins around its axes [px]
+NAMES = 260  # width of the names of estimates [px]
+LETTER = 6.6  # width of a letter of a name, about [px]
+LINE = 20  # height of the title of a picture and of a line of its legend [px]
+INCHES, DOTS = 6.5, 200  # width of a picture, that of a page's text [inches], and the dots per inch of a PNG
+COLOURS = 8  # of slots, phases and runs; after that many they repeat
 LASTING = [stage for stage in Stage if stage not in (Stage.DORMANT, Stage.GERMINATED, Stage.PRUNED)]
 """Stages that last as long as a step and are drawn."""
 

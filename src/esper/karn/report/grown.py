@@ -7,7 +7,7 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from esper.karn.report.decided import REFUSALS
-from esper.karn.report.drawing import LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
+from esper.karn.report.drawing import COLOURS, LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
 from esper.karn.report.frame import ReportSection, with_error
 from esper.karn.result import Table
 from esper.karn.run_model import NO_SEED, EpisodeSteps, Floats, RunModel, Worths
@@ -16,12 +16,8 @@ from esper.leyline.intervals import differences, mean_and_error, shown, t_interv
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted, printable
 
-DRAWN_READINGS = 48
-"""Most columns of a figure of sensors or seeds."""
-DRAWN_SEEDS = 12
-"""Most rows of the figure of what grew where, those that most environments had for the longest time."""
-COLOURS = 8
-"""Colours of slots, phases and runs in figures; after that many they repeat."""
+DRAWN_READINGS = 48  # most columns of a figure of sensors or seeds
+DRAWN_SEEDS = 12  # most rows of the figure of what grew where, those that most environments had for the longest time
 Integers = NDArray[np.int64]
 BANDS = "Lines are medians over environments; bands reach from the 10th to the 90th percentile."
 

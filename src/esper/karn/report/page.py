@@ -13,10 +13,9 @@ from markupsafe import Markup
 from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.report import evaluated
 from esper.karn.report.decided import decisions_section, faults_section
-from esper.karn.report.drawing import Series, curves
+from esper.karn.report.drawing import COLOURS, Series, curves
 from esper.karn.report.frame import Content, Pictures, ReportSection, flat_settings, render, write_page, write_pictures
 from esper.karn.report.grown import (
-    COLOURS,
     curves_section,
     first_figures,
     growth_section,

@@ -5,17 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from esper.karn.report.drawing import Figure, ForestRow, Series, curves, forest
+from esper.karn.report.drawing import COLOURS, Figure, ForestRow, Series, curves, forest
 from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import RunModel
 from esper.leyline.intervals import shown, t_interval
 from esper.leyline.text import counted
 from esper.nissa.rows import RoundRow
 
-COLOURS = 8
-"""Colours of operations in figures."""
-DRAWN_INPUTS = 24
-"""Most inputs of the policy that the figure shows."""
+DRAWN_INPUTS = 24  # most inputs of the policy that the figure shows
 LEARNING = (
     "return",
     "validation_objective",

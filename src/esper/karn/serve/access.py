@@ -21,8 +21,7 @@ from esper.store.disk import read_named
 
 SHORTEST_TOKEN = 16  # characters
 LARGEST_FORM = 4096  # bytes
-FORM_TIME = 10.0
-"""Longest wait for the whole form of the token [seconds]."""
+FORM_TIME = 10.0  # longest wait for the whole form of the token [seconds]
 LOGIN = "/login"
 
 

@@ -33,14 +33,11 @@ from esper.nissa.rows import DecisionRow, RunRow
 from esper.store.disk import file_name, open_regular
 from esper.store.files import EVENTS
 
-LOOK = 0.5
-"""Pause between two looks at the files of a run that is followed [seconds]."""
+LOOK = 0.5  # pause between two looks at the files of a run that is followed [seconds]
 SILENCE = 15.0
 """Longest time without a word to a page that follows [seconds]; proxies close a connection that is silent for long."""
-PATIENCE = 1.0
-"""Longest wait for the report of a run before a page without it is sent, which gets it later [seconds]."""
-MOST_COMPARED = 16
-"""Most runs in one comparison."""
+PATIENCE = 1.0  # longest wait for the report of a run before a page without it is sent, which gets it later [seconds]
+MOST_COMPARED = 16  # most runs in one comparison
 
 
 class RouteContext:

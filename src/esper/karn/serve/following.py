@@ -16,14 +16,10 @@ from esper.karn.run_model import RunModel
 from esper.karn.serve.library import file_state
 from esper.store.files import EVENTS
 
-SHARE = 0.1
-"""Largest share of the time in which the page of a run is made again."""
-LEAST = 1.0
-"""Least time between two pages of a run [seconds]."""
-PART = 2**22
-"""Events that are read at once, so that memory holds few rows of a long run [bytes]."""
-KEPT = 8
-"""Runs whose rows are kept in memory, those that were asked for last."""
+SHARE = 0.1  # largest share of the time in which the page of a run is made again
+LEAST = 1.0  # least time between two pages of a run [seconds]
+PART = 2**22  # events that are read at once, so that memory holds few rows of a long run [bytes]
+KEPT = 8  # runs whose rows are kept in memory, those that were asked for last
 _makers = ThreadPoolExecutor(4, "page")
 
 

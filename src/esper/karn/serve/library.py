@@ -17,12 +17,9 @@ from esper.store.disk import open_regular
 from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
 
-DEPTH = 4
-"""Levels of folders below a named one in which runs are looked for."""
-LOOK_EVERY = 2.0
-"""Least time between two searches for runs [seconds]."""
-LARGEST_ROW = 2**24
-"""Longest row at either end of the events that is read for the list [bytes]."""
+DEPTH = 4  # levels of folders below a named one in which runs are looked for
+LOOK_EVERY = 2.0  # least time between two searches for runs [seconds]
+LARGEST_ROW = 2**24  # longest row at either end of the events that is read for the list [bytes]
 
 
 class ListedRun(NamedTuple):

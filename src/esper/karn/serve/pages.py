@@ -25,10 +25,8 @@ ASSETS = {
     "icon.svg": "image/svg+xml",
 }
 """The files that pages load, with their media types."""
-LISTED = 1000
-"""Most runs in the list."""
-PART = 200
-"""Decisions on one page."""
+LISTED = 1000  # most runs in the list
+PART = 200  # decisions on one page
 TAGS = ("task", "controller", "status")
 
 

@@ -19,16 +19,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from esper.leyline.errors import InputError
 
-LAST_WORDS = 2
-"""Longest wait for answers that are being sent when the server ends [seconds]."""
-HEADER_TIME = 10.0
-"""Longest wait for the whole head of a request [seconds]."""
+LAST_WORDS = 2  # longest wait for answers that are being sent when the server ends [seconds]
+HEADER_TIME = 10.0  # longest wait for the whole head of a request [seconds]
 MOST_CONNECTIONS = 256
 """Most connections at a time, each an open page, a download or a browser that keeps one for its next request."""
 ACCEPTED_AT_ONCE = 8
 """Connections that are accepted before the first of them is looked at; the others wait in the queue of the system."""
-OWN_FILES = 48
-"""Files that the process holds for itself and for the connections that it turns away; a generous bound."""
+OWN_FILES = 48  # files that the process holds for itself and for the connections that it turns away; a generous bound
 HEADERS = {
     "Server": "esper",
     "Content-Security-Policy": (

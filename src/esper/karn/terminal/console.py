@@ -19,8 +19,7 @@ from rich.text import Text
 from esper.leyline.intervals import differences, mean_and_error, spread
 from esper.leyline.text import counted, printable, rounded
 
-_WIDE = 11
-"""Width of the column of parameters, so that the table fits into 80 columns [characters]."""
+_WIDE = 11  # width of the column of parameters, so that the table fits into 80 columns [characters]
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -93,8 +92,7 @@ def print_summary(summary: Mapping[str, Any], console: Console, folder: str | No
         print_line(console, line)
 
 
-MOST_LINES = 8
-"""Lines that are printed below the verdict."""
+MOST_LINES = 8  # lines that are printed below the verdict
 
 
 def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
@@ -132,8 +130,7 @@ def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list
     return [line for line in found if line]
 
 
-SHOWN_GROWN = 4
-"""Kinds of grown seeds by slot that are printed; the report has all of them."""
+SHOWN_GROWN = 4  # kinds of grown seeds by slot that are printed; the report has all of them
 
 
 def heading_line(summary: Mapping[str, Any]) -> str:
@@ -200,8 +197,7 @@ DESCRIPTIONS: Mapping[str, str] = {
 }
 """A description of each baseline."""
 
-FEW = 4
-"""With fewer environments, a line says that the intervals are wide."""
+FEW = 4  # with fewer environments, a line says that the intervals are wide
 
 
 def _growth_seconds(summary: Mapping[str, Any]) -> float | None:
@@ -364,8 +360,7 @@ def time_line(summary: Mapping[str, Any]) -> str:
     return took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")
 
 
-FEW_EXAMPLES = 30
-"""A warning is shown for splits with fewer examples."""
+FEW_EXAMPLES = 30  # a warning is shown for splits with fewer examples
 
 
 def split_lines(summary: Mapping[str, Any]) -> list[str]:

@@ -45,12 +45,9 @@ SIGNS: Mapping[Stage, tuple[str, str, str]] = {
 }
 """The letter and the colour of each stage in the grid, and what the stage means."""
 
-CELL = 3
-"""Width of a cell of the grid: the letter of the stage, the dose in tenths, a space [characters]."""
-PART = 2**22
-"""Events that are read at once [bytes]."""
-MARGIN = 5
-"""Width of the numbers of the environments in front of the grid [characters]."""
+CELL = 3  # width of a cell of the grid: the letter of the stage, the dose in tenths, a space [characters]
+PART = 2**22  # events that are read at once [bytes]
+MARGIN = 5  # width of the numbers of the environments in front of the grid [characters]
 
 
 PLAIN, BOLD = Style(), Style(bold=True)
