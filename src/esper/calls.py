@@ -15,7 +15,7 @@ from esper.karn.report.page import report_at_end, report_of_evaluation
 from esper.karn.terminal.console import can_print, print_line, print_summary, print_training
 from esper.karn.terminal.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.leyline.config.arguments import check_choice, check_outputs, to_path
-from esper.leyline.config.tree import BASELINES, Config, build_config, parse_setting
+from esper.leyline.config.tree import BASELINES, build_config, parse_setting
 from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.protocols import Controller
@@ -40,7 +40,7 @@ from esper.runs.grow import grow as grow_run
 from esper.runs.training.train import train as train_run
 from esper.runs.workers.transports import ACTOR
 from esper.runs.workers.workers import ALONE, WorkerOptions, worker_options
-from esper.store.disk import Retry, write_atomic
+from esper.store.disk import write_atomic
 from esper.store.files import EVALUATION, to_json
 from esper.tamiyo.catalog import controller_names, find_controller
 from esper.tasks.catalog import get_task, is_named_task
@@ -225,7 +225,12 @@ def evaluate(
             ready(record)
         if grown is not None:
             config = build_config(found[0].defaults, *layers)
-            _write_evaluation(record, path, config, disk_retry(config, note, path))
+            retry = disk_retry(config, note, path)
+            retry(path / FIGURE, lambda: draw_evaluation(record, path / FIGURE))
+            if config.report:
+                report_of_evaluation(record, path)
+            # last, as a folder with a record is whole
+            retry(path / EVALUATION, lambda: write_atomic(path / EVALUATION, to_json(record)))
         return record
 
     note = say or (lambda line: None)
@@ -256,14 +261,6 @@ def _contenders(controllers: Sequence[str | Controller | Contender] | str | Cont
     return made
 
 
-def _write_evaluation(record: dict[str, Any], folder: Path, config: Config, retry: Retry) -> None:
-    """Write the figure, the report and last the record: a folder with a record is whole."""
-    retry(folder / FIGURE, lambda: draw_evaluation(record, folder / FIGURE))
-    if config.report:
-        report_of_evaluation(record, folder)
-    retry(folder / EVALUATION, lambda: write_atomic(folder / EVALUATION, to_json(record)))
-
-
 def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:
     """The tasks of a run that is resumed: the given tasks, and tasks of Esper by their names.
 
@@ -278,7 +275,16 @@ def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str])
             chosen.append(brought.pop(name))
         elif is_reference(name) or not is_named_task(name):
             if len(others) != 1 or not (is_reference(name) or is_reference(others[0])):
-                raise InputError(_how_to_resume(folder, name, list(brought)))
+                given = f", not on {', '.join(map(repr, brought))}" if brought else ""
+                said = f"{folder} is a run on the task {name!r}{given}"
+                if is_reference(name):
+                    mend = f"if you trust it, give {resume_command(folder, [name])}"
+                    raise InputError(f"{said}, whose code a run folder may not start; {mend}")
+                command = f"esper resume {shlex.quote(str(folder))} --task path.py:function"
+                raise InputError(
+                    f"{said}, which was made in Python and is not in the folder; give the same task again, as "
+                    f"esper.resume({str(folder)!r}, task=...) in Python, or as {command}, where the function returns it"
+                )
             chosen.append(replace(brought.pop(others.pop()), name=name))  # the same task from another source
         else:
             chosen.append(get_task(name))
@@ -287,18 +293,6 @@ def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str])
             f"{folder} is a run on {', '.join(names)}, not on {', '.join(brought)}; give a task of the run"
         )
     return chosen
-
-
-def _how_to_resume(folder: Path, name: str, given: Sequence[str]) -> str:
-    """Why the given tasks are not enough to resume a run, and the command or call that adds the missing one."""
-    said = f"{folder} is a run on the task {name!r}" + (f", not on {', '.join(map(repr, given))}" if given else "")
-    if is_reference(name):
-        return f"{said}, whose code a run folder may not start; if you trust it, give {resume_command(folder, [name])}"
-    command = f"esper resume {shlex.quote(str(folder))} --task path.py:function"
-    return (
-        f"{said}, which was made in Python and is not in the folder; give the same task again, as "
-        f"esper.resume({str(folder)!r}, task=...) in Python, or as {command}, where the function returns it"
-    )
 
 
 def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:

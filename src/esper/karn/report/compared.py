@@ -37,25 +37,14 @@ def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) 
     """
     comparison = read_comparison(runs)
     if out is not None:
-        write_page(to_path(out, "out"), page(comparison))
+        write_page(to_path(out, "out"), render(content_of(comparison)))
     return comparison
-
-
-def page(comparison: Comparison) -> str:
-    """The page of a comparison."""
-    return render(content_of(comparison))
 
 
 def content_of(comparison: Comparison) -> Content:
     """What the page of a comparison shows."""
     runs = comparison.runs
-    sections = [
-        _result(comparison),
-        _settings(runs),
-        _curves(runs),
-        _growth(runs),
-        _trainings(runs),
-    ]
+    sections = [_result(comparison), _settings(runs), _curves(runs), _growth(runs), _trainings(runs)]
     names = ", ".join(printable(run.name) for run in runs)
     return Content("Comparison of runs", names, [section for section in sections if section is not None])
 
@@ -67,7 +56,7 @@ def _result(comparison: Comparison) -> ReportSection:
         (
             f"{printable(each.first)} less {printable(each.second)}",
             *("-" if found is None else found.shown for found in (each.metric, each.objective, each.params)),
-            "unpaired" if each.metric is not None and not each.metric.pairs else _count(each.metric),
+            str(each.metric.pairs or "unpaired"),
         )
         for each in comparison.verdicts
         if each.metric is not None
@@ -77,10 +66,6 @@ def _result(comparison: Comparison) -> ReportSection:
         tables.append(Table("Difference of every pair, with its 95 % interval", columns, pairs))
     lines = [each.sentence for each in comparison.verdicts]
     return ReportSection("result", "How the runs compare", lines, tables, notes=notes(comparison))
-
-
-def _count(found: object) -> str:
-    return str(getattr(found, "pairs", "-"))
 
 
 def _settings(runs: Sequence[Compared]) -> ReportSection:

@@ -1,7 +1,6 @@
 """What the page of an evaluation shows, from its record (`esper eval`)."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from esper.karn.evaluation import (
     Record,
@@ -19,36 +18,16 @@ from esper.karn.report.drawing import Figure, ForestRow, forest
 from esper.karn.report.frame import Content, ReportSection, flat_settings
 from esper.karn.result import Table, table_of
 from esper.karn.terminal.console import actor_lines
-from esper.leyline.config.parsing import parse_json
-from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable
-from esper.store.disk import read_kept
-from esper.store.files import EVALUATION, is_run
-
-_LARGEST = 256 * 2**20  # bytes of a record that are read
-_MEND = "put back what esper eval wrote, or evaluate again with --overwrite"
-
-
-def is_evaluation(folder: Path) -> bool:
-    """Whether the folder holds the record of an evaluation, and no run."""
-    return (folder / EVALUATION).is_file() and not is_run(folder)
-
-
-def evaluation_content(folder: Path) -> Content:
-    """What the page of an evaluation shows. InputError if the record is damaged."""
-    path = folder / EVALUATION
-    record = parse_json(read_kept(path, _LARGEST, _MEND), path, _MEND)
-    try:
-        return content_of(record, folder.resolve().name)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise InputError(f"{path} does not hold an evaluation ({error!r}); {_MEND}") from None
 
 
 def content_of(record: Record, name: str) -> Content:
     """What the page of a record shows; `name` is that of its folder."""
     tasks = record["tasks"]
+    settings = [row for layer in record["settings"] for row in flat_settings(layer)]
+    table = Table("Settings of all controllers", ("key", "value"), settings, texts=(1,))
     sections = [
-        ReportSection("asked", "What was asked", _asked(record), [_settings(record)] if record["settings"] else []),
+        ReportSection("asked", "What was asked", _asked(record), [table] if record["settings"] else []),
         *(_task(record, task, f"task{index}") for index, task in enumerate(tasks)),
     ]
     if record["together"] is not None:
@@ -73,11 +52,6 @@ def _asked(record: Record) -> list[str]:
         *map(printable, record.get("lines", ())),
         *(f"Grown by {line}." for line in actor_lines(record)),
     ]
-
-
-def _settings(record: Record) -> Table:
-    rows = [row for layer in record["settings"] for row in flat_settings(layer)]
-    return Table("Settings of all controllers", ("key", "value"), rows, texts=(1,))
 
 
 def _task(record: Record, task: Record, key: str) -> ReportSection:

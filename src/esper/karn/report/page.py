@@ -27,13 +27,16 @@ from esper.karn.result import Table, heading, results
 from esper.karn.run_model import NO_SEED, RunModel
 from esper.karn.terminal import console
 from esper.leyline.config.arguments import to_path
+from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import Config
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
-from esper.store.files import REPORT, SUMMARY, to_json
+from esper.store.disk import read_kept
+from esper.store.files import EVALUATION, REPORT, SUMMARY, is_run, to_json
 
+_LARGEST = 256 * 2**20  # bytes of the record of an evaluation that are read
 WORDS: Mapping[str, str] = {
     "added parameters": "parameters of the seeds that act on a network or were kept",
     "alpha": "strength of a seed, from 0 to 1; in BLENDING it moves to its target, step by step",
@@ -89,8 +92,14 @@ def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str
 
 def read_content(folder: Path) -> Content:
     """What the page of a run folder, or of the folder of an evaluation, shows. InputError as `write_report`."""
-    if evaluated.is_evaluation(folder):
-        return evaluated.evaluation_content(folder)
+    path = folder / EVALUATION
+    if path.is_file() and not is_run(folder):
+        mend = "put back what esper eval wrote, or evaluate again with --overwrite"
+        record = parse_json(read_kept(path, _LARGEST, mend), path, mend)
+        try:
+            return evaluated.content_of(record, folder.resolve().name)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path} does not hold an evaluation ({error!r}); {mend}") from None
     opened = open_run(folder)
     with fitting_files(folder):
         return content_of(read_model(opened), opened.folder.resolve().name)
@@ -120,14 +129,10 @@ def report_of_evaluation(record: Mapping[str, Any], folder: Path) -> None:
         warn(f"no report was written: {error}", RunWarning)
 
 
-def page(model: RunModel, name: str) -> str:
-    """The page of a model; `name` is that of the run folder."""
-    return render(content_of(model, name))
-
-
 def content_of(model: RunModel, name: str) -> Content:
     """What the page of a model shows: first the verdict, what grew where and the curve with its rivals, and last the settings."""
     verdicts, lines, tables, notes = results(model)
+    words = Table("Words of this page", ("word", "meaning"), list(WORDS.items()), texts=(1,))
     sections = (
         ReportSection("result", "What came out", verdicts, figures=first_figures(model)),
         *training_sections(model),
@@ -140,7 +145,7 @@ def content_of(model: RunModel, name: str) -> Content:
         faults_section(model),
         _asked(model),
         _machine(model),
-        _words(),
+        ReportSection("glossary", "Words", tables=[words]),
     )
     population = model.population
     last_step = 0 if population is None else len(population.steps) - 1
@@ -277,13 +282,6 @@ def _machine_rows(model: RunModel) -> list[tuple[str, str]]:
         for name, value in flat_settings(model.environment or {})
         if not (name.startswith("cohorts.") and config.get(name.split(".", 2)[-1]) == value)
     ]
-
-
-def _words() -> ReportSection:
-    rows = list(WORDS.items())
-    return ReportSection(
-        "glossary", "Words", tables=[Table("Words of this page", ("word", "meaning"), rows, texts=(1,))]
-    )
 
 
 def _data(model: RunModel) -> Markup | None:

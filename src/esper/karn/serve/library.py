@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,15 +168,11 @@ def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
             controller, envs, began = head.controller, head.envs, head.time
         status = run.status_after(last.status if isinstance(last, RunRow) else "running" if head is not None else None)
     except (InputError, OSError) as error:
-        return ListedRun(key, name, folder, "", "", None, None, _modified(folder), first_line(error))
+        began = 0.0
+        with suppress(OSError):
+            began = folder.stat().st_mtime
+        return ListedRun(key, name, folder, "", "", None, None, began, first_line(error))
     return ListedRun(key, name, folder, task, controller, status, envs, began, None)
-
-
-def _modified(folder: Path) -> float:
-    try:
-        return folder.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _ends(path: Path) -> tuple[RunRow | None, Row | None]:
