@@ -24,7 +24,7 @@ from esper.karn.export_targets import (
     wait_for,
 )
 from esper.karn.reader import OpenRun, Tail, open_run
-from esper.karn.run_model import CurvePoint, RunModel
+from esper.karn.run_model import CurvePoint, RunModel, unused_name
 from esper.leyline.errors import InputError, RunWarning, first_line, typed_line, warn
 from esper.leyline.exporters import check_installed
 from esper.leyline.text import printable
@@ -121,11 +121,7 @@ class Exports:
             return found
         taken = {_read(path).name for path in (self.folder / KEPT).glob(f"*/{RECORD}")}
         base = re.sub(r"[^\w.+-]+", "-", self._run.name)[:_LONGEST].strip("-.") or "run"
-        name, count = base, 1
-        while name in taken:
-            count += 1
-            name = f"{base}-{count}"
-        return Record(name, began)
+        return Record(unused_name(base, taken), began)
 
     def remove(self, session: str) -> None:
         """Remove the file or the folder of a session. InputError if a record that was edited names a folder elsewhere."""

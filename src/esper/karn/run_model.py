@@ -3,10 +3,11 @@
 T steps, E environments, S slots, K blueprints. A quantity that a run did not measure, or did not record, is None or nan, never 0.
 """
 
+import itertools
 import re
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -276,6 +277,12 @@ class BlueprintAnalytics:
         return {key: count["price"] / count["priced"] for key, count in self._counts.items() if count["priced"]}
 
 
+def unused_name(base: str, taken: Collection[str]) -> str:
+    """A name that is not taken: `base`, or with a number from 2 on."""
+    names = (base if count == 1 else f"{base}-{count}" for count in itertools.count(1))
+    return next(name for name in names if name not in taken)
+
+
 def _place(row: PlayedRow, env: int, slot: str) -> tuple[object, ...]:
     """A slot of an environment in an episode."""
     return row.cohort, row.task, row.round, getattr(row, "episode", None), env, slot
@@ -464,11 +471,7 @@ class RunModel:
         """The name of a task with the characters that every target of an export accepts; each task has a name of its own."""
         if task not in self._task_names:
             base = re.sub(r"[^A-Za-z0-9_-]+", "_", task)[-_LONGEST:] or "_"
-            taken, name, count = set(self._task_names.values()), base, 1
-            while name in taken:
-                count += 1
-                name = f"{base}-{count}"
-            self._task_names[task] = name
+            self._task_names[task] = unused_name(base, self._task_names.values())
         return self._task_names[task]
 
     def _write_step(self, row: StepRow) -> CurvePoint:
