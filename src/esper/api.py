@@ -139,14 +139,7 @@ def train(
     configs = training_configs(chosen, preset, asked)
     with training_progress(progress) as watch:
         summary = train_run(
-            chosen,
-            configs,
-            folder,
-            watch,
-            Opening(overwrite=overwrite),
-            reward=reward,
-            outputs=outputs,
-            asked=actors,
+            chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward, outputs=outputs, asked=actors
         )
     return end_of(summary, folder, on_interrupt)
 

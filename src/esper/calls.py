@@ -237,10 +237,7 @@ def evaluate(
     if out is None or asked.is_rank:
         return compare(None)
     path = to_path(out, "out")
-    with (
-        ended_by_signals(),
-        evaluation_folder(path, note, overwrite=overwrite, shared=path.parent == ROOT) as grown,
-    ):
+    with ended_by_signals(), evaluation_folder(path, note, overwrite=overwrite, shared=path.parent == ROOT) as grown:
         return compare(grown)
 
 

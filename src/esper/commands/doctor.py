@@ -24,8 +24,7 @@ def doctor(
     every_size: Annotated[
         bool,
         typer.Option(
-            "--all",
-            help="Compare rows at every number of rows and batch size, not at one: five times as long.",
+            "--all", help="Compare rows at every number of rows and batch size, not at one: five times as long."
         ),
     ] = False,
 ) -> None:

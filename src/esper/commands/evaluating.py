@@ -7,17 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from esper.commands.options import (
-    PLACE,
-    Cluster,
-    Devices,
-    Json,
-    Settings,
-    Workers,
-    say,
-    split_names,
-    use_one_thread,
-)
+from esper.commands.options import PLACE, Cluster, Devices, Json, Settings, Workers, say, split_names, use_one_thread
 
 Controllers = Annotated[
     list[str] | None,
@@ -32,17 +22,14 @@ Controllers = Annotated[
 Tasks = Annotated[str, typer.Option(metavar="NAME,...", help=f"Tasks of `esper tasks`, or {PLACE}.")]
 Instances = Annotated[int, typer.Option(metavar="N", help="Held-out instances of each task.")]
 Seeds = Annotated[
-    int,
-    typer.Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config."),
+    int, typer.Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config.")
 ]
 First = Annotated[int, typer.Option(metavar="N", help="Number of the first held-out instance.")]
 RecordFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Folder of the record and the figure; runs/evaluation/TASKS-HASH."),
+    Path | None, typer.Option(metavar="DIR", help="Folder of the record and the figure; runs/evaluation/TASKS-HASH.")
 ]
 Baselines = Annotated[
-    str,
-    typer.Option(metavar="NAME,...", help="Static networks to compare with: same-size, plain, skips, or none."),
+    str, typer.Option(metavar="NAME,...", help="Static networks to compare with: same-size, plain, skips, or none.")
 ]
 ReplaceRecord = Annotated[bool, typer.Option("--overwrite", help="Replace the record in DIR.")]
 

@@ -207,8 +207,7 @@ def resume(
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
     ] = None,
     other_data: Annotated[
-        bool,
-        typer.Option("--other-data", help="Continue although the data differ from the run's, on record."),
+        bool, typer.Option("--other-data", help="Continue although the data differ from the run's, on record.")
     ] = False,
     json_: Json = False,
     workers: Workers = None,

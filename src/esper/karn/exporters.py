@@ -12,17 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from esper.karn.export_targets import (
-    KEPT,
-    MAKE,
-    Box,
-    Target,
-    boxes_of,
-    drawing,
-    final_table,
-    title_of,
-    wait_for,
-)
+from esper.karn.export_targets import KEPT, MAKE, Box, Target, boxes_of, drawing, final_table, title_of, wait_for
 from esper.karn.reader import OpenRun, Tail, open_run
 from esper.karn.run_model import CurvePoint, RunModel, unused_name
 from esper.leyline.errors import InputError, RunWarning, first_line, typed_line, warn

@@ -179,12 +179,7 @@ def forest(name: str, rows: Sequence[ForestRow], unit: str) -> Figure:
 
 
 def heat_map(
-    name: str,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    values: Floats,
-    column_name: str,
-    by_row: bool = False,
+    name: str, rows: Sequence[str], columns: Sequence[str], values: Floats, column_name: str, by_row: bool = False
 ) -> Figure:
     """A table of numbers (R, C) as colours: the darker, the larger; nan is absent.
 

@@ -15,13 +15,7 @@ from esper.karn.report import evaluated
 from esper.karn.report.decided import decisions_section, faults_section
 from esper.karn.report.drawing import COLOURS, Series, curves
 from esper.karn.report.frame import Content, Pictures, ReportSection, flat_settings, render, write_page, write_pictures
-from esper.karn.report.grown import (
-    curves_section,
-    first_figures,
-    growth_section,
-    sensors_section,
-    worth_section,
-)
+from esper.karn.report.grown import curves_section, first_figures, growth_section, sensors_section, worth_section
 from esper.karn.report.trained import round_seconds, training_sections
 from esper.karn.result import Table, heading, results
 from esper.karn.run_model import NO_SEED, RunModel

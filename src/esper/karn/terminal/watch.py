@@ -124,10 +124,7 @@ class Grid(ScrollView, can_focus=True):
             stage, alpha = self.model.state(env, slot)
             sign, colour, _ = SIGNS[stage]
             chosen = (env, slot) == (self.env, self.slot)
-            segments += [
-                Segment(sign + dose(stage, alpha), style(colour, chosen)),
-                Segment(" ", PLAIN),
-            ]
+            segments += [Segment(sign + dose(stage, alpha), style(colour, chosen)), Segment(" ", PLAIN)]
         return segments
 
     def action_go(self, env: int, slot: int) -> None:
