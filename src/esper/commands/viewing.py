@@ -51,15 +51,13 @@ def compare(
     Differences are paired over the environments that two runs share: those of the same task, run seed and number, which have the
     same host and data. Where no two of the runs can be compared, the command says why and exits with 2.
     """
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from esper.karn import comparison
     from esper.karn.report import compared
     from esper.karn.report.frame import write_pictures
-    from esper.karn.terminal.console import print_line, print_table
+    from esper.karn.terminal.console import empty_table, print_line, print_table
     from esper.leyline.text import printable
     from esper.store.files import to_json
 
@@ -73,9 +71,7 @@ def compare(
             fail(" ".join(sentences), 2)
         return
     console = Console()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(comparison.RESULT_COLUMNS):
-        table.add_column(Text(name), justify="right" if index > 1 else "left", no_wrap=True)
+    table = empty_table(comparison.RESULT_COLUMNS, left=(0, 1))
     for row in comparison.result_rows(found.runs):
         table.add_row(*(Text(printable(cell)) for cell in row))
     print_table(console, table)

@@ -6,12 +6,11 @@ from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from esper.karn.terminal.console import actor_lines, print_line, print_table
+from esper.karn.terminal.console import actor_lines, empty_table, print_line, print_table
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import MeanInterval, shown
 from esper.leyline.text import counted, printable, rounded
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Record = Mapping[str, Any]
+PATHS = ("controller", "against")  # columns whose names may be paths, which may wrap; numbers may not
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -78,7 +78,9 @@ def interval_lines(record: Record) -> list[str]:
 def objectives_table(estimates: Record) -> Table:
     """Table of J by controller, as mean and as interquartile mean, and of the share of the headroom where it is known."""
     shares = [row.get("share_of_headroom") for row in estimates["controllers"]]
-    table = _table("controller", "J", "J, interquartile mean", *(["headroom"] if any(shares) else []))
+    table = empty_table(
+        ("controller", "J", "J, interquartile mean", *(["headroom"] if any(shares) else [])), wrapped=PATHS
+    )
     for row, share in zip(estimates["controllers"], shares, strict=True):
         cells = [row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
         if any(shares):
@@ -92,7 +94,9 @@ def costs_table(estimates: Record, metric: str) -> Table:
     """Table of the parts of J by controller, as means over the runs, of the training time of all runs, and of the number of
     episodes that the controller was trained or searched with.
     """
-    table = _table("controller", metric, "added parameters", "seeds kept", "training s", "searched")
+    table = empty_table(
+        ("controller", metric, "added parameters", "seeds kept", "training s", "searched"), wrapped=PATHS
+    )
     for row in estimates["controllers"]:
         cells = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
         episodes = row.get("episodes")
@@ -103,7 +107,7 @@ def costs_table(estimates: Record, metric: str) -> Table:
 
 def comparisons_table(estimates: Record, record: Record) -> Table:
     """Table of paired differences of J between a controller and a rule, and of the probability that a run is better."""
-    table = _table("controller", "against", "difference of J", "P(better)")
+    table = empty_table(("controller", "against", "difference of J", "P(better)"), wrapped=PATHS)
     for row in compared(estimates, record):
         cells = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
         table.add_row(*map(_cell, cells))
@@ -224,14 +228,6 @@ def sample_words(record: Record, task: Record) -> str:
         part = {"heldout": "held-out"}.get(record["part"], record["part"])
         return f"{counted(task['problems'], f'{part} instance')}, each with {counted(len(record['seeds']), 'seed')}"
     return f"{counted(task['runs_of_each'], 'run')}, each from starting weights of its own"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(columns):
-        names = name in ("controller", "against")  # paths may wrap, numbers may not
-        table.add_column(_cell(name), justify="right" if index else "left", no_wrap=not names, overflow="fold")
-    return table
 
 
 def _cell(text: str) -> Text:

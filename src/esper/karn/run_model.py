@@ -353,9 +353,7 @@ class RunModel:
     sensed: Sensed | None
     times: Times | None
     tallies: list[Tally]  # of all episodes but those of validations, the blueprint that was tried most first
-    params: dict[
-        tuple[str, str], float
-    ]  # of the seeds planted in these, mean number of parameters by blueprint and slot
+    params: dict[tuple[str, str], float]  # mean number of parameters of the seeds in them, by blueprint and slot
 
     def __init__(self, rounds: range | None = None, history: bool = True) -> None:
         """`rounds` are those of a training, of which the ones of imitation are below 0; None for other runs.
@@ -379,9 +377,8 @@ class RunModel:
         self.operations: dict[int, Counter[str]] = {}  # in a training, decisions other than WAIT by round and operation
         self.rollbacks: list[RollbackRow] = []
         self.rounds: list[RoundRow] = []
-        self.validated: dict[
-            int, Sequence[float | None]
-        ] = {}  # in a training, J of each validation's networks by round
+        # In a training, J of each validation's networks by round.
+        self.validated: dict[int, Sequence[float | None]] = {}
 
         # The state of the population now.
         nothing = np.zeros((0, 0))

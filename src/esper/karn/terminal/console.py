@@ -4,9 +4,9 @@ import io
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.cells import cell_len
@@ -20,6 +20,15 @@ from esper.leyline.intervals import differences, mean_and_error, spread
 from esper.leyline.text import counted, printable, rounded
 
 _WIDE = 11  # width of the column of parameters, so that the table fits into 80 columns [characters]
+
+
+def empty_table(columns: Sequence[str], left: Collection[int] = (0,), wrapped: Collection[str] = ()) -> Table:
+    """A table without rows. Columns that are not `left`, by place, are to the right, and those `wrapped`, by name, may wrap."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        justify: Literal["left", "right"] = "left" if index in left else "right"
+        table.add_column(Text(printable(name)), justify=justify, no_wrap=name not in wrapped, overflow="fold")
+    return table
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -161,10 +170,8 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
 
     Metrics are means ± standard error. Differences are means with a 95 % t interval over environments.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     metric = summary["metric"]
-    for index, name in enumerate(("", f"test {printable(metric)}", "difference [95 %]", "parameters", "seconds")):
-        table.add_column(Text(name), justify="right" if index else "left", no_wrap=True)
+    table = empty_table(("", f"test {metric}", "difference [95 %]", "parameters", "seconds"))
     grown = summary[f"test_{metric}"]["grown"]
     _add(table, "grown", estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))
     for name, static in summary.get("baselines", {}).items():
