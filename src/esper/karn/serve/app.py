@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlencode
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -23,7 +24,7 @@ from esper.karn.report.frame import render_content
 from esper.karn.schema import MEND
 from esper.karn.serve import pages
 from esper.karn.serve.access import Door, Guard
-from esper.karn.serve.decisions import decisions, read_filter
+from esper.karn.serve.decisions import FATES, OPERATIONS, Filter, decisions, read_filter
 from esper.karn.serve.downloads import FILES, archive, archives_of, chunks, files_of
 from esper.karn.serve.following import KEPT, Followed
 from esper.karn.serve.library import Library, ListedRun, Selection
@@ -70,7 +71,18 @@ class RouteContext:
         query = request.query_params
         chosen = Selection(query.get("q", ""), *(query.get(tag, "") for tag in pages.TAGS))
         entries = self.library.entries()
-        return pages.runs_content(entries, chosen), version_of(entries)
+        shown = [entry for entry in entries if chosen.accepts(entry)]
+        read = {"task": lambda e: e.task, "controller": lambda e: e.controller, "status": lambda e: e.state}
+        choices = [(tag, sorted({read[tag](entry) for entry in entries} - {""})) for tag in pages.TAGS]
+        every = len(shown) == len(entries)
+        heading = counted(len(shown), "run") if every else f"{len(shown):,} of {len(entries):,} runs"
+        if len(shown) > pages.LISTED:
+            heading += f", of which the newest {pages.LISTED:,} are listed"
+        nothing = "No run is here yet; one that begins appears by itself." if not entries else "No run is like that."
+        words = {"heading": heading, "nothing": nothing}
+        listed = shown[: pages.LISTED]
+        content = pages.render("runs.html", entries=listed, chosen=chosen._asdict(), choices=choices, **words)
+        return content, version_of(entries)
 
     async def runs_live(self, request: Request) -> Response:
         return _events(request, self._changes(lambda: (version_of(self.library.entries()), False)))
@@ -132,15 +144,38 @@ class RouteContext:
 
     def decisions(self, request: Request) -> Response:
         folder, key, query = self.folder(request), request.path_params["key"], request.query_params
-        chosen, start = read_filter(query), _place(query.get("start", ""))
+        chosen, text = read_filter(query), query.get("start", "")
+        if text and not (text.isascii() and text.isdigit() and len(text) < 13):
+            raise InputError(f"start is {text[:40]!r}; give the place of the first decision that is shown")
+        start = int(text or 0)
         count, rows = 0, list[DecisionRow]()
         for _, row in decisions(folder, chosen):
             if start <= count < start + pages.PART:
                 rows.append(row)
             count += 1
         head = next(iter(self.follow(folder).run.rows("run")), None)
-        slots = head.slots if isinstance(head, RunRow) else ()
-        content = pages.decisions_content(folder.name, key, slots, chosen, rows, start, count, query)
+        kept = {field: value for field, value in query.items() if field in Filter._fields and value}
+
+        def address(place: int) -> str:
+            return f"?{urlencode(kept | {'start': str(place)})}"
+
+        end = start + len(rows)
+        content = pages.render(
+            "decisions.html",
+            name=folder.name,
+            slots=head.slots if isinstance(head, RunRow) else (),
+            operations=OPERATIONS,
+            fates=FATES.items(),
+            chosen=chosen,
+            rows=rows,
+            heading=counted(count, "decision"),
+            caption=f"Decisions {start + 1:,} to {end:,} of {count:,}, in the order of the events",
+            nothing="No decision is like that. Decisions are written with telemetry.level step or debug.",
+            download=f"/runs/{key}/decisions.jsonl?{urlencode(kept)}",
+            earlier=address(max(start - pages.PART, 0)) if start else None,
+            later=address(end) if end < count else None,
+            measured=pages.measured,
+        )
         return pages.shell(f"Decisions of {folder.name}", content, links=pages.run_links(key), here="Decisions")
 
     def decision_lines(self, request: Request) -> Response:
@@ -235,12 +270,6 @@ def _download(file: IO[bytes], size: int, name: str, media_type: str) -> Respons
     """The first `size` bytes of a file, which may grow meanwhile, as a download."""
     headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Length": str(size)}
     return StreamingResponse(chunks(file, size), media_type=media_type, headers=headers)
-
-
-def _place(text: str) -> int:
-    if text and not (text.isascii() and text.isdigit() and len(text) < 13):
-        raise InputError(f"start is {text[:40]!r}; give the place of the first decision that is shown")
-    return int(text or 0)
 
 
 def _not_found(request: Request, error: Exception) -> Response:

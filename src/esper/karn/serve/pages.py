@@ -2,20 +2,17 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from urllib.parse import urlencode
 
 from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from esper.karn.report.frame import asset as report_asset
-from esper.karn.serve.decisions import FATES, OPERATIONS, Filter, where
-from esper.karn.serve.library import ListedRun, Selection
-from esper.leyline.text import counted, printable, rounded
-from esper.nissa.rows import DecisionRow
+from esper.karn.serve.decisions import where
+from esper.leyline.text import printable, rounded
 
 ASSETS = {
     "report.css": "text/css",
@@ -67,55 +64,8 @@ def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
     return shell(title, render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
 
 
-def runs_content(entries: Sequence[ListedRun], chosen: Selection) -> str:
-    """The list of runs, and the form that selects them."""
-    shown = [entry for entry in entries if chosen.accepts(entry)]
-    read = {"task": lambda e: e.task, "controller": lambda e: e.controller, "status": lambda e: e.state}
-    choices = [(tag, sorted({read[tag](entry) for entry in entries} - {""})) for tag in TAGS]
-    heading = counted(len(shown), "run") if len(shown) == len(entries) else f"{len(shown):,} of {len(entries):,} runs"
-    if len(shown) > LISTED:
-        heading += f", of which the newest {LISTED:,} are listed"
-    nothing = "No run is here yet; one that begins appears by itself." if not entries else "No run is like that."
-    words = {"heading": heading, "nothing": nothing}
-    return render("runs.html", entries=shown[:LISTED], chosen=chosen._asdict(), choices=choices, **words)
-
-
-def decisions_content(
-    name: str,
-    key: str,
-    slots: Sequence[str],
-    chosen: Filter,
-    rows: Sequence[DecisionRow],
-    start: int,
-    count: int,
-    query: Mapping[str, str],
-) -> str:
-    """Decisions from the place `start` on, of `count` that the filter selects, and the form of the filter."""
-    kept = {field: value for field, value in query.items() if field in (*Filter._fields,) and value}
-
-    def address(place: int) -> str:
-        return f"?{urlencode(kept | {'start': str(place)})}"
-
-    end = start + len(rows)
-    return render(
-        "decisions.html",
-        name=name,
-        slots=slots,
-        operations=OPERATIONS,
-        fates=FATES.items(),
-        chosen=chosen,
-        rows=rows,
-        heading=counted(count, "decision"),
-        caption=f"Decisions {start + 1:,} to {end:,} of {count:,}, in the order of the events",
-        nothing="No decision is like that. Decisions are written with telemetry.level step or debug.",
-        download=f"/runs/{key}/decisions.jsonl?{urlencode(kept)}",
-        earlier=address(max(start - PART, 0)) if start else None,
-        later=address(end) if end < count else None,
-        measured=_measured,
-    )
-
-
-def _measured(mean: float | None, error: float | None) -> str:
+def measured(mean: float | None, error: float | None) -> str:
+    """A mean with its standard error; - for None."""
     if mean is None:
         return "-"
     return rounded(mean, "+.4f") + ("" if error is None or math.isnan(error) else f" ± {error:.4f}")
