@@ -160,9 +160,10 @@ def serve(
     ] = None,
 ) -> None:
     """Show runs in a browser: a list, a page of each that follows it, comparisons, decisions and downloads. Ctrl-C ends it."""
+    import secrets
     import threading
 
-    from esper.karn.serve.access import Door, new_token, read_token
+    from esper.karn.serve.access import Door, read_token
     from esper.karn.serve.app import create_app
     from esper.karn.serve.library import Library
     from esper.karn.serve.server import Server, address_of, is_loopback, listen
@@ -173,7 +174,7 @@ def serve(
         loopback = is_loopback(listening)
         say(f"serving at {address_of(host, listening)} until Ctrl-C")
         if token is None and not loopback:
-            token = new_token()
+            token = secrets.token_urlsafe(32)
             say(f"token: {token}")
         sys.stdout.flush()
         stop = threading.Event()

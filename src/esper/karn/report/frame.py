@@ -49,7 +49,7 @@ class Content(NamedTuple):
 def render(content: Content) -> str:
     """The text of a self-contained page."""
     rendered: str = _template("report.html").render(
-        **_named(content),
+        **content._asdict(),
         css=Markup(asset("report.css")),
         script=Markup(asset("report.js")),
         version=installed_version() or "from its sources",
@@ -59,11 +59,7 @@ def render(content: Content) -> str:
 
 def render_content(content: Content) -> Markup:
     """The header and the main part of a page, for a page that brings its own style and scripts."""
-    return Markup(_template("content.html").render(**_named(content)))
-
-
-def _named(content: Content) -> dict[str, Any]:
-    return {**content._asdict(), "title": printable(content.title), "draw": draw}
+    return Markup(_template("content.html").render(**content._asdict()))
 
 
 def write_page(path: Path, content: str) -> Path:
@@ -83,7 +79,9 @@ def asset(name: str) -> str:
 
 @cache
 def _template(name: str) -> Template:
-    return Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset)).get_template(name)
+    templates = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset))
+    templates.filters |= {"draw": draw, "printable": printable}
+    return templates.get_template(name)
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

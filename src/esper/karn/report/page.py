@@ -167,7 +167,11 @@ def _asked(model: RunModel) -> ReportSection:
     lines = []
     if head is not None:
         what = f"{counted(head.envs, 'network')} on the task {printable(head.task)}, for {counted(head.steps, 'step')} an episode"
-        trained = f"A controller was to be trained in {_rounds(config)} by growing, in every round,"
+        ppo = config.get("ppo") or {}
+        imitation = ppo.get("imitation_rounds")
+        rounds = f"{counted(imitation, 'round')} of imitation and then " if imitation else ""
+        rounds += counted(ppo["rounds"], "round") if "rounds" in ppo else "rounds"
+        trained = f"A controller was to be trained in {rounds} by growing, in every round,"
         grown = f"The controller {printable(head.controller)} was asked to grow"
         asked = trained if config.get("controller") == "ppo" else grown
         lines.append(f"{asked} {what}.")
@@ -219,14 +223,6 @@ def _rent_line(config: Mapping[str, Any], hosts: list[int]) -> str | None:
     return f"{line}, so a host of {of} parameters that grows to twice its size pays {' to '.join(paid)}."
 
 
-def _rounds(config: Mapping[str, Any]) -> str:
-    """How many rounds a training was to have."""
-    ppo = config.get("ppo") or {}
-    imitation = ppo.get("imitation_rounds")
-    first = f"{counted(imitation, 'round')} of imitation and then " if imitation else ""
-    return first + (counted(ppo["rounds"], "round") if "rounds" in ppo else "rounds")
-
-
 def _command(model: RunModel) -> str | None:
     """The command that began the run, as it is typed; None if it was another program or `esper resume`."""
     words = (model.environment or {}).get("command") or []
@@ -255,7 +251,7 @@ def _machine(model: RunModel) -> ReportSection:
             for name, seconds in phases.items()
         ]
         tables.append(Table("Time by phase of a step", ("phase", "seconds", "share"), rows))
-    figures = []
+    figures, settings = [], flat_settings(model.config)
     if model.times is not None:
         series = [
             Series(name, seconds[:, None], f"run{index % COLOURS}")
@@ -263,19 +259,16 @@ def _machine(model: RunModel) -> ReportSection:
         ]
         figures.append(curves("Seconds of a step by phase", model.times.steps.tolist(), series, "step", "seconds"))
     if model.environment is not None:
-        tables.append(Table("Machine", ("name", "value"), _machine_rows(model), texts=(1,)))
-    tables.append(Table("Config", ("key", "value"), flat_settings(model.config), texts=(1,)))
+        usual, machine = dict(settings), flat_settings(model.environment)
+        # Settings of a task in a training only where they differ from the config.
+        own = [
+            each
+            for each in machine
+            if not (each[0].startswith("cohorts.") and usual.get(each[0].split(".", 2)[-1]) == each[1])
+        ]
+        tables.append(Table("Machine", ("name", "value"), own, texts=(1,)))
+    tables.append(Table("Config", ("key", "value"), settings, texts=(1,)))
     return ReportSection("machine", "Time, machine and config", lines, tables, figures)
-
-
-def _machine_rows(model: RunModel) -> list[tuple[str, str]]:
-    """Name and value of what the run was made with; settings of a task in a training only where they differ from the config."""
-    config = dict(flat_settings(model.config))
-    return [
-        (name, value)
-        for name, value in flat_settings(model.environment or {})
-        if not (name.startswith("cohorts.") and config.get(name.split(".", 2)[-1]) == value)
-    ]
 
 
 def _data(model: RunModel) -> Markup | None:

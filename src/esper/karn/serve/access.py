@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import secrets
 import socket
 from pathlib import Path
 from typing import NamedTuple
@@ -124,11 +123,6 @@ class Guard:
         answer = RedirectResponse("/", 303)
         answer.set_cookie(self.door.cookie, self.door.session, httponly=True, samesite="strict", path="/")
         return answer
-
-
-def new_token() -> str:
-    """A token that cannot be guessed."""
-    return secrets.token_urlsafe(32)
 
 
 def read_token(path: Path) -> str:

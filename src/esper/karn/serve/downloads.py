@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
 import zipfile
@@ -65,7 +66,12 @@ def archive(folder: Path) -> tuple[IO[bytes], int]:
     try:
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target, _descriptor(folder) as opened:
             for name in sorted(os.listdir(opened)):
-                _add(target, opened, name, f"{folder.name}/{name}")
+                if not stat.S_ISREG(os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode):
+                    continue
+                descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened)
+                inside = f"{folder.name}/{name}"
+                with os.fdopen(descriptor, "rb") as file, target.open(inside, "w", force_zip64=True) as entry:
+                    shutil.copyfileobj(file, entry, CHUNK)
     except BaseException:
         packed.close()
         raise
@@ -90,16 +96,6 @@ def _descriptor(folder: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _add(target: zipfile.ZipFile, folder: int, name: str, kept_as: str) -> None:
-    """Add a regular file of a folder to an archive; anything else is left out."""
-    if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-        return
-    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    with os.fdopen(descriptor, "rb") as file, target.open(kept_as, "w", force_zip64=True) as entry:
-        while data := file.read(CHUNK):
-            entry.write(data)
 
 
 def _is_folder(path: Path) -> bool:

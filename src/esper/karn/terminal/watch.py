@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
@@ -259,7 +259,12 @@ class Watch(App[None]):
         share = min(done / whole, 1.0) if whole else 0.0
         left = model.seconds_left()
         bar = "#" * round(20 * share) + "-" * (20 - round(20 * share))
-        ahead = "" if math.isnan(left) or self.state != "running" else f", about {_duration(left)} left"
+        ahead = ""
+        if not math.isnan(left) and self.state == "running":
+            minutes, seconds = divmod(round(left), 60)
+            hours, minutes = divmod(minutes, 60)
+            short = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+            ahead = f", about {f'{hours} h {minutes} min' if hours else short} left"
         assert model.last is not None
         failed = f": {printable(model.last.error)}" if model.last.error else ""
         planted, kept, pruned = (model.counts[f"seeds/{fate}"] for fate in ("planted", "kept", "pruned"))
@@ -345,12 +350,6 @@ def _long_lines(words: str, width: int) -> list[str]:
     return [line if len(line) > width else "" for line in words.split("\n")]
 
 
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 """The bit of each dot of a braille character (Unicode, block U+2800)."""
 
@@ -375,21 +374,13 @@ def plot(x: Sequence[float], lines: Sequence[Sequence[float]], width: int, heigh
         known = np.isfinite(line)
         places = (np.asarray(x, np.float64)[known] - first) / max(last - first, 1e-12) * (across - 1)
         levels = (high - line[known]) / (high - low) * (up - 1)
-        for column, row in zip(*_joined(places, levels), strict=True):
-            cells[row // 4, column // 2] |= DOTS[row % 4, column % 2]
+        for start, end in pairwise([0, *range(len(places))]):  # the dots of a line from each point to the next
+            count = int(max(abs(places[end] - places[start]), abs(levels[end] - levels[start]))) + 2
+            rows = np.rint(np.linspace(levels[start], levels[end], count)).astype(int)
+            columns = np.rint(np.linspace(places[start], places[end], count)).astype(int)
+            np.bitwise_or.at(cells, (rows // 4, columns // 2), DOTS[rows % 4, columns % 2])
     shown = ["".join(chr(0x2800 + int(cell)) for cell in row) for row in cells]
     names = [""] * len(shown)
     names[0], names[-1] = f"{high:.4g}", f"{low:.4g}"
     axis = f"{first:g}".ljust(across // 2 - len(f"{last:g}")) + f"{last:g}"
     return [*(f"{name:>{label}} {row}" for name, row in zip(names, shown, strict=True)), " " * (label + 1) + axis]
-
-
-def _joined(places: NDArray[np.float64], levels: NDArray[np.float64]) -> tuple[list[int], list[int]]:
-    """The dots of a line through points, in columns and rows."""
-    columns, rows = [], []
-    for index in range(len(places)):
-        start = max(index - 1, 0)
-        count = int(max(abs(places[index] - places[start]), abs(levels[index] - levels[start]))) + 1
-        columns += np.rint(np.linspace(places[start], places[index], count + 1)).astype(int).tolist()
-        rows += np.rint(np.linspace(levels[start], levels[index], count + 1)).astype(int).tolist()
-    return columns, rows
