@@ -56,7 +56,7 @@ def evaluate(
     each set of arguments has its own folder.
     """
     use_one_thread()
-    from esper.calls import evaluate as compare
+    from esper.api import evaluate as compare
     from esper.leyline.config.tree import parse_setting
     from esper.runs.evaluation.contenders import trainings
     from esper.runs.evaluation.evaluation import default_folder

@@ -192,7 +192,7 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
     else:
         print_table(summary, Console(), str(folder))
     if summary["status"] == "interrupted":
-        from esper.calls import names_of
+        from esper.api import names_of
         from esper.leyline.reference import resume_command
         from esper.runs.folder.resume import read_config
 

@@ -222,7 +222,7 @@ def resume(
     was a Python object must be given in Python: esper.resume(RUN, controller=...).
     """
     use_one_thread()
-    from esper.calls import go_on
+    from esper.api import go_on
     from esper.karn.terminal.console import print_summary, print_training
     from esper.runs.folder.resume import is_training, read_config
     from esper.runs.workers.workers import worker_options
