@@ -11,7 +11,7 @@ from esper.karn.report.page import write_report
 
 report = write_report
 from esper.karn.report.page import draw_report as draw_report
-from esper.karn.report.compared import compare as compare
+from esper.karn.comparison import compare as compare
 
 # Grow in your own training loop
 from esper.runs.live.growth import Growth as Growth

@@ -55,16 +55,15 @@ def compare(
     from rich.text import Text
 
     from esper.karn import comparison
-    from esper.karn.report import compared
     from esper.karn.report.frame import write_pictures
     from esper.karn.terminal.console import empty_table, print_line, print_table
     from esper.leyline.text import printable
     from esper.store.files import to_json
 
-    found = compared.compare(*runs, out=out)
+    found = comparison.compare(*runs, out=out)
     apart = all(verdict.metric is None for verdict in found.verdicts)
     sentences = [verdict.sentence for verdict in found.verdicts]
-    drawn = None if png is None else write_pictures(compared.content_of(found), png, form)
+    drawn = None if png is None else write_pictures(comparison.content_of(found), png, form)
     if json_:
         typer.echo(to_json({"verdicts": [comparison.as_record(verdict) for verdict in found.verdicts]}), nl=False)
         if apart:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from esper.karn import evaluation
 from esper.karn.reader import fitting_files, open_run, read_model
-from esper.karn.report import evaluated
 from esper.karn.report.decided import decisions_section, faults_section
 from esper.karn.report.drawing import COLOURS, Series, curves
 from esper.karn.report.frame import Content, Pictures, ReportSection, flat_settings, render, write_page, write_pictures
@@ -91,7 +91,7 @@ def read_content(folder: Path) -> Content:
         mend = "put back what esper eval wrote, or evaluate again with --overwrite"
         record = parse_json(read_kept(path, _LARGEST, mend), path, mend)
         try:
-            return evaluated.content_of(record, folder.resolve().name)
+            return evaluation.content_of(record, folder.resolve().name)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{path} does not hold an evaluation ({error!r}); {mend}") from None
     opened = open_run(folder)
@@ -118,7 +118,7 @@ def report_at_end(folder: Path) -> None:
 def report_of_evaluation(record: Mapping[str, Any], folder: Path) -> None:
     """Write the report of an evaluation to its folder. An error only issues a RunWarning, as a report can be written again."""
     try:
-        write_page(folder / REPORT, render(evaluated.content_of(json.loads(to_json(record)), folder.resolve().name)))
+        write_page(folder / REPORT, render(evaluation.content_of(json.loads(to_json(record)), folder.resolve().name)))
     except (InputError, OSError) as error:
         warn(f"no report was written: {error}", RunWarning)
 

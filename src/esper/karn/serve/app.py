@@ -18,8 +18,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from esper.karn.comparison import read_comparison
-from esper.karn.report.compared import content_of
+from esper.karn.comparison import content_of, read_comparison
 from esper.karn.report.frame import render_content
 from esper.karn.schema import MEND
 from esper.karn.serve import pages
