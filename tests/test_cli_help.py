@@ -14,7 +14,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from esper.cli import COMMANDS, EXAMPLES, app, main
-from esper.commands.docs import docs_folder, find_page, first_sentence, pages_of
+from esper.commands.listing import docs_folder, find_page, first_sentence, pages_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = pages_of(docs_folder())

@@ -10,13 +10,12 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from esper.commands.docs import docs
 from esper.commands.doctor import doctor
 from esper.commands.evaluating import evaluate
 from esper.commands.events import events
 from esper.commands.exporting import export, export_events
 from esper.commands.healing import heal
-from esper.commands.listing import blueprints, config, controller, tasks
+from esper.commands.listing import blueprints, config, controller, docs, tasks
 from esper.commands.options import fail, say
 from esper.commands.running import grow, resume, train
 from esper.commands.viewing import compare, report, serve, watch

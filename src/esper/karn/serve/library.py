@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from esper.karn.reader import Status, open_run
-from esper.karn.schema import MEND
+from esper.karn.reader import MEND
 from esper.leyline.errors import InputError, first_line
 from esper.nissa.events import decode, decode_lines
 from esper.nissa.rows import Row, RunRow

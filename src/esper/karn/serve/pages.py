@@ -11,7 +11,7 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from esper.karn.report.frame import asset as report_asset
-from esper.karn.serve.decisions import where
+from esper.karn.serve.contents import where
 from esper.leyline.text import printable, rounded
 
 ASSETS = {
