@@ -1,22 +1,17 @@
 """`esper tasks`, `blueprints`, `controller`, `config` and `docs`: commands that list what Esper has."""
 
+import os
+import re
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from esper.commands.options import PLACE, print_columns, say
 from esper.leyline.errors import InputError
-import os
-import re
-import sys
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
-from esper.commands.options import print_columns
-from esper.leyline.errors import InputError
 from esper.leyline.text import did_you_mean
+
 
 def tasks(
     names: Annotated[

@@ -32,12 +32,14 @@ def print_evaluation(record: Record, console: Console) -> None:
     print_line(console, "J: the metric of a task less rent for added parameters (reward.rent)")
     for task in record["tasks"]:
         print_line(console, f"{task['task']}: {sample_words(record, task)}; J and {task['metric']} on the test split")
-        _print_estimates(console, task, task["metric"], record)
+        for table in tables_of(task, task["metric"], record):
+            print_table(console, table)
         for line in (*static_lines(record, task), *group_lines(task), *task.get("lines", ())):
             print_line(console, line)
     if record["together"] is not None:
         print_line(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
-        _print_estimates(console, record["together"], record["tasks"][0]["metric"], record)
+        for table in tables_of(record["together"], record["tasks"][0]["metric"], record):
+            print_table(console, table)
     for line in record.get("lines", ()):
         print_line(console, line)
     for line in (*interval_lines(record), *actor_lines(record)):
@@ -78,43 +80,33 @@ def interval_lines(record: Record) -> list[str]:
     return [*lines, *few]
 
 
-def objectives_table(estimates: Record) -> RichTable:
-    """Table of J by controller, as mean and as interquartile mean, and of the share of the headroom where it is known."""
+def tables_of(estimates: Record, metric: str, record: Record) -> list[RichTable]:
+    """Three tables: J by controller, what it is made of, and the paired differences of J between a controller and a rule.
+
+    J is the mean and the interquartile mean, with the share of the headroom where it is known. Its parts are means over the runs,
+    beside the training time of all runs and the number of episodes that the controller was trained or searched with. A difference
+    has the probability that a run is better.
+    """
     shares = [row.get("share_of_headroom") for row in estimates["controllers"]]
-    table = empty_table(
-        ("controller", "J", "J, interquartile mean", *(["headroom"] if any(shares) else [])), wrapped=PATHS
-    )
+    headroom = ["headroom"] if any(shares) else []
+    objectives = empty_table(("controller", "J", "J, interquartile mean", *headroom), wrapped=PATHS)
+    columns = ("controller", metric, "added parameters", "seeds kept", "training s", "searched")
+    costs = empty_table(columns, wrapped=PATHS)
     for row, share in zip(estimates["controllers"], shares, strict=True):
         cells = [row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
-        if any(shares):
+        if headroom:
             known = {name: None if value is None else 100 * value for name, value in (share or {"value": None}).items()}
             cells.append("-" if known["value"] is None else f"{spread(known, '.0f')} %")
-        table.add_row(*map(_cell, cells))
-    return table
-
-
-def costs_table(estimates: Record, metric: str) -> RichTable:
-    """Table of the parts of J by controller, as means over the runs, of the training time of all runs, and of the number of
-    episodes that the controller was trained or searched with.
-    """
-    table = empty_table(
-        ("controller", metric, "added parameters", "seeds kept", "training s", "searched"), wrapped=PATHS
-    )
-    for row in estimates["controllers"]:
-        cells = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
+        objectives.add_row(*map(_cell, cells))
+        parts = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
         episodes = row.get("episodes")
         searched = "-" if episodes is None else f"{episodes:,}"
-        table.add_row(*map(_cell, (row["name"], *cells, f"{row['seconds']:,.1f}", searched)))
-    return table
-
-
-def comparisons_table(estimates: Record, record: Record) -> RichTable:
-    """Table of paired differences of J between a controller and a rule, and of the probability that a run is better."""
-    table = empty_table(("controller", "against", "difference of J", "P(better)"), wrapped=PATHS)
+        costs.add_row(*map(_cell, (row["name"], *parts, f"{row['seconds']:,.1f}", searched)))
+    differences = empty_table(("controller", "against", "difference of J", "P(better)"), wrapped=PATHS)
     for row in compared(estimates, record):
-        cells = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
-        table.add_row(*map(_cell, cells))
-    return table
+        pair = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
+        differences.add_row(*map(_cell, pair))
+    return [objectives, costs, differences]
 
 
 def compared(estimates: Record, record: Record) -> list[Record]:
@@ -202,11 +194,6 @@ def spread(estimate: Record, form: str) -> str:
 def plain(estimate: Record, form: str) -> str:
     """An estimate without its interval; '-' if it is absent."""
     return "-" if estimate["value"] is None else rounded(estimate["value"], form)
-
-
-def _print_estimates(console: Console, estimates: Record, metric: str, record: Record) -> None:
-    for table in (objectives_table(estimates), costs_table(estimates, metric), comparisons_table(estimates, record)):
-        print_table(console, table)
 
 
 def _points(
@@ -304,13 +291,12 @@ def _verdict(row: Record, sample: str) -> str | None:
 
 
 def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Table], list[Figure]]:
-    tables = [
-        table_of("J of every controller, mean and interquartile mean", objectives_table(estimates)),
-        table_of(
-            "What J is made of: means over runs, and the seconds of all of its training", costs_table(estimates, metric)
-        ),
-        table_of("Paired differences of J, controller less rule", comparisons_table(estimates, record)),
-    ]
+    captions = (
+        "J of every controller, mean and interquartile mean",
+        "What J is made of: means over runs, and the seconds of all of its training",
+        "Paired differences of J, controller less rule",
+    )
+    tables = list(map(table_of, captions, tables_of(estimates, metric, record)))
     controllers = [(row["name"], row["objective"]) for row in estimates["controllers"]]
     pairs = [(f"{row['controller']} less {row['rule']}", row["difference"]) for row in compared(estimates, record)]
     figures = [

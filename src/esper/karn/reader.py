@@ -5,32 +5,25 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 import numpy as np
+from msgspec import Meta
+from pydantic import BaseModel
 
 from esper.karn.run_model import BlueprintAnalytics, RunModel, Tally
 from esper.leyline.config.arguments import to_path
 from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
+from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, typed_line
+from esper.leyline.text import counted
 from esper.nissa.events import RunShape, decode_lines, read_events, record
 from esper.nissa.rows import ROWS, Row, RunRow
 from esper.store.disk import open_regular, read_kept
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
-
-import msgspec
-from msgspec import Meta
-from pydantic import BaseModel
-
-from esper.leyline.config.tree import BASELINES, Config, build_config
-from esper.leyline.errors import InputError
-from esper.leyline.text import counted
 
 if TYPE_CHECKING:
     import pandas  # type: ignore[import-untyped]

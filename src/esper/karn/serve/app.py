@@ -19,12 +19,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from esper.karn.comparison import content_of, read_comparison
-from esper.karn.report.frame import render_content
 from esper.karn.reader import MEND
+from esper.karn.report.frame import render_content
 from esper.karn.serve import pages
 from esper.karn.serve.access import Door, Guard
-from esper.karn.serve.contents import FATES, OPERATIONS, Filter, decisions, read_filter
-from esper.karn.serve.contents import FILES, archive, archives_of, chunks, files_of
+from esper.karn.serve.contents import (
+    FATES,
+    FILES,
+    OPERATIONS,
+    Filter,
+    archive,
+    archives_of,
+    chunks,
+    decisions,
+    files_of,
+    read_filter,
+)
 from esper.karn.serve.following import KEPT, Followed
 from esper.karn.serve.library import Library, ListedRun, Selection
 from esper.leyline.errors import InputError

@@ -1,8 +1,15 @@
 """What a run folder holds: its decisions that a filter selects, and its files. No text of a request becomes part of a path."""
 
+import errno
+import os
+import shutil
+import stat
+import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -12,20 +19,6 @@ from esper.leyline.lifecycle.actions import Op
 from esper.nissa.events import decode
 from esper.nissa.rows import DecisionRow
 from esper.store.disk import open_regular
-from esper.store.files import EVENTS
-import errno
-import os
-import shutil
-import stat
-import tempfile
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import IO
-
-from esper.karn.reader import MEND
-from esper.leyline.errors import InputError
 from esper.store.files import CHANGES, CONFIG, CONTROLLER, ENVIRONMENT, EVENTS, MODELS, REPORT, SUMMARY
 
 FATES = {"yes": True, "no": False}

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from esper.karn.reader import Status, open_run
-from esper.karn.reader import MEND
+from esper.karn.reader import MEND, Status, open_run
 from esper.leyline.errors import InputError, first_line
 from esper.nissa.events import decode, decode_lines
 from esper.nissa.rows import Row, RunRow
