@@ -11,8 +11,7 @@ import numpy as np
 
 from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.report.drawing import COLOURS, Series, curves
-from esper.karn.report.frame import Content, ReportSection, flat_settings, render, write_page
-from esper.karn.result import Table
+from esper.karn.report.frame import Content, ReportSection, Table, flat_settings, render, write_page
 from esper.karn.run_model import EpisodeSteps, Floats, RunModel
 from esper.karn.terminal.console import estimate
 from esper.leyline.config.arguments import to_path

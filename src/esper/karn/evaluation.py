@@ -11,8 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from esper.karn.report.drawing import Figure, ForestRow, forest
-from esper.karn.report.frame import Content, ReportSection, flat_settings
-from esper.karn.result import Table, table_of
+from esper.karn.report.frame import Content, ReportSection, Table, flat_settings, table_of
 from esper.karn.terminal.console import actor_lines, empty_table, print_line, print_table
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import MeanInterval, shown

@@ -217,7 +217,7 @@ class OpenRun:
 
     def _repr_html_(self) -> str:
         """The head of the run's report, which a notebook shows."""
-        from esper.karn.result import head_of  # imported here because it takes rich along
+        from esper.karn.report.page import head_of  # imported here because it takes rich along
 
         return head_of(read_model(self), self.folder.resolve().name)
 

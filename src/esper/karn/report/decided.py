@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.karn.report.drawing import Figure, ForestRow, forest
-from esper.karn.report.frame import ReportSection, with_error
-from esper.karn.result import Table
+from esper.karn.report.frame import ReportSection, Table, with_error
 from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, DecisionLog, RunModel
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable

@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 
 from esper.karn.report.decided import REFUSALS
 from esper.karn.report.drawing import COLOURS, LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
-from esper.karn.report.frame import ReportSection, with_error
-from esper.karn.result import Table
+from esper.karn.report.frame import ReportSection, Table, with_error
 from esper.karn.run_model import NO_SEED, EpisodeSteps, RunModel
 from esper.karn.terminal.console import DESCRIPTIONS
 from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
