@@ -325,8 +325,18 @@ def evaluate(
 
     def compare(grown: Path | None) -> dict[str, Any]:
         found = [get_task(each) if isinstance(each, str) else each for each in chosen]
+        many = isinstance(controllers, list | tuple) and not isinstance(controllers, Contender)
+        listed: Sequence[Any] = [] if controllers is None else controllers if many else [controllers]  # type: ignore[assignment]
+        made: list[Contender] = []
+        for each in listed:
+            if isinstance(each, Contender):
+                made.append(each)
+            elif isinstance(each, str):
+                made += trainings(each)
+            else:
+                made.append(of_object(each, [contender.name for contender in made]))
         record = run_evaluation(
-            [] if controllers is None else _contenders(controllers),
+            made,
             found,
             instances=instances,
             seeds=seeds,
@@ -358,23 +368,6 @@ def evaluate(
     path = to_path(out, "out")
     with ended_by_signals(), evaluation_folder(path, note, overwrite=overwrite, shared=path.parent == ROOT) as grown:
         return compare(grown)
-
-
-def _contenders(controllers: Sequence[str | Controller | Contender] | str | Controller) -> list[Contender]:
-    listed = (
-        controllers
-        if isinstance(controllers, list | tuple) and not isinstance(controllers, Contender)
-        else [controllers]
-    )
-    made: list[Contender] = []
-    for each in listed:
-        if isinstance(each, Contender):
-            made.append(each)
-        elif isinstance(each, str):
-            made += trainings(each)
-        else:
-            made.append(of_object(each, [contender.name for contender in made]))
-    return made
 
 
 def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:
@@ -441,21 +434,16 @@ def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterru
         return summary
     if folder is None:
         raise KeyboardInterrupt("the run was interrupted")
-    raise KeyboardInterrupt(
-        f"the run was interrupted and its folder is complete; continue it with {call_of(summary, folder)}"
-    )
-
-
-def call_of(summary: Mapping[str, Any], folder: Path) -> str:
-    """The call that resumes the run of a summary, with `task=...` and `controller=...` if they were objects."""
-    names = names_of(summary)
-    made = ["task"] * any(not is_reference(name) and not is_named_task(name) for name in names)
-    client, own = summary.get("controller"), read_config(folder).controller  # the summary of a training has no such key
+    names, client = names_of(summary), summary.get("controller")  # the summary of a training has no such key
+    made = ["task"] * any(
+        not is_reference(name) and not is_named_task(name) for name in names
+    )  # those that were objects
     if client is not None and not (
         is_own_controller(client) or client.partition(":")[0] in controller_names() or Path(client).exists()
     ):
         made.append("controller")
-    return resume_call(folder, names, made, own)
+    call = resume_call(folder, names, made, read_config(folder).controller)
+    raise KeyboardInterrupt(f"the run was interrupted and its folder is complete; continue it with {call}")
 
 
 def names_of(summary: Mapping[str, Any]) -> list[str]:

@@ -97,7 +97,16 @@ class HuggingFaceGrowth(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Begin, or go on from a checkpoint, whose host the trainer has restored."""
-        _check_arguments(args)
+        if args.n_gpu > 1:
+            raise InputError(
+                "the trainer uses DataParallel, under which a network cannot grow; start it with torchrun, or set one device"
+            )
+        for name in ("deepspeed", "fsdp"):
+            if getattr(args, name, None):
+                raise InputError(
+                    f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it, or "
+                    "torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
+                )
         if self.growth is not None:
             raise InputError(
                 "this callback has grown a network already; call its growth.finish() and give the trainer another callback"
@@ -168,20 +177,6 @@ class HuggingFaceGrowth(TrainerCallback):
                 "HuggingFaceGrowth(checkpoint=...)"
             )
         return saved
-
-
-def _check_arguments(args: TrainingArguments) -> None:
-    """InputError if a trainer keeps parameters in a way that growth cannot follow."""
-    if args.n_gpu > 1:
-        raise InputError(
-            "the trainer uses DataParallel, under which a network cannot grow; start it with torchrun, or set one device"
-        )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name, None):
-            raise InputError(
-                f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it, or "
-                "torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
-            )
 
 
 def _folder(args: TrainingArguments, step: int) -> Path:

@@ -126,7 +126,12 @@ def verdict(first: Compared, second: Compared) -> Verdict:
     one, other = first.summary, second.summary
     for run in (first, second):
         if run.summary is None:
-            return Verdict(*names, None, None, None, f"{_both(*names)} cannot be compared: {_without_figures(run)}.")
+            how = {"running": "still goes on", "killed": "was killed before its end"}
+            why = f"{how.get(run.model.status, f'is {run.model.status}')} and has no final figures"
+            if run.model.summary is not None and "rounds_done" in run.model.summary:
+                why = "is a training, which has no figures on the test split; compare controllers with esper eval"
+            said = f"{_both(*names)} cannot be compared: {printable(run.name)} {why}."
+            return Verdict(*names, None, None, None, said)
     assert one is not None
     assert other is not None
     if (one["task"], one["metric"]) != (other["task"], other["metric"]):
@@ -243,17 +248,6 @@ def _sentence(names: tuple[str, str], metric: Difference, objective: Difference 
 
 def _both(first: str, second: str) -> str:
     return f"{printable(first)} and {printable(second)}"
-
-
-def _without_figures(run: Compared) -> str:
-    """Why a run has no figures of grown networks."""
-    name = printable(run.name)
-    if run.model.summary is not None and "rounds_done" in run.model.summary:
-        return f"{name} is a training, which has no figures on the test split; compare controllers with esper eval"
-    how = {"running": "still goes on", "killed": "was killed before its end"}.get(
-        run.model.status, f"is {run.model.status}"
-    )
-    return f"{name} {how} and has no final figures"
 
 
 def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) -> Comparison:

@@ -1,7 +1,7 @@
 """Reads run folders: finished runs, runs in progress, and killed ones. T rows of one kind, E environments, S slots."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -101,20 +101,33 @@ class OpenRun:
 
     @property
     def checked_config(self) -> dict[str, Any]:
-        """As `config`. InputError if a key of this version has a value that it cannot have."""
+        """As `config`. InputError if a key of this version has a value that it cannot have; keys of others are left out."""
         content = self.config
-        check_config(content, self.folder / CONFIG)
+        try:
+            build_config(_known(content, Config))
+        except InputError as error:
+            raise InputError(f"{self.folder / CONFIG}: {error}, or {MEND}") from None
         return content
 
     @property
     def environment(self) -> Any:
         """The machine, the versions and the command line; None if environment.json is missing. InputError if it is damaged."""
-        return self._json(ENVIRONMENT, check_environment)
+        content = self._json(ENVIRONMENT)
+        if content is not None:
+            try:
+                msgspec.convert(content, Environment)
+            except msgspec.ValidationError as error:
+                path = self.folder / ENVIRONMENT
+                raise InputError(f"{path} does not describe the machine of a run: {error}; {MEND}") from None
+        return content
 
     @property
     def summary(self) -> Any:
         """The final figures; None until the run has ended. InputError if summary.json is damaged."""
-        return self._json(SUMMARY, check_summary)
+        content = self._json(SUMMARY)
+        if content is not None:
+            check_summary(content, self.folder / SUMMARY)
+        return content
 
     @property
     def changes(self) -> Any:
@@ -221,14 +234,9 @@ class OpenRun:
 
         return head_of(read_model(self), self.folder.resolve().name)
 
-    def _json(self, name: str, check: Callable[[Any, Path], None] | None = None) -> Any:
+    def _json(self, name: str) -> Any:
         path = self.folder / name
-        if not path.exists():
-            return None
-        content = parse_json(read_kept(path, _LARGEST_JSON, MEND), path, MEND)
-        if check is not None:
-            check(content, path)
-        return content
+        return parse_json(read_kept(path, _LARGEST_JSON, MEND), path, MEND) if path.exists() else None
 
 
 def read_model(run: OpenRun) -> RunModel:
@@ -517,25 +525,6 @@ def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if "absent" not in static:
                 msgspec.convert(static.get(key), list[Value])
                 yield f"baselines.{name}.{key}", static[key]
-
-
-def check_environment(content: Any, path: Path) -> None:
-    """InputError, which names the key, if the content of an environment.json is none."""
-    try:
-        msgspec.convert(content, Environment)
-    except msgspec.ValidationError as error:
-        raise InputError(f"{path} does not describe the machine of a run: {error}; {MEND}") from None
-
-
-def check_config(content: Mapping[str, Any], path: Path) -> None:
-    """InputError, which names the key, if a key of this version has another value than it may have.
-
-    Keys of other versions are left out.
-    """
-    try:
-        build_config(_known(content, Config))
-    except InputError as error:
-        raise InputError(f"{path}: {error}, or {MEND}") from None
 
 
 def _known(content: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:

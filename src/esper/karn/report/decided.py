@@ -61,13 +61,13 @@ def decisions_section(model: RunModel) -> ReportSection | None:
             )
             for each in model.tallies
         ]
-        columns = ("blueprint", "slot", "parameters", "rent", "tried", "kept", "pruned", "contribution")
+        names = ("blueprint", "slot", "parameters", "rent", "tried", "kept", "pruned", "contribution")
         caption = (
             "What became of the seeds. A contribution here is the mean over the seeds that were measured, when they were kept "
             "or pruned, ± its standard error over seeds; parameters are the mean of those planted, and rent is what a host of "
             "mean size pays for so many"
         )
-        tables.append(Table(caption, (*columns, "seeds measured", "steps until kept"), rows, texts=(1,)))
+        tables.append(Table(caption, (*names, "seeds measured", "steps until kept"), rows, texts=(1,)))
         lines.append(
             "A seed is worth its parameters where its contribution is above its rent. It is not measured where no seed acted "
             "when it was kept or pruned."
@@ -99,7 +99,13 @@ def decisions_section(model: RunModel) -> ReportSection | None:
     elif model.population is not None:
         lines.append("No decision was refused.")
     if model.decided.plantings:
-        tables.append(_plantings(model.decided))
+        more = f", the first {LISTED} of {model.decided.planted:,}" if model.decided.planted > LISTED else ""
+        listed = [
+            (f"{each.step}", f"{each.env}", *map(printable, (each.slot, each.blueprint or "", each.why)))
+            for each in model.decided.plantings
+        ]
+        columns = ("step", "environment", "slot", "blueprint", "reason")
+        tables.append(Table(f"Plantings with their reasons{more}", columns, listed, texts=range(2, 5)))
     if model.decided.total:
         tables.append(_decided(model.decided))
     return ReportSection("decisions", "Decisions and why", lines, tables, figures)
@@ -170,16 +176,6 @@ def _refusals(model: RunModel) -> Table:
     more = f", the first {LISTED} rows of {len(ordered):,}" if len(ordered) > LISTED else ""
     columns = ("environment", "decision", "slot", "blueprint", "times", "steps", "reason")
     return Table(f"Decisions that were refused, {total} in all{more}", columns, rows, texts=(1, 2, 3, 6))
-
-
-def _plantings(decided: DecisionLog) -> Table:
-    rows = [
-        (f"{each.step}", f"{each.env}", *map(printable, (each.slot, each.blueprint or "", each.why)))
-        for each in decided.plantings
-    ]
-    more = f", the first {LISTED} of {decided.planted:,}" if decided.planted > LISTED else ""
-    columns = ("step", "environment", "slot", "blueprint", "reason")
-    return Table(f"Plantings with their reasons{more}", columns, rows, texts=range(2, 5))
 
 
 def _decided(decided: DecisionLog) -> Table:
