@@ -12,8 +12,7 @@ import typer
 
 from esper.commands.doctor import doctor
 from esper.commands.evaluating import evaluate
-from esper.commands.events import events
-from esper.commands.exporting import export, export_events
+from esper.commands.exporting import events, export, export_events
 from esper.commands.healing import heal
 from esper.commands.listing import blueprints, config, controller, docs, tasks
 from esper.commands.options import fail, say

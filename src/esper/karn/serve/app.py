@@ -35,8 +35,7 @@ from esper.karn.serve.contents import (
     files_of,
     read_filter,
 )
-from esper.karn.serve.following import KEPT, Followed
-from esper.karn.serve.library import Library, ListedRun, Selection
+from esper.karn.serve.library import KEPT, Followed, Library, ListedRun, Selection
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable
 from esper.nissa.rows import DecisionRow, RunRow
