@@ -193,17 +193,10 @@ def result_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
             rows.append((run.name, model.status, "-", value, "-", "-", "-"))
             continue
         seeds, metric = summary["seeds"], summary["metric"]
-        rows.append(
-            (
-                run.name,
-                model.status,
-                f"{metric} {estimate(summary[f'test_{metric}']['grown'], '.4f')}",
-                estimate(summary["test_objective"]["grown"], ".4f"),
-                estimate(added_params(run), ",.0f"),
-                f"{seeds['fossilized']} of {seeds['germinated']}",
-                f"{summary['seconds']:,.1f}",
-            )
-        )
+        test = f"{metric} {estimate(summary[f'test_{metric}']['grown'], '.4f')}"
+        worth, added = estimate(summary["test_objective"]["grown"], ".4f"), estimate(added_params(run), ",.0f")
+        kept, seconds = f"{seeds['fossilized']} of {seeds['germinated']}", f"{summary['seconds']:,.1f}"
+        rows.append((run.name, model.status, test, worth, added, kept, seconds))
     return rows
 
 

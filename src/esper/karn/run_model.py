@@ -641,16 +641,11 @@ def _population(head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Iterabl
         if row.step in at:
             known = names.get(row.blueprint, NO_SEED) if row.blueprint is not None else NO_SEED
             seed[at[row.step] :, row.env, slots[row.slot]] = known
+    twin = None if any(each is None for each in twins) else np.array(twins)
+    held = np.where(np.isin(stage, list(EMPTY)), NO_SEED, seed)
+    probe, losses, training = np.array([metric, loss, train_loss])
     return EpisodeSteps(
-        np.array(numbers),
-        np.array(metric),
-        np.array(loss),
-        np.array(train_loss),
-        None if any(twin is None for twin in twins) else np.array(twins),
-        np.array(added),
-        stage,
-        np.array(alphas),
-        np.where(np.isin(stage, list(EMPTY)), NO_SEED, seed),
+        np.array(numbers), probe, losses, training, twin, np.array(added), stage, np.array(alphas), held
     )
 
 
@@ -667,19 +662,10 @@ def _stays(population: EpisodeSteps, head: RunRow, changes: Iterable[LifecycleRo
             for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), steps], strict=True):
                 if stage[first] == Stage.DORMANT:
                     continue
-                start = int(population.steps[first])
-                stays.append(
-                    Stay(
-                        env,
-                        slot,
-                        start,
-                        int(population.steps[last - 1]) + 1,
-                        Stage(int(stage[first])),
-                        head.blueprints[int(seed[first])] if seed[first] != NO_SEED else None,
-                        float(population.alpha[last - 1, env, slot]),
-                        reasons.get((env, slot, start)),
-                    )
-                )
+                start, stop = int(population.steps[first]), int(population.steps[last - 1]) + 1
+                name = head.blueprints[int(seed[first])] if seed[first] != NO_SEED else None
+                alpha, why = float(population.alpha[last - 1, env, slot]), reasons.get((env, slot, start))
+                stays.append(Stay(env, slot, start, stop, Stage(int(stage[first])), name, alpha, why))
     return stays
 
 

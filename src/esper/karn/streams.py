@@ -10,23 +10,8 @@ from contextlib import contextmanager
 from typing import IO, TextIO, cast
 
 PLAIN = str.maketrans(
-    {
-        "±": "+-",
-        "≤": "<=",
-        "≥": ">=",
-        "×": "x",
-        "…": "...",
-        "–": "-",
-        "—": "-",
-        "−": "-",
-        "─": "-",
-        "━": "-",
-        "╸": "-",
-        "╺": "-",
-        "│": "|",
-        "•": "*",
-        "→": "->",
-    }
+    {"±": "+-", "≤": "<=", "≥": ">=", "…": "...", "→": "->", "×": "x", "│": "|", "•": "*"}
+    | dict.fromkeys("–—−─━╸╺", "-")
 )
 """Replacements for characters that the encoding of an output lacks; other characters are escaped, as \\u2603."""
 
