@@ -168,16 +168,17 @@ def export_events(
             while follow and source.is_written:
                 export.update()
                 time.sleep(0.5)
-            exported = export.end()
+            status = export.end()
     except ExportError as error:
         fail(error, 1)
-    place = "no points" if exported.x < 0 else f"points up to x = {exported.x:,}, of which {exported.points:,} are new"
-    say(f"{exported.folder}: {to} has {place}, as the run {exported.name}")
-    if exported.status in ("running", "killed"):
-        state = "goes on" if exported.status == "running" else "was killed"
+    record = export.record
+    place = "no points" if record.x < 0 else f"points up to x = {record.x:,}, of which {export.points:,} are new"
+    say(f"{export.exports.folder}: {to} has {place}, as the run {record.name}")
+    if status in ("running", "killed"):
+        state = "goes on" if status == "running" else "was killed"
         say(f"{run} {state}: what it has written so far is exported, without image and final table")
-    elif not exported.final:
-        say(f"{run} has the status {exported.status} and no final figures: there is no image and no table")
+    elif record.ended is None:
+        say(f"{run} has the status {status} and no final figures: there is no image and no table")
 
 
 def exporter(folder: Path, target: str) -> "Exporter":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -39,17 +39,6 @@ Draw = Callable[[OpenRun, Mapping[str, Any]], Sequence[Box] | None]
 
 class ExportError(RuntimeError):
     """A target raised an error: one sentence. The command line exits with 1."""
-
-
-class Exported(NamedTuple):
-    """What an export did."""
-
-    name: str  # name of the run in the target
-    folder: Path  # of the exports
-    status: str  # of the run
-    points: int  # that were added
-    x: int  # of the last point that the target has; -1 if it has none
-    final: bool  # whether the target has the final table
 
 
 class Record(msgspec.Struct):
@@ -207,8 +196,8 @@ class Export:
             self.exports.write(self.record)
         self.points += len(points)
 
-    def end(self) -> Exported:
-        """Write the rest, and the table and the image of a run that has ended."""
+    def end(self) -> str:
+        """Write the rest, and the table and the image of a run that has ended. Returns the status of the run."""
         self.update()
         record, last, summary = self.record, self.model.last, self.run.summary
         status = self.run.status_after(None if last is None else last.status)
@@ -223,7 +212,7 @@ class Export:
                 self._call(lambda: self.target.image("architecture", pixels, x))
             self._call(lambda: self.target.table("final_table", table, x))
             record.ended = last.time
-        return Exported(record.name, self.exports.folder, status, self.points, record.x, record.ended is not None)
+        return status
 
     def close(self) -> None:
         """Close the target, also after an interrupt, as what was written is whole, and release the lock."""
