@@ -6,7 +6,6 @@ from typing import Annotated, Any
 import typer
 
 from esper.commands.options import (
-    OUTPUT,
     PLACE,
     Cluster,
     Compile,
@@ -22,6 +21,7 @@ from esper.commands.options import (
     Steps,
     Workers,
     finish,
+    of_output,
     read_layers,
     split_names,
     use_one_thread,
@@ -46,16 +46,12 @@ def grow(
     seed: Seed = None,
     device: Device = None,
     compile_: Compile = None,
-    run: Annotated[
-        Path | None, typer.Option(rich_help_panel=OUTPUT, metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")
-    ] = None,
+    run: Annotated[Path | None, of_output(metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
     json_: Json = False,
     overwrite: Overwrite = False,
-    models: Annotated[
-        str | None, typer.Option(rich_help_panel=OUTPUT, metavar="all|best|none", help="Networks to export.")
-    ] = None,
+    models: Annotated[str | None, of_output(metavar="all|best|none", help="Networks to export.")] = None,
     slots: Annotated[str | None, typer.Option(metavar="NAME,...", help="Slots that may be planted.")] = None,
     baselines: Annotated[
         str | None,
@@ -127,9 +123,7 @@ def train(
             "that of the config (the keys reward.*).",
         ),
     ] = None,
-    run: Annotated[
-        Path | None, typer.Option(rich_help_panel=OUTPUT, metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")
-    ] = None,
+    run: Annotated[Path | None, of_output(metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
     json_: Json = False,
