@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import typer
+from typer import Argument, Option
 
 from esper.commands.options import fail, say
 from esper.leyline.errors import InputError
@@ -25,19 +25,17 @@ FORMATS = ("jsonl", "csv", "parquet")
 
 
 def events(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, Argument(help="A run folder.")],
     kind: Annotated[
-        str | None, typer.Option(help="Print rows of this kind only: run, step, lifecycle, ... (`esper docs events`).")
+        str | None, Option(help="Print rows of this kind only: run, step, lifecycle, ... (`esper docs events`).")
     ] = None,
     format_: Annotated[
-        str, typer.Option("--format", metavar="|".join(FORMATS), help="csv and parquet need --kind; parquet, --out.")
+        str, Option("--format", metavar="|".join(FORMATS), help="csv and parquet need --kind; parquet, --out.")
     ] = "jsonl",
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write to FILE, which gets its name when it is whole.")
+        Path | None, Option(metavar="FILE", help="Write to FILE, which gets its name when it is whole.")
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Wait for further rows until the run ends; jsonl only.")
-    ] = False,
+    follow: Annotated[bool, Option("--follow", help="Wait for further rows until the run ends; jsonl only.")] = False,
 ) -> None:
     """Print the events of a run, whether it goes on or has ended. `esper docs events` describes every field."""
     from esper.karn.reader import fields_of, kind_of, open_run
@@ -115,17 +113,15 @@ def _beside(out: Path) -> Iterator[Path]:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    env: Annotated[
-        int | None, typer.Option(help="Export only the network of this environment, directly into DIR.")
-    ] = None,
+    run: Annotated[Path, Argument(help="A run folder.")],
+    env: Annotated[int | None, Option(help="Export only the network of this environment, directly into DIR.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to write; RUN-networks in the current folder.")
+        Path | None, Option(metavar="DIR", help="Folder to write; RUN-networks in the current folder.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the networks in DIR.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the networks in DIR.")] = False,
     task: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="The task of the run, by name or path.py:function; a host of your own gets model.pt2 only with it.",
         ),
@@ -147,12 +143,12 @@ def export(
 
 
 def export_events(
-    run: Annotated[Path, typer.Argument(help="A run folder, of a run that goes on or has ended.")],
-    to: Annotated[str, typer.Option(metavar="|".join(TARGETS), help="What to export to; each needs its extra.")],
+    run: Annotated[Path, Argument(help="A run folder, of a run that goes on or has ended.")],
+    to: Annotated[str, Option(metavar="|".join(TARGETS), help="What to export to; each needs its extra.")],
     into: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder to write to; exports/TARGET beside the run folder.")
+        Path | None, Option(metavar="FOLDER", help="Folder to write to; exports/TARGET beside the run folder.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Export further rows too, until the run ends.")] = False,
+    follow: Annotated[bool, Option("--follow", help="Export further rows too, until the run ends.")] = False,
 ) -> None:
     """Export the curves, the best network and the final table of a run; `esper docs exporters` lists the curves.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from esper.commands.options import PLACE, print_columns, say
 from esper.leyline.errors import InputError
@@ -16,7 +17,7 @@ from esper.leyline.text import did_you_mean
 def tasks(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TASK]...", help=f"Tasks to list, or {PLACE}; all of Esper's own.", show_default=False),
+        Argument(metavar="[TASK]...", help=f"Tasks to list, or {PLACE}; all of Esper's own.", show_default=False),
     ] = None,
 ) -> None:
     """List tasks with their slots and menus. cifar10 and tinystories read files of yours, and the list says what is missing."""
@@ -66,9 +67,7 @@ def blueprints() -> None:
 
 
 def controller(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A name of the list.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, Argument(metavar="[NAME]", help="A name of the list.", show_default=False)] = None,
 ) -> None:
     """List the controllers, or print what is known about one of them."""
     from esper.tamiyo.catalog import controller_summaries, find_controller
@@ -90,7 +89,7 @@ def controller(
 
 
 def config(
-    yaml: Annotated[bool, typer.Option("--yaml", help="Print the defaults as YAML, to start a file from.")] = False,
+    yaml: Annotated[bool, Option("--yaml", help="Print the defaults as YAML, to start a file from.")] = False,
 ) -> None:
     """Print every configuration key with its default, its type and its meaning."""
     from esper.leyline.config.tree import Config, dump_config, reference
@@ -106,9 +105,7 @@ def config(
 def docs(
     page: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[PAGE]", help="Page to show, such as growth; by default all are listed.", show_default=False
-        ),
+        Argument(metavar="[PAGE]", help="Page to show, such as growth; by default all are listed.", show_default=False),
     ] = None,
 ) -> None:
     """Show a page of the documentation, or list all pages with the first sentence of each."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer import Option
 
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable
@@ -19,21 +20,17 @@ if TYPE_CHECKING:
 
 SETTINGS, MACHINE, OUTPUT = "Settings", "Where it runs", "Output"
 """The groups of options in the help, below those that a command alone has."""
-of_settings, of_machine, of_output = (
-    partial(typer.Option, rich_help_panel=group) for group in (SETTINGS, MACHINE, OUTPUT)
-)
+of_settings, of_machine, of_output = (partial(Option, rich_help_panel=group) for group in (SETTINGS, MACHINE, OUTPUT))
 """An option of each group."""
 PLACE = "path.py:function or module:function, whose return is a task"  # how the help describes a task of the user's own
 
-Envs = Annotated[str | None, typer.Option("--envs", metavar="E", help="Environments, twins not counted.")]
-Steps = Annotated[str | None, typer.Option("--steps", metavar="T", help="Steps in an episode.")]
+Envs = Annotated[str | None, Option("--envs", metavar="E", help="Environments, twins not counted.")]
+Steps = Annotated[str | None, Option("--steps", metavar="T", help="Steps in an episode.")]
 Epochs = Annotated[
     str | None,
-    typer.Option(
-        "--epochs", metavar="N", help="Length of an episode as passes over the train split; replaces --steps."
-    ),
+    Option("--epochs", metavar="N", help="Length of an episode as passes over the train split; replaces --steps."),
 ]
-Seed = Annotated[str | None, typer.Option("--seed", metavar="N", help="Seed of the run.")]
+Seed = Annotated[str | None, Option("--seed", metavar="N", help="Seed of the run.")]
 Device = Annotated[str | None, of_machine("--device", metavar="auto|cpu|cuda[:i]", help="Device of the networks.")]
 Compile = Annotated[
     str | None,

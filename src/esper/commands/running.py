@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from esper.commands.options import (
     PLACE,
@@ -31,10 +31,10 @@ from esper.leyline.errors import InputError
 
 
 def grow(
-    task: Annotated[str, typer.Argument(help=f"A task of `esper tasks`, or {PLACE}.")],
+    task: Annotated[str, Argument(help=f"A task of `esper tasks`, or {PLACE}.")],
     controller: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="The name of a controller (`esper controller`), a schedule file, a file of trees, the run folder of a "
             "trained controller, or path.py:function or path.py:Class for one of your own (`esper docs own-controller`); by "
             "default heuristic."
@@ -52,14 +52,12 @@ def grow(
     json_: Json = False,
     overwrite: Overwrite = False,
     models: Annotated[str | None, of_output(metavar="all|best|none", help="Networks to export.")] = None,
-    slots: Annotated[str | None, typer.Option(metavar="NAME,...", help="Slots that may be planted.")] = None,
+    slots: Annotated[str | None, Option(metavar="NAME,...", help="Slots that may be planted.")] = None,
     baselines: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME,...", help="Static networks to compare with: twin, same-size, plain, skips, or none."
-        ),
+        Option(metavar="NAME,...", help="Static networks to compare with: twin, same-size, plain, skips, or none."),
     ] = None,
-    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Add or remove the baseline twin.")] = None,
+    twin: Annotated[bool | None, Option("--twin/--no-twin", help="Add or remove the baseline twin.")] = None,
     watch: Watched = False,
 ) -> None:
     """Grow a population on a task, compare it with static networks (`esper docs baselines`), and export the networks.
@@ -104,20 +102,20 @@ def grow(
 def train(
     tasks: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TASK]...", help=f"Tasks of `esper tasks`, or {PLACE}; repair.", show_default=False),
+        Argument(metavar="[TASK]...", help=f"Tasks of `esper tasks`, or {PLACE}; repair.", show_default=False),
     ] = None,
-    preset: Annotated[str, typer.Option(metavar="quick|standard", help="Length of the training.")] = "quick",
+    preset: Annotated[str, Option(metavar="quick|standard", help="Length of the training.")] = "quick",
     rounds: Annotated[
-        str | None, typer.Option(metavar="N", help="Rounds: one episode of every environment, and one update.")
+        str | None, Option(metavar="N", help="Rounds: one episode of every environment, and one update.")
     ] = None,
-    envs: Annotated[str | None, typer.Option(metavar="E", help="Environments of each task.")] = None,
+    envs: Annotated[str | None, Option(metavar="E", help="Environments of each task.")] = None,
     steps: Steps = None,
     epochs: Epochs = None,
     seed: Seed = None,
     device: Device = None,
     reward: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="PLACE",
             help="path.py:function or module:function that makes a reward of your own (`esper docs own-controller`), instead of "
             "that of the config (the keys reward.*).",
@@ -128,7 +126,7 @@ def train(
     settings: Settings = None,
     json_: Json = False,
     overwrite: Overwrite = False,
-    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Train never-grow twins too.")] = None,
+    twin: Annotated[bool | None, Option("--twin/--no-twin", help="Train never-grow twins too.")] = None,
     watch: Watched = False,
     workers: Workers = None,
     devices: Devices = None,
@@ -174,10 +172,10 @@ def train(
 
 
 def resume(
-    run: Annotated[Path, typer.Argument(help="The run folder of `esper grow` or `esper train`.")],
+    run: Annotated[Path, Argument(help="The run folder of `esper grow` or `esper train`.")],
     tasks: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--task",
             metavar="PLACE",
             help="path.py:function or module:function that makes the run's task, if it is your own.",
@@ -185,23 +183,23 @@ def resume(
     ] = None,
     controller: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="PLACE",
             help="path.py:function or module:function that makes the run's controller, if it is your own.",
         ),
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="PLACE", help="path.py:function or module:function that makes the reward of a training, likewise."
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
+        Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
     ] = None,
     other_data: Annotated[
-        bool, typer.Option("--other-data", help="Continue although the data differ from the run's, on record.")
+        bool, Option("--other-data", help="Continue although the data differ from the run's, on record.")
     ] = False,
     json_: Json = False,
     workers: Workers = None,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from esper.commands.options import Json, PictureFormat, PicturesFolder, fail, say, say_pictures
 from esper.leyline.errors import InputError
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder, or the folder of an evaluation.")],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write; report.html in the folder.")] = None,
+    run: Annotated[Path, Argument(help="A run folder, or the folder of an evaluation.")],
+    out: Annotated[Path | None, Option(metavar="FILE", help="File to write; report.html in the folder.")] = None,
     png: PicturesFolder = None,
     form: PictureFormat = "png",
 ) -> None:
@@ -35,12 +36,10 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Two run folders or more.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN RUN...", help="Two run folders or more.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="HTML file to write, with curves and the settings that differ; none by default."
-        ),
+        Option(metavar="FILE", help="HTML file to write, with curves and the settings that differ; none by default."),
     ] = None,
     png: PicturesFolder = None,
     form: PictureFormat = "png",
@@ -84,17 +83,13 @@ def compare(
         fail(" ".join(sentences), 2)
 
 
-Watched = Annotated[bool, typer.Option("--watch", help="Open `esper watch` on the run until you leave it with q.")]
+Watched = Annotated[bool, Option("--watch", help="Open `esper watch` on the run until you leave it with q.")]
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="A run folder, of a run that goes on or has ended.")],
-    every: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.05, help="Seconds between two looks at the folder.")
-    ] = 0.5,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the run to begin if the folder is not a run yet.")
-    ] = False,
+    run: Annotated[Path, Argument(help="A run folder, of a run that goes on or has ended.")],
+    every: Annotated[float, Option(metavar="SECONDS", min=0.05, help="Seconds between two looks at the folder.")] = 0.5,
+    wait: Annotated[bool, Option("--wait", help="Wait for the run to begin if the folder is not a run yet.")] = False,
 ) -> None:
     """Show a run in the terminal: the stage of every slot, curves, and the chosen environment with its events and reasons.
 
@@ -143,15 +138,15 @@ def console_beside(watched: bool) -> "Console":
 def serve(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run folders, or folders that hold some; runs by default."),
+        Argument(metavar="[RUNS]...", help="Run folders, or folders that hold some; runs by default."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Other machines reach one that is not loopback, with a token.")
+        str, Option(help="Address to listen on. Other machines reach one that is not loopback, with a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0 takes any free one.")] = 8712,
+    port: Annotated[int, Option(metavar="N", help="Port to listen on; 0 takes any free one.")] = 8712,
     token_file: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="File that holds the token that every request must bring. Without it, a token is made and printed if the host "
             "is not loopback, and none is needed if it is.",
