@@ -3,7 +3,7 @@
 `GymPopulation` turns views into observations and outcomes into rewards for both, and for Stable-Baselines3. E environments.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -119,7 +119,7 @@ class GymPopulation:
             "cost": np.minimum(inputs.cost, np.float32(CLIP)),
         }
         now = {"action_mask": view.masks._asdict(), "instance": view.space.instance}
-        return observation, copied(now | info)
+        return observation, mapped(now | info, np.array)  # copies, which their reader may change
 
     def _instances(self, options: Mapping[str, Any]) -> NDArray[np.int64]:
         """Return (E,) keys of the instances of the next episode, from `options` or drawn."""
@@ -169,18 +169,14 @@ def columns(space: Space) -> dict[str, tuple[str, ...]]:
     return {"env": env, "slot": slot, "blueprint": ("", *menu), "cost": menu}
 
 
-def copied(record: Info) -> Info:
-    """Return a deep copy of a nested dict of arrays, which its reader may change."""
-    return {name: copied(value) if isinstance(value, dict) else np.array(value) for name, value in record.items()}
+def mapped(record: Info, read: Callable[[Any], Any]) -> Info:
+    """Return a nested dict of arrays with a function applied to each array."""
+    return {name: mapped(value, read) if isinstance(value, dict) else read(value) for name, value in record.items()}
 
 
 def row(record: Info, env: int) -> Info:
     """Return the entries of one environment in a nested dict of arrays (E, ...); scalars become plain numbers."""
-    entries = {name: value if isinstance(value, dict) else value[env] for name, value in record.items()}
-    return {
-        name: row(value, env) if isinstance(value, dict) else value.copy() if np.ndim(value) else value.item()
-        for name, value in entries.items()
-    }
+    return mapped(record, lambda values: values[env].copy() if np.ndim(values[env]) else values[env].item())
 
 
 def _consecutive(seed: int, envs: int) -> NDArray[np.int64]:

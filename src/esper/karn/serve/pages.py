@@ -10,7 +10,6 @@ from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
-from esper.karn.report.frame import asset as report_asset
 from esper.karn.serve.contents import where
 from esper.leyline.text import printable, rounded
 
@@ -28,8 +27,9 @@ TAGS = ("task", "controller", "status")
 
 
 def asset(name: str) -> str:
-    """The text of a file of `ASSETS`."""
-    return report_asset(name) if name.startswith("report.") else _asset(name)
+    """The text of a file of `ASSETS`, or of a template."""
+    package = "esper.karn.report" if name.startswith("report.") else "esper.karn.serve"
+    return (files(package) / name).read_text(encoding="utf-8")
 
 
 def shell(
@@ -82,10 +82,6 @@ def _moment(seconds: float) -> str:
         return "-"
 
 
-def _asset(name: str) -> str:
-    return (files("esper.karn.serve") / name).read_text(encoding="utf-8")
-
-
 def render(template: str, /, **values: object) -> str:
     """A template of this package with its values."""
     return _templates().get_template(template).render(**values)
@@ -93,6 +89,6 @@ def render(template: str, /, **values: object) -> str:
 
 @cache
 def _templates() -> Environment:
-    templates = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(_asset))
+    templates = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(asset))
     templates.filters |= {"printable": printable, "known": _known, "moment": _moment, "where": where}
     return templates
