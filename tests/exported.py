@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -92,4 +93,6 @@ def carried(folder, store, target, more=lambda: False):
     with closing(Export(open_run(folder), exports, target, lambda run, summary: None)) as export:
         while more():
             export.update()
-        return export.end()
+        status, record = export.end(), export.record
+        final = record.ended is not None
+        return SimpleNamespace(name=record.name, status=status, points=export.points, x=record.x, final=final)

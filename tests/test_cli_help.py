@@ -13,8 +13,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from esper.cli import COMMANDS, app, main
-from esper.commands.docs import docs_folder, find_page, first_sentence, pages_of
+from esper.cli import COMMANDS, EXAMPLES, app, main
+from esper.commands.listing import docs_folder, find_page, first_sentence, pages_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = pages_of(docs_folder())
@@ -36,8 +36,9 @@ def test_the_help_of_a_command_ends_in_two_examples_that_parse_and_a_page_that_i
     shown = " ".join(CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"}).output.split())
     assert shown.endswith(f"More: `esper docs {command.page}`")
     assert command.page in PAGES
-    assert len(command.examples) == 2
-    for example in command.examples:
+    examples = [line for line in EXAMPLES if line.split()[1] == name]
+    assert len(examples) == 2
+    for example in examples:
         assert " ".join(example.split()) in shown
         line = re.split(r" [|>] ", example.partition("  # ")[0])[0]
         program, called, *arguments = shlex.split(line)

@@ -16,10 +16,10 @@ from rich.console import Console
 import esper
 from esper.api import load
 from esper.cli import main
+from esper.karn.comparison import content_of as comparison_content
 from esper.karn.comparison import read_comparison, result_rows
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.reader import read_model
-from esper.karn.report import compared
 from esper.karn.report.page import content_of
 from esper.karn.terminal.console import print_summary
 from esper.kasmina.network.export import MODEL, TOPOLOGY
@@ -228,7 +228,7 @@ def read_all(folder, other):
     try:
         comparison = read_comparison([folder, other])
         content_of(comparison.runs[0].model, "r")
-        compared.content_of(comparison)
+        comparison_content(comparison)
         result_rows(comparison.runs)
     except InputError as refusal:
         return str(refusal)

@@ -72,7 +72,7 @@ def test_what_needs_no_torch_does_not_load_it(arguments):
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("module", ["terminal.watch", "serve.app", "report.page", "report.compared", "reader"])
+@pytest.mark.parametrize("module", ["terminal.watch", "serve.app", "report.page", "comparison", "reader"])
 def test_what_reads_run_folders_does_not_load_torch(module):
     code = f"import sys, esper.karn.{module}\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,15 +3,15 @@
 # Grow, train and compare
 from esper.api import grow as grow
 from esper.api import train as train
-from esper.calls import resume as resume
-from esper.calls import evaluate as evaluate
-from esper.calls import show as show
+from esper.api import resume as resume
+from esper.api import evaluate as evaluate
+from esper.api import show as show
 from esper.karn.reader import open_run as open_run
 from esper.karn.report.page import write_report
 
 report = write_report
 from esper.karn.report.page import draw_report as draw_report
-from esper.karn.report.compared import compare as compare
+from esper.karn.comparison import compare as compare
 
 # Grow in your own training loop
 from esper.runs.live.growth import Growth as Growth

@@ -1,18 +1,24 @@
-"""The public functions grow, train, load and check_rows."""
+"""The public functions grow, train, resume, evaluate, show, load and check_rows."""
 
+import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import nn
 
-from esper.calls import OnInterrupt, end_of
+from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.reader import open_run
-from esper.karn.terminal.progress import Shown, growth_progress, training_progress
+from esper.karn.report.page import report_at_end, report_of_evaluation
+from esper.karn.terminal.console import can_print, print_line, print_summary, print_training
+from esper.karn.terminal.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.kasmina.blueprints import BLUEPRINTS, count, drawn_with
 from esper.kasmina.host import SegmentedHost, dtype_of
 from esper.kasmina.network.export import TOPOLOGY, check_size, load_network, read_topology
@@ -27,29 +33,46 @@ from esper.leyline.config.arguments import (
     check_task,
     to_path,
 )
-from esper.leyline.config.tree import Config, RewardConfig
+from esper.leyline.config.tree import BASELINES, Config, RewardConfig, build_config, parse_setting
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.protocols import Controller, Reward
+from esper.leyline.reference import is_own_controller, is_reference, resume_call, resume_command
 from esper.leyline.text import printable
 from esper.nissa.outputs import Output
+from esper.nissa.recovery import check_events
 from esper.runs.configuration import growth_config, training_configs
-from esper.runs.folder.resume import Opening, is_training, read_config
+from esper.runs.evaluation.contenders import Contender, of_object, trainings
+from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, evaluation_folder, run_evaluation
+from esper.runs.evaluation.work import disk_retry
+from esper.runs.folder.interrupt import ended_by_signals
+from esper.runs.folder.resume import (
+    ConfigChange,
+    Opening,
+    changed,
+    cohort_configs,
+    finished,
+    is_training,
+    read_config,
+    reward_of,
+)
 from esper.runs.grow import grow as grow_run
 from esper.runs.training.train import train as train_run
-from esper.runs.workers.workers import worker_options
+from esper.runs.workers.transports import ACTOR
+from esper.runs.workers.workers import ALONE, WorkerOptions, worker_options
 from esper.simic.rewards import get_reward, load_reward
-from esper.store.disk import find_folder
-from esper.store.files import BEST, MODELS, check_links, is_run
-from esper.tamiyo.catalog import find_controller
-from esper.tasks.catalog import get_task
+from esper.store.disk import find_folder, write_atomic
+from esper.store.files import BEST, EVALUATION, MODELS, check_links, is_run, to_json
+from esper.tamiyo.catalog import controller_names, find_controller
+from esper.tasks.catalog import get_task, is_named_task
 from esper.tasks.hosts.factories import host_from
 from esper.tolaria.stacked.data import stack_splits
 
-CHECKED = 64
-"""Number of examples with which `check_rows` runs a host."""
+OnInterrupt = Literal["raise", "return"]
+"""What a call does after Ctrl-C, when the run folder is complete: raise KeyboardInterrupt, or return the summary."""
+CHECKED = 64  # number of examples with which `check_rows` runs a host
 
 
 def grow(
@@ -140,16 +163,292 @@ def train(
     configs = training_configs(chosen, preset, asked)
     with training_progress(progress) as watch:
         summary = train_run(
-            chosen,
-            configs,
-            folder,
-            watch,
-            Opening(overwrite=overwrite),
-            reward=reward,
-            outputs=outputs,
-            asked=actors,
+            chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward, outputs=outputs, asked=actors
         )
     return end_of(summary, folder, on_interrupt)
+
+
+def show(summary: Mapping[str, Any]) -> None:
+    """Print the table of a summary of `grow`, `train` or `resume`, or of a record of `evaluate`, as commands do.
+
+    Raises InputError if `summary` is none of these.
+    """
+    keys: dict[str, Callable[[Mapping[str, Any], Console], None]] = {
+        "grown_params": print_summary,
+        "rounds_done": print_training,
+        "together": print_evaluation,
+    }
+    kind = next((key for key in keys if isinstance(summary, Mapping) and key in summary), None)
+    if kind is None:
+        raise InputError(
+            f"show was given a {type(summary).__name__} that is not a summary; give what esper.grow, esper.train, "
+            "esper.resume or esper.evaluate returned"
+        )
+    console = Console()
+    keys[kind](summary, console)
+    if "error" in summary:
+        print_line(console, f"error: {summary['error']['message']}")
+
+
+def resume(
+    run: str | PathLike[str],
+    *,
+    task: AnyTask | str | Sequence[AnyTask | str] | None = None,
+    controller: Controller | str | None = None,
+    reward: str | None = None,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    other_data: bool = False,
+    progress: Shown = "auto",
+    on_interrupt: OnInterrupt = "raise",
+    outputs: Sequence[Output] = (),
+    workers: int | None = None,
+    devices: Sequence[str] = (),
+    cluster: str | None = None,
+) -> dict[str, Any]:
+    """Continue a run of `grow` or `train`, as `esper resume` does, and return its summary.
+
+    The run gets the same numbers as without the break.
+
+    `task` is needed if the task of the run was an object or a function, "path.py:function", because code that only the run
+    folder names is not imported. A function may replace an object if it returns the same task. For a training on several tasks,
+    give a list. `controller` is needed if it was an object, which must have `state` and `load_state`, or a function or class,
+    "path.py:function". `reward` is needed if that of a training was "path.py:function"; a training whose reward was an object
+    cannot be resumed. `settings` changes keys
+    of the config, as {"steps": 48} or ["steps=48"]; the change is recorded, and a finished run then continues. Without changes
+    the summary of a finished run is returned. Other versions of Esper, torch, numpy or Python than at the start cause a
+    `RunWarning`; other data are refused unless `other_data` is set. Both are recorded. Raises InputError if the run, the task,
+    its data and the controller do not fit together. `progress`, `on_interrupt`, `outputs` and failed
+    runs are as in `grow`; outputs get the rows that the run writes from now on. `workers`, `devices` and `cluster` are as in
+    `train`, and may differ from those that a training had before.
+    """
+    check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
+    check_outputs(outputs)
+    folder, asked = to_path(run, "run"), worker_options(workers, devices, cluster, get_task)
+    summary = go_on(folder, task, controller, reward, _as_settings(settings), other_data, progress, outputs, asked)
+    return end_of(summary, folder, on_interrupt)
+
+
+def go_on(
+    folder: Path,
+    task: AnyTask | str | Sequence[AnyTask | str] | None,
+    controller: Controller | str | None,
+    reward: str | None,
+    settings: Sequence[str],
+    other_data: bool,
+    progress: Shown,
+    outputs: Sequence[Output] = (),
+    asked: WorkerOptions = ALONE,
+) -> dict[str, Any]:
+    """Continue a run and return its summary. Arguments are as in `resume`; `settings` are in the form of `--set`."""
+    before = read_config(folder)
+    if asked.any and not is_training(before):
+        raise InputError(f"{folder} is a growth, which no actors play; leave workers, devices and cluster out")
+    config = changed(before, settings) if settings else before
+    change = None if config == before else ConfigChange(before, tuple(settings))
+    known = finished(folder) if change is None else None
+    if known is not None and can_print(known, is_training(config)):  # a damaged summary is computed again
+        wrong = check_events(folder) if config.telemetry.level != "off" else None
+        if wrong is not None:
+            warn(wrong, RunWarning)
+        return known
+    opening = Opening(resume=True, change=change, other_data=other_data)
+    given = [] if task is None else [task] if isinstance(task, Task | Mixture | str) else list(task)
+    if is_training(config):
+        if controller is not None:
+            raise InputError(f"{folder} is a training, which makes its own controller; leave controller out")
+        paid = reward_of(folder, config, reward)
+        tasks = tasks_of(folder, config.tasks, given)
+        with training_progress(progress) as watch:
+            configs = cohort_configs(config)
+            return train_run(tasks, configs, folder, watch, opening, reward=paid, outputs=outputs, asked=asked)
+    if reward is not None:
+        raise InputError(f"{folder} is a growth, in which no reward is paid; leave reward out")
+    (chosen,) = tasks_of(folder, (config.task,), given)
+    if controller is None and is_own_controller(config.controller):
+        raise InputError(
+            f"{folder} is a run of the controller {config.controller!r}, whose code a run folder may not start; if you trust it, "
+            f"give {resume_command(folder, [config.task], config.controller)}"
+        )
+    try:
+        client = find_controller(config.controller if controller is None else controller).make(config)
+    except InputError as error:
+        mend = f"in Python give one like it, as esper.resume({str(folder)!r}, controller=...)"
+        raise InputError(
+            f"{error}; where it was an object made in Python, no command can resume the run: {mend}"
+        ) from None
+    if "steps" not in config.model_fields_set:  # the new settings give epochs instead of steps
+        config = with_steps(config, chosen)
+    with growth_progress(progress, config.steps, chosen.objective.metric) as sight:
+        return grow_run(chosen, config, client, folder, sight, opening, outputs)
+
+
+def evaluate(
+    controllers: Sequence[str | Controller | Contender] | str | Controller | None = None,
+    tasks: Sequence[AnyTask | str] | AnyTask | str = "repair",
+    *,
+    instances: int = 200,
+    seeds: int = 3,
+    first: int = 0,
+    settings: Mapping[str, Any] | Sequence[str] = (),
+    baselines: Sequence[str] = BASELINES[1:],
+    out: str | PathLike[str] | None = None,
+    overwrite: bool = False,
+    progress: Shown = "auto",
+    workers: int | None = None,
+    devices: Sequence[str] = (),
+    cluster: str | None = None,
+    ready: Callable[[dict[str, Any]], None] | None = None,
+    rivals: Rivals | None = None,
+) -> dict[str, Any]:
+    """Compare controllers with the rules on held-out instances, as `esper eval` does.
+
+    `controllers` are names, schedule files, run folders of trained controllers, "NAME=FOLDER,FOLDER" for several trainings
+    of one controller, "path.py:function" for one of your own, or a `Controller`, of which every population gets a copy as it is
+    now; None compares the rules alone. `tasks` are tasks or names. `settings` are config keys for all of them, as {"steps": 12}
+    or ["steps=12"]. `baselines` are static networks to compare with (`esper docs baselines`), of the size that the first
+    controller grew to, or the heuristic without controllers; () for none. `rivals` are further contenders, which a package adds.
+
+    With `out`, the record, the figure, the report and the grown networks are written to that folder, and a later call uses the
+    networks again; `overwrite` allows to replace a record there. `ready` gets the record before it is written, as a disk may be
+    full. With `workers`, that many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
+    `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs actors`). Results do not depend on the number of workers.
+    Returns the record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
+    """
+    if isinstance(controllers, list | tuple) and not controllers:
+        raise InputError(
+            f"controllers is {controllers!r}; name one or more, or leave it out to compare the rules of every evaluation alone"
+        )
+    chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
+    asked = worker_options(workers, devices, cluster, get_task)
+    say = None if asked.is_rank else evaluation_progress(progress)
+    layers = [*map(parse_setting, _as_settings(settings)), *({"device": device} for device in asked.devices[:1])]
+
+    def compare(grown: Path | None) -> dict[str, Any]:
+        found = [get_task(each) if isinstance(each, str) else each for each in chosen]
+        many = isinstance(controllers, list | tuple) and not isinstance(controllers, Contender)
+        listed: Sequence[Any] = [] if controllers is None else controllers if many else [controllers]  # type: ignore[assignment]
+        made: list[Contender] = []
+        for each in listed:
+            if isinstance(each, Contender):
+                made.append(each)
+            elif isinstance(each, str):
+                made += trainings(each)
+            else:
+                made.append(of_object(each, [contender.name for contender in made]))
+        record = run_evaluation(
+            made,
+            found,
+            instances=instances,
+            seeds=seeds,
+            first=first,
+            settings=layers,
+            baselines=baselines,
+            rivals=rivals,
+            folder=grown,
+            watch=say,
+            workers=asked,
+        )
+        if asked.is_rank:
+            return record
+        if ready is not None:
+            ready(record)
+        if grown is not None:
+            config = build_config(found[0].defaults, *layers)
+            retry = disk_retry(config, note, path)
+            retry(path / FIGURE, lambda: draw_evaluation(record, path / FIGURE))
+            if config.report:
+                report_of_evaluation(record, path)
+            # last, as a folder with a record is whole
+            retry(path / EVALUATION, lambda: write_atomic(path / EVALUATION, to_json(record)))
+        return record
+
+    note = say or (lambda line: None)
+    if out is None or asked.is_rank:
+        return compare(None)
+    path = to_path(out, "out")
+    with ended_by_signals(), evaluation_folder(path, note, overwrite=overwrite, shared=path.parent == ROOT) as grown:
+        return compare(grown)
+
+
+def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:
+    """The tasks of a run that is resumed: the given tasks, and tasks of Esper by their names.
+
+    InputError if a task made by other code is not given, or if a given task is not one of the run.
+    """
+    own = [get_task(each) if isinstance(each, str) else each for each in given]
+    brought = {task.name: task for task in own}
+    others = [name for name in brought if name not in names]
+    chosen: list[AnyTask] = []
+    for name in names:
+        if name in brought:
+            chosen.append(brought.pop(name))
+        elif is_reference(name) or not is_named_task(name):
+            if len(others) != 1 or not (is_reference(name) or is_reference(others[0])):
+                given = f", not on {', '.join(map(repr, brought))}" if brought else ""
+                said = f"{folder} is a run on the task {name!r}{given}"
+                if is_reference(name):
+                    mend = f"if you trust it, give {resume_command(folder, [name])}"
+                    raise InputError(f"{said}, whose code a run folder may not start; {mend}")
+                command = f"esper resume {shlex.quote(str(folder))} --task path.py:function"
+                raise InputError(
+                    f"{said}, which was made in Python and is not in the folder; give the same task again, as "
+                    f"esper.resume({str(folder)!r}, task=...) in Python, or as {command}, where the function returns it"
+                )
+            chosen.append(replace(brought.pop(others.pop()), name=name))  # the same task from another source
+        else:
+            chosen.append(get_task(name))
+    if brought:
+        raise InputError(
+            f"{folder} is a run on {', '.join(names)}, not on {', '.join(brought)}; give a task of the run"
+        )
+    return chosen
+
+
+def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Settings in the form of `--set`. Values of a mapping, nested or not, are written as JSON, which is valid YAML."""
+    if not isinstance(settings, Mapping):
+        return [settings] if isinstance(settings, str) else list(settings)
+    found = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            found += [f"{key}.{inner}" for inner in _as_settings(value)]
+        else:
+            found.append(f"{key}={json.dumps(value)}")
+    return found
+
+
+def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterrupt) -> dict[str, Any]:
+    """Return the summary of a run, or raise KeyboardInterrupt if it was interrupted and `on_interrupt` is "raise".
+
+    Writes the report of a run that has a folder.
+
+    Issues a RunWarning if the run failed.
+    """
+    if summary["status"] == ACTOR:
+        return summary
+    if folder is not None:
+        report_at_end(folder)
+    if summary["status"] == "failed":
+        warn(f"the run has failed: {summary['error']['message']}", RunWarning)
+    if summary["status"] != "interrupted" or on_interrupt == "return":
+        return summary
+    if folder is None:
+        raise KeyboardInterrupt("the run was interrupted")
+    names, client = names_of(summary), summary.get("controller")  # the summary of a training has no such key
+    made = ["task"] * any(
+        not is_reference(name) and not is_named_task(name) for name in names
+    )  # those that were objects
+    if client is not None and not (
+        is_own_controller(client) or client.partition(":")[0] in controller_names() or Path(client).exists()
+    ):
+        made.append("controller")
+    call = resume_call(folder, names, made, read_config(folder).controller)
+    raise KeyboardInterrupt(f"the run was interrupted and its folder is complete; continue it with {call}")
+
+
+def names_of(summary: Mapping[str, Any]) -> list[str]:
+    """The names of the tasks of a run, from its summary."""
+    return list(summary["tasks"]) if "tasks" in summary else [summary["task"]]
 
 
 def to_task(task: Any) -> AnyTask:

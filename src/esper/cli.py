@@ -10,13 +10,11 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from esper.commands.docs import docs
 from esper.commands.doctor import doctor
 from esper.commands.evaluating import evaluate
-from esper.commands.events import events
-from esper.commands.exporting import export, export_events
+from esper.commands.exporting import events, export, export_events
 from esper.commands.healing import heal
-from esper.commands.listing import blueprints, config, controller, tasks
+from esper.commands.listing import blueprints, config, controller, docs, tasks
 from esper.commands.options import fail, say
 from esper.commands.running import grow, resume, train
 from esper.commands.viewing import compare, report, serve, watch
@@ -58,189 +56,80 @@ ADDED = "Added by other packages"
 
 
 class Command(NamedTuple):
-    """A subcommand.
+    """A subcommand: what it does, the heading under which the help lists it, and the page of `esper docs` on it.
 
-    Attributes:
-        run (Callable): what it does; its signature has the options, its docstring is the help
-        group (str): heading under which the help lists it
-        page (str): page of the documentation, as `esper docs` names it
-        examples (tuple of str): command lines for the help
+    The signature of `run` has the options, its docstring is the help.
     """
 
     run: Callable[..., None]
     group: str
     page: str
-    examples: tuple[str, str]
 
 
 COMMANDS: Mapping[str, Command] = {
-    "grow": Command(
-        grow,
-        GROW,
-        "runs",
-        (
-            "esper grow digits --envs 16 --run runs/digits  # 16 networks and their never-grow twins",
-            "esper grow task.py:make_task --set lifecycle.max_seeds=1  # your own data, at most one seed each",
-        ),
-    ),
-    "resume": Command(
-        resume,
-        GROW,
-        "checkpoints",
-        (
-            "esper resume runs/digits  # go on where it was interrupted or killed",
-            "esper resume runs/digits --set steps=48  # go on for longer than was asked at first",
-        ),
-    ),
-    "heal": Command(
-        heal,
-        GROW,
-        "heal",
-        (
-            "esper heal model.pt2 --data data.npz --out healed  # a network that was damaged, and labelled examples",
-            "esper heal net.py:pruned --data net.py:data --intact net.py:whole  # also learn from the intact network",
-        ),
-    ),
-    "train": Command(
-        train,
-        LEARN,
-        "training",
-        (
-            "esper train repair --preset quick --run runs/learnt  # learn from damaged networks",
-            "esper train repair --workers 2 --rounds 100 --seed 1  # in two processes, with the same result",
-        ),
-    ),
-    "eval": Command(
-        evaluate,
-        LEARN,
-        "evaluation",
-        (
-            "esper eval runs/learnt --tasks repair --instances 50  # a trained controller and the rules",
-            "esper eval plan.yaml --tasks digits --baselines none  # a schedule and the rules",
-        ),
-    ),
-    "watch": Command(
-        watch,
-        LOOK,
-        "watch",
-        (
-            "esper watch runs/digits  # while it goes on, or afterwards",
-            "esper watch runs/later --wait  # open the window before the run begins",
-        ),
-    ),
-    "report": Command(
-        report,
-        LOOK,
-        "report",
-        (
-            "esper report runs/digits  # write report.html into the folder",
-            "esper report runs/digits --png figures --format pdf  # and its figures for a paper",
-        ),
-    ),
-    "compare": Command(
-        compare,
-        LOOK,
-        "report",
-        (
-            "esper compare runs/a runs/b  # a table of the difference with its interval",
-            "esper compare runs/a runs/b runs/c --out compared.html  # every pair, with curves",
-        ),
-    ),
-    "serve": Command(
-        serve,
-        LOOK,
-        "serve",
-        (
-            "esper serve runs  # for this machine",
-            "esper serve runs --host 0.0.0.0 --port 8080  # for others too, with a token that is printed",
-        ),
-    ),
-    "events": Command(
-        events,
-        LOOK,
-        "events",
-        (
-            "esper events runs/digits --kind decision  # JSON lines of every decision",
-            "esper events runs/digits --kind episode --format csv --out episodes.csv  # a table",
-        ),
-    ),
-    "export-events": Command(
-        export_events,
-        LOOK,
-        "exporters",
-        (
-            "esper export-events runs/digits --to tensorboard  # all curves",
-            "esper export-events runs/digits --to mlflow --follow  # until the run ends",
-        ),
-    ),
-    "export": Command(
-        export,
-        LOOK,
-        "checkpoints",
-        (
-            "esper export runs/digits --out networks  # every network of the run",
-            "esper export runs/digits --env 0 --out network  # one of them",
-        ),
-    ),
-    "tasks": Command(
-        tasks,
-        LIST,
-        "tasks",
-        (
-            "esper tasks  # every task of Esper",
-            "esper tasks task.py:make_task  # the slots and splits of your own",
-        ),
-    ),
-    "blueprints": Command(
-        blueprints,
-        LIST,
-        "hosts",
-        (
-            "esper blueprints  # what seeds can be",
-            "esper blueprints | grep sequence  # those for sequences",
-        ),
-    ),
-    "controller": Command(
-        controller,
-        LIST,
-        "own-controller",
-        (
-            "esper controller  # every rule that can decide",
-            "esper controller heuristic  # what one of them does, and its settings",
-        ),
-    ),
-    "config": Command(
-        config,
-        LIST,
-        "config",
-        (
-            "esper config | grep lifecycle  # the keys of one section",
-            "esper config --yaml > settings.yaml  # a file for --config",
-        ),
-    ),
-    "docs": Command(
-        docs,
-        LIST,
-        "glossary",
-        (
-            "esper docs  # every page with its first sentence",
-            "esper docs growth  # growing in a training loop of your own",
-        ),
-    ),
-    "doctor": Command(
-        doctor,
-        LIST,
-        "versions",
-        (
-            "esper doctor  # this machine and this installation",
-            "esper doctor --all  # the longest check of results that must be equal to the bit",
-        ),
-    ),
+    "grow": Command(grow, GROW, "runs"),
+    "resume": Command(resume, GROW, "checkpoints"),
+    "heal": Command(heal, GROW, "heal"),
+    "train": Command(train, LEARN, "training"),
+    "eval": Command(evaluate, LEARN, "evaluation"),
+    "watch": Command(watch, LOOK, "watch"),
+    "report": Command(report, LOOK, "report"),
+    "compare": Command(compare, LOOK, "report"),
+    "serve": Command(serve, LOOK, "serve"),
+    "events": Command(events, LOOK, "events"),
+    "export-events": Command(export_events, LOOK, "exporters"),
+    "export": Command(export, LOOK, "checkpoints"),
+    "tasks": Command(tasks, LIST, "tasks"),
+    "blueprints": Command(blueprints, LIST, "hosts"),
+    "controller": Command(controller, LIST, "own-controller"),
+    "config": Command(config, LIST, "config"),
+    "docs": Command(docs, LIST, "glossary"),
+    "doctor": Command(doctor, LIST, "versions"),
 }
 """The subcommands, in the order of the help."""
+EXAMPLES = """
+esper grow digits --envs 16 --run runs/digits  # 16 networks and their never-grow twins
+esper grow task.py:make_task --set lifecycle.max_seeds=1  # your own data, at most one seed each
+esper resume runs/digits  # go on where it was interrupted or killed
+esper resume runs/digits --set steps=48  # go on for longer than was asked at first
+esper heal model.pt2 --data data.npz --out healed  # a network that was damaged, and labelled examples
+esper heal net.py:pruned --data net.py:data --intact net.py:whole  # also learn from the intact network
+esper train repair --preset quick --run runs/learnt  # learn from damaged networks
+esper train repair --workers 2 --rounds 100 --seed 1  # in two processes, with the same result
+esper eval runs/learnt --tasks repair --instances 50  # a trained controller and the rules
+esper eval plan.yaml --tasks digits --baselines none  # a schedule and the rules
+esper watch runs/digits  # while it goes on, or afterwards
+esper watch runs/later --wait  # open the window before the run begins
+esper report runs/digits  # write report.html into the folder
+esper report runs/digits --png figures --format pdf  # and its figures for a paper
+esper compare runs/a runs/b  # a table of the difference with its interval
+esper compare runs/a runs/b runs/c --out compared.html  # every pair, with curves
+esper serve runs  # for this machine
+esper serve runs --host 0.0.0.0 --port 8080  # for others too, with a token that is printed
+esper events runs/digits --kind decision  # JSON lines of every decision
+esper events runs/digits --kind episode --format csv --out episodes.csv  # a table
+esper export-events runs/digits --to tensorboard  # all curves
+esper export-events runs/digits --to mlflow --follow  # until the run ends
+esper export runs/digits --out networks  # every network of the run
+esper export runs/digits --env 0 --out network  # one of them
+esper tasks  # every task of Esper
+esper tasks task.py:make_task  # the slots and splits of your own
+esper blueprints  # what seeds can be
+esper blueprints | grep sequence  # those for sequences
+esper controller  # every rule that can decide
+esper controller heuristic  # what one of them does, and its settings
+esper config | grep lifecycle  # the keys of one section
+esper config --yaml > settings.yaml  # a file for --config
+esper docs  # every page with its first sentence
+esper docs growth  # growing in a training loop of your own
+esper doctor  # this machine and this installation
+esper doctor --all  # the longest check of results that must be equal to the bit
+""".strip().splitlines()
+"""The examples of their help."""
 for _name, _command in COMMANDS.items():
-    _lines = ("Examples:", *(f"  {line}" for line in _command.examples), f"More: `esper docs {_command.page}`")
-    app.command(_name, rich_help_panel=_command.group, epilog="\n\n".join(_lines))(_command.run)
+    _examples = [f"  {line}" for line in EXAMPLES if line.split()[1] == _name]
+    _epilog = "\n\n".join(["Examples:", *_examples, f"More: `esper docs {_command.page}`"])
+    app.command(_name, rich_help_panel=_command.group, epilog=_epilog)(_command.run)
 for _name in plugins(PLUGIN_COMMANDS):
     try:
         app.command(_name, rich_help_panel=ADDED)(load_plugin(PLUGIN_COMMANDS, _name))
@@ -273,7 +162,15 @@ def _run(arguments: Sequence[str] | None) -> None:
     """Run the command; an expected error is printed as one sentence."""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _shown_by(warnings.showwarning)
+            usual = warnings.showwarning
+
+            def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+                if issubclass(category, DataWarning | RunWarning):  # of Esper: a line each
+                    say(f"warning: {message}", err=True)
+                else:
+                    usual(message, category, *where)
+
+            warnings.showwarning = show  # type: ignore[assignment]
             app(arguments)
     except InputError as error:
         fail(error, 2)
@@ -291,19 +188,15 @@ def _run(arguments: Sequence[str] | None) -> None:
             typer.echo(user_traceback(error), err=True, nl=False)
             raise SystemExit(1) from error
         if isinstance(error, OSError):
-            fail(_of_a_disk(error), 1)
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or str(error).startswith("cannot write "):
+                fail(error, 1)
+            what = error.filename or "to a disk, such as that of the folder for temporary files (TMPDIR)"
+            mend = "make room there, and give the same command again"
+            fail(f"cannot write {what}: {os.strerror(error.errno)}; {mend}", 1)
         if not is_out_of_memory(error):
             raise
         asked = requested_memory(error)
         fail(f"memory ran out{f': {asked} were asked for' if asked else ''}; free some, or lower envs", 1)
-
-
-def _of_a_disk(error: OSError) -> OSError | str:
-    """An error of the system, or the sentence of a run whose disk is full."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or str(error).startswith("cannot write "):
-        return error
-    what = error.filename or "to a disk, such as that of the folder for temporary files (TMPDIR)"
-    return f"cannot write {what}: {os.strerror(error.errno)}; make room there, and give the same command again"
 
 
 def command() -> None:
@@ -337,15 +230,3 @@ def _top(
     ] = False,
 ) -> None:
     pass
-
-
-def _shown_by(usual: Callable[..., None]) -> Callable[..., None]:
-    """A `warnings.showwarning` that prints warnings of Esper as one line each, and leaves others to `usual`."""
-
-    def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-        if issubclass(category, DataWarning | RunWarning):
-            say(f"warning: {message}", err=True)
-        else:
-            usual(message, category, *where)
-
-    return show

@@ -1,7 +1,5 @@
 """The keeps and prunes that a page shows, gathered in bounded memory, are those of the whole list."""
 
-import math
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +32,7 @@ def test_what_is_held_is_what_the_whole_list_would_show(drawn, training):
     assert [each.step for each in decided.first] == list(range(min(len(drawn), LISTED)))
     assert (decided.total, decided.measured) == (len(drawn), len(measured))
     assert decided.kept == [("s", step) for step, (_, kept) in enumerate(drawn) if kept and not training]
-    assert all(math.isnan(each.contribution) == (drawn[each.step][0] is None) for each in decided.first)
+    assert all(each.contribution_mean == drawn[each.step][0] for each in decided.first)
 
 
 def test_a_training_however_long_holds_as_much_as_a_page_shows():

@@ -57,13 +57,13 @@ def test_at_every_step_the_cells_are_those_of_the_rows(rows):
         step = next(r for r in reversed(rows[:index]) if isinstance(r, StepRow))
         for env in range(model.envs):
             for slot, name in enumerate(model.slots):
-                cell = model.cell(env, slot)
+                stage, alpha, seed, contribution, _ = model.cell(env, slot)
                 known = None if row.contribution_means is None else row.contribution_means[env][slot]
-                assert cell.stage == step.stages[env][slot]
-                assert cell.alpha == step.alphas[env][slot]
-                if cell.blueprint is not None:
-                    assert cell.blueprint == seeds[env, name]
-                    assert math.isnan(cell.contribution) if known is None else cell.contribution == known
+                assert stage == step.stages[env][slot]
+                assert alpha == step.alphas[env][slot]
+                if seed is not None:
+                    assert seed == seeds[env, name]
+                    assert math.isnan(contribution) if known is None else contribution == known
                     checked += 1
     assert checked > 10
 

@@ -6,8 +6,8 @@ from PIL import Image
 
 import esper
 from esper.cli import main
-from esper.karn.report.drawing import write_pictures
-from esper.karn.report.figures import Content, Curves, ForestPlot, ForestRow, HeatMap, ReportSection, Series, Timeline
+from esper.karn.report.drawing import ForestRow, Series, curves, forest, heat_map, timeline
+from esper.karn.report.frame import Content, ReportSection, write_pictures
 from esper.karn.run_model import SeedMark, Stay
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
@@ -26,12 +26,12 @@ def figures(name):
     """One figure of every kind, whose texts are `name`."""
     stay = Stay(0, 0, 1, 3, Stage.BLENDING, name, 0.5, name)
     return [
-        Curves(name, [0, 1], [Series(name, np.array([[0.0, 1.0], [NAN, 2.0]]), "grown")], "step", name),
-        Timeline(name, [stay], [SeedMark(0, 0, 1, True, name, None), SeedMark(0, 0, 3, False, name, name)], 1, 0, 4),
-        ForestPlot(
+        curves(name, [0, 1], [Series(name, np.array([[0.0, 1.0], [NAN, 2.0]]), "grown")], "step", name),
+        timeline(name, [stay], [SeedMark(0, 0, 1, True, name, None), SeedMark(0, 0, 3, False, name, name)], 1, 0, 4),
+        forest(
             name, [ForestRow(name, 0.5, NAN, NAN, "kept", name), ForestRow(name, 0.1, 0.0, 0.2, "plain", name)], name
         ),
-        HeatMap(name, [name], ["0", "1"], np.array([[1.0, NAN]]), "step"),
+        heat_map(name, [name], ["0", "1"], np.array([[1.0, NAN]]), "step"),
     ]
 
 
@@ -49,10 +49,10 @@ def test_every_kind_of_figure_can_be_drawn_whatever_its_names_are(tmp_path, form
 
 def test_figures_without_data_are_named_and_not_drawn(tmp_path):
     empty = [
-        Curves("a", [0], [Series("x", np.array([[NAN]]), "grown")], "step", ""),
-        Timeline("b", [], [], 2, 0, 3),
-        ForestPlot("c", [], ""),
-        HeatMap("d", ["r"], ["0"], np.array([[NAN]]), "step"),
+        curves("a", [0], [Series("x", np.array([[NAN]]), "grown")], "step", ""),
+        timeline("b", [], [], 2, 0, 3),
+        forest("c", [], ""),
+        heat_map("d", ["r"], ["0"], np.array([[NAN]]), "step"),
     ]
     drawn = write_pictures(content(empty)._replace(missing=["sensors: none"]), tmp_path)
     assert drawn.paths == []

@@ -14,7 +14,8 @@ from torch import nn
 import esper
 from esper.cli import main
 from esper.karn.reader import complete, read_model
-from esper.karn.report.page import content_of, page
+from esper.karn.report.frame import render
+from esper.karn.report.page import content_of
 from esper.karn.run_model import NO_SEED, DecisionLog, RunModel
 from esper.leyline.errors import InputError, RunWarning
 from esper.leyline.lifecycle.stages import Stage
@@ -30,6 +31,10 @@ from esper.nissa.rows import (
 )
 from iris import grow_iris
 from pages import EVIL, Page
+
+
+def page(model, name):
+    return render(content_of(model, name))
 
 
 def changed(model, **files):

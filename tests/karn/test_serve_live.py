@@ -24,11 +24,10 @@ from esper.karn.reader import complete, open_run, read_model
 from esper.karn.report.frame import render_content
 from esper.karn.report.page import content_of
 from esper.karn.run_model import RunModel
-from esper.karn.serve import following
+from esper.karn.serve import library
 from esper.karn.serve.access import Door
-from esper.karn.serve.app import create_app
-from esper.karn.serve.following import Followed, Following
-from esper.karn.serve.library import Library, key_of
+from esper.karn.serve.app import RouteContext, create_app
+from esper.karn.serve.library import Followed, Library, key_of
 from esper.store.lock import LOCK, describe_process
 
 HANDSHAKE = 60  # seconds after which a silent server fails a test
@@ -80,8 +79,8 @@ def get(address):
 
 
 def test_a_page_that_follows_in_any_parts_is_the_page_of_the_whole(growing, monkeypatch):
-    monkeypatch.setattr(following, "LEAST", 0.0)
-    monkeypatch.setattr(following, "SHARE", float("inf"))
+    monkeypatch.setattr(library, "LEAST", 0.0)
+    monkeypatch.setattr(library, "SHARE", float("inf"))
     run, append = growing
     followed, versions = Followed(run), set()
     for count in (0, 1, 2, 7, 1000):
@@ -97,8 +96,8 @@ def test_a_page_that_follows_in_any_parts_is_the_page_of_the_whole(growing, monk
 
 def test_a_page_is_not_made_again_before_it_is_due_or_where_nothing_changed(growing, monkeypatch):
     made = []
-    monkeypatch.setattr(following, "render_content", lambda content: made.append(content) or "page")
-    monkeypatch.setattr(following, "LEAST", 1e9)
+    monkeypatch.setattr(library, "render_content", lambda content: made.append(content) or "page")
+    monkeypatch.setattr(library, "LEAST", 1e9)
     run, append = growing
     followed = Followed(run)
     first = followed.page()
@@ -116,7 +115,7 @@ def test_a_page_is_not_made_again_before_it_is_due_or_where_nothing_changed(grow
 def test_a_report_that_takes_long_comes_after_the_page(runs, growing, monkeypatch):
     run, _ = growing
     ready = threading.Event()
-    monkeypatch.setattr(following, "render_content", lambda content: ready.wait(HANDSHAKE) and render_content(content))
+    monkeypatch.setattr(library, "render_content", lambda content: ready.wait(HANDSHAKE) and render_content(content))
     monkeypatch.setattr("esper.karn.serve.app.PATIENCE", 0.0)
     browser = TestClient(
         create_app(Library([run]), Door(None, "127.0.0.1", True, 1), threading.Event()), "http://127.0.0.1:1"
@@ -129,14 +128,14 @@ def test_a_report_that_takes_long_comes_after_the_page(runs, growing, monkeypatc
 
 
 def test_the_rows_of_runs_that_nobody_looks_at_any_more_are_forgotten(runs, tmp_path):
-    folders = [tmp_path / str(number) for number in range(following.KEPT + 1)]
+    folders = [tmp_path / str(number) for number in range(library.KEPT + 1)]
     for folder in folders:
         folder.mkdir()
         shutil.copy(runs / "finished" / "config.yaml", folder)
-    kept = Following()
-    first, *others = [kept.run(folder) for folder in folders]
-    assert kept.run(folders[-1]) is others[-1]
-    assert kept.run(folders[0]) is not first
+    follow = RouteContext(Library([tmp_path]), threading.Event()).follow
+    first, *others = [follow(folder) for folder in folders]
+    assert follow(folders[-1]) is others[-1]
+    assert follow(folders[0]) is not first
 
 
 def test_rows_gathered_one_by_one_are_the_model_of_the_whole(runs):

@@ -24,8 +24,7 @@ except ModuleNotFoundError:
         f"esper.callbacks.HuggingFaceGrowth needs transformers, which is not installed; run {pip_install('hf')}"
     ) from None
 
-FILE = "growth.pt"
-"""File of a checkpoint folder that holds the growth."""
+FILE = "growth.pt"  # file of a checkpoint folder that holds the growth
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
 Inputs = Sequence[Mapping[str, Any]]
@@ -98,7 +97,16 @@ class HuggingFaceGrowth(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Begin, or go on from a checkpoint, whose host the trainer has restored."""
-        _check_arguments(args)
+        if args.n_gpu > 1:
+            raise InputError(
+                "the trainer uses DataParallel, under which a network cannot grow; start it with torchrun, or set one device"
+            )
+        for name in ("deepspeed", "fsdp"):
+            if getattr(args, name, None):
+                raise InputError(
+                    f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it, or "
+                    "torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
+                )
         if self.growth is not None:
             raise InputError(
                 "this callback has grown a network already; call its growth.finish() and give the trainer another callback"
@@ -169,20 +177,6 @@ class HuggingFaceGrowth(TrainerCallback):
                 "HuggingFaceGrowth(checkpoint=...)"
             )
         return saved
-
-
-def _check_arguments(args: TrainingArguments) -> None:
-    """InputError if a trainer keeps parameters in a way that growth cannot follow."""
-    if args.n_gpu > 1:
-        raise InputError(
-            "the trainer uses DataParallel, under which a network cannot grow; start it with torchrun, or set one device"
-        )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name, None):
-            raise InputError(
-                f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it, or "
-                "torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
-            )
 
 
 def _folder(args: TrainingArguments, step: int) -> Path:

@@ -78,7 +78,19 @@ class LightningGrowth(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the seeds of a checkpoint: the trainer restores the optimizer next, which needs their groups."""
-        _check_trainer(trainer, pl_module)
+        if not pl_module.automatic_optimization:
+            raise InputError(
+                "the LightningModule optimizes by hand; make an esper.Growth in it and call its step after optimizer.step()"
+            )
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            raise InputError(
+                f"the trainer's strategy is {type(trainer.strategy).__name__}, under which a network cannot grow; use one "
+                "device or strategy='ddp', or torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
+            )
+        if len(trainer.optimizers) != 1:
+            raise InputError(
+                f"the trainer has {len(trainer.optimizers)} optimizers; return one from configure_optimizers"
+            )
         if self.growth is not None:
             raise InputError(
                 "this callback has grown a network already; call its growth.finish() and give the trainer another callback"
@@ -128,23 +140,14 @@ class LightningGrowth(Callback):
             self.growth.load_state_dict(state_dict, changed=self._changed)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError if a checkpoint's seeds are not there."""
-        self._check_evaluation()
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError if a checkpoint's seeds are not there."""
-        self._check_evaluation()
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError if a checkpoint's seeds are not there."""
-        self._check_evaluation()
-
-    def _check_evaluation(self) -> None:
+        """InputError if a checkpoint's seeds are not there; so at the start of a test and of a prediction."""
         if self._saved is not None and self.growth is None:
             raise InputError(
                 "the checkpoint holds seeds, which are restored together with an optimizer; resume it with "
                 "trainer.fit(module, loader, ckpt_path=...), and save what growth.finish() returns for evaluation"
             )
+
+    on_test_start = on_predict_start = on_validation_start
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the growth, from the state of a checkpoint where there is one."""
@@ -179,18 +182,3 @@ class LightningGrowth(Callback):
             del state[name]
         own: Mapping[str, torch.Tensor] = module.state_dict()
         state.update({prefix + name: value for name, value in own.items() if CHILD in name.split(".")[:-1]})
-
-
-def _check_trainer(trainer: Trainer, module: LightningModule) -> None:
-    """InputError if a trainer's steps cannot be followed."""
-    if not module.automatic_optimization:
-        raise InputError(
-            "the LightningModule optimizes by hand; make an esper.Growth in it and call its step after optimizer.step()"
-        )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        raise InputError(
-            f"the trainer's strategy is {type(trainer.strategy).__name__}, under which a network cannot grow; use one device or "
-            "strategy='ddp', or torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
-        )
-    if len(trainer.optimizers) != 1:
-        raise InputError(f"the trainer has {len(trainer.optimizers)} optimizers; return one from configure_optimizers")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from esper.commands.options import say, use_one_thread
 from esper.leyline.distribution import EXTRAS, pip_install
@@ -23,10 +24,7 @@ Check = tuple[bool | None, str]
 def doctor(
     every_size: Annotated[
         bool,
-        typer.Option(
-            "--all",
-            help="Compare rows at every number of rows and batch size, not at one: five times as long.",
-        ),
+        Option("--all", help="Compare rows at every number of rows and batch size, not at one: five times as long."),
     ] = False,
 ) -> None:
     """Check that Esper can run here; the exit code is 1 if a check fails."""

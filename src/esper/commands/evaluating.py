@@ -6,22 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from esper.commands.options import (
-    PLACE,
-    Cluster,
-    Devices,
-    Json,
-    Settings,
-    Workers,
-    say,
-    split_names,
-    use_one_thread,
-)
+from esper.commands.options import PLACE, Cluster, Devices, Json, Settings, Workers, say, split_names, use_one_thread
 
 Controllers = Annotated[
     list[str] | None,
-    typer.Argument(
+    Argument(
         metavar="[CONTROLLER]...",
         help="Names, schedule files, run folders of trained controllers, NAME=FOLDER,FOLDER for several trainings of one, or "
         "path.py:function or path.py:Class for one of your own.",
@@ -29,22 +20,19 @@ Controllers = Annotated[
     ),
 ]
 
-Tasks = Annotated[str, typer.Option(metavar="NAME,...", help=f"Tasks of `esper tasks`, or {PLACE}.")]
-Instances = Annotated[int, typer.Option(metavar="N", help="Held-out instances of each task.")]
+Tasks = Annotated[str, Option(metavar="NAME,...", help=f"Tasks of `esper tasks`, or {PLACE}.")]
+Instances = Annotated[int, Option(metavar="N", help="Held-out instances of each task.")]
 Seeds = Annotated[
-    int,
-    typer.Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config."),
+    int, Option(metavar="N", help="Runs of each instance, with N seeds that count up from `seed` of the config.")
 ]
-First = Annotated[int, typer.Option(metavar="N", help="Number of the first held-out instance.")]
+First = Annotated[int, Option(metavar="N", help="Number of the first held-out instance.")]
 RecordFolder = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Folder of the record and the figure; runs/evaluation/TASKS-HASH."),
+    Path | None, Option(metavar="DIR", help="Folder of the record and the figure; runs/evaluation/TASKS-HASH.")
 ]
 Baselines = Annotated[
-    str,
-    typer.Option(metavar="NAME,...", help="Static networks to compare with: same-size, plain, skips, or none."),
+    str, Option(metavar="NAME,...", help="Static networks to compare with: same-size, plain, skips, or none.")
 ]
-ReplaceRecord = Annotated[bool, typer.Option("--overwrite", help="Replace the record in DIR.")]
+ReplaceRecord = Annotated[bool, Option("--overwrite", help="Replace the record in DIR.")]
 
 
 def evaluate(
@@ -69,7 +57,7 @@ def evaluate(
     each set of arguments has its own folder.
     """
     use_one_thread()
-    from esper.calls import evaluate as compare
+    from esper.api import evaluate as compare
     from esper.leyline.config.tree import parse_setting
     from esper.runs.evaluation.contenders import trainings
     from esper.runs.evaluation.evaluation import default_folder

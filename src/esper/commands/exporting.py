@@ -1,34 +1,127 @@
-"""`esper export` and `export-events`: the networks of a run in another folder, and its curves in TensorBoard and others."""
+"""`esper events`, `export-events` and `export`: what a run holds, for other programs."""
 
+import csv
+import json
+import os
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import typer
+from typer import Argument, Option
 
 from esper.commands.options import fail, say
 from esper.leyline.distribution import TARGETS
+from esper.leyline.errors import InputError
 
 if TYPE_CHECKING:
     from esper.karn.export_targets import Box
-    from esper.karn.exporters import Exported, Exporter
+    from esper.karn.exporters import Exporter
     from esper.karn.reader import OpenRun
+
+FORMATS = ("jsonl", "csv", "parquet")
+
+
+def events(
+    run: Annotated[Path, Argument(help="A run folder.")],
+    kind: Annotated[
+        str | None, Option(help="Print rows of this kind only: run, step, lifecycle, ... (`esper docs events`).")
+    ] = None,
+    format_: Annotated[
+        str, Option("--format", metavar="|".join(FORMATS), help="csv and parquet need --kind; parquet, --out.")
+    ] = "jsonl",
+    out: Annotated[
+        Path | None, Option(metavar="FILE", help="Write to FILE, which gets its name when it is whole.")
+    ] = None,
+    follow: Annotated[bool, Option("--follow", help="Wait for further rows until the run ends; jsonl only.")] = False,
+) -> None:
+    """Print the events of a run, whether it goes on or has ended. `esper docs events` describes every field."""
+    from esper.karn.reader import fields_of, kind_of, open_run
+    from esper.leyline.distribution import pip_install
+    from esper.nissa.events import encode, record
+
+    if format_ not in FORMATS:
+        raise InputError(f"--format is {format_!r}; choose one of {', '.join(FORMATS)}")
+    if format_ != "jsonl" and kind is None:
+        raise InputError(f"--format {format_} is a table of one kind of rows; add --kind, for example --kind step")
+    if format_ != "jsonl" and follow:
+        raise InputError(f"--follow prints jsonl, and --format is {format_}; leave one of them out")
+    if format_ == "parquet" and out is None:
+        raise InputError("--format parquet is a binary file; name it with --out FILE")
+    source, wanted = open_run(run), kind_of(kind)
+    rows = (row for row in (source.follow() if follow else source.rows()) if isinstance(row, wanted))
+    if format_ == "jsonl":
+        with _opened(out, at_once=follow) as file:
+            for row in rows:
+                file.write(encode(row).decode())
+                if follow:
+                    file.flush()
+    elif format_ == "csv":  # lists and mappings are JSON, and what was not measured is empty
+        with _opened(out) as file:
+            writer, names = csv.writer(file), fields_of(wanted)
+            writer.writerow(names)
+            for values in (record(row) for row in rows):
+                cells = [values.get(name) for name in names]
+                writer.writerow([json.dumps(cell) if isinstance(cell, list | dict | bool) else cell for cell in cells])
+    else:
+        assert kind is not None
+        assert out is not None
+        frame = source.frame(kind)
+        try:
+            import pyarrow  # noqa: F401  (pandas writes parquet with it)
+        except ImportError:
+            raise InputError(f"parquet needs pyarrow, which is not installed; run {pip_install('frames')}") from None
+        with _beside(out) as temporary:
+            frame.to_parquet(temporary, index=False)
+
+
+@contextmanager
+def _opened(out: Path | None, *, at_once: bool = False) -> Iterator[TextIO]:
+    """FILE for writing, or the terminal, which stays open. `at_once` writes FILE itself, which others read meanwhile."""
+    if out is None:
+        yield sys.stdout
+        return
+    with nullcontext(out) if at_once else _beside(out) as path:
+        try:
+            file = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise InputError(f"{out} cannot be written: {error.strerror}; name another file") from None
+        with file:
+            yield file
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """A temporary file that replaces FILE once the body has written all of it.
+
+    Raises InputError if FILE cannot be written, and OSError with FILE as its name on a full disk.
+    """
+    from esper.store.disk import FULL, replacing
+
+    if out.exists() and not out.is_file():  # a pipe or a device, which cannot be replaced
+        yield out
+        return
+    try:
+        with replacing(Path(os.path.realpath(out))) as temporary:  # behind a link, which stays
+            yield temporary
+    except OSError as error:
+        if error.errno in FULL:
+            raise OSError(error.errno, os.strerror(error.errno), str(out)) from error
+        raise InputError(f"{out} cannot be written: {error.strerror or error}; name another file") from None
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    env: Annotated[
-        int | None, typer.Option(help="Export only the network of this environment, directly into DIR.")
-    ] = None,
+    run: Annotated[Path, Argument(help="A run folder.")],
+    env: Annotated[int | None, Option(help="Export only the network of this environment, directly into DIR.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to write; RUN-networks in the current folder.")
+        Path | None, Option(metavar="DIR", help="Folder to write; RUN-networks in the current folder.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the networks in DIR.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the networks in DIR.")] = False,
     task: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="The task of the run, by name or path.py:function; a host of your own gets model.pt2 only with it.",
         ),
@@ -50,12 +143,12 @@ def export(
 
 
 def export_events(
-    run: Annotated[Path, typer.Argument(help="A run folder, of a run that goes on or has ended.")],
-    to: Annotated[str, typer.Option(metavar="|".join(TARGETS), help="What to export to; each needs its extra.")],
+    run: Annotated[Path, Argument(help="A run folder, of a run that goes on or has ended.")],
+    to: Annotated[str, Option(metavar="|".join(TARGETS), help="What to export to; each needs its extra.")],
     into: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder to write to; exports/TARGET beside the run folder.")
+        Path | None, Option(metavar="FOLDER", help="Folder to write to; exports/TARGET beside the run folder.")
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Export further rows too, until the run ends.")] = False,
+    follow: Annotated[bool, Option("--follow", help="Export further rows too, until the run ends.")] = False,
 ) -> None:
     """Export the curves, the best network and the final table of a run; `esper docs exporters` lists the curves.
 
@@ -71,11 +164,17 @@ def export_events(
             while follow and source.is_written:
                 export.update()
                 time.sleep(0.5)
-            exported = export.end()
+            status = export.end()
     except ExportError as error:
         fail(error, 1)
-    for line in _lines(exported, source, to):
-        say(line)
+    record = export.record
+    place = "no points" if record.x < 0 else f"points up to x = {record.x:,}, of which {export.points:,} are new"
+    say(f"{export.exports.folder}: {to} has {place}, as the run {record.name}")
+    if status in ("running", "killed"):
+        state = "goes on" if status == "running" else "was killed"
+        say(f"{run} {state}: what it has written so far is exported, without image and final table")
+    elif record.ended is None:
+        say(f"{run} has the status {status} and no final figures: there is no image and no table")
 
 
 def exporter(folder: Path, target: str) -> "Exporter":
@@ -90,7 +189,6 @@ def network_boxes(run: "OpenRun", summary: Mapping[str, Any]) -> "Sequence[Box] 
     from esper.api import load
     from esper.karn.export_targets import Box
     from esper.kasmina.network.drawing import parts_of
-    from esper.leyline.errors import InputError
     from esper.store.files import MODELS
 
     try:
@@ -103,17 +201,3 @@ def network_boxes(run: "OpenRun", summary: Mapping[str, Any]) -> "Sequence[Box] 
         head = f"{part.name}: {part.what}" if part.what else part.name
         boxes.append(Box(part.kind, head, ", ".join(filter(None, (params, part.note)))))
     return boxes
-
-
-def _lines(exported: "Exported", run: "OpenRun", to: str) -> list[str]:
-    """What was exported, and what is missing."""
-    place = "no points" if exported.x < 0 else f"points up to x = {exported.x:,}, of which {exported.points:,} are new"
-    lines = [f"{exported.folder}: {to} has {place}, as the run {exported.name}"]
-    if exported.status in ("running", "killed"):
-        state = "goes on" if exported.status == "running" else "was killed"
-        lines.append(f"{run.folder} {state}: what it has written so far is exported, without image and final table")
-    elif not exported.final:
-        lines.append(
-            f"{run.folder} has the status {exported.status} and no final figures: there is no image and no table"
-        )
-    return lines

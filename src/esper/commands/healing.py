@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from esper.commands.options import say, use_one_thread
 from esper.leyline.errors import InputError, typed_line
@@ -19,26 +20,24 @@ AGAIN = "give the same command again"
 
 def heal(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help=f"A .pt2 file of torch.export, or {PLACE} that returns the module.")
+        str, Argument(metavar="MODEL", help=f"A .pt2 file of torch.export, or {PLACE} that returns the module.")
     ],
     data: Annotated[
         str,
-        typer.Option(
-            metavar="DATA", help=f"A .npz, .pt or .safetensors file with x and y, or {PLACE} that returns (x, y)."
-        ),
+        Option(metavar="DATA", help=f"A .npz, .pt or .safetensors file with x and y, or {PLACE} that returns (x, y)."),
     ],
     intact: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The network before the damage, given like MODEL.")
+        str | None, Option(metavar="MODEL", help="The network before the damage, given like MODEL.")
     ] = None,
-    budget: Annotated[float, typer.Option(help="Most parameters of all seeds / parameters of the model.")] = 0.06,
-    steps: Annotated[int, typer.Option(help="Steps of the optimizer for each network that is trained.")] = 480,
-    batch_size: Annotated[int, typer.Option(help="Examples in a step.")] = 64,
-    seed: Annotated[int, typer.Option(help="Seed of the split, the batches and the seeds.")] = 0,
+    budget: Annotated[float, Option(help="Most parameters of all seeds / parameters of the model.")] = 0.06,
+    steps: Annotated[int, Option(help="Steps of the optimizer for each network that is trained.")] = 480,
+    batch_size: Annotated[int, Option(help="Examples in a step.")] = 64,
+    seed: Annotated[int, Option(help="Seed of the split, the batches and the seeds.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder to write: the adapter, network.pt2 and healing.json.")
+        Path | None, Option(metavar="DIR", help="Folder to write: the adapter, network.pt2 and healing.json.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the healing that DIR holds.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the healing that DIR holds.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
 ) -> None:
     """Repair a pruned, quantised or truncated network by seeds, and compare that with the usual remedies."""
     use_one_thread()

@@ -79,7 +79,7 @@ def export_networks(
     overwrite: bool,
     task: AnyTask | None,
     note: Callable[[str], None],
-    mend: str = HOW_TO_NAME,
+    mend: str,
 ) -> dict[Path, Topology]:
     """Write all networks into `target` under the given names, or none if one fails. Returns their topologies.
 
@@ -87,7 +87,13 @@ def export_networks(
     `task` the network gets no program, and `note` is told so in a sentence that ends in `mend`. InputError if a file is damaged,
     or if `target` holds other files.
     """
-    _check_target(target, overwrite)
+    if target.exists() and not target.is_dir():
+        raise InputError(f"{target} is a file; name a folder with --out")
+    content = list(target.iterdir()) if target.exists() else []
+    if content and not overwrite:
+        raise InputError(f"{target} is not empty; name another folder with --out, or replace it with --overwrite")
+    if not _is_network(target) and not all(_is_network(path) for path in content):
+        raise InputError(f"{target} holds other files than networks; name another folder with --out")
     if task is not None and not isinstance(task, Task):
         raise InputError(f"task {task.name} is a mixture, whose hosts are known by name; leave --task out")
     topologies = {name: read_topology(path) for name, path in sources.items()}
@@ -112,23 +118,18 @@ def export_networks(
     return topologies
 
 
-def _check_copied(path: Path) -> None:
-    """InputError if the weights of a network are too large to be copied without knowing its host."""
-    size = path.stat().st_size
-    if size > _LARGEST_COPIED:
-        raise InputError(
-            f"{path} holds {size:,} bytes, and without its host a network of at most {_LARGEST_COPIED:,} is exported; give the "
-            "task that was grown with --task"
-        )
-
-
 def _write(
     source: Path, folder: Path, topology: Topology, host: Callable[[], nn.Module] | None, mend: str
 ) -> str | None:
     """Write one network. Returns why it has no program; None if it has one."""
     if topology["host"] is None and host is None:
         check_size(source, topology["parameters"])
-        _check_copied(source / MODEL)
+        size = (source / MODEL).stat().st_size
+        if size > _LARGEST_COPIED:
+            raise InputError(
+                f"{source / MODEL} holds {size:,} bytes, and without its host a network of at most {_LARGEST_COPIED:,} is "
+                "exported; give the task that was grown with --task"
+            )
         check_sum(source / MODEL)
         files = {name: (source / name).read_bytes() for name in (MODEL, TOPOLOGY)}
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -138,17 +139,6 @@ def _write(
     topology["parameters"] = count(network)
     failure = save_network(folder, network, topology, example_of(source, topology, _LARGEST_INPUT))
     return None if failure is None else f"torch.export cannot trace the network: {failure}"
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    """InputError if networks may not be written to `target`."""
-    if target.exists() and not target.is_dir():
-        raise InputError(f"{target} is a file; name a folder with --out")
-    content = list(target.iterdir()) if target.exists() else []
-    if content and not overwrite:
-        raise InputError(f"{target} is not empty; name another folder with --out, or replace it with --overwrite")
-    if not _is_network(target) and not all(_is_network(path) for path in content):
-        raise InputError(f"{target} holds other files than networks; name another folder with --out")
 
 
 def _is_network(folder: Path) -> bool:

@@ -5,93 +5,66 @@ Numbers of the config are taken as text, so that the config alone defines which 
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer import Option
 
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable
 
 if TYPE_CHECKING:
-    from esper.karn.report.drawing import Pictures
+    from esper.karn.report.frame import Pictures
 
 SETTINGS, MACHINE, OUTPUT = "Settings", "Where it runs", "Output"
 """The groups of options in the help, below those that a command alone has."""
-PLACE = "path.py:function or module:function, whose return is a task"
-"""How the help describes a task of the user's own."""
+of_settings, of_machine, of_output = (partial(Option, rich_help_panel=group) for group in (SETTINGS, MACHINE, OUTPUT))
+"""An option of each group."""
+PLACE = "path.py:function or module:function, whose return is a task"  # how the help describes a task of the user's own
 
-Envs = Annotated[str | None, typer.Option("--envs", metavar="E", help="Environments, twins not counted.")]
-Steps = Annotated[str | None, typer.Option("--steps", metavar="T", help="Steps in an episode.")]
+Envs = Annotated[str | None, Option("--envs", metavar="E", help="Environments, twins not counted.")]
+Steps = Annotated[str | None, Option("--steps", metavar="T", help="Steps in an episode.")]
 Epochs = Annotated[
     str | None,
-    typer.Option(
-        "--epochs", metavar="N", help="Length of an episode as passes over the train split; replaces --steps."
-    ),
+    Option("--epochs", metavar="N", help="Length of an episode as passes over the train split; replaces --steps."),
 ]
-Seed = Annotated[str | None, typer.Option("--seed", metavar="N", help="Seed of the run.")]
-Device = Annotated[
-    str | None,
-    typer.Option("--device", rich_help_panel=MACHINE, metavar="auto|cpu|cuda[:i]", help="Device of the networks."),
-]
+Seed = Annotated[str | None, Option("--seed", metavar="N", help="Seed of the run.")]
+Device = Annotated[str | None, of_machine("--device", metavar="auto|cpu|cuda[:i]", help="Device of the networks.")]
 Compile = Annotated[
     str | None,
-    typer.Option(
-        "--compile",
-        rich_help_panel=MACHINE,
-        metavar="off|on|auto",
-        help="Compile the training passes (`esper docs compiling`).",
-    ),
+    of_machine("--compile", metavar="off|on|auto", help="Compile the training passes (`esper docs compiling`)."),
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
-        "--config",
-        rich_help_panel=SETTINGS,
-        metavar="FILE",
-        help="YAML file of settings; `esper config --yaml` prints one.",
-    ),
+    of_settings("--config", metavar="FILE", help="YAML file of settings; `esper config --yaml` prints one."),
 ]
 Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", rich_help_panel=SETTINGS, metavar="KEY=VALUE", help="Set a key of `esper config`; may be repeated."
-    ),
+    list[str] | None, of_settings("--set", metavar="KEY=VALUE", help="Set a key of `esper config`; may be repeated.")
 ]
-Json = Annotated[
-    bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print the summary as JSON, and nothing else.")
-]
+Json = Annotated[bool, of_output("--json", help="Print the summary as JSON, and nothing else.")]
 PicturesFolder = Annotated[
     Path | None,
-    typer.Option(
-        "--png",
-        rich_help_panel=OUTPUT,
-        metavar="DIR",
-        help="Folder to which the figures are written as pictures, for papers.",
-    ),
+    of_output("--png", metavar="DIR", help="Folder to which the figures are written as pictures, for papers."),
 ]
 PictureFormat = Annotated[
-    str,
-    typer.Option(
-        "--format", rich_help_panel=OUTPUT, metavar="png|pdf|svg", help="Format of the pictures that --png writes."
-    ),
+    str, of_output("--format", metavar="png|pdf|svg", help="Format of the pictures that --png writes.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", rich_help_panel=OUTPUT, help="Replace the run in the folder.")]
+Overwrite = Annotated[bool, of_output("--overwrite", help="Replace the run in the folder.")]
 
 Workers = Annotated[
     str | None,
-    typer.Option(
+    of_machine(
         "--workers",
-        rich_help_panel=MACHINE,
         metavar="N",
         help="Workers that play or grow, each a process with one thread (`esper docs actors`).",
     ),
 ]
 Devices = Annotated[
     str | None,
-    typer.Option(
+    of_machine(
         "--devices",
-        rich_help_panel=MACHINE,
         metavar="NAME,...",
         help="Devices of the actors, such as cuda:0,cuda:1, taken in turn: one actor on each, or --workers actors. Replaces the "
         "config key device (--device), which names the one device where there are no actors.",
@@ -99,9 +72,8 @@ Devices = Annotated[
 ]
 Cluster = Annotated[
     str | None,
-    typer.Option(
+    of_machine(
         "--cluster",
-        rich_help_panel=MACHINE,
         metavar="ray|ray://HOST:PORT|torchrun",
         help="Where the actors run, if not as processes of this machine: on Ray, or as the ranks of torchrun.",
     ),
@@ -193,7 +165,7 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
     else:
         print_table(summary, Console(), str(folder))
     if summary["status"] == "interrupted":
-        from esper.calls import names_of
+        from esper.api import names_of
         from esper.leyline.reference import resume_command
         from esper.runs.folder.resume import read_config
 

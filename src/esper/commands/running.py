@@ -1,13 +1,11 @@
 """`esper grow`, `esper train` and `esper resume`: commands whose result is a run folder."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from esper.commands.options import (
-    OUTPUT,
     PLACE,
     Cluster,
     Compile,
@@ -23,6 +21,7 @@ from esper.commands.options import (
     Steps,
     Workers,
     finish,
+    of_output,
     read_layers,
     split_names,
     use_one_thread,
@@ -32,10 +31,10 @@ from esper.leyline.errors import InputError
 
 
 def grow(
-    task: Annotated[str, typer.Argument(help=f"A task of `esper tasks`, or {PLACE}.")],
+    task: Annotated[str, Argument(help=f"A task of `esper tasks`, or {PLACE}.")],
     controller: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="The name of a controller (`esper controller`), a schedule file, a file of trees, the run folder of a "
             "trained controller, or path.py:function or path.py:Class for one of your own (`esper docs own-controller`); by "
             "default heuristic."
@@ -47,24 +46,18 @@ def grow(
     seed: Seed = None,
     device: Device = None,
     compile_: Compile = None,
-    run: Annotated[
-        Path | None, typer.Option(rich_help_panel=OUTPUT, metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")
-    ] = None,
+    run: Annotated[Path | None, of_output(metavar="DIR", help="Run folder; runs/TASK-CONTROLLER-sSEED.")] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
     json_: Json = False,
     overwrite: Overwrite = False,
-    models: Annotated[
-        str | None, typer.Option(rich_help_panel=OUTPUT, metavar="all|best|none", help="Networks to export.")
-    ] = None,
-    slots: Annotated[str | None, typer.Option(metavar="NAME,...", help="Slots that may be planted.")] = None,
+    models: Annotated[str | None, of_output(metavar="all|best|none", help="Networks to export.")] = None,
+    slots: Annotated[str | None, Option(metavar="NAME,...", help="Slots that may be planted.")] = None,
     baselines: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME,...", help="Static networks to compare with: twin, same-size, plain, skips, or none."
-        ),
+        Option(metavar="NAME,...", help="Static networks to compare with: twin, same-size, plain, skips, or none."),
     ] = None,
-    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Add or remove the baseline twin.")] = None,
+    twin: Annotated[bool | None, Option("--twin/--no-twin", help="Add or remove the baseline twin.")] = None,
     watch: Watched = False,
 ) -> None:
     """Grow a population on a task, compare it with static networks (`esper docs baselines`), and export the networks.
@@ -76,14 +69,23 @@ def grow(
     from esper.karn.terminal.console import print_summary
     from esper.karn.terminal.progress import live
     from esper.leyline.reference import is_own_controller
-    from esper.runs.configuration import growth_config
+    from esper.runs.configuration import growth_config, load_config_file
     from esper.runs.folder.resume import Opening
     from esper.runs.grow import grow as run_population
     from esper.store.disk import file_name
     from esper.tasks.catalog import get_task
 
     chosen = get_task(task)
-    from_file = _read_file(config_file, task, controller)
+    from_file = {} if config_file is None else load_config_file(str(config_file))
+    if from_file.get("task", task) != task:
+        mend = f"not {task!r}; name the one you mean"
+        raise InputError(f"--config {config_file} is of task {from_file['task']!r}, {mend}")
+    code = from_file.get("controller")
+    if controller is None and isinstance(code, str) and is_own_controller(code):
+        raise InputError(
+            f"--config {config_file} names the controller {code!r}, whose code a file of settings may not start; if you "
+            f"trust it, give --controller {code}"
+        )
     options: dict[str, Any] = {"task": task, "controller": controller, "envs": envs, "steps": steps, "epochs": epochs}
     options |= {"seed": seed, "device": device, "models": models, "slots": split_names(slots)}
     options |= {"baselines": baselines, "twin": twin, "compile": compile_}
@@ -97,53 +99,34 @@ def grow(
     finish(summary, folder, json_, print_summary)
 
 
-def _read_file(config_file: Path | None, task: str, controller: str | None) -> Mapping[str, Any]:
-    """Read a file of settings. Raises InputError if it is of another task, or names code that the command does not name."""
-    from esper.leyline.reference import is_own_controller
-    from esper.runs.configuration import load_config_file
-
-    found = {} if config_file is None else load_config_file(str(config_file))
-    if found.get("task", task) != task:
-        raise InputError(f"--config {config_file} is of task {found['task']!r}, not {task!r}; name the one you mean")
-    named = found.get("controller")
-    if controller is None and isinstance(named, str) and is_own_controller(named):
-        raise InputError(
-            f"--config {config_file} names the controller {named!r}, whose code a file of settings may not start; if you "
-            f"trust it, give --controller {named}"
-        )
-    return found
-
-
 def train(
     tasks: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[TASK]...", help=f"Tasks of `esper tasks`, or {PLACE}; repair.", show_default=False),
+        Argument(metavar="[TASK]...", help=f"Tasks of `esper tasks`, or {PLACE}; repair.", show_default=False),
     ] = None,
-    preset: Annotated[str, typer.Option(metavar="quick|standard", help="Length of the training.")] = "quick",
+    preset: Annotated[str, Option(metavar="quick|standard", help="Length of the training.")] = "quick",
     rounds: Annotated[
-        str | None, typer.Option(metavar="N", help="Rounds: one episode of every environment, and one update.")
+        str | None, Option(metavar="N", help="Rounds: one episode of every environment, and one update.")
     ] = None,
-    envs: Annotated[str | None, typer.Option(metavar="E", help="Environments of each task.")] = None,
+    envs: Annotated[str | None, Option(metavar="E", help="Environments of each task.")] = None,
     steps: Steps = None,
     epochs: Epochs = None,
     seed: Seed = None,
     device: Device = None,
     reward: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="PLACE",
             help="path.py:function or module:function that makes a reward of your own (`esper docs own-controller`), instead of "
             "that of the config (the keys reward.*).",
         ),
     ] = None,
-    run: Annotated[
-        Path | None, typer.Option(rich_help_panel=OUTPUT, metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")
-    ] = None,
+    run: Annotated[Path | None, of_output(metavar="DIR", help="Run folder; runs/train-TASKS-sSEED.")] = None,
     config_file: ConfigFile = None,
     settings: Settings = None,
     json_: Json = False,
     overwrite: Overwrite = False,
-    twin: Annotated[bool | None, typer.Option("--twin/--no-twin", help="Train never-grow twins too.")] = None,
+    twin: Annotated[bool | None, Option("--twin/--no-twin", help="Train never-grow twins too.")] = None,
     watch: Watched = False,
     workers: Workers = None,
     devices: Devices = None,
@@ -168,7 +151,15 @@ def train(
     paid = get_reward if reward is None else load_reward(reward)
     asked = worker_options(workers, devices, cluster, get_task)
     from_file = {} if config_file is None else dict(load_config_file(str(config_file)))
-    names = _training_tasks(tasks, from_file, config_file)
+    listed = from_file.pop("tasks", None) or ([from_file["task"]] if "task" in from_file else None)
+    if listed is not None and (not isinstance(listed, list) or not all(isinstance(name, str) for name in listed)):
+        raise InputError(
+            f"--config {config_file} names the tasks {listed!r}; give a list of names, as [repair, digits]"
+        )
+    names = list(tasks or listed or ("repair",))
+    if listed is not None and names != listed:
+        mend = f"not {', '.join(names)}; name the ones you mean"
+        raise InputError(f"--config {config_file} is of {', '.join(listed)}, {mend}")
     chosen = [get_task(name) for name in names]
     options: dict[str, Any] = {"envs": envs, "steps": steps, "epochs": epochs, "seed": seed, "device": device}
     options |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
@@ -180,22 +171,11 @@ def train(
     finish(summary, folder, json_, print_training)
 
 
-def _training_tasks(tasks: Sequence[str] | None, from_file: dict[str, Any], path: Path | None) -> list[str]:
-    """The tasks of the arguments or of a config file, from which `tasks` is removed. InputError if the two differ."""
-    listed = from_file.pop("tasks", None) or ([from_file["task"]] if "task" in from_file else None)
-    if listed is not None and (not isinstance(listed, list) or not all(isinstance(name, str) for name in listed)):
-        raise InputError(f"--config {path} names the tasks {listed!r}; give a list of names, as [repair, digits]")
-    names = list(tasks or listed or ("repair",))
-    if listed is not None and names != listed:
-        raise InputError(f"--config {path} is of {', '.join(listed)}, not {', '.join(names)}; name the ones you mean")
-    return names
-
-
 def resume(
-    run: Annotated[Path, typer.Argument(help="The run folder of `esper grow` or `esper train`.")],
+    run: Annotated[Path, Argument(help="The run folder of `esper grow` or `esper train`.")],
     tasks: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--task",
             metavar="PLACE",
             help="path.py:function or module:function that makes the run's task, if it is your own.",
@@ -203,24 +183,23 @@ def resume(
     ] = None,
     controller: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="PLACE",
             help="path.py:function or module:function that makes the run's controller, if it is your own.",
         ),
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="PLACE", help="path.py:function or module:function that makes the reward of a training, likewise."
         ),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
+        Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
     ] = None,
     other_data: Annotated[
-        bool,
-        typer.Option("--other-data", help="Continue although the data differ from the run's, on record."),
+        bool, Option("--other-data", help="Continue although the data differ from the run's, on record.")
     ] = False,
     json_: Json = False,
     workers: Workers = None,
@@ -235,7 +214,7 @@ def resume(
     was a Python object must be given in Python: esper.resume(RUN, controller=...).
     """
     use_one_thread()
-    from esper.calls import go_on
+    from esper.api import go_on
     from esper.karn.terminal.console import print_summary, print_training
     from esper.runs.folder.resume import is_training, read_config
     from esper.runs.workers.workers import worker_options

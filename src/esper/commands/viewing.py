@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from esper.commands.options import Json, PictureFormat, PicturesFolder, fail, say, say_pictures
 from esper.leyline.errors import InputError
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder, or the folder of an evaluation.")],
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="File to write; report.html in the folder.")] = None,
+    run: Annotated[Path, Argument(help="A run folder, or the folder of an evaluation.")],
+    out: Annotated[Path | None, Option(metavar="FILE", help="File to write; report.html in the folder.")] = None,
     png: PicturesFolder = None,
     form: PictureFormat = "png",
 ) -> None:
@@ -35,12 +36,10 @@ def report(
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Two run folders or more.")],
+    runs: Annotated[list[Path], Argument(metavar="RUN RUN...", help="Two run folders or more.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="HTML file to write, with curves and the settings that differ; none by default."
-        ),
+        Option(metavar="FILE", help="HTML file to write, with curves and the settings that differ; none by default."),
     ] = None,
     png: PicturesFolder = None,
     form: PictureFormat = "png",
@@ -51,31 +50,26 @@ def compare(
     Differences are paired over the environments that two runs share: those of the same task, run seed and number, which have the
     same host and data. Where no two of the runs can be compared, the command says why and exits with 2.
     """
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from esper.karn import comparison
-    from esper.karn.report import compared
-    from esper.karn.report.drawing import write_pictures
-    from esper.karn.tables import print_line, print_table
+    from esper.karn.report.frame import write_pictures
+    from esper.karn.terminal.console import empty_table, print_line, print_table
     from esper.leyline.text import printable
     from esper.store.files import to_json
 
-    found = compared.compare(*runs, out=out)
+    found = comparison.compare(*runs, out=out)
     apart = all(verdict.metric is None for verdict in found.verdicts)
     sentences = [verdict.sentence for verdict in found.verdicts]
-    drawn = None if png is None else write_pictures(compared.content_of(found), png, form)
+    drawn = None if png is None else write_pictures(comparison.content_of(found), png, form)
     if json_:
         typer.echo(to_json({"verdicts": [comparison.as_record(verdict) for verdict in found.verdicts]}), nl=False)
         if apart:
             fail(" ".join(sentences), 2)
         return
     console = Console()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(comparison.RESULT_COLUMNS):
-        table.add_column(Text(name), justify="right" if index > 1 else "left", no_wrap=True)
+    table = empty_table(comparison.RESULT_COLUMNS, left=(0, 1))
     for row in comparison.result_rows(found.runs):
         table.add_row(*(Text(printable(cell)) for cell in row))
     print_table(console, table)
@@ -89,17 +83,13 @@ def compare(
         fail(" ".join(sentences), 2)
 
 
-Watched = Annotated[bool, typer.Option("--watch", help="Open `esper watch` on the run until you leave it with q.")]
+Watched = Annotated[bool, Option("--watch", help="Open `esper watch` on the run until you leave it with q.")]
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(help="A run folder, of a run that goes on or has ended.")],
-    every: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0.05, help="Seconds between two looks at the folder.")
-    ] = 0.5,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the run to begin if the folder is not a run yet.")
-    ] = False,
+    run: Annotated[Path, Argument(help="A run folder, of a run that goes on or has ended.")],
+    every: Annotated[float, Option(metavar="SECONDS", min=0.05, help="Seconds between two looks at the folder.")] = 0.5,
+    wait: Annotated[bool, Option("--wait", help="Wait for the run to begin if the folder is not a run yet.")] = False,
 ) -> None:
     """Show a run in the terminal: the stage of every slot, curves, and the chosen environment with its events and reasons.
 
@@ -148,15 +138,15 @@ def console_beside(watched: bool) -> "Console":
 def serve(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run folders, or folders that hold some; runs by default."),
+        Argument(metavar="[RUNS]...", help="Run folders, or folders that hold some; runs by default."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Other machines reach one that is not loopback, with a token.")
+        str, Option(help="Address to listen on. Other machines reach one that is not loopback, with a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="Port to listen on; 0 takes any free one.")] = 8712,
+    port: Annotated[int, Option(metavar="N", help="Port to listen on; 0 takes any free one.")] = 8712,
     token_file: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="File that holds the token that every request must bring. Without it, a token is made and printed if the host "
             "is not loopback, and none is needed if it is.",
@@ -164,9 +154,10 @@ def serve(
     ] = None,
 ) -> None:
     """Show runs in a browser: a list, a page of each that follows it, comparisons, decisions and downloads. Ctrl-C ends it."""
+    import secrets
     import threading
 
-    from esper.karn.serve.access import Door, new_token, read_token
+    from esper.karn.serve.access import Door, read_token
     from esper.karn.serve.app import create_app
     from esper.karn.serve.library import Library
     from esper.karn.serve.server import Server, address_of, is_loopback, listen
@@ -177,7 +168,7 @@ def serve(
         loopback = is_loopback(listening)
         say(f"serving at {address_of(host, listening)} until Ctrl-C")
         if token is None and not loopback:
-            token = new_token()
+            token = secrets.token_urlsafe(32)
             say(f"token: {token}")
         sys.stdout.flush()
         stop = threading.Event()

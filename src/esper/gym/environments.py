@@ -3,8 +3,8 @@
 `GymPopulation` turns views into observations and outcomes into rewards for both, and for Stable-Baselines3. E environments.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 from gymnasium import Env, spaces
@@ -28,18 +28,8 @@ Arrays = dict[str, Any]
 """An observation or a batch of observations: arrays by name."""
 Info = dict[str, Any]
 """Nested dicts of arrays; of plain numbers for one environment."""
-
-
-class GymState(NamedTuple):
-    """Observation and info between two decisions.
-
-    Attributes:
-        observation: arrays (E, ...) by name
-        info: arrays (E, ...) by name, nested
-    """
-
-    observation: Arrays
-    info: Info
+GymState = tuple[Arrays, Info]
+"""Observation and info between two decisions: arrays (E, ...) by name, those of the info nested."""
 
 
 class GymPopulation:
@@ -60,16 +50,19 @@ class GymPopulation:
             )
         if not isinstance(config, Config):
             config = build_config(task.defaults, config or {})
-        _check(config)
-        self.config = config = config.model_copy(
-            update={
-                "task": task.name,
-                "envs": envs or config.envs,
-                "baselines": ("twin",)
-                if config.reward.relative_to == "twin"
-                else (),  # only the reward reads the twins
-            }
-        )
+        if config.first_instance:
+            raise InputError(
+                f"first_instance is {config.first_instance}, but here instances are drawn; leave it at 0 and choose with "
+                "reset(seed=...) or reset(options={'instance': ...})"
+            )
+        if config.reward.relative_to == "group":
+            raise InputError(
+                "reward.relative_to is group, which Esper's own learner subtracts from the advantage and no environment can; "
+                "choose none or twin"
+            )
+        twins = ("twin",) if config.reward.relative_to == "twin" else ()  # only the reward reads the twins
+        own = {"task": task.name, "envs": envs or config.envs, "baselines": twins}
+        self.config = config = config.model_copy(update=own)
         self.engine = VectorizedEngine(task, config)
         self.view: View | None = None
         self._keys = task.keys(config.instances)
@@ -126,7 +119,7 @@ class GymPopulation:
             "cost": np.minimum(inputs.cost, np.float32(CLIP)),
         }
         now = {"action_mask": view.masks._asdict(), "instance": view.space.instance}
-        return GymState(observation, copied(now | info))
+        return observation, mapped(now | info, np.array)  # copies, which their reader may change
 
     def _instances(self, options: Mapping[str, Any]) -> NDArray[np.int64]:
         """Return (E,) keys of the instances of the next episode, from `options` or drawn."""
@@ -176,36 +169,19 @@ def columns(space: Space) -> dict[str, tuple[str, ...]]:
     return {"env": env, "slot": slot, "blueprint": ("", *menu), "cost": menu}
 
 
-def copied(record: Info) -> Info:
-    """Return a deep copy of a nested dict of arrays, which its reader may change."""
-    return {name: copied(value) if isinstance(value, dict) else np.array(value) for name, value in record.items()}
+def mapped(record: Info, read: Callable[[Any], Any]) -> Info:
+    """Return a nested dict of arrays with a function applied to each array."""
+    return {name: mapped(value, read) if isinstance(value, dict) else read(value) for name, value in record.items()}
 
 
 def row(record: Info, env: int) -> Info:
     """Return the entries of one environment in a nested dict of arrays (E, ...); scalars become plain numbers."""
-    return {name: row(value, env) if isinstance(value, dict) else _entry(value[env]) for name, value in record.items()}
-
-
-def _entry(value: Any) -> Any:
-    return value.copy() if np.ndim(value) else value.item()
+    return mapped(record, lambda values: values[env].copy() if np.ndim(values[env]) else values[env].item())
 
 
 def _consecutive(seed: int, envs: int) -> NDArray[np.int64]:
     """Return (E,) seed + e, modulo 2**63."""
     return np.array([(seed + env) % 2**63 for env in range(envs)], np.int64)
-
-
-def _check(config: Config) -> None:
-    if config.first_instance:
-        raise InputError(
-            f"first_instance is {config.first_instance}, but here instances are drawn; leave it at 0 and choose with "
-            "reset(seed=...) or reset(options={'instance': ...})"
-        )
-    if config.reward.relative_to == "group":
-        raise InputError(
-            "reward.relative_to is group, which Esper's own learner subtracts from the advantage and no environment can; "
-            "choose none or twin"
-        )
 
 
 Heads = NDArray[np.int64]
@@ -257,18 +233,17 @@ class EsperEnv(_Named, Env[Arrays, Heads]):
         rest, self._rest = self._rest, None
         if rest is not None and seed is None and not options:
             return rest
-        now = self.population.begin(seed, options)
-        return row(now.observation, 0), row(now.info, 0)
+        observation, info = self.population.begin(seed, options)
+        return row(observation, 0), row(info, 0)
 
     def step(self, action: Heads) -> tuple[Arrays, float, bool, bool, Info]:
         """Observation, reward, terminated, truncated (always False) and info."""
         if self._rest is not None:
             raise ResetNeeded("the host was rolled back, which ended the sequence; reset() continues the episode")
-        now, reward, ended = self.population.advance(np.asarray(action)[None])
-        observation, info = row(now.observation, 0), row(now.info, 0)
+        (observation, info), reward, ended = self.population.advance(np.asarray(action)[None])
         if ended[0] and not self.population.over:
-            self._rest = row(now.observation, 0), row(now.info, 0)
-        return observation, float(reward[0]), bool(ended[0]), False, info
+            self._rest = row(observation, 0), row(info, 0)
+        return row(observation, 0), float(reward[0]), bool(ended[0]), False, row(info, 0)
 
 
 class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
@@ -296,8 +271,8 @@ class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Arrays, Info]:
         """Begin the next episodes, the first episodes of a seed, or episodes on the instances in `options`."""
         super().reset(seed=seed)
-        now = self.population.begin(seed, options)
-        return now.observation, _with_flags(now.info, np.ones(self.num_envs, bool))
+        observation, info = self.population.begin(seed, options)
+        return observation, _with_flags(info, np.ones(self.num_envs, bool))
 
     def step(self, actions: Heads) -> tuple[Arrays, Floats, Bools, Bools, Info]:
         """Observation, reward, terminated, truncated and info, as arrays over environments.
@@ -305,16 +280,16 @@ class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
         At the end of an episode, observation and info are those of the next episode; `info["final_obs"]` and
         `info["final_info"]` hold the last ones of the old episode.
         """
-        now, reward, ended = self.population.advance(actions)
+        (observation, now), reward, ended = self.population.advance(actions)
         info: Info = {}
         if ended.any():
             last = np.full(self.num_envs, None, object)
-            last[ended] = [row(now.observation, env) for env in np.flatnonzero(ended).tolist()]
-            info = _with_flags({"final_obs": last, "final_info": now.info}, ended)
+            last[ended] = [row(observation, env) for env in np.flatnonzero(ended).tolist()]
+            info = _with_flags({"final_obs": last, "final_info": now}, ended)
         if self.population.over:
-            now = self.population.begin(None, None)
+            observation, now = self.population.begin(None, None)
         everyone = np.ones(self.num_envs, bool)
-        return now.observation, reward, ended, np.zeros_like(ended), info | _with_flags(now.info, everyone)
+        return observation, reward, ended, np.zeros_like(ended), info | _with_flags(now, everyone)
 
 
 def _with_flags(info: Info, present: Bools) -> Info:

@@ -44,26 +44,25 @@ class FlatVecEnv(VecEnv):
     def reset(self) -> Arrays:
         """Return the first observations of an episode, with the values that were given to `seed` and `set_options`."""
         options = {name: [mine[name] for mine in self._options] for name in self._options[0]}
-        now = self._population.begin(self._seeds[0], options)
+        observation, info = self._population.begin(self._seeds[0], options)
         self._reset_seeds()
         self._reset_options()
-        self.reset_infos = [{"instance": key} for key in now.info["instance"].tolist()]
-        return now.observation
+        self.reset_infos = [{"instance": key} for key in info["instance"].tolist()]
+        return observation
 
     def step_async(self, actions: NDArray[np.int64]) -> None:
-        """Store the indices of the decisions, (E,)."""
         self._chosen = actions
 
     def step_wait(self) -> tuple[Arrays, NDArray[np.float32], Bools, list[dict[str, Any]]]:
         """Observations, rewards, dones and infos, (E, ...). At the end of an episode the observation is the first of the next."""
-        now, reward, ended = self._population.advance(self.decisions[self._chosen])
-        shown = {name: now.info[name] for name in ("accepted", "reward", "rolled_back", "instance")}
+        (observation, info), reward, ended = self._population.advance(self.decisions[self._chosen])
+        shown = {name: info[name] for name in ("accepted", "reward", "rolled_back", "instance")}
         infos = [row(shown, env) | {"TimeLimit.truncated": False} for env in range(self.num_envs)]
         for env in np.flatnonzero(ended).tolist():
-            infos[env]["terminal_observation"] = row(now.observation, env)
+            infos[env]["terminal_observation"] = row(observation, env)
         if self._population.over:
-            now = self._population.begin(None, None)
-        return now.observation, reward.astype(np.float32), ended, infos
+            observation, _ = self._population.begin(None, None)
+        return observation, reward.astype(np.float32), ended, infos
 
     def close(self) -> None:
         """Do nothing: there are no resources to free."""
@@ -84,7 +83,6 @@ class FlatVecEnv(VecEnv):
         return [found[env] for env in self._get_indices(indices)]
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
-        """No environment is wrapped."""
         return [False for _ in self._get_indices(indices)]
 
 

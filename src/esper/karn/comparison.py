@@ -1,7 +1,8 @@
-"""Runs compared with each other: how their settings differ, what came out of each, and the difference of every pair."""
+"""Runs compared with each other: how their settings differ, what came out of each, the difference of every pair, and a page."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from os import PathLike
 from typing import Any, NamedTuple
@@ -9,11 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from esper.karn.reader import fitting_files, open_run, read_model
-from esper.karn.run_model import RunModel
+from esper.karn.report.drawing import COLOURS, Series, curves
+from esper.karn.report.frame import Content, ReportSection, Table, flat_settings, render, write_page
+from esper.karn.run_model import EpisodeSteps, Floats, RunModel
 from esper.karn.terminal.console import estimate
+from esper.leyline.config.arguments import to_path
 from esper.leyline.errors import InputError
-from esper.leyline.intervals import t_factor, t_interval
-from esper.leyline.text import counted, printable, rounded
+from esper.leyline.intervals import MeanInterval, shown, t_factor, t_interval
+from esper.leyline.text import counted, printable
 
 Key = tuple[str, str, int, int]
 """Task, part of its instances, run seed and number of an environment. Two environments of one key have the same host, the same
@@ -21,15 +25,10 @@ data and the same order of batches."""
 
 
 class Compared(NamedTuple):
-    """A run that is compared with others.
+    """A run that is compared with others."""
 
-    Attributes:
-        name (str): the name of its folder, or its path if another run has a folder of that name
-        model (RunModel): what the folder holds
-    """
-
-    name: str
-    model: RunModel
+    name: str  # the name of its folder, or its path if another run has a folder of that name
+    model: RunModel  # what the folder holds
 
     @property
     def summary(self) -> Mapping[str, Any] | None:
@@ -66,10 +65,7 @@ class Difference(NamedTuple):
     @property
     def shown(self) -> str:
         """The difference as +0.078 [+0.031, +0.124]."""
-        if math.isnan(self.mean):
-            return "-"
-        mean = rounded(self.mean, "+.4f")
-        return mean if math.isnan(self.low) else f"{mean} [{rounded(self.low, '+.4f')}, {rounded(self.high, '+.4f')}]"
+        return shown(MeanInterval(*self), "+.4f")
 
 
 class Verdict(NamedTuple):
@@ -130,7 +126,12 @@ def verdict(first: Compared, second: Compared) -> Verdict:
     one, other = first.summary, second.summary
     for run in (first, second):
         if run.summary is None:
-            return Verdict(*names, None, None, None, f"{_both(*names)} cannot be compared: {_without_figures(run)}.")
+            how = {"running": "still goes on", "killed": "was killed before its end"}
+            why = f"{how.get(run.model.status, f'is {run.model.status}')} and has no final figures"
+            if run.model.summary is not None and "rounds_done" in run.model.summary:
+                why = "is a training, which has no figures on the test split; compare controllers with esper eval"
+            said = f"{_both(*names)} cannot be compared: {printable(run.name)} {why}."
+            return Verdict(*names, None, None, None, said)
     assert one is not None
     assert other is not None
     if (one["task"], one["metric"]) != (other["task"], other["metric"]):
@@ -177,17 +178,8 @@ def as_record(found: Verdict) -> dict[str, Any]:
     record: dict[str, Any] = {"first": found.first, "second": found.second, "sentence": found.sentence}
     for name in ("metric", "objective", "params"):
         one: Difference | None = getattr(found, name)
-        values = None if one is None else {key: _known(value) for key, value in one._asdict().items()}
-        record[name] = values
+        record[name] = one and {key: None if math.isnan(value) else value for key, value in one._asdict().items()}
     return record
-
-
-def settings_that_differ(runs: Sequence[Compared], flat: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
-    """Rows of a key and its value in every run, for the keys of the configs that differ; `flat` are the configs, run by run."""
-    assert len(runs) == len(flat), (len(runs), len(flat))
-    keys = list(dict.fromkeys(key for config in flat for key in config))
-    rows = [(key, *(config.get(key, "absent") for config in flat)) for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def result_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
@@ -197,21 +189,14 @@ def result_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
         summary, model = run.summary, run.model
         if summary is None:
             best = (model.summary or {}).get("best_validation_objective")
-            shown = "-" if best is None else f"{best:.4f} (validation)"
-            rows.append((run.name, model.status, "-", shown, "-", "-", "-"))
+            value = "-" if best is None else f"{best:.4f} (validation)"
+            rows.append((run.name, model.status, "-", value, "-", "-", "-"))
             continue
         seeds, metric = summary["seeds"], summary["metric"]
-        rows.append(
-            (
-                run.name,
-                model.status,
-                f"{metric} {estimate(summary[f'test_{metric}']['grown'], '.4f')}",
-                estimate(summary["test_objective"]["grown"], ".4f"),
-                estimate(added_params(run), ",.0f"),
-                f"{seeds['fossilized']} of {seeds['germinated']}",
-                f"{summary['seconds']:,.1f}",
-            )
-        )
+        test = f"{metric} {estimate(summary[f'test_{metric}']['grown'], '.4f')}"
+        worth, added = estimate(summary["test_objective"]["grown"], ".4f"), estimate(added_params(run), ",.0f")
+        kept, seconds = f"{seeds['fossilized']} of {seeds['germinated']}", f"{summary['seconds']:,.1f}"
+        rows.append((run.name, model.status, test, worth, added, kept, seconds))
     return rows
 
 
@@ -254,20 +239,144 @@ def _sentence(names: tuple[str, str], metric: Difference, objective: Difference 
     return f"{first} is {'better' if metric.mean > 0 else 'worse'} than {second}: {shown}."
 
 
-def _known(value: float) -> float | None:
-    return None if math.isnan(value) else value
-
-
 def _both(first: str, second: str) -> str:
     return f"{printable(first)} and {printable(second)}"
 
 
-def _without_figures(run: Compared) -> str:
-    """Why a run has no figures of grown networks."""
-    name = printable(run.name)
-    if run.model.summary is not None and "rounds_done" in run.model.summary:
-        return f"{name} is a training, which has no figures on the test split; compare controllers with esper eval"
-    how = {"running": "still goes on", "killed": "was killed before its end"}.get(
-        run.model.status, f"is {run.model.status}"
-    )
-    return f"{name} {how} and has no final figures"
+def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) -> Comparison:
+    """Compare two run folders or more: the difference of every pair on the test split, with 95 % intervals.
+
+        print(esper.compare("runs/a", "runs/b", out="comparison.html"))
+
+    Differences are paired over the environments that two runs share, which have the same host and data: those of one task, run
+    seed and number. Runs that share none are compared as independent samples. `out` names an HTML file to write with tables,
+    curves and the settings that differ; it makes no request to any network.
+
+    Raises InputError if fewer than two runs are named, one is named twice, a folder is not a run folder or is damaged, or the
+    page cannot be written.
+    """
+    comparison = read_comparison(runs)
+    if out is not None:
+        write_page(to_path(out, "out"), render(content_of(comparison)))
+    return comparison
+
+
+def content_of(comparison: Comparison) -> Content:
+    """What the page of a comparison shows."""
+    runs = comparison.runs
+    sections = [_result(comparison), _settings(runs), _curves(runs), _growth(runs), _trainings(runs)]
+    names = ", ".join(printable(run.name) for run in runs)
+    return Content("Comparison of runs", names, [section for section in sections if section is not None])
+
+
+def _result(comparison: Comparison) -> ReportSection:
+    rows = [tuple(map(printable, row)) for row in result_rows(comparison.runs)]
+    tables = [Table("What came out of each run, on the test split", RESULT_COLUMNS, rows, texts=(1,))]
+    pairs = [
+        (
+            f"{printable(each.first)} less {printable(each.second)}",
+            *("-" if found is None else found.shown for found in (each.metric, each.objective, each.params)),
+            str(each.metric.pairs or "unpaired"),
+        )
+        for each in comparison.verdicts
+        if each.metric is not None
+    ]
+    if pairs:
+        columns = ("runs", "test metric", "J", "added parameters", "environments")
+        tables.append(Table("Difference of every pair, with its 95 % interval", columns, pairs))
+    lines = [each.sentence for each in comparison.verdicts]
+    return ReportSection("result", "How the runs compare", lines, tables, notes=notes(comparison))
+
+
+def _settings(runs: Sequence[Compared]) -> ReportSection:
+    flat = [dict(flat_settings(run.model.config)) for run in runs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    every = [(key, *(config.get(key, "absent") for config in flat)) for key in keys]
+    rows = [row for row in every if len(set(row[1:])) > 1]
+    if not rows:
+        return ReportSection("asked", "What was asked", ["All settings are the same."])
+    columns = ("key", *(printable(run.name) for run in runs))
+    caption = "Settings that differ"
+    return ReportSection("asked", "What was asked", [], [Table(caption, columns, rows, texts=range(1, len(columns)))])
+
+
+FIGURES: Sequence[tuple[str, Callable[[EpisodeSteps], Floats]]] = (
+    ("metric on the probe split", lambda population: population.metric),
+    ("loss on the probe split", lambda population: population.loss),
+    ("added parameters", lambda population: population.added.astype(float)),
+)
+"""Figures over the steps of an episode, with the values (T, E) that each shows."""
+
+
+def _curves(runs: Sequence[Compared]) -> ReportSection | None:
+    drawn = [(index, run, run.model.population) for index, run in enumerate(runs)]
+    shown = [(index, run, population) for index, run, population in drawn if population is not None]
+    if not shown:
+        return None
+    steps = sorted({int(step) for _, _, population in shown for step in population.steps})
+    figures = []
+    for title, read in FIGURES:
+        series = [
+            Series(run.name, _on_axis(steps, population.steps.tolist(), read(population)), f"run{index % COLOURS}")
+            for index, run, population in shown
+        ]
+        figures.append(curves(title.capitalize(), steps, series, "step", title))
+    lines = ["Lines are medians over environments; bands reach from the 10th to the 90th percentile."]
+    left_out = [printable(run.name) for _, run, population in drawn if population is None]
+    if left_out:
+        lines.append(f"Without steps in their events, and so not drawn: {', '.join(left_out)}.")
+    return ReportSection("curves", "Over time", lines, figures=figures)
+
+
+def _on_axis(axis: Sequence[int], steps: Sequence[int], values: Floats) -> Floats:
+    """Values (T, E) at the places of an axis that their steps have, and nan at the others."""
+    place = {step: index for index, step in enumerate(axis)}
+    spread = np.full((len(axis), values.shape[1]), np.nan)
+    spread[[place[step] for step in steps]] = values
+    return spread
+
+
+def _growth(runs: Sequence[Compared]) -> ReportSection | None:
+    grown = [(run, run.summary["grown"]) for run in runs if run.summary is not None]
+    if not grown:
+        return None
+    counts = [
+        Counter((slot, blueprint) for network in networks for slot, blueprint in network.items())
+        for _, networks in grown
+    ]
+    seeds = sorted({seed for count in counts for seed in count})
+    if not seeds:
+        return ReportSection("growth", "What was kept", ["No run kept a seed."])
+    rows = [
+        (
+            f"{printable(blueprint)} at {printable(slot)}",
+            *(
+                f"{count[slot, blueprint]} of {len(networks)}"
+                for count, (_, networks) in zip(counts, grown, strict=True)
+            ),
+        )
+        for slot, blueprint in seeds
+    ]
+    columns = ("seed", *(printable(run.name) for run, _ in grown))
+    return ReportSection("growth", "What was kept", [], [Table("Environments that kept a seed", columns, rows)])
+
+
+def _trainings(runs: Sequence[Compared]) -> ReportSection | None:
+    trained = [(index, run) for index, run in enumerate(runs) if run.model.rounds]
+    if not trained:
+        return None
+    rounds = sorted({row.round for _, run in trained for row in run.model.rounds})
+    names = dict.fromkeys(name for _, run in trained for row in run.model.rounds for name in row.figures)
+    figures = []
+    for name in names:
+        series = []
+        for index, run in trained:
+            known = [(row.round, row.figures.get(name)) for row in run.model.rounds]
+            values = np.array([[np.nan if value is None else value] for _, value in known])
+            where = [number for number, _ in known]
+            series.append(Series(run.name, _on_axis(rounds, where, values), f"run{index % COLOURS}"))
+        figure = curves(name.replace("_", " "), rounds, series, "round", "", height=180)
+        if figure.absent is None:
+            figures.append(figure)
+    line = "Rounds below 0 are imitation. `esper docs training` explains every figure."
+    return ReportSection("training", "Trainings", [line], figures=figures)

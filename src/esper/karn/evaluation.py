@@ -1,17 +1,20 @@
-"""Tables and a figure of an evaluation, from its record, the object that `esper eval --json` prints."""
+"""What an evaluation shows, from its record, the object that `esper eval --json` prints: tables, a figure and a page."""
 
 import io
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from esper.karn.tables import actor_lines, print_line, print_table
+from esper.karn.report.drawing import Figure, ForestRow, forest
+from esper.karn.report.frame import Content, ReportSection, Table, flat_settings, table_of
+from esper.karn.terminal.console import actor_lines, empty_table, print_line, print_table
 from esper.leyline.errors import InputError
+from esper.leyline.intervals import MeanInterval, shown
 from esper.leyline.text import counted, printable, rounded
 from esper.store.disk import FULL, write_atomic
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Record = Mapping[str, Any]
+PATHS = ("controller", "against")  # columns whose names may be paths, which may wrap; numbers may not
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -27,12 +31,14 @@ def print_evaluation(record: Record, console: Console) -> None:
     print_line(console, "J: the metric of a task less rent for added parameters (reward.rent)")
     for task in record["tasks"]:
         print_line(console, f"{task['task']}: {sample_words(record, task)}; J and {task['metric']} on the test split")
-        _print_estimates(console, task, task["metric"], record)
+        for table in tables_of(task, task["metric"], record):
+            print_table(console, table)
         for line in (*static_lines(record, task), *group_lines(task), *task.get("lines", ())):
             print_line(console, line)
     if record["together"] is not None:
         print_line(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
-        _print_estimates(console, record["together"], record["tasks"][0]["metric"], record)
+        for table in tables_of(record["together"], record["tasks"][0]["metric"], record):
+            print_table(console, table)
     for line in record.get("lines", ()):
         print_line(console, line)
     for line in (*interval_lines(record), *actor_lines(record)):
@@ -44,12 +50,10 @@ def print_evaluation(record: Record, console: Console) -> None:
     )
 
 
-FEW_UNITS = 10
-"""With fewer instances or runs, a line says that the intervals of a task are too narrow."""
+FEW_UNITS = 10  # with fewer instances or runs, a line says that the intervals of a task are too narrow
 
 
-FEW_TRAININGS = 5
-"""With fewer trainings of one controller, a line says that they are few."""
+FEW_TRAININGS = 5  # with fewer trainings of one controller, a line says that they are few
 
 
 def interval_lines(record: Record) -> list[str]:
@@ -75,38 +79,33 @@ def interval_lines(record: Record) -> list[str]:
     return [*lines, *few]
 
 
-def objectives_table(estimates: Record) -> Table:
-    """Table of J by controller, as mean and as interquartile mean, and of the share of the headroom where it is known."""
+def tables_of(estimates: Record, metric: str, record: Record) -> list[RichTable]:
+    """Three tables: J by controller, what it is made of, and the paired differences of J between a controller and a rule.
+
+    J is the mean and the interquartile mean, with the share of the headroom where it is known. Its parts are means over the runs,
+    beside the training time of all runs and the number of episodes that the controller was trained or searched with. A difference
+    has the probability that a run is better.
+    """
     shares = [row.get("share_of_headroom") for row in estimates["controllers"]]
-    table = _table("controller", "J", "J, interquartile mean", *(["headroom"] if any(shares) else []))
+    headroom = ["headroom"] if any(shares) else []
+    objectives = empty_table(("controller", "J", "J, interquartile mean", *headroom), wrapped=PATHS)
+    columns = ("controller", metric, "added parameters", "seeds kept", "training s", "searched")
+    costs = empty_table(columns, wrapped=PATHS)
     for row, share in zip(estimates["controllers"], shares, strict=True):
         cells = [row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
-        if any(shares):
-            cells.append("-" if share is None else _percent(share))
-        table.add_row(*map(_cell, cells))
-    return table
-
-
-def costs_table(estimates: Record, metric: str) -> Table:
-    """Table of the parts of J by controller, as means over the runs, of the training time of all runs, and of the number of
-    episodes that the controller was trained or searched with.
-    """
-    table = _table("controller", metric, "added parameters", "seeds kept", "training s", "searched")
-    for row in estimates["controllers"]:
-        cells = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
+        if headroom:
+            known = {name: None if value is None else 100 * value for name, value in (share or {"value": None}).items()}
+            cells.append("-" if known["value"] is None else f"{spread(known, '.0f')} %")
+        objectives.add_row(*map(_cell, cells))
+        parts = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
         episodes = row.get("episodes")
         searched = "-" if episodes is None else f"{episodes:,}"
-        table.add_row(*map(_cell, (row["name"], *cells, f"{row['seconds']:,.1f}", searched)))
-    return table
-
-
-def comparisons_table(estimates: Record, record: Record) -> Table:
-    """Table of paired differences of J between a controller and a rule, and of the probability that a run is better."""
-    table = _table("controller", "against", "difference of J", "P(better)")
+        costs.add_row(*map(_cell, (row["name"], *parts, f"{row['seconds']:,.1f}", searched)))
+    differences = empty_table(("controller", "against", "difference of J", "P(better)"), wrapped=PATHS)
     for row in compared(estimates, record):
-        cells = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
-        table.add_row(*map(_cell, cells))
-    return table
+        pair = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
+        differences.add_row(*map(_cell, pair))
+    return [objectives, costs, differences]
 
 
 def compared(estimates: Record, record: Record) -> list[Record]:
@@ -187,26 +186,13 @@ def draw_evaluation(record: Record, path: Path) -> None:
 
 def spread(estimate: Record, form: str) -> str:
     """An estimate with its interval: 0.712 [0.690, 0.735]; '-' if it is absent."""
-    if estimate["low"] is None:
-        return plain(estimate, form)
-    value, low, high = (rounded(estimate[name], form) for name in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
-
-
-def _percent(share: Record) -> str:
-    """A share with its interval, in percent."""
-    known = {name: None if value is None else 100 * value for name, value in share.items()}
-    return "-" if known["value"] is None else f"{spread(known, '.0f')} %"
+    value, low, high = (nan if estimate[name] is None else estimate[name] for name in ("value", "low", "high"))
+    return shown(MeanInterval(value, low, high, 0), form)
 
 
 def plain(estimate: Record, form: str) -> str:
     """An estimate without its interval; '-' if it is absent."""
-    return _number(estimate["value"], form)
-
-
-def _print_estimates(console: Console, estimates: Record, metric: str, record: Record) -> None:
-    for table in (objectives_table(estimates), costs_table(estimates, metric), comparisons_table(estimates, record)):
-        print_table(console, table)
+    return "-" if estimate["value"] is None else rounded(estimate["value"], form)
 
 
 def _points(
@@ -233,18 +219,6 @@ def sample_words(record: Record, task: Record) -> str:
     return f"{counted(task['runs_of_each'], 'run')}, each from starting weights of its own"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else rounded(value, form)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(columns):
-        names = name in ("controller", "against")  # paths may wrap, numbers may not
-        table.add_column(_cell(name), justify="right" if index else "left", no_wrap=not names, overflow="fold")
-    return table
-
-
 def _cell(text: str) -> Text:
     return Text(printable(text))
 
@@ -252,3 +226,90 @@ def _cell(text: str) -> Text:
 def drawn_text(text: str) -> str:
     """Text for matplotlib, which reads text between two dollar signs as a formula."""
     return printable(text).replace("$", r"\$")
+
+
+def content_of(record: Record, name: str) -> Content:
+    """What the page of a record shows; `name` is that of its folder."""
+    tasks = record["tasks"]
+    settings = [row for layer in record["settings"] for row in flat_settings(layer)]
+    table = Table("Settings of all controllers", ("key", "value"), settings, texts=(1,))
+    sections = [
+        ReportSection("asked", "What was asked", _asked(record), [table] if record["settings"] else []),
+        *(_task(record, task, f"task{index}") for index, task in enumerate(tasks)),
+    ]
+    if record["together"] is not None:
+        tables, figures = _estimates(record["together"], tasks[0]["metric"], record)
+        title = f"All {counted(len(tasks), 'task')} together"
+        line = "Every task has the same weight."
+        sections.append(ReportSection("together", title, [line], tables, figures, notes=interval_lines(record)))
+    machine = Table("Machine", ("name", "value"), flat_settings(record["environment"]), texts=(1,))
+    sections.append(ReportSection("machine", "Machine", tables=[machine]))
+    controllers = ", ".join(printable(row["name"]) for row in tasks[0]["controllers"])
+    return Content(name, f"evaluation of {controllers}", sections)
+
+
+def _asked(record: Record) -> list[str]:
+    names = ", ".join(map(printable, record.get("named") or [])) or "none, only the rules"
+    part = "held out from every training" if record["part"] == "heldout" else f"of the part {record['part']}"
+    return [
+        f"Controllers that were named: {names}. Rules to compare with: {', '.join(map(printable, record['rules']))}.",
+        f"Each grew {counted(record['instances'], 'instance')} of every task ({part}, from number {record['first_instance']}) "
+        f"under the run seeds {', '.join(map(str, record['seeds']))}.",
+        "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
+        *map(printable, record.get("lines", ())),
+        *(f"Grown by {line}." for line in actor_lines(record)),
+    ]
+
+
+def _task(record: Record, task: Record, key: str) -> ReportSection:
+    metric = task["metric"]
+    tables, figures = _estimates(task, metric, record)
+    verdicts = [_verdict(row, sample_words(record, task)) for row in compared(task, record)]
+    lines = [f"{sample_words(record, task)}.", *(line for line in verdicts if line)]
+    notes = [
+        *interval_lines(record),
+        "Interquartile mean: the mean over the middle half of the runs. P(better): how probably a run of the controller has a "
+        "higher J than a run of the other on the same instance.",
+        *static_lines(record, task),
+        *group_lines(task),
+        *map(printable, task.get("lines", ())),
+    ]
+    return ReportSection(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)
+
+
+def _verdict(row: Record, sample: str) -> str | None:
+    """A comparison of two controllers as a sentence; None without an interval. `sample` are the runs that it is made of."""
+    found = row["difference"]
+    if found["low"] is None:
+        return None
+    first, second = printable(row["controller"]), printable(row["rule"])
+    shown = f"J differs by {spread(found, '+.3f')}"
+    if found["low"] <= 0 <= found["high"]:
+        return f"The difference between {first} and {second} is not resolved by {sample}: {shown}."
+    return f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}."
+
+
+def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Table], list[Figure]]:
+    captions = (
+        "J of every controller, mean and interquartile mean",
+        "What J is made of: means over runs, and the seconds of all of its training",
+        "Paired differences of J, controller less rule",
+    )
+    tables = list(map(table_of, captions, tables_of(estimates, metric, record)))
+    controllers = [(row["name"], row["objective"]) for row in estimates["controllers"]]
+    pairs = [(f"{row['controller']} less {row['rule']}", row["difference"]) for row in compared(estimates, record)]
+    figures = [
+        forest("J on the test split", _forest_rows(controllers, ".4f"), "J, with its interval"),
+        forest("Paired differences of J", _forest_rows(pairs, "+.4f"), "difference of J, with its interval"),
+    ]
+    return tables, figures
+
+
+def _forest_rows(named: Sequence[tuple[str, Record]], form: str) -> list[ForestRow]:
+    rows = []
+    for name, estimate in named:
+        if estimate["value"] is None:
+            continue
+        low, high = (float("nan") if estimate[end] is None else estimate[end] for end in ("low", "high"))
+        rows.append(ForestRow(name, estimate["value"], low, high, "plain", f"{name}: {spread(estimate, form)}"))
+    return rows

@@ -19,10 +19,8 @@ from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
 from esper.store.lock import Lock
 
-PROJECT = "esper"
-"""The name of the project, or the experiment, in every target."""
-KEPT = ".esper"
-"""The folder of the records in a folder of exports; no program that shows runs looks into it."""
+PROJECT = "esper"  # the name of the project, or the experiment, in every target
+KEPT = ".esper"  # the folder of the records in a folder of exports; no program that shows runs looks into it
 
 Values = Mapping[str, float]
 Facts = Mapping[str, str | int]
@@ -37,45 +35,36 @@ class FinalTable(NamedTuple):
 
 
 class Target(Protocol):
-    """A store of runs that another program shows. x never decreases from call to call.
+    """A store of runs that another program shows. x never decreases from call to call."""
 
-    Attributes:
-        session (str or None): the folder, in that of the exports, which holds what was written since `open`, if a process that is
-            killed may leave it without points that were flushed; None if they are on the disk then
-    """
-
-    session: str | None
+    session: str | None = None
+    """The folder, in that of the exports, which holds what was written since `open`, if a process that is killed may leave it
+    without points that were flushed; None if they are on the disk then."""
 
     def open(self, name: str, known: str | None, facts: Facts) -> str:
         """Begin the run `name`, or continue the one that an earlier `open` returned as `known`. Returns what identifies it."""
-        ...
 
     def scalars(self, x: int, time: float, values: Values) -> None:
         """The values of curves at x. time: when they were measured [seconds since 1970]."""
-        ...
 
     def image(self, name: str, pixels: Pixels, x: int) -> None:
         """An image (H, W, 3)."""
-        ...
 
     def table(self, name: str, table: FinalTable, x: int) -> None:
         """A table."""
-        ...
 
     def flush(self) -> None:
         """Put on the disk what was written so far, unless the target has a session."""
-        ...
 
     def held(self, name: str) -> set[int]:
         """The x at which the run that was opened has values of the curve `name` on the disk; asked only without a session."""
-        ...
+        return set()
 
     def close(self) -> None:
         """Finish the run; everything is on the disk afterwards."""
-        ...
 
 
-class TensorBoard:
+class TensorBoard(Target):
     """Writes event files, a folder for each run. Numbers keep their double precision."""
 
     def __init__(self, folder: Path) -> None:
@@ -83,7 +72,6 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.folder, self._make = folder, SummaryWriter
-        self.session: str | None = None
 
     def open(self, name: str, known: str | None, facts: Facts) -> str:
         """A further event file in the folder of a known run continues it."""
@@ -109,17 +97,15 @@ class TensorBoard:
     def flush(self) -> None:
         self._writer.flush()
 
-    def held(self, name: str) -> set[int]:
-        return set()
-
     def close(self) -> None:
         self._writer.close()
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Target):
     """Writes a folder `wandb/offline-run-...`; a run that continues has one more folder with the same id.
 
-    Runs are offline unless WANDB_MODE says otherwise; `wandb sync` uploads them if the user wants that.
+    Runs are offline unless WANDB_MODE says otherwise; `wandb sync` uploads them if the user wants that. A process of its own
+    writes the file, some seconds later, and ends unsaved with the process that it belongs to, so there is nothing to flush.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,7 +114,6 @@ class WeightsAndBiases:
         import wandb
 
         self.folder, self._wandb = folder, wandb
-        self.session: str | None = None
 
     def open(self, name: str, known: str | None, facts: Facts) -> str:
         """The id of the run is drawn by wandb."""
@@ -157,20 +142,12 @@ class WeightsAndBiases:
         cells = self._wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
         self._run.log({name: cells}, step=x)
 
-    def flush(self) -> None:
-        """Its own process writes the file, some seconds later, and ends unsaved with the process that it belongs to."""
-
-    def held(self, name: str) -> set[int]:
-        return set()
-
     def close(self) -> None:
         self._run.finish()
 
 
-class MLflow:
+class MLflow(Target):
     """Writes `mlflow.db` and `artifacts`. Metrics are written in batches, because each call is a transaction."""
-
-    session: str | None = None
 
     MOST = 900  # metrics that wait to be written; a batch of MLflow's holds at most 1000
 
@@ -241,10 +218,8 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-class Trackio:
+class Trackio(Target):
     """Writes the project `esper` of the store in a folder. Runs are continued by their names."""
-
-    session: str | None = None
 
     PATIENCE = 10.0  # that a flush waits [seconds]
     FOLDER = "TRACKIO_DIR"
@@ -335,15 +310,9 @@ def wait_for(lock: Lock, patience: float) -> None:
 
 def as_markdown(table: FinalTable) -> str:
     """A table as Markdown, in which texts are neither markup nor HTML."""
+    signs = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", **{sign: f"\\{sign}" for sign in "|`*["}})
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-_SIGNS = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", **{sign: f"\\{sign}" for sign in "|`*["}})
-
-
-def _cell(text: str) -> str:
-    return printable(text.translate(_SIGNS))
+    return "\n".join(f"| {' | '.join(printable(cell.translate(signs)) for cell in line)} |" for line in lines)
 
 
 def final_table(summary: Mapping[str, Any]) -> FinalTable | None:
@@ -367,17 +336,11 @@ def final_table(summary: Mapping[str, Any]) -> FinalTable | None:
 
 
 class Box(NamedTuple):
-    """A part of a network.
-
-    Attributes:
-        kind (str): input, host, seed or output
-        head (str): what it is
-        foot (str): more about it; may be empty
-    """
+    """A part of a network."""
 
     kind: Literal["input", "host", "seed", "output"]
-    head: str
-    foot: str
+    head: str  # what it is
+    foot: str  # more about it
 
 
 def boxes_of(summary: Mapping[str, Any], slots: Sequence[str]) -> Iterator[Box]:

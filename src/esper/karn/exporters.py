@@ -8,23 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from esper.karn.export_targets import (
-    KEPT,
-    MAKE,
-    Box,
-    Target,
-    boxes_of,
-    drawing,
-    final_table,
-    title_of,
-    wait_for,
-)
+from esper.karn.export_targets import KEPT, MAKE, Box, Target, boxes_of, drawing, final_table, title_of, wait_for
 from esper.karn.reader import OpenRun, Tail, open_run
-from esper.karn.run_model import CurvePoint, RunModel
+from esper.karn.run_model import CurvePoint, RunModel, unused_name
 from esper.leyline.distribution import check_installed
 from esper.leyline.errors import InputError, RunWarning, first_line, typed_line, warn
 from esper.leyline.text import printable
@@ -34,15 +24,11 @@ from esper.store.disk import file_name, read_kept, write_atomic
 from esper.store.files import ENVIRONMENT, EVENTS
 from esper.store.lock import Lock
 
-EXPORTS = "exports"
-"""The folder beside the run folders that exporters write to unless another one is named."""
+EXPORTS = "exports"  # the folder beside the run folders that exporters write to unless another one is named
 TARGET, RECORD = "target", "record.json"
-CHUNK = 2**20
-"""Events that are read at once, and written at once [bytes]."""
-EVERY = 0.5
-"""Least time between two looks of an exporter at the run that it belongs to [seconds]."""
-PATIENCE = 120.0
-"""How long a run that has ended waits for an exporter to finish [seconds]."""
+CHUNK = 2**20  # events that are read at once, and written at once [bytes]
+EVERY = 0.5  # least time between two looks of an exporter at the run that it belongs to [seconds]
+PATIENCE = 120.0  # how long a run that has ended waits for an exporter to finish [seconds]
 _LONGEST = 80  # characters of a run's name
 _LARGEST = 2**20  # bytes of a record that are read
 _MEND = "remove the folder of exports, and export again"
@@ -55,49 +41,17 @@ class ExportError(RuntimeError):
     """A target raised an error: one sentence. The command line exits with 1."""
 
 
-class Exported(NamedTuple):
-    """What an export did.
-
-    Attributes:
-        name (str): name of the run in the target
-        folder (Path): the folder of the exports
-        status (str): of the run
-        points (int): points that were added
-        x (int): of the last point that the target has; -1 if it has none
-        final (bool): whether the target has the final table
-    """
-
-    name: str
-    folder: Path
-    status: str
-    points: int
-    x: int
-    final: bool
-
-
 class Record(msgspec.Struct):
-    """What was exported of one run to one target.
+    """What was exported of one run to one target."""
 
-    Attributes:
-        name (str): name of the run in the target
-        began (int): which run it is: when the first file of it was written [ns]
-        known (str or None): what identifies it in the target; None before it was opened
-        last (mapping): x of the last point, by kind of row
-        session (str or None): the file or folder of what is written since the target was opened, if the target has one; None
-            after the target was closed
-        safe (mapping): `last` before that session, or, without one, after the last flush
-        ended (float or None): time of the last row of the run whose table and image were written; None if none were
-        failed (bool): whether the target failed, so that it is not known what it has
-    """
-
-    name: str
-    began: int
-    known: str | None = None
-    last: dict[str, int] = {}
-    session: str | None = None
-    safe: dict[str, int] = {}
-    ended: float | None = None
-    failed: bool = False
+    name: str  # name of the run in the target
+    began: int  # which run it is: when the first file of it was written [ns]
+    known: str | None = None  # what identifies it in the target; None before it was opened
+    last: dict[str, int] = {}  # x of the last point, by kind of row
+    session: str | None = None  # that of the target while it is open
+    safe: dict[str, int] = {}  # `last` before that session, or, without one, after the last flush
+    ended: float | None = None  # time of the last row of the run whose table and image were written; None if none were
+    failed: bool = False  # whether the target failed, so that it is not known what it has
 
     @property
     def x(self) -> int:
@@ -146,11 +100,7 @@ class Exports:
             return found
         taken = {_read(path).name for path in (self.folder / KEPT).glob(f"*/{RECORD}")}
         base = re.sub(r"[^\w.+-]+", "-", self._run.name)[:_LONGEST].strip("-.") or "run"
-        name, count = base, 1
-        while name in taken:
-            count += 1
-            name = f"{base}-{count}"
-        return Record(name, began)
+        return Record(unused_name(base, taken), began)
 
     def remove(self, session: str) -> None:
         """Remove the file or the folder of a session. InputError if a record that was edited names a folder elsewhere."""
@@ -165,7 +115,6 @@ class Exports:
             path.unlink(missing_ok=True)
 
     def write(self, record: Record) -> None:
-        """Keep the record."""
         write_atomic(self._own / RECORD, msgspec.json.encode(record))
 
 
@@ -192,7 +141,6 @@ class Export:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with the first row."""
         self.model = RunModel(history=False)
         path = self.run.folder / ENVIRONMENT  # written once for a run, however often it is resumed
         began = path.stat().st_mtime_ns if path.exists() else 0
@@ -248,8 +196,8 @@ class Export:
             self.exports.write(self.record)
         self.points += len(points)
 
-    def end(self) -> Exported:
-        """Write the rest, and the table and the image of a run that has ended."""
+    def end(self) -> str:
+        """Write the rest, and the table and the image of a run that has ended. Returns the status of the run."""
         self.update()
         record, last, summary = self.record, self.model.last, self.run.summary
         status = self.run.status_after(None if last is None else last.status)
@@ -264,7 +212,7 @@ class Export:
                 self._call(lambda: self.target.image("architecture", pixels, x))
             self._call(lambda: self.target.table("final_table", table, x))
             record.ended = last.time
-        return Exported(record.name, self.exports.folder, status, self.points, record.x, record.ended is not None)
+        return status
 
     def close(self) -> None:
         """Close the target, also after an interrupt, as what was written is whole, and release the lock."""

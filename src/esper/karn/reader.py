@@ -1,21 +1,24 @@
 """Reads run folders: finished runs, runs in progress, and killed ones. T rows of one kind, E environments, S slots."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 import numpy as np
+from msgspec import Meta
+from pydantic import BaseModel
 
 from esper.karn.run_model import BlueprintAnalytics, RunModel, Tally
-from esper.karn.schema import check_config, check_environment, check_summary
 from esper.leyline.config.arguments import to_path
 from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
+from esper.leyline.config.tree import BASELINES, Config, build_config
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, typed_line
+from esper.leyline.text import counted
 from esper.nissa.events import RunShape, decode_lines, read_events, record
 from esper.nissa.rows import ROWS, Row, RunRow
 from esper.store.disk import open_regular, read_kept
@@ -30,7 +33,7 @@ KINDS: Mapping[str, type[Row]] = {str(row.__struct_config__.tag): row for row in
 """The kinds of rows by their names in the file."""
 
 _LARGEST_JSON = 64 * 2**20  # bytes of summary.json, environment.json and changes.json that are read
-_MEND = "put back what the run wrote"
+MEND = "put back what the run wrote"  # what to do if a file of a run folder is damaged
 
 
 class Tail:
@@ -55,7 +58,7 @@ class Tail:
         """
         if not self.path.exists():
             return []
-        with open_regular(self.path, _MEND) as file:
+        with open_regular(self.path, MEND) as file:
             file.seek(max(self._place - len(self._last), 0))
             if file.read(len(self._last)) != self._last:
                 self._seen, self._last, self._place, self._shape = 0, b"", 0, RunShape()
@@ -91,27 +94,40 @@ class OpenRun:
     def config(self) -> dict[str, Any]:
         """Everything that was asked for, after defaults, as plain values."""
         path = self.folder / CONFIG
-        content = parse_yaml(read_kept(path, LARGEST_YAML, _MEND), str(path), _MEND)
+        content = parse_yaml(read_kept(path, LARGEST_YAML, MEND), str(path), MEND)
         if not isinstance(content, dict):
-            raise InputError(f"{path} holds no mapping of keys; {_MEND}")
+            raise InputError(f"{path} holds no mapping of keys; {MEND}")
         return content
 
     @property
     def checked_config(self) -> dict[str, Any]:
-        """As `config`. InputError if a key of this version has a value that it cannot have."""
+        """As `config`. InputError if a key of this version has a value that it cannot have; keys of others are left out."""
         content = self.config
-        check_config(content, self.folder / CONFIG, _MEND)
+        try:
+            build_config(_known(content, Config))
+        except InputError as error:
+            raise InputError(f"{self.folder / CONFIG}: {error}, or {MEND}") from None
         return content
 
     @property
     def environment(self) -> Any:
         """The machine, the versions and the command line; None if environment.json is missing. InputError if it is damaged."""
-        return self._json(ENVIRONMENT, check_environment)
+        content = self._json(ENVIRONMENT)
+        if content is not None:
+            try:
+                msgspec.convert(content, Environment)
+            except msgspec.ValidationError as error:
+                path = self.folder / ENVIRONMENT
+                raise InputError(f"{path} does not describe the machine of a run: {error}; {MEND}") from None
+        return content
 
     @property
     def summary(self) -> Any:
         """The final figures; None until the run has ended. InputError if summary.json is damaged."""
-        return self._json(SUMMARY, check_summary)
+        content = self._json(SUMMARY)
+        if content is not None:
+            check_summary(content, self.folder / SUMMARY)
+        return content
 
     @property
     def changes(self) -> Any:
@@ -214,18 +230,13 @@ class OpenRun:
 
     def _repr_html_(self) -> str:
         """The head of the run's report, which a notebook shows."""
-        from esper.karn.result import head_of  # imported here because it takes rich along
+        from esper.karn.report.page import head_of  # imported here because it takes rich along
 
         return head_of(read_model(self), self.folder.resolve().name)
 
-    def _json(self, name: str, check: Callable[[Any, Path, str], None] | None = None) -> Any:
+    def _json(self, name: str) -> Any:
         path = self.folder / name
-        if not path.exists():
-            return None
-        content = parse_json(read_kept(path, _LARGEST_JSON, _MEND), path, _MEND)
-        if check is not None:
-            check(content, path, _MEND)
-        return content
+        return parse_json(read_kept(path, _LARGEST_JSON, MEND), path, MEND) if path.exists() else None
 
 
 def read_model(run: OpenRun) -> RunModel:
@@ -248,7 +259,7 @@ def fitting_files(folder: Path) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"the files of {folder} do not fit together ({typed_line(error)}); {_MEND}") from error
+        raise InputError(f"the files of {folder} do not fit together ({typed_line(error)}); {MEND}") from error
 
 
 def open_run(folder: str | PathLike[str]) -> OpenRun:
@@ -294,3 +305,235 @@ def _column(values: list[Any]) -> Any:
     except (TypeError, ValueError):
         return values
     return array if array.dtype.kind in "biuf" else values
+
+
+# The types of config.yaml, environment.json and summary.json. Keys that are not named here are left to who reads them.
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Value = float | None
+
+
+class Environment(TypedDict, total=False):
+    """environment.json."""
+
+    command: list[str]
+
+
+class _Pair(TypedDict):
+    """A quantity of the twins, None without twins, and of the grown networks; lists over environments."""
+
+    host: list[Value] | None
+    grown: list[Value]
+
+
+class _Steps(TypedDict):
+    host: list[Count] | None
+    grown: list[Count]
+
+
+class _Skipped(TypedDict):
+    updates: Count
+    grown: list[Count]
+
+
+class _Examples(TypedDict):
+    """Numbers of examples by split; lists over environments for a mixture."""
+
+    probe: Count | list[Count]
+    test: Count | list[Count]
+
+
+class _Best(TypedDict):
+    env: Count
+    select: str
+    validation: Value
+
+
+class _Fates(TypedDict):
+    germinated: Count
+    fossilized: Count
+    unfinished: Count
+    discarded: Count
+    pruned: Count
+
+
+class _SeedFate(TypedDict):
+    env: Count
+    slot: str
+    blueprint: str
+    step: Count
+    reason: str
+
+
+class _Static(TypedDict, total=False):
+    """A static network: why it is absent, or its parameters, seconds and `test_` values."""
+
+    absent: str
+    note: str
+    params: list[Count]
+    seconds: Value
+
+
+class _Compared(TypedDict):
+    """J of static networks, and the difference of the grown networks to it; without an interval, its ends are None."""
+
+    test_objective: list[Value]
+    difference: Value
+    low: Value
+    high: Value
+
+
+class _ClassFigures(TypedDict):
+    balanced_accuracy: list[Value]
+    f1_macro: list[Value]
+    roc_auc: list[Value]
+    confusion: list[list[Count]] | None
+
+
+class _RareClasses(TypedDict):
+    classes: list[str | int | float | bool]
+    rare: list[str | int | float | bool]
+    examples: list[Count]
+    weighted: bool
+    grown: _ClassFigures
+    host: _ClassFigures | None
+
+
+class _Failure(TypedDict):
+    type: str
+    message: str
+
+
+class _Actors(TypedDict):
+    workers: Count
+    lost: Count
+    waiting_seconds: float
+
+
+class Summary(TypedDict, total=False):
+    """summary.json of any run."""
+
+    error: _Failure
+    actors: _Actors
+    explanations: list[str]
+
+
+class Failed(Summary, total=False):
+    """summary.json of a run that failed before it had figures."""
+
+    status: Literal["running", "finished", "interrupted", "failed"]
+    steps_done: Count
+
+
+class Grown(Summary):
+    """summary.json of a growth that came to its end."""
+
+    status: Literal["running", "finished", "interrupted", "failed"]
+    verdict: NotRequired[str]
+    task: str
+    controller: str
+    envs: Annotated[int, Meta(ge=1, le=2**31)]
+    steps: Count
+    steps_done: Count
+    epochs_done: NotRequired[Value]
+    seed: Count
+    device: str
+    rows: Count
+    metric: str
+    objective_formula: str
+    examples: NotRequired[_Examples]
+    host_params: Count | list[Count]
+    grown_params: list[Count]
+    best: _Best
+    baselines: NotRequired[dict[str, _Static]]
+    compared: NotRequired[dict[str, _Compared]]
+    constant: NotRequired[dict[str, list[Value]]]
+    rare_classes: NotRequired[_RareClasses]
+    seeds: _Fates
+    grown: list[dict[str, str]]
+    best_step: _Steps | None
+    stopped_early: bool
+    stopped_because: str | None
+    rollbacks: dict[str, Count]
+    refused: dict[str, Count]
+    skipped_updates: NotRequired[_Skipped]
+    plantings: NotRequired[list[_SeedFate]]
+    keeps: NotRequired[list[_SeedFate]]
+    prunes: NotRequired[list[_SeedFate]]
+    seconds: float
+    env_steps_per_second: Value
+    phase_seconds: NotRequired[dict[str, float]]
+
+
+class FinishedTraining(Summary):
+    """summary.json of a training that came to its end."""
+
+    status: Literal["running", "finished", "interrupted", "failed"]
+    rounds_done: Count
+    best_round: NotRequired[int | None]
+    best_validation_objective: Value
+    last_rounds: dict[str, Value]
+    controller_share: Value
+    rollbacks: dict[str, Count]
+    refused: dict[str, Count]
+    seconds: NotRequired[float]
+    policy_inputs: NotRequired[dict[str, float]]
+
+
+def check_summary(summary: Any, path: Path) -> None:
+    """InputError, which names the key, if the content of a summary.json is none."""
+    try:
+        kind = Grown if "grown_params" in summary else FinishedTraining if "rounds_done" in summary else Failed
+        msgspec.convert(summary, kind)
+        if kind is Grown:
+            for place, values in _of_environments(summary):
+                if len(values) != summary["envs"]:
+                    raise msgspec.ValidationError(
+                        f"Expected {counted(summary['envs'], 'entry', 'entries')}, got {len(values)} - at `$.{place}`"
+                    )
+            if summary["best"]["env"] >= summary["envs"]:
+                raise msgspec.ValidationError(f"Expected `int` < {summary['envs']} - at `$.best.env`")
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InputError(f"{path} is not the summary of a run: {error}; {MEND}") from None
+
+
+def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the content of every list over environments. ValidationError if one is of other values."""
+    yield "grown_params", summary["grown_params"]
+    yield "grown", summary["grown"]
+    if isinstance(summary["host_params"], list):
+        yield "host_params", summary["host_params"]
+    for name, sizes in summary.get("examples", {}).items():
+        if isinstance(sizes, list):
+            yield f"examples.{name}", sizes
+    names = [f"{split}_{name}" for split in ("test", "validation") for name in (summary["metric"], "loss", "objective")]
+    pairs: dict[str, Any] = {name: summary.get(name) for name in names}
+    msgspec.convert(pairs, dict[str, _Pair])
+    if summary["best_step"] is not None:
+        pairs["best_step"] = summary["best_step"]
+    for name, pair in pairs.items():
+        for part in ("host", "grown"):
+            if pair[part] is not None:
+                yield f"{name}.{part}", pair[part]
+    if "constant" in summary:
+        msgspec.convert(summary["constant"].get(names[0]), list[Value])
+        yield f"constant.{names[0]}", summary["constant"][names[0]]
+    for name, static in summary.get("baselines", {}).items():
+        if name not in BASELINES:
+            raise msgspec.ValidationError(f"Invalid enum value {name!r} - at `key in $.baselines`")
+        for key in ("params", names[0]):
+            if "absent" not in static:
+                msgspec.convert(static.get(key), list[Value])
+                yield f"baselines.{name}.{key}", static[key]
+
+
+def _known(content: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """The keys of a mapping that a config, or a section of it, has."""
+    known = {}
+    for name, field in model.model_fields.items():
+        if name in content:
+            value, inner = content[name], field.annotation
+            if isinstance(inner, type) and issubclass(inner, BaseModel) and isinstance(value, Mapping):
+                value = _known(value, inner)
+            known[name] = value
+    return known

@@ -3,11 +3,11 @@
 T steps, E environments, S slots, K blueprints. A quantity that a run did not measure, or did not record, is None or nan, never 0.
 """
 
-import math
+import itertools
 import re
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -38,195 +38,78 @@ Floats = NDArray[np.float64]
 NO_SEED = -1
 NAN = float("nan")
 
-DRAWN_DECISIONS = 60
-"""Most decisions that the figure of contributions shows; the largest contributions and the smallest."""
-LISTED = 200
-"""Most rows of a table of single decisions or rollbacks."""
-POINTS = 512
-"""Most points of a live curve; when it has twice as many, every second one is dropped."""
-LOGGED = 12
-"""Last events of each environment that are kept."""
-TIMED = 32
-"""Last steps or rounds from which the pace is worked out."""
-EMPTY = frozenset({Stage.DORMANT, Stage.PRUNED, Stage.EMBARGOED})
-"""Stages of a slot without a seed."""
+DRAWN_DECISIONS = (
+    60  # most decisions that the figure of contributions shows; the largest contributions and the smallest
+)
+LISTED = 200  # most rows of a table of single decisions or rollbacks
+POINTS = 512  # most points of a live curve; when it has twice as many, every second one is dropped
+LOGGED = 12  # last events of each environment that are kept
+TIMED = 32  # last steps or rounds from which the pace is worked out
+EMPTY = frozenset({Stage.DORMANT, Stage.PRUNED, Stage.EMBARGOED})  # stages of a slot without a seed
 
 
 class Stay(NamedTuple):
-    """A run of steps in which one slot of one environment is in one stage.
-
-    Attributes:
-        env (int): environment
-        slot (int): index of the slot
-        start (int): first step
-        stop (int): one past the last step
-        stage (Stage): the stage
-        blueprint (str or None): the seed in the slot
-        alpha (float): the dose at the end of the stay
-        why (str or None): why the seed was planted, kept or pruned, where the stay begins with that
-    """
+    """A run of steps in which one slot of one environment is in one stage."""
 
     env: int
-    slot: int
-    start: int
-    stop: int
+    slot: int  # index of the slot
+    start: int  # first step
+    stop: int  # one past the last step
     stage: Stage
-    blueprint: str | None
-    alpha: float
-    why: str | None
+    blueprint: str | None  # the seed in the slot
+    alpha: float  # the dose at the end of the stay
+    why: str | None  # why the seed was planted, kept or pruned, where the stay begins with that
 
 
 class SeedMark(NamedTuple):
-    """A seed that was planted (GERMINATED) or removed (PRUNED). Neither stage lasts as long as a step.
-
-    Attributes:
-        env (int): environment
-        slot (int): index of the slot
-        step (int): step
-        planted (bool): true if it was planted, false if it was removed
-        blueprint (str or None): the seed
-        why (str or None): the reason
-    """
+    """A seed that was planted (GERMINATED) or removed (PRUNED). Neither stage lasts as long as a step."""
 
     env: int
-    slot: int
+    slot: int  # index of the slot
     step: int
-    planted: bool
+    planted: bool  # true if it was planted, false if it was removed
     blueprint: str | None
     why: str | None
 
 
 class EpisodeSteps(NamedTuple):
-    """The steps of an episode.
+    """The steps of an episode."""
 
-    Attributes:
-        steps ((T,) int): numbers of the steps
-        metric ((T, E) float): task metric on the probe split
-        loss ((T, E) float): loss on the probe split
-        train_loss ((T, E) float): mean loss over the batches of the step
-        twin ((T, E) float or None): metric of the networks that never grow; None without twins
-        added ((T, E) int): parameters of the seeds in BLENDING, HOLDING or FOSSILIZED
-        stage ((T, E, S) int8): stage of every slot
-        alpha ((T, E, S) float): dose of every slot
-        seed ((T, E, S) int): index of the blueprint in the slot, NO_SEED if there is none
-    """
-
-    steps: NDArray[np.int64]
-    metric: Floats
-    loss: Floats
-    train_loss: Floats
-    twin: Floats | None
-    added: NDArray[np.int64]
-    stage: NDArray[np.int8]
-    alpha: Floats
-    seed: NDArray[np.int64]
+    steps: NDArray[np.int64]  # (T,) numbers of the steps
+    metric: Floats  # (T, E) task metric on the probe split
+    loss: Floats  # (T, E) loss on the probe split
+    train_loss: Floats  # (T, E) mean loss over the batches of the step
+    twin: Floats | None  # (T, E) metric of the networks that never grow; None without twins
+    added: NDArray[np.int64]  # (T, E) parameters of the seeds in BLENDING, HOLDING or FOSSILIZED
+    stage: NDArray[np.int8]  # (T, E, S) stage of every slot
+    alpha: Floats  # (T, E, S) dose of every slot
+    seed: NDArray[np.int64]  # (T, E, S) index of the blueprint in the slot, NO_SEED if there is none
 
 
 class Worths(NamedTuple):
-    """What seeds were worth, of the episode of the population. R rows, in the order in which they were measured.
+    """What seeds were worth, of the episode of the population. R rows, in the order in which they were measured."""
 
-    Attributes:
-        steps ((R,) int): numbers of the steps
-        contribution ((R, E, S) float): contribution of every seed to the metric
-        shapley ((E, S) float or None): the last Shapley value of every seed, after the last step at which coalitions were
-            measured there; None if they never were
-        interaction ((E, S, S) float or None): the last interaction of every pair of seeds; None likewise
-    """
-
-    steps: NDArray[np.int64]
-    contribution: Floats
-    shapley: Floats | None
-    interaction: Floats | None
+    steps: NDArray[np.int64]  # (R,) numbers of the steps
+    contribution: Floats  # (R, E, S) contribution of every seed to the metric
+    # The last values of every seed, and of every pair, after the last step at which coalitions were measured there; None if
+    # they never were.
+    shapley: Floats | None  # (E, S)
+    interaction: Floats | None  # (E, S, S)
 
 
 class Sensed(NamedTuple):
-    """The growth sensors, of the episode of the population. R rows, F sensors.
+    """The growth sensors, of the episode of the population. R rows, F sensors."""
 
-    Attributes:
-        steps ((R,) int): steps after which they were measured
-        names (names): (F,) the sensors
-        medians ((R, S, F) float): medians over environments
-    """
-
-    steps: NDArray[np.int64]
-    names: Sequence[str]
-    medians: Floats
+    steps: NDArray[np.int64]  # (R,) steps after which they were measured
+    names: Sequence[str]  # (F,) the sensors
+    medians: Floats  # (R, S, F) medians over environments
 
 
 class Times(NamedTuple):
-    """Where the time went, of the episode of the population. R rows.
+    """Where the time went, of the episode of the population. R rows."""
 
-    Attributes:
-        steps ((R,) int): last step of each row
-        seconds (mapping): by phase, (R,) seconds
-    """
-
-    steps: NDArray[np.int64]
-    seconds: Mapping[str, Floats]
-
-
-class Refused(NamedTuple):
-    """A decision that was not carried out: the reason (`esper.Refusal`), and what the controller chose for which environment."""
-
-    reason: str
-    env: int
-    op: str
-    slot: str | None
-    blueprint: str | None
-
-
-class Cell(NamedTuple):
-    """One slot of one environment as it is now.
-
-    Attributes:
-        stage (Stage): its stage
-        alpha (float): its dose
-        blueprint (str or None): the seed in it
-        contribution (float): contribution of the seed to the metric; nan if it was not measured
-        error (float): its standard error
-    """
-
-    stage: Stage
-    alpha: float
-    blueprint: str | None
-    contribution: float
-    error: float
-
-
-class Decided(NamedTuple):
-    """A decision to keep or to remove a seed, and what was measured for it.
-
-    Attributes:
-        round (int or None): round of a training; None in other runs
-        env (int): environment
-        step (int): step
-        slot (str): name of the slot
-        blueprint (str): name of the blueprint
-        kept (bool): whether the seed was kept
-        contribution (float): contribution to the metric; nan if it was not measured
-        error (float): its standard error
-        why (str): the reason
-    """
-
-    round: int | None
-    env: int
-    step: int
-    slot: str
-    blueprint: str
-    kept: bool
-    contribution: float
-    error: float
-    why: str
-
-
-class PlantingDecision(NamedTuple):
-    """A decision to plant a seed: where, when, which, and the reason in words."""
-
-    env: int
-    step: int
-    slot: str
-    blueprint: str
-    why: str
+    steps: NDArray[np.int64]  # (R,) last step of each row
+    seconds: Mapping[str, Floats]  # (R,) by phase
 
 
 @dataclass
@@ -234,63 +117,43 @@ class DecisionLog:
     """Plantings, keeps and prunes of a run; of a training those of its episodes, without those of validations.
 
     All are counted, and those that a page shows are held, so that memory is bounded.
-
-    Attributes:
-        total (int): keeps and prunes
-        measured (int): those with a contribution
-        first (list of Decided): the first `LISTED`
-        kept (list of pairs): slot and step of every keep outside of trainings
-        planted (int): plantings outside of trainings
-        plantings (list of Planting): the first `LISTED` of them
-        idle (int): prunes of seeds in TRAINING whose gain was exactly 0, so that switching them on changed no loss
     """
 
-    total: int = 0
-    measured: int = 0
-    first: list[Decided] = field(default_factory=list)
-    kept: list[tuple[str, int]] = field(default_factory=list)
-    planted: int = 0
-    plantings: list[PlantingDecision] = field(default_factory=list)
-    idle: int = 0
-    _ends: list[Decided] = field(default_factory=list)
+    total: int = 0  # keeps and prunes
+    measured: int = 0  # those with a contribution
+    first: list[LifecycleRow] = field(default_factory=list)  # the first `LISTED`
+    kept: list[tuple[str, int]] = field(default_factory=list)  # slot and step of every keep outside of trainings
+    planted: int = 0  # plantings outside of trainings
+    plantings: list[LifecycleRow] = field(default_factory=list)  # the first `LISTED` of them
+    idle: int = 0  # prunes of seeds in TRAINING whose gain was exactly 0, so that switching them on changed no loss
+    _ends: list[LifecycleRow] = field(default_factory=list)
 
     def write(self, row: LifecycleRow) -> None:
         """Count a row if it is a decision to plant, to keep or to remove a seed, and not one of a validation."""
-        if row.cohort not in (UNSET, "training"):
+        if row.cohort not in (UNSET, "training") or not row.why:
             return
-        if row.to_stage == "GERMINATED" and row.cohort is UNSET and row.why:
+        if row.to_stage == "GERMINATED" and row.cohort is UNSET:
             self.planted += 1
             if len(self.plantings) < LISTED:
-                self.plantings.append(PlantingDecision(row.env, row.step, row.slot, row.blueprint or "", row.why))
-        if row.to_stage not in ("FOSSILIZED", "PRUNED") or not row.blueprint or not row.why:
+                self.plantings.append(row)
+        if row.to_stage not in ("FOSSILIZED", "PRUNED") or not row.blueprint:
             return
-        decided = Decided(
-            row.round if isinstance(row.round, int) else None,
-            row.env,
-            row.step,
-            row.slot,
-            row.blueprint,
-            row.to_stage == "FOSSILIZED",
-            NAN if row.contribution_mean is None else row.contribution_mean,
-            NAN if row.contribution_se is None else row.contribution_se,
-            row.why,
-        )
         self.total += 1
         self.idle += row.to_stage == "PRUNED" and row.gain_mean == 0 and row.gain_se == 0
         if len(self.first) < LISTED:
-            self.first.append(decided)
-        if decided.kept and row.cohort is UNSET:
-            self.kept.append((decided.slot, decided.step))
-        if not math.isnan(decided.contribution):
+            self.first.append(row)
+        if row.to_stage == "FOSSILIZED" and row.cohort is UNSET:
+            self.kept.append((row.slot, row.step))
+        if row.contribution_mean is not None:
             self.measured += 1
-            self._ends.append(decided)
+            self._ends.append(row)
             if len(self._ends) > 8 * DRAWN_DECISIONS:
                 self._ends = self.ends
 
     @property
-    def ends(self) -> list[Decided]:
+    def ends(self) -> list[LifecycleRow]:
         """The largest contributions and then the smallest, `DRAWN_DECISIONS` at most; of equal ones the earlier comes first."""
-        ordered = sorted(self._ends, key=lambda each: -each.contribution)  # stable, so parts give the ends of the whole
+        ordered = sorted(self._ends, key=lambda row: -(row.contribution_mean or 0.0))  # stable, so parts give the ends
         half = DRAWN_DECISIONS // 2
         return ordered if len(ordered) <= DRAWN_DECISIONS else ordered[:half] + ordered[-half:]
 
@@ -354,12 +217,26 @@ class BlueprintAnalytics:
         return found
 
     def write(self, row: Row) -> None:
-        """Count a row."""
         match row:
             case DecisionRow(op="GERMINATE", carried_out=True, slot=str(slot), price=int(price)):
                 self._prices[_place(row, row.env, slot)] = price
             case LifecycleRow(to_stage="GERMINATED" | "FOSSILIZED" | "PRUNED", blueprint=str(blueprint)):
-                self._move(row, blueprint)
+                key, place = (blueprint, row.slot), _place(row, row.env, row.slot)
+                count = self._counts[key]
+                count[row.to_stage] += 1
+                if row.to_stage == "GERMINATED":
+                    params = self._prices.pop(place, None)
+                    count["priced"] += params is not None
+                    count["price"] += params or 0
+                    self._seeds[place] = _Seed(blueprint, row.step, False, params)
+                    return
+                if row.contribution_mean is not None:
+                    self._measured[key].append(row.contribution_mean)
+                seed = self._seeds.pop(place, None)
+                if row.to_stage == "FOSSILIZED" and seed is not None:
+                    self._waited[key].append(row.step - seed.step)
+                    count["params"] += seed.params or 0
+                    self._seeds[place] = seed._replace(kept=True)
             case RollbackRow(twin=False):
                 for slot in row.pruned:
                     seed = self._seeds.pop(_place(row, row.env, slot), None)
@@ -395,22 +272,15 @@ class BlueprintAnalytics:
         ]
         return sorted(found, key=lambda tally: (-tally.tried, tally.slot, tally.blueprint))
 
-    def _move(self, row: LifecycleRow, blueprint: str) -> None:
-        key, place = (blueprint, row.slot), _place(row, row.env, row.slot)
-        count = self._counts[key]
-        count[row.to_stage] += 1
-        if row.to_stage == "GERMINATED":
-            price = self._prices.pop(place, None)
-            count["priced"] += price is not None
-            self._seeds[place] = _Seed(blueprint, row.step, False, price)
-            return
-        if row.contribution_mean is not None:
-            self._measured[key].append(row.contribution_mean)
-        seed = self._seeds.pop(place, None)
-        if row.to_stage == "FOSSILIZED" and seed is not None:
-            self._waited[key].append(row.step - seed.step)
-            count["params"] += seed.params or 0
-            self._seeds[place] = seed._replace(kept=True)
+    def prices(self) -> dict[tuple[str, str], float]:
+        """Mean number of parameters of the seeds planted, by blueprint and slot."""
+        return {key: count["price"] / count["priced"] for key, count in self._counts.items() if count["priced"]}
+
+
+def unused_name(base: str, taken: Collection[str]) -> str:
+    """A name that is not taken: `base`, or with a number from 2 on."""
+    names = (base if count == 1 else f"{base}-{count}" for count in itertools.count(1))
+    return next(name for name in names if name not in taken)
 
 
 def _place(row: PlayedRow, env: int, slot: str) -> tuple[object, ...]:
@@ -427,7 +297,6 @@ class Curve:
         self._every, self._count = 1, 0
 
     def add(self, x: float, *y: float) -> None:
-        """The values at one place."""
         if self._count % self._every == 0:
             self.x.append(x)
             self.y.append(y)
@@ -437,51 +306,28 @@ class Curve:
 
 
 class CurvePoint(NamedTuple):
-    """The values of the exported curves at one place (`esper docs exporters`).
+    """The values of the exported curves at one place (`esper docs exporters`)."""
 
-    Attributes:
-        kind (str): kind of the row: step, gradients or round
-        x (int): `step` of the row in a grown run; number of rounds before this one in a training; it never decreases
-        time (float): when the row was written [seconds since 1970]
-        values (mapping): by name of the curve; a quantity that was not measured is missing
-    """
-
-    kind: str
-    x: int
-    time: float
-    values: Mapping[str, float]
+    kind: str  # kind of the row: step, gradients or round
+    x: int  # `step` of the row in a grown run; number of rounds before this one in a training; it never decreases
+    time: float  # when the row was written [seconds since 1970]
+    values: Mapping[str, float]  # by name of the curve; a quantity that was not measured is missing
 
 
-class Quantity(NamedTuple):
-    """A quantity of every environment, of which quartiles and the best value over environments are curves.
-
-    Attributes:
-        field (str): field of the row
-        name (str): prefix of the names of the exported curves
-        live (str or None): name of the live curve; None if there is none
-        best (callable or None): the best of the values; None where none is better than another
-    """
-
-    field: str
-    name: str
-    live: str | None
-    best: Callable[[Floats], np.float64] | None
-
-
-OF_STEPS = (
-    Quantity("metrics", "metric", "metric", np.max),
-    Quantity("twin_metrics", "twin_metric", "metric of the twins", np.max),
-    Quantity("losses", "loss", "loss", np.min),
-    Quantity("train_losses", "train_loss", None, np.min),
-    Quantity("added_param_counts", "added_params", "added parameters", None),
+Best = Callable[[Floats], np.float64] | None
+Quantity = tuple[str, str, str | None, Best]
+"""A quantity of every environment, of which quartiles and the best value over environments are curves: the field of the row, the
+prefix of the names of the exported curves, the name of the live curve or None, and the best of the values or None."""
+OF_STEPS: Sequence[Quantity] = (
+    ("metrics", "metric", "metric", np.max),
+    ("twin_metrics", "twin_metric", "metric of the twins", np.max),
+    ("losses", "loss", "loss", np.min),
+    ("train_losses", "train_loss", None, np.min),
+    ("added_param_counts", "added_params", "added parameters", None),
 )
 """The quantities of step rows."""
-OF_GRADIENTS = (Quantity("host_gradients", "host_gradient", None, None),)
-OF_EPISODES = (
-    Quantity("metric", "metric", None, np.max),
-    Quantity("loss", "loss", None, np.min),
-    Quantity("added_params", "added_params", None, None),
-)
+OF_GRADIENTS: Sequence[Quantity] = (("host_gradients", "host_gradient", None, None),)
+OF_EPISODES: Mapping[str, Best] = {"metric": np.max, "loss": np.min, "added_params": None}
 """Those of the networks at the end of an episode, which a training exports for each of its populations."""
 COUNTED: Mapping[str, str] = {"GERMINATED": "seeds/planted", "FOSSILIZED": "seeds/kept", "PRUNED": "seeds/pruned"}
 """The changes of stage that are counted, and the names of their curves."""
@@ -493,33 +339,21 @@ class RunModel:
 
     `write` takes the rows in order, as they come or from a finished file; `complete` takes in the other files, and works out what
     needs all steps (`karn.reader.complete` calls it with the files of a folder).
-
-    Attributes:
-        rows (int): number of rows so far
-        head (RunRow or None): the first row of the events; None if there are none
-        last (RunRow or None): the last `run` row
-        changed (list of str): settings that were changed when the run was resumed
-        episode, step (int): of the last step row; -1 before it
-        curves (mapping): by name, over steps, the 10th, the 50th and the 90th percentile over environments; in a training over
-            rounds
-        counts (mapping): seeds planted, kept and pruned so far, and rollbacks, by name of the curve; 0 in a training
-        decided (DecisionLog): plantings, keeps and prunes
-        refused (mapping): number of refused decisions by reason
-        refusals (mapping): by what was refused, how often, and the first step and the last of it
-        operations (mapping): in a training, the decisions other than WAIT of each round by operation
-        rollbacks (list of RollbackRow): all
-        rounds (list of RoundRow): of a training
-        validated (mapping): in a training, J of the networks of each validation by round
-        status (str): how the run stands; this and all that follow are those of the last call of `complete`
-        config, summary, environment (mappings): the files of the folder; None if they are missing
-        population (Population or None): the last episode with steps; None if step rows were not recorded
-        stays (list of Stay), marks (list of SeedMark): of that episode
-        worths (Worths or None): likewise; None if no seed was measured
-        sensed (Sensed or None): likewise; None if no sensors were measured
-        times (Times or None): likewise; None if no times were recorded
-        tallies (list of Tally): of all episodes but those of validations, the blueprint that was tried most first
-        params (mapping): of the seeds planted in these, mean number of parameters by blueprint and slot
     """
+
+    # As of the last call of `complete`. Without steps, measurements, sensors or times in the rows, what holds these is None.
+    status: str
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any] | None
+    environment: Mapping[str, Any] | None
+    population: EpisodeSteps | None  # the last episode with steps, as all of the next
+    stays: list[Stay]
+    marks: list[SeedMark]
+    worths: Worths | None
+    sensed: Sensed | None
+    times: Times | None
+    tallies: list[Tally]  # of all episodes but those of validations, the blueprint that was tried most first
+    params: dict[tuple[str, str], float]  # mean number of parameters of the seeds in them, by blueprint and slot
 
     def __init__(self, rounds: range | None = None, history: bool = True) -> None:
         """`rounds` are those of a training, of which the ones of imitation are below 0; None for other runs.
@@ -527,19 +361,23 @@ class RunModel:
         history: whether every step of an episode is held, which `complete` needs; without it memory is bounded.
         """
         self.planned, self.history = rounds, history
-        self.rows = 0
-        self.head: RunRow | None = None
-        self.last: RunRow | None = None
-        self.changed: list[str] = []
-        self.episode = self.step = -1
+        self.rows = 0  # so far
+        self.head: RunRow | None = None  # the first row of the events
+        self.last: RunRow | None = None  # the last `run` row
+        self.changed: list[str] = []  # settings that were changed when the run was resumed
+        self.episode = self.step = -1  # of the last step row
+        # Over steps, the 10th, the 50th and the 90th percentile over environments; in a training over rounds.
         self.curves: dict[str, Curve] = {}
+        # Seeds planted, kept and pruned so far, and rollbacks, by name of the curve; 0 in a training.
         self.counts = dict.fromkeys((*COUNTED.values(), "rollbacks"), 0)
         self.decided = DecisionLog()
-        self.refused: Counter[str] = Counter()
-        self.refusals: dict[Refused, tuple[int, int, int]] = {}
-        self.operations: dict[int, Counter[str]] = {}
+        self.refused: Counter[str] = Counter()  # refused decisions by reason
+        # How often, and the first step and the last, by reason, environment, operation, slot and blueprint.
+        self.refusals: dict[tuple[str, int, str, str | None, str | None], tuple[int, int, int]] = {}
+        self.operations: dict[int, Counter[str]] = {}  # in a training, decisions other than WAIT by round and operation
         self.rollbacks: list[RollbackRow] = []
         self.rounds: list[RoundRow] = []
+        # In a training, J of each validation's networks by round.
         self.validated: dict[int, Sequence[float | None]] = {}
 
         # The state of the population now.
@@ -562,12 +400,10 @@ class RunModel:
         self._phases: list[tuple[int, Mapping[str, float]]] = []  # step, seconds
 
         self._analytics = BlueprintAnalytics()
-        self._prices: dict[tuple[str, str], tuple[int, int]] = {}  # seeds and their parameters, by blueprint and slot
         self._episodes: dict[tuple[str, str], list[EpisodeRow]] = {}  # of the present round, by cohort and task
         self._task_names: dict[str, str] = {}  # as they are in the names of curves
 
     def update(self, rows: Iterable[Row]) -> Self:
-        """Take in rows, in order."""
         for row in rows:
             self.write(row)
         return self
@@ -622,9 +458,9 @@ class RunModel:
                 values[f"round/{name}"] = float(value)
         for (cohort, task), rows in self._episodes.items():
             ended = [each for each in rows if each.round == row.round]
-            for quantity in OF_EPISODES:
-                name = f"{cohort}/{self._task_name(task)}/{quantity.name}"
-                values |= _spread(name, quantity.best, [getattr(each, quantity.field) for each in ended])[0]
+            for figure, best in OF_EPISODES.items():
+                name = f"{cohort}/{self._task_name(task)}/{figure}"
+                values |= _spread(name, best, [getattr(each, figure) for each in ended])[0]
         self._episodes.clear()
         return CurvePoint("round", len(self.rounds) - 1, row.time, values)
 
@@ -632,11 +468,7 @@ class RunModel:
         """The name of a task with the characters that every target of an export accepts; each task has a name of its own."""
         if task not in self._task_names:
             base = re.sub(r"[^A-Za-z0-9_-]+", "_", task)[-_LONGEST:] or "_"
-            taken, name, count = set(self._task_names.values()), base, 1
-            while name in taken:
-                count += 1
-                name = f"{base}-{count}"
-            self._task_names[task] = name
+            self._task_names[task] = unused_name(base, self._task_names.values())
         return self._task_names[task]
 
     def _write_step(self, row: StepRow) -> CurvePoint:
@@ -680,17 +512,13 @@ class RunModel:
             self._changes.append(row)
 
     def _write_decision(self, row: DecisionRow) -> None:
-        if row.op == "GERMINATE" and row.carried_out and row.price is not None and row.cohort in (UNSET, "training"):
-            key = row.blueprint or "", row.slot or ""
-            count, params = self._prices.get(key, (0, 0))
-            self._prices[key] = count + 1, params + row.price
         if row.cohort == "training" and isinstance(row.round, int) and row.op != "WAIT":
             self.operations.setdefault(row.round, Counter())[row.op] += 1
         if row.cohort is not UNSET:
             return
         if row.refusal is not None:
             self.refused[row.refusal] += 1
-            refused = Refused(row.refusal, row.env, row.op, row.slot, row.blueprint)
+            refused = row.refusal, row.env, row.op, row.slot, row.blueprint
             count, first, _ = self.refusals.get(refused, (0, row.step, row.step))
             self.refusals[refused] = count + 1, first, row.step
             where = row.slot or "no slot"
@@ -729,7 +557,6 @@ class RunModel:
 
     @property
     def slots(self) -> Sequence[str]:
-        """Names of the slots."""
         return () if self.head is None else self.head.slots
 
     @property
@@ -741,14 +568,17 @@ class RunModel:
         """Stage and dose of one slot of one environment as it is now."""
         return Stage(int(self._stages[env, slot])), float(self._alphas[env, slot])
 
-    def cell(self, env: int, slot: int) -> Cell:
-        """One slot of one environment as it is now."""
+    def cell(self, env: int, slot: int) -> tuple[Stage, float, str | None, float, float]:
+        """Stage, dose and seed of one slot of one environment as it is now, and its contribution with the standard error.
+
+        The contribution is nan if it was not measured.
+        """
         stage, alpha = self.state(env, slot)
         seed = None if stage in EMPTY else self._seeds.get((env, self.slots[slot]))
         value = error = NAN
         if seed is not None and env < len(self._contributions):
             value, error = float(self._contributions[env, slot]), float(self._errors[env, slot])
-        return Cell(stage, alpha, seed, value, error)
+        return stage, alpha, seed, value, error
 
     def log(self, env: int) -> list[str]:
         """The last events of an environment, the newest first."""
@@ -777,26 +607,21 @@ class RunModel:
         """Take in the other files of the run, and work out what needs all steps so far. Further rows and calls may follow."""
         assert self.history
         self.status, self.config, self.summary, self.environment = status, config, summary, environment
-        self.tallies = self._analytics.tallies()
-        self.params = {key: params / count for key, (count, params) in self._prices.items()}
-        self.population: EpisodeSteps | None = None
-        self.stays: list[Stay] = []
-        self.marks: list[SeedMark] = []
+        self.tallies, self.params = self._analytics.tallies(), self._analytics.prices()
+        self.population = self.worths = self.sensed = self.times = None
+        self.stays, self.marks = [], []
         if self.head is not None and self._steps:
             shown = [row for row in self._changes if row.episode == self.episode]
             self.population = _population(self.head, self._steps, shown)
             self.stays = _stays(self.population, self.head, shown)
             self.marks = _marks(self.head, shown, self.rollbacks)
-        self.worths: Worths | None = None
         if self._measured:
             steps, values = zip(*self._measured, strict=True)
             shapley, interaction = self._worth.get("shapley"), self._worth.get("interaction")
             self.worths = Worths(np.array(steps), np.array(values), shapley, interaction)
-        self.sensed: Sensed | None = None
         if self._sensed:
             steps, names, medians = zip(*self._sensed, strict=True)
             self.sensed = Sensed(np.array(steps), names[0], np.array(medians))
-        self.times: Times | None = None
         if self._phases:
             steps, spent = zip(*self._phases, strict=True)
             phases = dict.fromkeys(name for each in spent for name in each)
@@ -816,16 +641,11 @@ def _population(head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Iterabl
         if row.step in at:
             known = names.get(row.blueprint, NO_SEED) if row.blueprint is not None else NO_SEED
             seed[at[row.step] :, row.env, slots[row.slot]] = known
+    twin = None if any(each is None for each in twins) else np.array(twins)
+    held = np.where(np.isin(stage, list(EMPTY)), NO_SEED, seed)
+    probe, losses, training = np.array([metric, loss, train_loss])
     return EpisodeSteps(
-        np.array(numbers),
-        np.array(metric),
-        np.array(loss),
-        np.array(train_loss),
-        None if any(twin is None for twin in twins) else np.array(twins),
-        np.array(added),
-        stage,
-        np.array(alphas),
-        np.where(np.isin(stage, list(EMPTY)), NO_SEED, seed),
+        np.array(numbers), probe, losses, training, twin, np.array(added), stage, np.array(alphas), held
     )
 
 
@@ -842,19 +662,10 @@ def _stays(population: EpisodeSteps, head: RunRow, changes: Iterable[LifecycleRo
             for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), steps], strict=True):
                 if stage[first] == Stage.DORMANT:
                     continue
-                start = int(population.steps[first])
-                stays.append(
-                    Stay(
-                        env,
-                        slot,
-                        start,
-                        int(population.steps[last - 1]) + 1,
-                        Stage(int(stage[first])),
-                        head.blueprints[int(seed[first])] if seed[first] != NO_SEED else None,
-                        float(population.alpha[last - 1, env, slot]),
-                        reasons.get((env, slot, start)),
-                    )
-                )
+                start, stop = int(population.steps[first]), int(population.steps[last - 1]) + 1
+                name = head.blueprints[int(seed[first])] if seed[first] != NO_SEED else None
+                alpha, why = float(population.alpha[last - 1, env, slot]), reasons.get((env, slot, start))
+                stays.append(Stay(env, slot, start, stop, Stage(int(stage[first])), name, alpha, why))
     return stays
 
 
@@ -878,9 +689,7 @@ def _marks(head: RunRow, changes: Iterable[LifecycleRow], rollbacks: Iterable[Ro
     return marks
 
 
-def _spread(
-    name: str, best: Callable[[Floats], np.float64] | None, values: Sequence[float | None]
-) -> tuple[dict[str, float], tuple[float, ...]]:
+def _spread(name: str, best: Best, values: Sequence[float | None]) -> tuple[dict[str, float], tuple[float, ...]]:
     """Summarise the values (E,) that are not None; empty if there are none.
 
     Returns the median, the quartiles (linear interpolation) and the best by name of their curve, and the 10th, the 50th and the

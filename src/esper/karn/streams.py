@@ -10,23 +10,8 @@ from contextlib import contextmanager
 from typing import IO, TextIO, cast
 
 PLAIN = str.maketrans(
-    {
-        "±": "+-",
-        "≤": "<=",
-        "≥": ">=",
-        "×": "x",
-        "…": "...",
-        "–": "-",
-        "—": "-",
-        "−": "-",
-        "─": "-",
-        "━": "-",
-        "╸": "-",
-        "╺": "-",
-        "│": "|",
-        "•": "*",
-        "→": "->",
-    }
+    {"±": "+-", "≤": "<=", "≥": ">=", "…": "...", "→": "->", "×": "x", "│": "|", "•": "*"}
+    | dict.fromkeys("–—−─━╸╺", "-")
 )
 """Replacements for characters that the encoding of an output lacks; other characters are escaped, as \\u2603."""
 
@@ -73,7 +58,12 @@ class Steady(io.TextIOBase):
             if self._descriptor is None:
                 self._stream.write(data.decode(self.encoding))
             else:
-                _write(self._descriptor, data)
+                rest = memoryview(data)
+                while rest:
+                    try:
+                        rest = rest[os.write(self._descriptor, rest) :]
+                    except BlockingIOError:  # a non-blocking pipe that is full
+                        select.select([], [self._descriptor], [])
         except (OSError, ValueError) as error:  # ValueError: the stream is closed
             self.lost = self.lost or (error if isinstance(error, OSError) else OSError(errno.EBADF, "it is closed"))
         return len(text)
@@ -117,12 +107,3 @@ def plug_closed_streams() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        try:
-            rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # a non-blocking pipe that is full
-            select.select([], [descriptor], [])

@@ -32,8 +32,7 @@ from esper.nissa.rows import (
 )
 from esper.store.disk import open_regular
 
-DIGITS = 5
-"""Significant digits of measurements."""
+DIGITS = 5  # significant digits of measurements
 
 _DECIDED = (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED)
 

@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, Literal, Self
 
-from esper.nissa.outputs import Durable, Output
+from esper.nissa.outputs import JsonLines, Output
 from esper.nissa.rows import GateRow, GradientsRow, MeasurementRow, PhasesRow, RewardRow, Row, SensorsRow, StepRow
 
 Level = Literal["off", "run", "step", "debug"]
@@ -27,10 +26,7 @@ class Hub:
         self, outputs: Sequence[Output] = (), level: Level = "step", seq: int = 0, raise_steps: int = 0
     ) -> None:
         self.outputs = tuple(outputs)
-        self._durable = [output for output in self.outputs if isinstance(output, Durable)]
-        self._takers = [
-            output.write_all if isinstance(output, Durable) else partial(_write_each, output) for output in self.outputs
-        ]
+        self._files = [output for output in self.outputs if isinstance(output, JsonLines)]
         self.asked: Level = level
         self.seq = seq
         self.raise_steps, self.raised = raise_steps, 0
@@ -38,7 +34,6 @@ class Hub:
 
     @property
     def level(self) -> Level:
-        """The level that holds now."""
         return _HIGHER.get(self.asked, self.asked) if self.raised else self.asked
 
     def wants(self, kind: type[Row]) -> bool:
@@ -68,22 +63,28 @@ class Hub:
 
     def take(self, kept: Sequence[Row]) -> None:
         """Set number and time of rows that a hub of this level kept, and hand them to every output."""
+        if not kept:
+            return
         now = round(time.time(), 3)
         for place, row in enumerate(kept):
             row.seq, row.time = self.seq + place, now
         begin = time.perf_counter()
-        for take in self._takers if kept else ():
-            take(kept)
+        for output in self.outputs:
+            if isinstance(output, JsonLines):
+                output.write_all(kept)
+            else:
+                for row in kept:
+                    output.write(row)
         self.seconds += time.perf_counter() - begin
         self.seq += len(kept)
 
     def flush(self) -> None:
-        for output in self._durable:
+        for output in self._files:
             output.flush()
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the number of rows, the mark of the first output that has a file, and the steps of a raised level."""
-        marks = [mark for output in self._durable if (mark := output.mark()) is not None]
+        marks = [mark for output in self._files if (mark := output.mark()) is not None]
         return {"seq": self.seq, "events": marks[0] if marks else None, "raised": self.raised}
 
     def close(self) -> None:
@@ -95,8 +96,3 @@ class Hub:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _write_each(output: Output, rows: Sequence[Row]) -> None:
-    for row in rows:
-        output.write(row)

@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from esper.leyline.errors import RunWarning, typed_line, warn
 from esper.nissa.events import encode
@@ -27,20 +27,6 @@ class Output(Protocol):
         """Free resources; no row follows."""
 
 
-@runtime_checkable
-class Durable(Output, Protocol):
-    """An output whose rows a checkpoint counts on."""
-
-    def write_all(self, rows: Sequence[Row]) -> None:
-        """Keep all of the rows, or raise an error and keep none of them."""
-
-    def flush(self) -> None:
-        """Flush what was written to the disk."""
-
-    def mark(self) -> Mark | None:
-        """Length and sha256 of the rows; None if they are in no file."""
-
-
 class Guarded:
     """An output of the user's. When it raises an error, a RunWarning is issued, and it is not called again; the run goes on."""
 
@@ -48,11 +34,9 @@ class Guarded:
         self.output: Output | None = output
 
     def write(self, row: Row) -> None:
-        """Hand the row on, unless an error was raised before."""
         self._call("write", row)
 
     def close(self) -> None:
-        """Close the output, unless an error was raised before."""
         self._call("close")
 
     def _call(self, name: str, *rows: Row) -> None:

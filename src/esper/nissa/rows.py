@@ -41,8 +41,7 @@ else:  # the types in the file, where null stands for a list of nulls
     Cube = list[list[list[float | None] | None] | None]
 
 
-SCHEMA = 4
-"""Version of the rows, in every `run` row; rows of another version are refused."""
+SCHEMA = 4  # version of the rows, in every `run` row; rows of another version are refused
 
 
 def about(text: str) -> Meta:

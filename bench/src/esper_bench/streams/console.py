@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from esper.karn.tables import print_line, print_table
+from esper.karn.terminal.console import print_line, print_table
 from esper.leyline.text import counted
 
 COLUMNS = ("method", "accuracy", "over the first", "retention", "alarms", "multiply-adds")

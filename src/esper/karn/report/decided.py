@@ -3,17 +3,17 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from esper.karn.report.figures import ForestPlot, ForestRow, Integers, ReportSection, with_error
-from esper.karn.result import Table
-from esper.karn.run_model import DRAWN_DECISIONS, LISTED, Decided, DecisionLog, RunModel
+from esper.karn.report.drawing import Figure, ForestRow, forest
+from esper.karn.report.frame import ReportSection, Table, with_error
+from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, DecisionLog, RunModel
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
+from esper.nissa.rows import LifecycleRow
 
-NAMED = 8
-"""Most environments or steps that a sentence names."""
-SLOW = 5
-"""A step is named as slow if it took this many times the median time of a step."""
+NAMED = 8  # most environments or steps that a sentence names
+SLOW = 5  # a step is named as slow if it took this many times the median time of a step
 SIGNS: Mapping[str, str] = {
     "batch": "examples of a batch are not finite",
     "loss": "a loss is not finite",
@@ -40,11 +40,18 @@ def decisions_section(model: RunModel) -> ReportSection | None:
         return None
     tables, figures, lines = [], [], _gate_lines(model)
     if model.tallies:
+        # Rent is charged where the sizes of the hosts are known.
+        reward, hosts = model.config.get("reward") or {}, model.head.host_param_counts
+        size = max(float(np.mean(hosts)), reward.get("rent_size") or 0) if len(hosts) and "rent" in reward else None
+        prices = {}
+        for seed, params in model.params.items():
+            rent = "-" if size is None else f"{reward['rent'] * np.log1p(params / size):.4f}"
+            prices[seed] = f"{params:,.0f}", rent
         rows = [
             (
                 printable(each.blueprint),
                 printable(each.slot),
-                *_price(model, each.blueprint, each.slot),
+                *prices.get((each.blueprint, each.slot), ("-", "-")),
                 f"{each.tried:,}",
                 f"{each.kept:,}",
                 f"{each.pruned:,}",
@@ -54,70 +61,54 @@ def decisions_section(model: RunModel) -> ReportSection | None:
             )
             for each in model.tallies
         ]
-        columns = ("blueprint", "slot", "parameters", "rent", "tried", "kept", "pruned", "contribution")
+        names = ("blueprint", "slot", "parameters", "rent", "tried", "kept", "pruned", "contribution")
         caption = (
             "What became of the seeds. A contribution here is the mean over the seeds that were measured, when they were kept "
             "or pruned, ± its standard error over seeds; parameters are the mean of those planted, and rent is what a host of "
             "mean size pays for so many"
         )
-        tables.append(Table(caption, (*columns, "seeds measured", "steps until kept"), rows, texts=(1,)))
+        tables.append(Table(caption, (*names, "seeds measured", "steps until kept"), rows, texts=(1,)))
         lines.append(
             "A seed is worth its parameters where its contribution is above its rent. It is not measured where no seed acted "
             "when it was kept or pruned."
         )
-        lines += _training_lines(model)
+        if model.rounds:
+            lines.append(
+                "Tables and figure are about the episodes of the training; those of validations are left out. Hosts change every "
+                "round, so no rent is named."
+            )
+        if model.decided.idle:
+            removed = counted(sum(each.pruned for each in model.tallies), "seed")
+            lines.append(
+                f"Of {removed} that were pruned, {model.decided.idle} had a gain of exactly 0 when they were pruned in TRAINING: "
+                "switching them on changed no loss at all. That is so where a seed has not learned anything yet, or where the "
+                "host lets nothing of it through, for example because all units behind its slot are dead (the sensor dead is 1)."
+            )
     else:
         lines = ["No seed was planted.", *(model.summary or {}).get("explanations", [])]
     if model.decided.measured:
         figures.append(_contributions(model.decided.ends))
+        count = model.decided.measured
+        drawn = f"; {DRAWN_DECISIONS} of {count:,}, both ends of the order" if count > DRAWN_DECISIONS else ""
         lines.append(
             "The figure has the contribution of every seed when it was kept (green) or pruned (red), with one standard error "
-            "to each side"
-            + (
-                f"; {DRAWN_DECISIONS} of {model.decided.measured:,}, both ends of the order."
-                if model.decided.measured > DRAWN_DECISIONS
-                else "."
-            )
+            f"to each side{drawn}."
         )
     if model.refused:
         tables.append(_refusals(model))
     elif model.population is not None:
         lines.append("No decision was refused.")
     if model.decided.plantings:
-        tables.append(_plantings(model.decided))
+        more = f", the first {LISTED} of {model.decided.planted:,}" if model.decided.planted > LISTED else ""
+        listed = [
+            (f"{each.step}", f"{each.env}", *map(printable, (each.slot, each.blueprint or "", each.why)))
+            for each in model.decided.plantings
+        ]
+        columns = ("step", "environment", "slot", "blueprint", "reason")
+        tables.append(Table(f"Plantings with their reasons{more}", columns, listed, texts=range(2, 5)))
     if model.decided.total:
         tables.append(_decided(model.decided))
     return ReportSection("decisions", "Decisions and why", lines, tables, figures)
-
-
-def _price(model: RunModel, blueprint: str, slot: str) -> tuple[str, str]:
-    """Parameters of a seed, and their rent where the sizes of the hosts are known."""
-    params, reward = model.params.get((blueprint, slot)), model.config.get("reward") or {}
-    if params is None:
-        return "-", "-"
-    hosts = model.head.host_param_counts if model.head is not None else ()
-    if not hosts or "rent" not in reward:
-        return f"{params:,.0f}", "-"
-    size = max(float(np.mean(hosts)), reward.get("rent_size") or 0)
-    return f"{params:,.0f}", f"{reward['rent'] * np.log1p(params / size):.4f}"
-
-
-def _training_lines(model: RunModel) -> list[str]:
-    """Which episodes are counted in a training, and prunes of seeds that had no effect at all."""
-    lines = []
-    if model.rounds:
-        lines.append(
-            "Tables and figure are about the episodes of the training; those of validations are left out. Hosts change every "
-            "round, so no rent is named."
-        )
-    if model.decided.idle:
-        removed = counted(sum(each.pruned for each in model.tallies), "seed")
-        lines.append(
-            f"Of {removed} that were pruned, {model.decided.idle} had a gain of exactly 0 when they were pruned in TRAINING: "
-            "switching them on changed no loss at all. That is so where a seed has not learned anything yet, or where the host "
-            "lets nothing of it through, for example because all units behind its slot are dead (the sensor dead is 1)."
-        )
-    return lines
 
 
 def _gate_lines(model: RunModel) -> list[str]:
@@ -137,52 +128,49 @@ def _gate_lines(model: RunModel) -> list[str]:
             "(gates.certify)."
         )
     if gates.get("permissive"):
-        return [
-            *lines,
-            "Gates, the conditions on a seed before it may act or be kept, ask only that it was measured (gates.permissive).",
-        ]
-    bounds = [
-        f"{what} {_errors(gates[key])} must exceed {least:g} (gates.{key})"
-        for what, key, least in (
-            ("before a seed acts, its gain", "gain_z", 0.0),
-            ("before it is kept, its contribution", "contribution_z", gates.get("min_contribution", 0.0)),
+        lines.append(
+            "Gates, the conditions on a seed before it may act or be kept, ask only that it was measured (gates.permissive)."
         )
-        if key in gates
-    ]
+        return lines
+    bounds = []
+    for what, key, least in (
+        ("before a seed acts, its gain", "gain_z", 0.0),
+        ("before it is kept, its contribution", "contribution_z", gates.get("min_contribution", 0.0)),
+    ):
+        if key in gates:
+            errors = "less its standard error" if gates[key] == 1 else f"less {gates[key]:g} of its standard errors"
+            bounds.append(f"{what} {errors} must exceed {least:g} (gates.{key})")
     return [*lines, f"Gates are conditions on a seed: {'; '.join(bounds)}."] if bounds else lines
 
 
-def _errors(z: float) -> str:
-    """A number of standard errors that is taken off."""
-    return "less its standard error" if z == 1 else f"less {z:g} of its standard errors"
-
-
-def _contributions(measured: Sequence[Decided]) -> ForestPlot:
+def _contributions(measured: Sequence[LifecycleRow]) -> Figure:
     rows = []
     for each in measured:
         name = f"{each.blueprint} at {each.slot}, environment {each.env}, step {each.step}"
-        ends = each.contribution - each.error, each.contribution + each.error
-        words = f"{name}: {with_error(each.contribution, each.error)}, {each.why}"
-        rows.append(ForestRow(name, each.contribution, *ends, "kept" if each.kept else "pruned", words))
-    return ForestPlot(
-        "Contributions when seeds were kept or pruned", rows, "contribution to the metric, with one standard error"
-    )
+        mean, error = (NAN if value is None else value for value in (each.contribution_mean, each.contribution_se))
+        style, words = _fate(each), f"{name}: {with_error(mean, error)}, {each.why}"
+        rows.append(ForestRow(name, mean, mean - error, mean + error, style, words))
+    title = "Contributions when seeds were kept or pruned"
+    return forest(title, rows, "contribution to the metric, with one standard error")
+
+
+def _fate(row: LifecycleRow) -> str:
+    return "kept" if row.to_stage == "FOSSILIZED" else "pruned"
 
 
 def _refusals(model: RunModel) -> Table:
-    """What was refused, that which was refused most often first."""
     ordered = sorted(model.refusals.items(), key=lambda each: -each[1][0])
     rows = [
         (
-            f"{refused.env}",
-            printable(refused.op),
-            printable(refused.slot or "-"),
-            printable(refused.blueprint or "-"),
+            f"{env}",
+            printable(op),
+            printable(slot or "-"),
+            printable(blueprint or "-"),
             f"{count:,}",
             f"{first}" if first == last else f"{first} to {last}",
-            REFUSALS.get(refused.reason, printable(refused.reason)),
+            REFUSALS.get(reason, printable(reason)),
         )
-        for refused, (count, first, last) in ordered[:LISTED]
+        for (reason, env, op, slot, blueprint), (count, first, last) in ordered[:LISTED]
     ]
     total = f"{sum(model.refused.values()):,}"
     more = f", the first {LISTED} rows of {len(ordered):,}" if len(ordered) > LISTED else ""
@@ -190,27 +178,14 @@ def _refusals(model: RunModel) -> Table:
     return Table(f"Decisions that were refused, {total} in all{more}", columns, rows, texts=(1, 2, 3, 6))
 
 
-def _plantings(decided: DecisionLog) -> Table:
-    rows = [
-        (f"{each.step}", f"{each.env}", printable(each.slot), printable(each.blueprint), printable(each.why))
-        for each in decided.plantings
-    ]
-    more = f", the first {LISTED} of {decided.planted:,}" if decided.planted > LISTED else ""
-    columns = ("step", "environment", "slot", "blueprint", "reason")
-    return Table(f"Plantings with their reasons{more}", columns, rows, texts=range(2, 5))
-
-
 def _decided(decided: DecisionLog) -> Table:
-    trained = any(each.round is not None for each in decided.first)
+    trained = any(isinstance(each.round, int) for each in decided.first)
     rows = [
         (
             *([f"{each.round}"] if trained else []),
             f"{each.step}",
             f"{each.env}",
-            printable(each.slot),
-            printable(each.blueprint),
-            "kept" if each.kept else "pruned",
-            printable(each.why),
+            *map(printable, (each.slot, each.blueprint, _fate(each), each.why)),
         )
         for each in decided.first
     ]
@@ -225,8 +200,9 @@ def faults_section(model: RunModel) -> ReportSection | None:
         return None
     lines, tables = [], []
     if model.rollbacks:
-        seeds = {(mark.env, mark.slot, mark.step): mark.blueprint for mark in model.marks if not mark.planted}
-        places = {name: index for index, name in enumerate(model.head.slots)}
+        slots = model.head.slots
+        gone = [mark for mark in model.marks if not mark.planted and mark.blueprint is not None]
+        seeds = {(mark.env, mark.step, slots[mark.slot]): f"{mark.blueprint} at {slots[mark.slot]}" for mark in gone}
         trained = bool(model.rounds)
         rows = [
             (
@@ -235,7 +211,7 @@ def faults_section(model: RunModel) -> ReportSection | None:
                 f"{row.env}" + (" (twin)" if row.twin else " (validation)" if row.cohort == "validation" else ""),
                 SIGNS.get(row.reason, printable(row.reason.replace("_", " "))),
                 "not finite" if row.loss is None else f"{row.loss:.4g}",
-                ", ".join(_lost(slot, seeds.get((row.env, places[slot], row.step))) for slot in row.pruned) or "none",
+                ", ".join(printable(seeds.get((row.env, row.step, slot), slot)) for slot in row.pruned) or "none",
             )
             for row in model.rollbacks[:LISTED]
         ]
@@ -257,67 +233,40 @@ def faults_section(model: RunModel) -> ReportSection | None:
             )
     else:
         lines.append("No environment failed, so none was restored.")
-    odd = [line for line in (_not_finite(model), _worse(model), _harmful(model), _slow(model)) if line]
-    return ReportSection(
-        "faults", "Rollbacks and anomalies", [*lines, *(odd or ["No other anomaly was found."])], tables
-    )
-
-
-def _lost(slot: str, blueprint: str | None) -> str:
-    return printable(slot if blueprint is None else f"{blueprint} at {slot}")
-
-
-def _not_finite(model: RunModel) -> str | None:
-    population = model.population
-    if population is None:
-        return None
-    bad = ~np.isfinite(population.metric) | ~np.isfinite(population.loss)
-    if not bad.any():
-        return None
-    steps, envs = counted(int(bad.sum()), "step"), _named(np.flatnonzero(bad.any(0)))
-    return f"The metric or the loss was not finite at the end of {steps}, in {envs}."
-
-
-def _worse(model: RunModel) -> str | None:
-    """Environments that ended worse than the host alone."""
-    summary = model.summary or {}
+    odd, population, summary = [], model.population, model.summary or {}
+    if population is not None:
+        bad = ~np.isfinite(population.metric) | ~np.isfinite(population.loss)
+        if bad.any():
+            steps, envs = counted(int(bad.sum()), "step"), _named(np.flatnonzero(bad.any(0)))
+            odd.append(f"The metric or the loss was not finite at the end of {steps}, in {envs}.")
     scores = summary.get(f"test_{summary.get('metric')}") or {}
-    if not scores.get("host"):
-        return None
-    pairs = zip(scores["grown"], scores["host"], strict=True)
-    worse = [env for env, (grown, host) in enumerate(pairs) if None not in (grown, host) and grown < host]
-    return f"Grown networks that ended worse than their twin on the test split: {_named(worse)}." if worse else None
+    if scores.get("host"):
+        pairs = zip(scores["grown"], scores["host"], strict=True)
+        worse = [env for env, (grown, host) in enumerate(pairs) if None not in (grown, host) and grown < host]
+        if worse:
+            odd.append(f"Grown networks that ended worse than their twin on the test split: {_named(worse)}.")
+    if model.worths is not None and population is not None:
+        kept = population.stage[-1] == Stage.FOSSILIZED
+        bad = kept & (model.worths.contribution[-1] < 0)
+        if bad.any():
+            odd.append(
+                f"Kept seeds whose last contribution was below 0: {bad.sum()} of {kept.sum()}, in "
+                f"{_named(np.flatnonzero(bad.any(1)))}. A contribution close to 0 may be so by chance."
+            )
+    if model.times is not None:
+        whole = np.nansum(list(model.times.seconds.values()), axis=0)
+        median = np.median(whole)
+        slow = model.times.steps[whole > SLOW * median]
+        if slow.size:
+            odd.append(f"Steps that took more than {SLOW} times the median of {median:.2g} seconds: {_listed(slow)}.")
+    lines += odd or ["No other anomaly was found."]
+    return ReportSection("faults", "Rollbacks and anomalies", lines, tables)
 
 
-def _harmful(model: RunModel) -> str | None:
-    """Kept seeds without which the metric would be higher at the end."""
-    measured, population = model.worths, model.population
-    if measured is None or population is None:
-        return None
-    kept = population.stage[-1] == Stage.FOSSILIZED
-    bad = kept & (measured.contribution[-1] < 0)
-    if not bad.any():
-        return None
-    return (
-        f"Kept seeds whose last contribution was below 0: {bad.sum()} of {kept.sum()}, in "
-        f"{_named(np.flatnonzero(bad.any(1)))}. A contribution close to 0 may be so by chance."
-    )
-
-
-def _slow(model: RunModel) -> str | None:
-    if model.times is None:
-        return None
-    whole = np.nansum(list(model.times.seconds.values()), axis=0)
-    slow = model.times.steps[whole > SLOW * np.median(whole)]
-    if not slow.size:
-        return None
-    return f"Steps that took more than {SLOW} times the median of {np.median(whole):.2g} seconds: {_listed(slow)}."
-
-
-def _named(envs: Sequence[int] | Integers) -> str:
+def _named(envs: Sequence[int] | NDArray[np.int64]) -> str:
     return f"environment{'s' * (len(envs) != 1)} {_listed(envs)}"
 
 
-def _listed(numbers: Sequence[int] | Integers) -> str:
+def _listed(numbers: Sequence[int] | NDArray[np.int64]) -> str:
     shown = ", ".join(str(number) for number in list(numbers)[:NAMED])
     return shown + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

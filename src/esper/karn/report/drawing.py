@@ -11,110 +11,74 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from markupsafe import Markup
 
-from esper.karn.report.figures import (
-    Content,
-    Curves,
-    Figure,
-    ForestPlot,
-    HeatMap,
-    Timeline,
-    describe,
-    describe_mark,
-    percentiles,
-)
-from esper.leyline.errors import InputError
+from esper.karn.run_model import Floats, SeedMark, Stay
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import printable
-from esper.store.disk import write_atomic
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 64, 16, 12, 34
-"""Size of a figure and of the margins around its axes [px]."""
-NAMES = 260
-"""Width of the names of estimates [px]."""
-LETTER = 6.6
-"""Width of a letter of a name, about [px]."""
-LINE = 20
-"""Height of the title of a picture and of a line of its legend [px]."""
-INCHES, DOTS = 6.5, 200
-"""Width of a picture, that of a page's text [inches], and the dots per inch of a PNG."""
-FORMATS = ("png", "pdf", "svg")
-
-Places = Sequence[tuple[float, float]]
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 720, 64, 16, 12, 34  # size of a figure and of the margins around its axes [px]
+NAMES = 260  # width of the names of estimates [px]
+LETTER = 6.6  # width of a letter of a name, about [px]
+LINE = 20  # height of the title of a picture and of a line of its legend [px]
+INCHES, DOTS = 6.5, 200  # width of a picture, that of a page's text [inches], and the dots per inch of a PNG
+COLOURS = 8  # of slots, phases and runs; after that many they repeat
+LASTING = [stage for stage in Stage if stage not in (Stage.DORMANT, Stage.GERMINATED, Stage.PRUNED)]
+"""Stages that last as long as a step and are drawn."""
 
 
 class Shape(NamedTuple):
-    """A part of a figure.
+    """A part of a figure."""
 
-    Attributes:
-        kind (str): rect, from corner to corner; line; polygon; circle around a place; or text at a place
-        points (pairs of float): its places [px]
-        style (str): CSS classes; the last one that has a colour gives that of a picture
-        text (str): of a text
-        words (str): what it says when it is pointed at, or walked to where it is a `stay`
-        opacity (float): of its area
-        anchor (str): which part of a text is at its place
-        room (float): most width of a text, which is squeezed into it [px]
-        turned (bool): whether a text reads from bottom to top
-        radius (float): of a circle [px]
-    """
-
-    kind: Literal["rect", "line", "polygon", "circle", "text"]
-    points: Places
-    style: str
+    kind: Literal["rect", "line", "polygon", "circle", "text"]  # a rect is from corner to corner
+    points: Sequence[tuple[float, float]]  # its places [px]; a circle is around one, and a text at one
+    style: str  # CSS classes; the last one that has a colour gives that of a picture
     text: str = ""
-    words: str = ""
-    opacity: float = 1.0
-    anchor: Literal["start", "middle", "end"] = "start"
-    room: float = float("inf")
-    turned: bool = False
-    radius: float = 3.0
+    words: str = ""  # what it says when it is pointed at, or walked to where it is a `stay`
+    opacity: float = 1.0  # of its area
+    anchor: Literal["start", "middle", "end"] = "start"  # which part of a text is at its place
+    room: float = float("inf")  # most width of a text, which is squeezed into it [px]
+    turned: bool = False  # whether a text reads from bottom to top
+    radius: float = 3.0  # of a circle [px]
 
 
-class Drawing(NamedTuple):
-    """A figure as shapes.
+class Figure(NamedTuple):
+    """A figure under its heading as shapes, or why there is nothing to draw."""
 
-    Attributes:
-        title (str): of the SVG
-        words (str): what a screen reader says of it
-        height (float): [px]; the width is `WIDTH`
-        shapes (list of Shape): what is drawn, the topmost last
-        kind (str): CSS class
-        legend (pairs of str): style and name of each line; empty if there is none on the page
-        keys (pairs of str): those of a picture, which stands alone
-    """
-
-    title: str
-    words: str
-    height: float
-    shapes: Sequence[Shape]
-    kind: str = "chart"
-    legend: Sequence[tuple[str, str]] = ()
-    keys: Sequence[tuple[str, str]] = ()
+    name: str  # heading
+    absent: str | None = None  # why there is nothing to draw; None if there is something
+    title: str = ""  # of the SVG
+    words: str = ""  # what a screen reader says of it
+    height: float = 0  # [px]; the width is `WIDTH`
+    shapes: Sequence[Shape] = ()  # what is drawn, the topmost last
+    kind: str = "chart"  # CSS class
+    legend: Sequence[tuple[str, str]] = ()  # style and name of each line; empty if there is none on the page
+    keys: Sequence[tuple[str, str]] = ()  # those of a picture, which stands alone
 
 
-def lay_out(figure: Figure) -> Drawing:
-    """The shapes of a figure that has data."""
-    match figure:
-        case Curves():
-            return _curves(figure)
-        case Timeline():
-            return _timeline(figure)
-        case ForestPlot():
-            return _forest(figure)
-        case HeatMap():
-            return _heat_map(figure)
+class Series(NamedTuple):
+    """Values (T, N) at the places of an axis; their median is drawn, with a band from the 10th to the 90th percentile."""
+
+    name: str  # shown in the legend
+    values: Floats
+    style: str  # CSS class of the line
 
 
-def _curves(figure: Curves) -> Drawing:
-    """Medians over the last axis with bands."""
-    x, height, shown = figure.x, figure.height, figure.measured
-    quantiles = [percentiles(each.values) for each in shown]
+def curves(
+    name: str, x: Sequence[float], series: Sequence[Series], x_name: str, y_name: str, height: int = 240
+) -> Figure:
+    """Lines over one axis of T places, with bands. `y_name` is empty if the heading says it."""
+    shown = [each for each in series if len(x) and np.isfinite(each.values).any()]
+    if not shown:
+        return Figure(name, "nothing was measured")
+    unknown = np.full(3, np.nan)
+    quantiles = []  # (3, T) each
+    for each in shown:
+        finite = (row[np.isfinite(row)] for row in each.values)
+        quantiles.append(np.array([np.percentile(row, (10, 50, 90)) if row.size else unknown for row in finite]).T)
     low, high = (float(pick([pick(q[np.isfinite(q)]) for q in quantiles])) for pick in (min, max))
     if high - low < 1e-12:
         low, high = low - 0.5, high + 0.5
@@ -124,8 +88,8 @@ def _curves(figure: Curves) -> Drawing:
     for value in _ticks(low, high):
         shapes.append(Shape("line", [(LEFT, up(value)), (WIDTH - RIGHT, up(value))], "grid"))
         shapes.append(Shape("text", [(LEFT - 6, up(value) + 4)], "tick", f"{value:,.4g}", anchor="end"))
-    shapes += _x_axis(_ticks(min(x), max(x)), across, height, figure.x_name)
-    shapes.append(Shape("text", [(12, height / 2)], "name", figure.y_name, turned=True))
+    shapes += _x_axis(_ticks(min(x), max(x)), across, height, x_name)
+    shapes.append(Shape("text", [(12, height / 2)], "name", y_name, turned=True))
     for each, (bottom, middle, top) in zip(shown, quantiles, strict=True):
         if each.values.shape[1] > 1:
             there = [(across(v), up(b), up(t)) for v, b, t in zip(x, bottom, top, strict=True) if np.isfinite(b + t)]
@@ -136,91 +100,122 @@ def _curves(figure: Curves) -> Drawing:
         if len(places) == 1:
             shapes.append(Shape("circle", places, f"dot {each.style}"))
     ends = [(each.name, q[1][np.isfinite(q[1])][-1]) for each, q in zip(shown, quantiles, strict=True)]
-    last = "; ".join(f"{name} ends at {value:.4g}" for name, value in ends)
+    words = f"{name}: " + "; ".join(f"{line} ends at {value:.4g}" for line, value in ends)
     legend = [(each.style, each.name) for each in shown]
     keys = legend if len(legend) > 1 else ()
-    return Drawing(figure.name, f"{figure.name}: {last}", height, shapes, "chart lines", legend, keys)
+    return Figure(name, None, name, words, height, shapes, "chart lines", legend, keys)
 
 
-def _timeline(figure: Timeline) -> Drawing:
-    envs = figure.envs
+def timeline(slot: str, stays: Sequence[Stay], marks: Sequence[SeedMark], envs: int, first: int, stop: int) -> Figure:
+    """The stages of one slot over time, a line for each environment; `stop` is one past the last step."""
+    if not stays and not marks:
+        return Figure(slot, "no seed was planted here")
     row = max(5, min(18, 720 // max(envs, 1)))
     height = TOP + row * envs + BOTTOM
-    across = _scale(figure.first, figure.last, LEFT, WIDTH - RIGHT)
+    across = _scale(first, stop, LEFT, WIDTH - RIGHT)
     cells: list[tuple[tuple[int, int, bool], Shape]] = []  # a mark lies above the stay that begins at its step
-    for stay in figure.stays:
+    for stay in stays:
         left, right, top = across(stay.start), across(stay.stop), TOP + row * stay.env
         corners = [(left, top), (left + max(right - left - 0.5, 1), top + row - 1)]
-        dose = 0.35 + 0.65 * stay.alpha if stay.stage in (Stage.BLENDING, Stage.HOLDING) else 1.0
-        words, style = describe(stay, figure.name), f"stay stage{int(stay.stage)}"
-        cells.append(((stay.env, stay.start, False), Shape("rect", corners, style, words=words, opacity=dose)))
-    for mark in figure.marks:
+        opacity = 0.35 + 0.65 * stay.alpha if stay.stage in (Stage.BLENDING, Stage.HOLDING) else 1.0
+        until = f"step {stay.start}" if stay.stop == stay.start + 1 else f"steps {stay.start} to {stay.stop - 1}"
+        seed = f"{stay.blueprint}, " if stay.blueprint else ""
+        acts = stay.stage in (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
+        dose, why = f", alpha {stay.alpha:.2g}" if acts else "", f": {stay.why}" if stay.why else ""
+        words = f"environment {stay.env}, {slot}, {until}: {seed}{stay.stage.name}{dose}{why}"
+        shape = Shape("rect", corners, f"stay stage{int(stay.stage)}", words=words, opacity=opacity)
+        cells.append(((stay.env, stay.start, False), shape))
+    for mark in marks:
         size = max(2.0, min(4.5, (row - 1) / 2))
         x, y = across(mark.step) + size, TOP + row * mark.env + (row - 1) / 2
         points = [(x - size, y - size), (x - size, y + size), (x + size, y)]  # a triangle that points to what follows
         if not mark.planted:
             points = [(x, y - size), (x + size, y), (x, y + size), (x - size, y)]
+        what, why = "GERMINATED (planted)" if mark.planted else "PRUNED (removed)", f": {mark.why}" if mark.why else ""
+        words = f"environment {mark.env}, {slot}, step {mark.step}: {mark.blueprint or 'seed'}, {what}{why}"
         style = f"stay mark {'planted' if mark.planted else 'removed'}"
-        words = describe_mark(mark, figure.name)
         cells.append(((mark.env, mark.step, True), Shape("polygon", points, style, words=words)))
     shapes = [shape for _, shape in sorted(cells)]
     for env in range(0, envs, max(1, envs // 32)):
         shapes.append(Shape("text", [(LEFT - 6, TOP + row * env + row - 1)], "tick", str(env), anchor="end"))
-    shapes += _x_axis(_ticks(figure.first, figure.last), across, height, "step")
+    shapes += _x_axis(_ticks(first, stop), across, height, "step")
     place = min(TOP + row * envs / 2 + LETTER * 5.5, height - 4.0)  # the name may be longer than the figure is high
     shapes.append(Shape("text", [(14, place)], "name", "environment", turned=True))
-    count = len({stay.env for stay in figure.stays})
-    words = f"stages of slot {figure.name}: seeds in {count} of {envs} environments"
-    lasting = [stage for stage in Stage if stage not in (Stage.DORMANT, Stage.GERMINATED, Stage.PRUNED)]
-    keys = [(f"stage{int(stage)}", stage.name) for stage in lasting]
+    words = f"stages of slot {slot}: seeds in {len({stay.env for stay in stays})} of {envs} environments"
+    keys = [(f"stage{int(stage)}", stage.name) for stage in LASTING]
     keys += [("planted", "GERMINATED (a triangle)"), ("removed", "PRUNED (a diamond)")]
-    return Drawing(f"slot {figure.name}", words, height, shapes, "chart timeline", keys=keys)
+    return Figure(slot, None, f"slot {slot}", words, height, shapes, "chart timeline", keys=keys)
 
 
-def _forest(figure: ForestPlot) -> Drawing:
-    height = TOP + 16 * len(figure.rows) + BOTTOM
-    known = [value for each in figure.rows for value in (each.value, each.low, each.high) if np.isfinite(value)]
+class ForestRow(NamedTuple):
+    """A value with its error."""
+
+    name: str  # what it belongs to
+    value: float
+    low: float  # lower end of the bar; nan if it is not known
+    high: float
+    style: str  # CSS class
+    words: str  # a sentence on it
+
+
+def forest(name: str, rows: Sequence[ForestRow], unit: str) -> Figure:
+    """Values with bars, one a line, the first on top; `unit` is what is measured."""
+    if not rows:
+        return Figure(name, "nothing was measured")
+    height = TOP + 16 * len(rows) + BOTTOM
+    known = [value for each in rows for value in (each.value, each.low, each.high) if np.isfinite(value)]
     low, high = min(0.0, *known), max(0.0, *known)
     across = _scale(low, high if high > low else low + 1, NAMES, WIDTH - RIGHT)
     shapes = [Shape("line", [(across(0), TOP), (across(0), height - BOTTOM)], "zero")]
-    for index, each in enumerate(figure.rows):
+    for index, each in enumerate(rows):
         y, words = TOP + 16 * index + 8, each.words
-        name = Shape("text", [(NAMES - 8, y + 4)], "tick", each.name, words, anchor="end", room=NAMES - 12)
-        shapes.append(name)
+        shapes.append(Shape("text", [(NAMES - 8, y + 4)], "tick", each.name, words, anchor="end", room=NAMES - 12))
         if np.isfinite(each.low + each.high):
-            shapes.append(
-                Shape("line", [(across(each.low), y), (across(each.high), y)], f"bar {each.style}", words=words)
-            )
+            ends = [(across(each.low), y), (across(each.high), y)]
+            shapes.append(Shape("line", ends, f"bar {each.style}", words=words))
         shapes.append(Shape("circle", [(across(each.value), y)], f"dot {each.style}", words=words, radius=3.5))
-    shapes += _x_axis(_ticks(low, high), across, height, figure.unit, NAMES, "+.3g")
-    return Drawing(figure.name, f"{figure.name}: {len(figure.rows)} values", height, shapes)
+    shapes += _x_axis(_ticks(low, high), across, height, unit, NAMES, "+.3g")
+    return Figure(name, None, name, f"{name}: {len(rows)} values", height, shapes)
 
 
-def _heat_map(figure: HeatMap) -> Drawing:
-    left, row = min(NAMES, 24 + int(LETTER * max(map(len, figure.rows)))), 18
-    height = TOP + row * len(figure.rows) + BOTTOM
-    wide = (WIDTH - RIGHT - left) / len(figure.columns)
+def heat_map(
+    name: str, rows: Sequence[str], columns: Sequence[str], values: Floats, column_name: str, by_row: bool = False
+) -> Figure:
+    """A table of numbers (R, C) as colours: the darker, the larger; nan is absent.
+
+    With `by_row` every row has a scale of its own, from its least to its largest number; else from 0 to the largest of all.
+    A row whose values are all the same has the middle of its scale, or the begin if they are 0.
+    """
+    known = np.isfinite(values)
+    if not known.any():
+        return Figure(name, "nothing was measured")
+    left, row = min(NAMES, 24 + int(LETTER * max(map(len, rows)))), 18
+    height = TOP + row * len(rows) + BOTTOM
+    wide = (WIDTH - RIGHT - left) / len(columns)
     digits = 4 if wide >= 52 else 3 if wide >= 44 else 2
     shapes = []
-    for r, (name, values, shades) in enumerate(zip(figure.rows, figure.values, figure.shades, strict=True)):
+    for r, (line, numbers, there) in enumerate(zip(rows, values, known, strict=True)):
         y = TOP + row * r
-        shapes.append(Shape("text", [(left - 6, y + 13)], "tick", name, anchor="end", room=left - 8))
-        for c, (column, value, shade) in enumerate(zip(figure.columns, values, shades, strict=True)):
+        shapes.append(Shape("text", [(left - 6, y + 13)], "tick", line, anchor="end", room=left - 8))
+        scale = numbers[there] if by_row else values[known]
+        low, high = (scale.min() if by_row else min(0.0, scale.min()), scale.max()) if there.any() else (0.0, 0.0)
+        for c, (column, value) in enumerate(zip(columns, numbers, strict=True)):
             x, absent = left + wide * c, bool(np.isnan(value))
-            words = f"{name}, {figure.column_name} {column}: {'not measured' if absent else f'{value:.4g}'}"
+            words = f"{line}, {column_name} {column}: {'not measured' if absent else f'{value:.4g}'}"
             corners = [(x, y), (x + wide - 1, y + row - 1)]
+            shade = (value - low) / (high - low) if high > low else 0.5 * (low != 0)
             opacity = 0.0 if absent else float(0.06 + 0.7 * shade)
             shapes.append(Shape("rect", corners, "stay cell", words=words, opacity=opacity))
             if wide >= 36 and not absent:
                 number, middle = f"{value:.{digits}g}", [(x + wide / 2, y + 13)]
                 shapes.append(Shape("text", middle, "name through", number, anchor="middle", room=wide - 4))
     every = int(np.ceil(34 / wide))
-    for c in range(0, len(figure.columns), every):
+    for c in range(0, len(columns), every):
         place, room = [(left + wide * (c + 0.5), height - 18)], wide * every - 4
-        shapes.append(Shape("text", place, "tick", figure.columns[c], anchor="middle", room=room))
-    shapes += _x_axis([], float, height, figure.column_name, left)
-    words = f"{figure.name}: {len(figure.rows)} rows by {len(figure.columns)} columns"
-    return Drawing(figure.name, words, height, shapes, "chart timeline")
+        shapes.append(Shape("text", place, "tick", columns[c], anchor="middle", room=room))
+    shapes += _x_axis([], float, height, column_name, left)
+    words = f"{name}: {len(rows)} rows by {len(columns)} columns"
+    return Figure(name, None, name, words, height, shapes, "chart timeline")
 
 
 def _x_axis(
@@ -257,15 +252,14 @@ def draw(figure: Figure) -> Markup:
     heading = f"<h3>{_text(figure.name)}</h3>"
     if figure.absent is not None:
         return Markup(f'{heading}<p class="absent">{figure.absent[0].upper()}{figure.absent[1:]}.</p>')
-    drawing = lay_out(figure)
-    walks = "timeline" in drawing.kind  # the arrow keys walk through its cells
+    walks = "timeline" in figure.kind  # the arrow keys walk through its cells
     role = 'role="group" tabindex="0"' if walks else 'role="img"'
     key = '<span class="key"><i class="swatch {}"></i>{}</span>'
-    legend = "".join(key.format(style, _text(name)) for style, name in drawing.legend)
+    legend = "".join(key.format(style, _text(name)) for style, name in figure.legend)
     return Markup(
-        f'{heading}<svg class="{drawing.kind}" viewBox="0 0 {WIDTH} {drawing.height:g}" {role} '
-        f'aria-label="{_text(drawing.words)}"><title>{_text(drawing.title)}</title>'
-        f"{''.join(map(_svg, drawing.shapes))}</svg>" + (f'<p class="legend">{legend}</p>' if legend else "")
+        f'{heading}<svg class="{figure.kind}" viewBox="0 0 {WIDTH} {figure.height:g}" {role} '
+        f'aria-label="{_text(figure.words)}"><title>{_text(figure.title)}</title>'
+        f"{''.join(map(_svg, figure.shapes))}</svg>" + (f'<p class="legend">{legend}</p>' if legend else "")
     )
 
 
@@ -301,67 +295,31 @@ def _text(value: object) -> str:
     return escape(printable(value))
 
 
-class Pictures(NamedTuple):
-    """What was drawn and what was not.
-
-    Attributes:
-        paths (list of Path): the files that were written, in the order of the page
-        absent (sentences): figures that there are no data for, with the reason
-    """
-
-    paths: list[Path]
-    absent: list[str]
-
-
-def write_pictures(content: Content, folder: Path, form: str = "png") -> Pictures:
-    """Write every figure of a page to a file of its own, and return their paths.
-
-    The files are named after their place, section and figure, such as `03-curves-loss.png`. `form` is png, pdf or svg. Raises
-    InputError if the folder cannot be written or `form` is unknown.
-    """
-    if form not in FORMATS:
-        raise InputError(f"unknown format of pictures {form!r}; choose one of {', '.join(FORMATS)}")
-    paths: list[Path] = []
-    absent = list(content.missing)
-    figures = [(section, figure) for section in content.sections for figure in (*section.figures, *section.papers)]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for section, figure in figures:
-            if figure.absent is not None:
-                absent.append(f"{section.name}, {figure.name}: {figure.absent}")
-                continue
-            stem = re.sub(r"[^a-z0-9]+", "-", figure.name.split(":")[0].lower()).strip("-")[:48] or "figure"
-            path = folder / f"{len(paths) + 1:02}-{section.key}-{stem}.{form}"
-            write_atomic(path, _painted(figure.name, lay_out(figure), form))
-            paths.append(path)
-    except OSError as error:
-        raise InputError(f"cannot write pictures to {folder}: {error.strerror}; name another folder") from None
-    return Pictures(paths, absent)
-
-
-def _painted(title: str, drawing: Drawing, form: str) -> bytes:
-    """A drawing with its title and its keys as the content of a file, the same for the same data."""
+def paint(figure: Figure, form: str) -> bytes:
+    """A figure with its heading and its keys as the content of a file, the same for the same data."""
     from matplotlib import patches, rc_context  # imported here because it takes 1 s; without pyplot it opens no window
     from matplotlib.figure import Figure as Picture
     from matplotlib.lines import Line2D
 
-    shapes = [Shape("text", [(4, -6)], "name", title), *drawing.shapes]
-    x, y = float(LEFT), drawing.height + LINE / 2
-    for style, name in drawing.keys:
+    shapes = [Shape("text", [(4, -6)], "name", figure.name), *figure.shapes]
+    x, y = float(LEFT), figure.height + LINE / 2
+    for style, name in figure.keys:
         wide = 1.2 * LETTER * len(name) + 30  # many are capitals
         if x + wide > WIDTH:
             x, y = float(LEFT), y + LINE
         shapes.append(Shape("rect", [(x, y - 9), (x + 10, y + 1)], style))
         shapes.append(Shape("text", [(x + 15, y)], "name", name))
         x += wide
-    bottom = y + LINE / 2 if drawing.keys else drawing.height
+    bottom = y + LINE / 2 if figure.keys else figure.height
     pixel = INCHES / WIDTH  # [inches]
+    colours = _colours()
     with rc_context({"svg.hashsalt": "esper"}):
         picture = Picture(figsize=(INCHES, (bottom + LINE) * pixel))
         axes = picture.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(bottom, -LINE))
         axes.axis("off")
         for shape in shapes:
-            points, colour = shape.points, _colour(shape.style)
+            points = shape.points
+            colour = next(colours[name] for name in reversed(shape.style.split()) if name in colours)
             area: dict[str, Any] = {"facecolor": colour, "alpha": shape.opacity, "linewidth": 0}
             match shape.kind:
                 case "rect":
@@ -392,11 +350,6 @@ def _painted(title: str, drawing: Drawing, form: str) -> bytes:
         date = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(form, {})
         picture.savefig(content, format=form, dpi=DOTS, metadata=date)
     return content.getvalue()
-
-
-def _colour(style: str) -> str:
-    colours = _colours()
-    return next(colours[name] for name in reversed(style.split()) if name in colours)
 
 
 @cache

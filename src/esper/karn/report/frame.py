@@ -1,27 +1,71 @@
-"""What all pages share: sections of sentences, tables and figures in one file that makes no request to any network."""
+"""What all pages share: sections of sentences, tables and figures in one file without requests, or the figures as pictures."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from jinja2 import Environment, FunctionLoader, Template
 from markupsafe import Markup
+from rich.table import Table as RichTable
 
-from esper.karn.report.drawing import draw
-from esper.karn.report.figures import Content
+from esper.karn.report.drawing import Figure, draw, paint
 from esper.leyline.distribution import installed_version
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
 from esper.store.disk import write_atomic
 
+FORMATS = ("png", "pdf", "svg")
+
+
+class Table(NamedTuple):
+    """A table of a section; the first cell of a row is its name, and `texts` are the columns of words, which may wrap."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: Sequence[int] = ()
+
+
+def table_of(caption: str, table: RichTable) -> Table:
+    """A table that is printed elsewhere, with its header and cells as they are."""
+    columns = [printable(str(column.header)) for column in table.columns]
+    cells = [[printable(str(cell)) for cell in column.cells] for column in table.columns]
+    return Table(caption, columns, list(zip(*cells, strict=True)))
+
+
+class ReportSection(NamedTuple):
+    """A part of the page under its own heading."""
+
+    key: str  # anchor
+    name: str  # heading
+    lines: Sequence[str] = ()  # sentences at the beginning
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()  # drawn below the tables
+    extra: Markup = Markup()  # what follows them
+    notes: Sequence[str] = ()  # sentences at the end
+    papers: Sequence[Figure] = ()  # drawn as pictures alone, because the page shows the same with a slider
+
+
+class Content(NamedTuple):
+    """What a page shows, without its style and scripts."""
+
+    title: str  # first heading
+    heading: str  # line below it
+    sections: Sequence[ReportSection]
+    data: Markup | None = None  # JSON of the slider in the section "growth"; None without it
+    last_step: int = 0  # last place of the slider
+    missing: Sequence[str] = ()  # what the page leaves out because the run has none of it, in sentences
+
 
 def render(content: Content) -> str:
     """The text of a self-contained page."""
     rendered: str = _template("report.html").render(
-        **_named(content),
+        **content._asdict(),
         css=Markup(asset("report.css")),
         script=Markup(asset("report.js")),
         version=installed_version() or "from its sources",
@@ -31,11 +75,7 @@ def render(content: Content) -> str:
 
 def render_content(content: Content) -> Markup:
     """The header and the main part of a page, for a page that brings its own style and scripts."""
-    return Markup(_template("content.html").render(**_named(content)))
-
-
-def _named(content: Content) -> dict[str, Any]:
-    return {**content._asdict(), "title": printable(content.title), "draw": draw}
+    return Markup(_template("content.html").render(**content._asdict()))
 
 
 def write_page(path: Path, content: str) -> Path:
@@ -55,7 +95,9 @@ def asset(name: str) -> str:
 
 @cache
 def _template(name: str) -> Template:
-    return Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset)).get_template(name)
+    templates = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset))
+    templates.filters |= {"draw": draw, "printable": printable}
+    return templates.get_template(name)
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -67,3 +109,48 @@ def flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
         else:
             rows.append((printable(f"{prefix}{key}"), printable(json.dumps(value, ensure_ascii=False, default=str))))
     return rows
+
+
+class Pictures(NamedTuple):
+    """What was drawn and what was not.
+
+    Attributes:
+        paths (list of Path): the files that were written, in the order of the page
+        absent (sentences): figures that there are no data for, with the reason
+    """
+
+    paths: list[Path]
+    absent: list[str]
+
+
+def write_pictures(content: Content, folder: Path, form: str = "png") -> Pictures:
+    """Write every figure of a page to a file of its own, and return their paths.
+
+    The files are named after their place, section and figure, such as `03-curves-loss.png`. `form` is png, pdf or svg. Raises
+    InputError if the folder cannot be written or `form` is unknown.
+    """
+    if form not in FORMATS:
+        raise InputError(f"unknown format of pictures {form!r}; choose one of {', '.join(FORMATS)}")
+    paths: list[Path] = []
+    absent = list(content.missing)
+    figures = [(section, figure) for section in content.sections for figure in (*section.figures, *section.papers)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for section, figure in figures:
+            if figure.absent is not None:
+                absent.append(f"{section.name}, {figure.name}: {figure.absent}")
+                continue
+            stem = re.sub(r"[^a-z0-9]+", "-", figure.name.split(":")[0].lower()).strip("-")[:48] or "figure"
+            path = folder / f"{len(paths) + 1:02}-{section.key}-{stem}.{form}"
+            write_atomic(path, paint(figure, form))
+            paths.append(path)
+    except OSError as error:
+        raise InputError(f"cannot write pictures to {folder}: {error.strerror}; name another folder") from None
+    return Pictures(paths, absent)
+
+
+def with_error(mean: float, error: float) -> str:
+    """A mean with its standard error; 'not measured' for nan."""
+    if np.isnan(mean):
+        return "not measured"
+    return f"{mean:+.4f}" + ("" if np.isnan(error) else f" ± {error:.4f}")

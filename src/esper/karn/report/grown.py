@@ -1,42 +1,29 @@
 """The sections of a report on what grew: curves, stages, what seeds were worth, and sensors."""
 
-from collections.abc import Sequence
+from itertools import combinations
 
 import numpy as np
 from markupsafe import Markup
+from numpy.typing import NDArray
 
 from esper.karn.report.decided import REFUSALS
-from esper.karn.report.figures import (
-    Bools,
-    Curves,
-    ForestPlot,
-    ForestRow,
-    HeatMap,
-    Integers,
-    ReportSection,
-    Series,
-    Timeline,
-    with_error,
-)
-from esper.karn.result import Table
-from esper.karn.run_model import NO_SEED, EpisodeSteps, Floats, RunModel, Worths
+from esper.karn.report.drawing import COLOURS, LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
+from esper.karn.report.frame import ReportSection, Table, with_error
+from esper.karn.run_model import NO_SEED, EpisodeSteps, RunModel
 from esper.karn.terminal.console import DESCRIPTIONS
 from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted, printable
 
-DRAWN_READINGS = 48
-"""Most columns of a figure of sensors or seeds."""
-DRAWN_SEEDS = 12
-"""Most rows of the figure of what grew where, those that most environments had for the longest time."""
-COLOURS = 8
-"""Colours of slots, phases and runs in figures; after that many they repeat."""
+DRAWN_READINGS = 48  # most columns of a figure of sensors or seeds
+DRAWN_SEEDS = 12  # most rows of the figure of what grew where, those that most environments had for the longest time
+Integers = NDArray[np.int64]
 BANDS = "Lines are medians over environments; bands reach from the 10th to the 90th percentile."
 
 
-def first_figures(model: RunModel) -> list[Curves | ForestPlot | HeatMap]:
+def first_figures(model: RunModel) -> list[Figure]:
     """What grew where over time, the metric over time beside that of the twins, and the differences from all static networks."""
-    figures: list[Curves | ForestPlot | HeatMap] = []
+    figures: list[Figure] = []
     population, head, summary = model.population, model.head, model.summary or {}
     metric = str(summary.get("metric", "metric"))
     if population is not None and head is not None:
@@ -53,12 +40,12 @@ def first_figures(model: RunModel) -> list[Curves | ForestPlot | HeatMap]:
             values = np.array([counts[name] for name in names], float)
             columns = [str(step) for step in population.steps[steps].tolist()]
             title = "What grew where over time: environments with each seed after each step"
-            figures.append(HeatMap(title, names, columns, values, "step"))
+            figures.append(heat_map(title, names, columns, values, "step"))
         grown = [Series("grown", population.metric, "grown")]
         if population.twin is not None:
             grown.append(Series("twin, which never grows", population.twin, "twin"))
         title = f"{metric} on the probe split"
-        figures.append(Curves(title, population.steps.tolist(), grown, "step", metric))
+        figures.append(curves(title, population.steps.tolist(), grown, "step", metric))
     rows = []
     for name, static in summary.get("baselines", {}).items() if "grown_params" in summary else ():
         values = static.get(f"test_{metric}")
@@ -71,7 +58,7 @@ def first_figures(model: RunModel) -> list[Curves | ForestPlot | HeatMap]:
             rows.append(ForestRow(name, found.mean, found.low, found.high, style, f"{what}: {shown(found, '+.4f')}"))
     if rows:
         title = "The grown networks less each static network, on the test split"
-        figures.append(ForestPlot(title, rows, f"difference of {metric}, paired, with its 95 % interval"))
+        figures.append(forest(title, rows, f"difference of {metric}, paired, with its 95 % interval"))
     return figures
 
 
@@ -84,8 +71,8 @@ def curves_section(model: RunModel) -> ReportSection | None:
     losses = [Series("probe", population.loss, "grown"), Series("training", population.train_loss, "third")]
     added = [Series("added", population.added.astype(float), "grown")]
     figures = [
-        Curves("Loss", steps, losses, "step", "loss"),
-        Curves("Added parameters", steps, added, "step", "parameters"),
+        curves("Loss", steps, losses, "step", "loss"),
+        curves("Added parameters", steps, added, "step", "parameters"),
     ]
     return ReportSection("curves", "Over time", [BANDS], figures=figures)
 
@@ -97,19 +84,12 @@ def growth_section(model: RunModel) -> ReportSection | None:
         return None
     first, last = int(population.steps[0]), int(population.steps[-1]) + 1
     envs = population.metric.shape[1]
-    figures = [
-        Timeline(
-            slot,
-            [stay for stay in model.stays if stay.slot == s],
-            [mark for mark in model.marks if mark.slot == s],
-            envs,
-            first,
-            last,
-        )
-        for s, slot in enumerate(head.slots)
-    ]
-    lasting = [stage for stage in Stage if stage not in (Stage.DORMANT, Stage.GERMINATED, Stage.PRUNED)]
-    keys = [f'<i class="swatch stage{stage.value}"></i>{stage.name}' for stage in lasting]
+    figures = []
+    for s, slot in enumerate(head.slots):
+        stays = [stay for stay in model.stays if stay.slot == s]
+        marks = [mark for mark in model.marks if mark.slot == s]
+        figures.append(timeline(slot, stays, marks, envs, first, last))
+    keys = [f'<i class="swatch stage{stage.value}"></i>{stage.name}' for stage in LASTING]
     keys += [
         f'<i class="letter stage{Stage.GERMINATED.value}">▶</i>GERMINATED: planted at this step',
         f'<i class="letter stage{Stage.PRUNED.value}">◆</i>PRUNED: removed at this step',
@@ -121,25 +101,12 @@ def growth_section(model: RunModel) -> ReportSection | None:
         "acts. GERMINATED and PRUNED last less than a step and are drawn as marks. Point at a stage or a mark, or move to a "
         "figure with the tab key and through it with the arrow keys, to read what it is and why.",
     ]
-    return ReportSection(
-        "growth",
-        "What grew, where and when",
-        lines,
-        figures=figures,
-        extra=Markup(f'<p class="legend">{legend}</p>'),
-        papers=[_frequencies(model, population)],
-    )
-
-
-def _frequencies(model: RunModel, population: EpisodeSteps) -> HeatMap:
-    """How many environments have which seed in which slot after the last step."""
-    assert model.head is not None
-    seeds, names = population.seed[-1], list(model.head.blueprints)
-    counts = np.array(
-        [[(seeds[:, s] == k).sum() for k in (*range(len(names)), NO_SEED)] for s in range(seeds.shape[1])]
-    )
+    seeds, names = population.seed[-1], list(head.blueprints)
+    counts = [[(seeds[:, s] == k).sum() for k in (*range(len(names)), NO_SEED)] for s in range(seeds.shape[1])]
     title = f"Environments with each seed in each slot, after step {population.steps[-1]}"
-    return HeatMap(title, list(model.head.slots), [*names, "empty"], counts.astype(float), "blueprint")
+    paper = heat_map(title, list(head.slots), [*names, "empty"], np.array(counts).astype(float), "blueprint")
+    extra = Markup(f'<p class="legend">{legend}</p>')
+    return ReportSection("growth", "What grew, where and when", lines, figures=figures, extra=extra, papers=[paper])
 
 
 def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
@@ -157,8 +124,22 @@ def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
         ("in an environment at once (lifecycle.max_seeds)", seeds, full & free),
         ("in TRAINING at once (lifecycle.max_training_seeds)", incubating, busy & free),
     ):
-        if limit is not None:
-            lines.append(_closed_line(f"At most {counted(limit, 'seed')} {name}", closed, free, population.seed))
+        if limit is None:
+            continue
+        line = f"At most {counted(limit, 'seed')} {name}: "
+        if not closed.any():
+            lines.append(f"{line}it was never what stood against planting into an empty slot.")
+            continue
+        line += (
+            f"it closed planting at {closed.sum():,} of {free.sum():,} decisions with an empty slot, in "
+            f"{closed.any(0).sum()} of {counted(closed.shape[1], 'environment')}."
+        )
+        opened = closed[:-1] & ~closed[1:] & free[1:]
+        if opened.any():
+            planted = (population.seed[1:-1] == NO_SEED) & (population.seed[2:] != NO_SEED)
+            cases = f"{(opened & planted.any(2)).sum()} of {counted(int(opened.sum()), 'case')}"
+            line += f" Where it opened again, a seed was planted at once in {cases}."
+        lines.append(line)
     reward, governor = (model.config.get(key) or {} for key in ("reward", "governor"))
     caps = {
         "governor.param_limit, which refuses seeds": governor.get("param_limit"),
@@ -176,32 +157,14 @@ def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
     return lines
 
 
-def _closed_line(limit: str, closed: Bools, free: Bools, seed: Integers) -> str:
-    """How often a limit closed the planting into an empty slot, and whether seeds followed as soon as it was open again."""
-    if not closed.any():
-        return f"{limit}: it was never what stood against planting into an empty slot."
-    opened = closed[:-1] & ~closed[1:] & free[1:]
-    planted = (seed[1:-1] == NO_SEED) & (seed[2:] != NO_SEED)
-    followed = (opened & planted.any(2)).sum()
-    line = (
-        f"{limit}: it closed planting at {closed.sum():,} of {free.sum():,} decisions with an empty slot, in "
-        f"{closed.any(0).sum()} of {counted(closed.shape[1], 'environment')}."
-    )
-    if opened.any():
-        line += (
-            f" Where it opened again, a seed was planted at once in {followed} of {counted(int(opened.sum()), 'case')}."
-        )
-    return line
-
-
 def worth_section(model: RunModel) -> ReportSection | None:
     """Contributions over time, Shapley values and interactions."""
     measured, head = model.worths, model.head
     if measured is None or head is None:
         return None
     series = [Series(slot, measured.contribution[:, :, s], f"run{s % COLOURS}") for s, slot in enumerate(head.slots)]
-    figures: list[Curves | ForestPlot | HeatMap] = [
-        Curves("Contribution of the seeds in each slot", measured.steps.tolist(), series, "step", "contribution")
+    figures: list[Figure] = [
+        curves("Contribution of the seeds in each slot", measured.steps.tolist(), series, "step", "contribution")
     ]
     lines = [BANDS, "A contribution counts for seeds that act, with alpha above 0."]
     if measured.shapley is None or not np.isfinite(measured.shapley).any():
@@ -209,45 +172,35 @@ def worth_section(model: RunModel) -> ReportSection | None:
             "Shapley values and interactions were not measured (probe.coalitions_every, or never two seeds at once)."
         )
         return ReportSection("worth", "What the seeds were worth", lines, figures=figures)
-    figures.append(_shapley(measured.shapley, head.slots))
+    rows = []
+    for slot, column in zip(head.slots, measured.shapley.T, strict=True):
+        known = column[np.isfinite(column)]
+        if known.size:
+            mean, low, high, count = t_interval(known.tolist())
+            name = f"{slot}, {counted(count, 'environment')}"
+            rows.append(ForestRow(name, mean, low, high, "kept" if mean > 0 else "pruned", f"{name}: {mean:+.4f}"))
+    figures.append(forest("Shapley values by slot", rows, "Shapley value, with its 95 % interval over environments"))
     lines.append(
         "A Shapley value shares the metric that all seeds of a network brought together fairly among them. It is the last that "
         "was measured in an environment; the figure has means over environments with 95 % t intervals."
     )
-    table, sentence = _interactions(measured, head.slots)
-    return ReportSection("worth", "What the seeds were worth", [*lines, sentence], table, figures)
-
-
-def _shapley(values: Floats, slots: Sequence[str]) -> ForestPlot:
-    rows = []
-    for slot, column in zip(slots, values.T, strict=True):
-        known = column[np.isfinite(column)]
-        if not known.size:
-            continue
-        mean, low, high, count = t_interval(known.tolist())
-        name = f"{slot}, {counted(count, 'environment')}"
-        rows.append(ForestRow(name, mean, low, high, "kept" if mean > 0 else "pruned", f"{name}: {mean:+.4f}"))
-    return ForestPlot("Shapley values by slot", rows, "Shapley value, with its 95 % interval over environments")
-
-
-def _interactions(measured: Worths, slots: Sequence[str]) -> tuple[list[Table], str]:
-    found = measured.interaction
-    rows = []
-    for first in range(len(slots)):
-        for second in range(first + 1, len(slots)):
-            known = [] if found is None else [each for each in found[:, first, second].tolist() if np.isfinite(each)]
-            if known:
-                mean, error = mean_and_error(known)
-                pair = f"{printable(slots[first])} with {printable(slots[second])}"
-                rows.append((pair, with_error(mean, error), f"{len(known)}"))
-    if not rows:
-        return [], "No environment had two seeds that acted together when interactions were measured."
-    caption = "Interactions of pairs of seeds: means over environments ± standard error, of the last that were measured"
-    sentence = (
+    pairs = []
+    for first, second in combinations(range(len(head.slots)), 2):
+        found = [] if measured.interaction is None else measured.interaction[:, first, second].tolist()
+        finite = [each for each in found if np.isfinite(each)]
+        if finite:
+            name = f"{printable(head.slots[first])} with {printable(head.slots[second])}"
+            pairs.append((name, with_error(*mean_and_error(finite)), f"{len(finite)}"))
+    if not pairs:
+        lines.append("No environment had two seeds that acted together when interactions were measured.")
+        return ReportSection("worth", "What the seeds were worth", lines, figures=figures)
+    lines.append(
         "An interaction above 0 says that two seeds bring more together than each alone would let expect; below 0, that they do "
         "the same work twice."
     )
-    return [Table(caption, ("slots", "interaction", "environments"), rows)], sentence
+    caption = "Interactions of pairs of seeds: means over environments ± standard error, of the last that were measured"
+    table = Table(caption, ("slots", "interaction", "environments"), pairs)
+    return ReportSection("worth", "What the seeds were worth", lines, [table], figures)
 
 
 def sensors_section(model: RunModel) -> ReportSection | None:
@@ -259,18 +212,21 @@ def sensors_section(model: RunModel) -> ReportSection | None:
     steps = sensed.steps[chosen]
     figures = []
     for s, slot in enumerate(head.slots):
-        events = (
-            ("planted", [mark.step for mark in model.marks if mark.slot == s and mark.planted]),
-            ("pruned", [mark.step for mark in model.marks if mark.slot == s and not mark.planted]),
-            ("kept", [step for name, step in model.decided.kept if name == slot]),
-        )
-        counts = np.array([_counts_since(steps, at) for _, at in events], float)
-        values = np.vstack([counts, sensed.medians[chosen, s].T])
-        ranges = [_range(row) for row in sensed.medians[chosen, s].T]
-        names = [name for name, _ in events] + [
-            f"{name}{shown}" for name, shown in zip(sensed.names, ranges, strict=True)
-        ]
-        figures.append(HeatMap(slot, names, [str(step) for step in steps.tolist()], values, "step", by_row=True))
+        events = {
+            "planted": [mark.step for mark in model.marks if mark.slot == s and mark.planted],
+            "pruned": [mark.step for mark in model.marks if mark.slot == s and not mark.planted],
+            "kept": [step for name, step in model.decided.kept if name == slot],
+        }
+        names, rows = list(events), []
+        for at in events.values():  # how many fall between the step before and each step, this one included
+            place = np.searchsorted(steps, np.array(at, int))
+            rows.append(np.bincount(place[place < len(steps)], minlength=len(steps)).astype(float))
+        for name, medians in zip(sensed.names, sensed.medians[chosen, s].T, strict=True):
+            known = medians[np.isfinite(medians)]
+            names.append(f"{name} ({known.min():.3g} to {known.max():.3g})" if known.size else name)
+            rows.append(medians)
+        columns = [str(step) for step in steps.tolist()]
+        figures.append(heat_map(slot, names, columns, np.vstack(rows), "step", by_row=True))
     lines = [
         "Sensors are measurements of the stream at a slot that show where a network is short of something; "
         "`esper docs observation` explains each. A cell is the median over environments, darker where it is larger; every row "
@@ -283,14 +239,3 @@ def sensors_section(model: RunModel) -> ReportSection | None:
 def _chosen(steps: Integers) -> Integers:
     """Indices of at most `DRAWN_READINGS` steps, the first and the last among them."""
     return np.unique(np.linspace(0, len(steps) - 1, min(len(steps), DRAWN_READINGS)).round().astype(int))
-
-
-def _counts_since(steps: Integers, at: Sequence[int]) -> list[int]:
-    """How many events fall between the step before and each step, this one included."""
-    place = np.searchsorted(steps, np.array(at, int))
-    return np.bincount(place[place < len(steps)], minlength=len(steps)).tolist()
-
-
-def _range(values: Floats) -> str:
-    known = values[np.isfinite(values)]
-    return f" ({known.min():.3g} to {known.max():.3g})" if known.size else ""

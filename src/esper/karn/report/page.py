@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -10,32 +11,40 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from esper.karn import evaluation
 from esper.karn.reader import fitting_files, open_run, read_model
-from esper.karn.report import evaluated
 from esper.karn.report.decided import decisions_section, faults_section
-from esper.karn.report.drawing import Pictures, write_pictures
-from esper.karn.report.figures import Content, Curves, ReportSection, Series
-from esper.karn.report.frame import flat_settings, render, write_page
-from esper.karn.report.grown import (
-    COLOURS,
-    curves_section,
-    first_figures,
-    growth_section,
-    sensors_section,
-    worth_section,
+from esper.karn.report.drawing import COLOURS, Series, curves
+from esper.karn.report.frame import (
+    Content,
+    Pictures,
+    ReportSection,
+    Table,
+    flat_settings,
+    render,
+    table_of,
+    write_page,
+    write_pictures,
 )
+from esper.karn.report.grown import curves_section, first_figures, growth_section, sensors_section, worth_section
 from esper.karn.report.trained import round_seconds, training_sections
-from esper.karn.result import Table, heading, results
 from esper.karn.run_model import NO_SEED, RunModel
 from esper.karn.terminal import console
 from esper.leyline.config.arguments import to_path
+from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import Config
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import InputError, RunWarning, warn
+from esper.leyline.intervals import differences, shown, t_interval
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
-from esper.store.files import REPORT, SUMMARY, to_json
+from esper.store.disk import read_kept
+from esper.store.files import EVALUATION, REPORT, SUMMARY, is_run, to_json
 
+MOST_CLASSES = (
+    20  # largest number of classes of which the page shows a confusion matrix; the summary has larger ones too
+)
+_LARGEST = 256 * 2**20  # bytes of the record of an evaluation that are read
 WORDS: Mapping[str, str] = {
     "added parameters": "parameters of the seeds that act on a network or were kept",
     "alpha": "strength of a seed, from 0 to 1; in BLENDING it moves to its target, step by step",
@@ -91,8 +100,14 @@ def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str
 
 def read_content(folder: Path) -> Content:
     """What the page of a run folder, or of the folder of an evaluation, shows. InputError as `write_report`."""
-    if evaluated.is_evaluation(folder):
-        return evaluated.evaluation_content(folder)
+    path = folder / EVALUATION
+    if path.is_file() and not is_run(folder):
+        mend = "put back what esper eval wrote, or evaluate again with --overwrite"
+        record = parse_json(read_kept(path, _LARGEST, mend), path, mend)
+        try:
+            return evaluation.content_of(record, folder.resolve().name)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path} does not hold an evaluation ({error!r}); {mend}") from None
     opened = open_run(folder)
     with fitting_files(folder):
         return content_of(read_model(opened), opened.folder.resolve().name)
@@ -117,19 +132,15 @@ def report_at_end(folder: Path) -> None:
 def report_of_evaluation(record: Mapping[str, Any], folder: Path) -> None:
     """Write the report of an evaluation to its folder. An error only issues a RunWarning, as a report can be written again."""
     try:
-        write_page(folder / REPORT, render(evaluated.content_of(json.loads(to_json(record)), folder.resolve().name)))
+        write_page(folder / REPORT, render(evaluation.content_of(json.loads(to_json(record)), folder.resolve().name)))
     except (InputError, OSError) as error:
         warn(f"no report was written: {error}", RunWarning)
-
-
-def page(model: RunModel, name: str) -> str:
-    """The page of a model; `name` is that of the run folder."""
-    return render(content_of(model, name))
 
 
 def content_of(model: RunModel, name: str) -> Content:
     """What the page of a model shows: first the verdict, what grew where and the curve with its rivals, and last the settings."""
     verdicts, lines, tables, notes = results(model)
+    words = Table("Words of this page", ("word", "meaning"), list(WORDS.items()), texts=(1,))
     sections = (
         ReportSection("result", "What came out", verdicts, figures=first_figures(model)),
         *training_sections(model),
@@ -142,7 +153,7 @@ def content_of(model: RunModel, name: str) -> Content:
         faults_section(model),
         _asked(model),
         _machine(model),
-        _words(),
+        ReportSection("glossary", "Words", tables=[words]),
     )
     population = model.population
     last_step = 0 if population is None else len(population.steps) - 1
@@ -170,7 +181,11 @@ def _asked(model: RunModel) -> ReportSection:
     lines = []
     if head is not None:
         what = f"{counted(head.envs, 'network')} on the task {printable(head.task)}, for {counted(head.steps, 'step')} an episode"
-        trained = f"A controller was to be trained in {_rounds(config)} by growing, in every round,"
+        ppo = config.get("ppo") or {}
+        imitation = ppo.get("imitation_rounds")
+        rounds = f"{counted(imitation, 'round')} of imitation and then " if imitation else ""
+        rounds += counted(ppo["rounds"], "round") if "rounds" in ppo else "rounds"
+        trained = f"A controller was to be trained in {rounds} by growing, in every round,"
         grown = f"The controller {printable(head.controller)} was asked to grow"
         asked = trained if config.get("controller") == "ppo" else grown
         lines.append(f"{asked} {what}.")
@@ -222,14 +237,6 @@ def _rent_line(config: Mapping[str, Any], hosts: list[int]) -> str | None:
     return f"{line}, so a host of {of} parameters that grows to twice its size pays {' to '.join(paid)}."
 
 
-def _rounds(config: Mapping[str, Any]) -> str:
-    """How many rounds a training was to have."""
-    ppo = config.get("ppo") or {}
-    imitation = ppo.get("imitation_rounds")
-    first = f"{counted(imitation, 'round')} of imitation and then " if imitation else ""
-    return first + (counted(ppo["rounds"], "round") if "rounds" in ppo else "rounds")
-
-
 def _command(model: RunModel) -> str | None:
     """The command that began the run, as it is typed; None if it was another program or `esper resume`."""
     words = (model.environment or {}).get("command") or []
@@ -258,34 +265,24 @@ def _machine(model: RunModel) -> ReportSection:
             for name, seconds in phases.items()
         ]
         tables.append(Table("Time by phase of a step", ("phase", "seconds", "share"), rows))
-    figures = []
+    figures, settings = [], flat_settings(model.config)
     if model.times is not None:
         series = [
             Series(name, seconds[:, None], f"run{index % COLOURS}")
             for index, (name, seconds) in enumerate(model.times.seconds.items())
         ]
-        figures.append(Curves("Seconds of a step by phase", model.times.steps.tolist(), series, "step", "seconds"))
+        figures.append(curves("Seconds of a step by phase", model.times.steps.tolist(), series, "step", "seconds"))
     if model.environment is not None:
-        tables.append(Table("Machine", ("name", "value"), _machine_rows(model), texts=(1,)))
-    tables.append(Table("Config", ("key", "value"), flat_settings(model.config), texts=(1,)))
+        usual, machine = dict(settings), flat_settings(model.environment)
+        # Settings of a task in a training only where they differ from the config.
+        own = [
+            each
+            for each in machine
+            if not (each[0].startswith("cohorts.") and usual.get(each[0].split(".", 2)[-1]) == each[1])
+        ]
+        tables.append(Table("Machine", ("name", "value"), own, texts=(1,)))
+    tables.append(Table("Config", ("key", "value"), settings, texts=(1,)))
     return ReportSection("machine", "Time, machine and config", lines, tables, figures)
-
-
-def _machine_rows(model: RunModel) -> list[tuple[str, str]]:
-    """Name and value of what the run was made with; settings of a task in a training only where they differ from the config."""
-    config = dict(flat_settings(model.config))
-    return [
-        (name, value)
-        for name, value in flat_settings(model.environment or {})
-        if not (name.startswith("cohorts.") and config.get(name.split(".", 2)[-1]) == value)
-    ]
-
-
-def _words() -> ReportSection:
-    rows = list(WORDS.items())
-    return ReportSection(
-        "glossary", "Words", tables=[Table("Words of this page", ("word", "meaning"), rows, texts=(1,))]
-    )
 
 
 def _data(model: RunModel) -> Markup | None:
@@ -305,3 +302,156 @@ def _data(model: RunModel) -> Markup | None:
     }
     assert NO_SEED < 0, "the page takes negative numbers for an empty slot"
     return Markup(json.dumps(known, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def head_of(model: RunModel, name: str) -> str:
+    """The beginning of the page as a piece of HTML: the heading, the sentences on what came out, and the table of figures."""
+    verdicts, others, tables_of, _ = results(model)
+    lines = Markup("").join(Markup("<p>{}</p>").format(line) for line in (heading(model), *verdicts, *others))
+    tables = Markup("")
+    for table in tables_of:
+        rows = ((Markup("th"), table.columns), *((Markup("td"), row) for row in table.rows))
+        cells = (Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, cell) for cell in row) for tag, row in rows)
+        tables += Markup("<table>{}</table>").format(
+            Markup("").join(Markup("<tr>{}</tr>").format(row) for row in cells)
+        )
+    return str(Markup("<div><h3>{}</h3>{}{}</div>").format(printable(name), lines, tables))
+
+
+def heading(model: RunModel) -> str:
+    """What runs where, and how it stands, in one line."""
+    head = model.head
+    if model.summary is not None and "grown_params" in model.summary:
+        return console.heading_line(model.summary)
+    if head is None:
+        return f"{model.status}; the run kept no events (telemetry.level)"
+    return (
+        f"{printable(head.task)}, {printable(head.controller)}: {counted(head.envs, 'environment')}, "
+        f"{counted(head.steps, 'step')} an episode, run seed {head.seed}, {head.device}, {model.status}"
+    )
+
+
+def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[str]]:
+    """What came out: sentences with the verdict, further sentences, tables, and notes on how these are to be read."""
+    summary = model.summary
+    if summary is None:
+        how = {"running": "still goes on", "killed": "was killed before it ended"}.get(
+            model.status, f"is {model.status}"
+        )
+        return [f"The run {how}, so there are no final figures yet."], [], [], []
+    if "grown_params" not in summary:
+        best = summary.get("best_validation_objective")
+        if best is None:
+            return ["No controller was validated, so none was kept."], [], [], []
+        number = summary["best_round"]
+        when = "after imitation" if number < 0 else f"after round {number}, counted from 0"
+        return [f"The best controller reached a validation J of {best:.4f}, {when}."], [], [], []
+    verdicts = [printable(summary["verdict"])] if "verdict" in summary else []
+    if model.status == "interrupted":
+        done = f"{summary['steps_done']} of {counted(summary['steps'], 'step')}"
+        verdicts.append(f"The run was interrupted after {done}; the figures are those of the networks at that time.")
+    if "error" in summary:
+        verdicts.append(f"The run failed: {printable(summary['error']['message'])}")
+    lines = _compared(summary)
+    if summary.get("regrown"):
+        lines.append(
+            "The host is a network that was grown before, with its seeds; every environment starts from its weights."
+        )
+    lines += [
+        *_lowest_lines(model),
+        *console.grown_lines(summary),
+        *console.trouble_lines(summary),
+        *console.early_stopping_lines(summary),
+        *console.rare_class_lines(summary),
+        *console.explanation_lines(summary),
+    ]
+    caption = "Grown networks beside static ones, on the test split"
+    tables = [table_of(caption, console.comparison_table(summary)), *_rare_classes(summary), _by_environment(model)]
+    notes = [*console.objective_lines(summary), *console.table_notes(summary), *console.split_lines(summary)]
+    return verdicts, lines, tables, notes
+
+
+def _rare_classes(summary: Mapping[str, Any]) -> list[Table]:
+    """Figures in which every class counts alike, and the confusion matrices, where a class is rare."""
+    found = summary.get("rare_classes")
+    if found is None:
+        return []
+    kinds = {name: found[key] for name, key in (("grown", "grown"), ("twin", "host")) if found[key] is not None}
+    figures = {"balanced accuracy": "balanced_accuracy", "F1": "f1_macro", "ROC AUC": "roc_auc"}
+    rows = [(name, *(console.estimate(each[key], ".4f") for key in figures.values())) for name, each in kinds.items()]
+    names = [printable(name) for name in found["classes"]]
+    rare = ", ".join(map(printable, found["rare"]))
+    caption = f"Every class counts alike, as some are rare ({rare}): means over classes, on the test split"
+    tables = [Table(caption, ("", *figures), rows)]
+    for name, each in kinds.items():
+        if each["confusion"] is None or len(names) > MOST_CLASSES:
+            continue
+        counts = [(own, *(f"{count:,}" for count in row)) for own, row in zip(names, each["confusion"], strict=True)]
+        title = f"Confusion matrix, {name}: test examples by class (row) and prediction (column), over all environments"
+        tables.append(Table(title, ("class", *names), counts))
+    return tables
+
+
+def _by_environment(model: RunModel) -> Table:
+    summary = model.summary or {}
+    metric = f"test_{summary['metric']}"
+    grown, whole, hosts = summary[metric]["grown"], summary["grown_params"], summary["host_params"]
+    static = {name: each[metric] for name, each in summary.get("baselines", {}).items() if each.get(metric) is not None}
+    failed = Counter(row.env for row in model.rollbacks if not row.twin)
+    sizes = hosts if isinstance(hosts, list) else [hosts] * len(whole)
+    rows = []
+    for env, seeds in enumerate(summary["grown"]):
+        kept = ", ".join(f"{printable(blueprint)} at {printable(slot)}" for slot, blueprint in seeds.items())
+        others = (_number(values[env]) for values in static.values())
+        rows.append(
+            (str(env), _number(grown[env]), *others, f"{whole[env] - sizes[env]:,}", kept or "none", f"{failed[env]}")
+        )
+    names = (f"grown, test {printable(summary['metric'])}", *map(printable, static))
+    columns = ("environment", *names, "added parameters", "seeds kept", "rollbacks")
+    return Table("Results by environment", columns, rows, texts=(len(columns) - 2,))
+
+
+def _lowest_lines(model: RunModel) -> list[str]:
+    """Which environment has the lowest metric, what the host alone has there, and whether it learned anything."""
+    summary, population = model.summary or {}, model.population
+    scores = (summary.get(f"test_{summary.get('metric')}") or {}).get("grown") or []
+    known = [(score, env) for env, score in enumerate(scores) if score is not None]
+    if len(known) < 2:
+        return []
+    score, env = min(known)
+    static = {name: each.get(f"test_{summary['metric']}") for name, each in summary.get("baselines", {}).items()}
+    there = [f"{_number(values[env])} of {printable(name)}" for name, values in static.items() if values]
+    line = f"The lowest test {printable(summary['metric'])} is {_number(score)}, in environment {env}"
+    line += f", beside {', '.join(there)}." if there else "."
+    if population is not None:
+        begin, end = population.loss[0, env], population.loss[-1, env]
+        line += (
+            f" Its loss on the probe split was {begin:.4g} after step {population.steps[0]} and {end:.4g} after step "
+            f"{population.steps[-1]}."
+        )
+    return [line]
+
+
+def _compared(summary: Mapping[str, Any]) -> list[str]:
+    """How the grown networks compare with each static one, in a sentence each."""
+    metric, lines = f"test_{summary['metric']}", []
+    for name, static in summary.get("baselines", {}).items():
+        values = static.get(metric)
+        gaps = [] if values is None else differences(summary[metric]["grown"], values)
+        paired = t_interval(gaps)
+        if paired.size < 2:
+            continue
+        what = f"{name}, {console.DESCRIPTIONS.get(name, 'a static network')}"
+        many, figures = counted(paired.size, "environment"), shown(paired, "+.3f")
+        if not any(gaps):
+            lines.append(f"The grown networks equal {what}, in all {many}.")
+        elif paired.above or paired.below:
+            word = "better" if paired.above else "worse"
+            lines.append(f"The grown networks are {word} than {what}: {figures}, a paired 95 % interval over {many}.")
+        else:
+            lines.append(f"The difference between the grown networks and {what}, is not resolved by {many}: {figures}.")
+    return lines
+
+
+def _number(value: float | None) -> str:
+    return "absent" if value is None else f"{value:.4f}"

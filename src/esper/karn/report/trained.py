@@ -5,16 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from esper.karn.report.figures import Curves, ForestPlot, ForestRow, ReportSection, Series
-from esper.karn.run_model import RunModel
+from esper.karn.report.drawing import COLOURS, Figure, ForestRow, Series, curves, forest
+from esper.karn.report.frame import ReportSection
+from esper.karn.run_model import NAN, RunModel
 from esper.leyline.intervals import shown, t_interval
 from esper.leyline.text import counted
 from esper.nissa.rows import RoundRow
 
-COLOURS = 8
-"""Colours of operations in figures."""
-DRAWN_INPUTS = 24
-"""Most inputs of the policy that the figure shows."""
+DRAWN_INPUTS = 24  # most inputs of the policy that the figure shows
 LEARNING = (
     "return",
     "validation_objective",
@@ -52,27 +50,23 @@ def training_sections(model: RunModel) -> list[ReportSection]:
     if not model.rounds:
         return []
     names = list(dict.fromkeys(name for row in model.rounds for name in row.figures))
-    learning = [name for name in LEARNING if name in names]
-    health = [name for name in names if name not in LEARNING]
+    learning = _curves(model, [name for name in LEARNING if name in names])
+    health = _curves(model, [name for name in names if name not in LEARNING])
     line = f"{counted(len(model.rounds), 'round')}; rounds below 0 are imitation. `esper docs training` explains every figure."
     return [
-        ReportSection("training", "Training", [line, *_validation_lines(model)], figures=_drawn(model, learning)),
-        ReportSection("health", "Health of the learner", _health_lines(model), figures=_drawn(model, health)),
+        ReportSection("training", "Training", [line, *_validation_lines(model)], figures=learning),
+        ReportSection("health", "Health of the learner", _health_lines(model), figures=health),
         _policy(model),
     ]
 
 
-def _drawn(model: RunModel, names: Sequence[str]) -> list[Curves]:
-    figures = (_curve(model, name) for name in names)
+def _curves(model: RunModel, names: Sequence[str]) -> list[Figure]:
+    figures, rounds = [], [row.round for row in model.rounds]
+    for name in names:
+        values, words = np.array([[_or_nan(row.figures.get(name))] for row in model.rounds]), name.replace("_", " ")
+        series = [Series(words, values, "grown")]
+        figures.append(curves(MEANINGS.get(name, words), rounds, series, "round", "", 180))
     return [figure for figure in figures if figure.absent is None]
-
-
-def _curve(model: RunModel, name: str) -> Curves:
-    values = np.array([[_or_nan(row.figures.get(name))] for row in model.rounds])
-    title = MEANINGS.get(name, name.replace("_", " "))
-    return Curves(
-        title, [row.round for row in model.rounds], [Series(name.replace("_", " "), values, "grown")], "round", "", 180
-    )
 
 
 def _validation_lines(model: RunModel) -> list[str]:
@@ -156,14 +150,16 @@ def _policy(model: RunModel) -> ReportSection:
         for index, name in enumerate(operations)
     ]
     lines: list[str] = []
-    figures: list[Curves | ForestPlot] = []
+    figures: list[Figure] = []
     if operations:
-        figures.append(Curves("Decisions of a round by operation", rounds, series, "round", "decisions"))
+        figures.append(curves("Decisions of a round by operation", rounds, series, "round", "decisions"))
     else:
         lines.append("The run kept no rows of decisions (telemetry.level).")
     weights = (model.summary or {}).get("policy_inputs")
     if weights:
-        figures.append(_inputs(weights))
+        strongest = sorted(weights.items(), key=lambda each: -each[1])[:DRAWN_INPUTS]
+        read = [ForestRow(name, weight, NAN, NAN, "plain", f"{name}: {weight:.2f}") for name, weight in strongest]
+        figures.append(forest("What the policy looks at", read, "squared weights in the first layer, 1 is the mean"))
         lines.append(
             "The last figure says what the policy looks at, after the last round: how strongly its first layer reads each "
             f"input, the {min(len(weights), DRAWN_INPUTS)} strongest of {len(weights)}. 1 is the mean of all inputs of the "
@@ -175,12 +171,5 @@ def _policy(model: RunModel) -> ReportSection:
     return ReportSection("policy", "What the policy does and looks at", lines, figures=figures)
 
 
-def _inputs(weights: Mapping[str, float]) -> ForestPlot:
-    strongest = sorted(weights.items(), key=lambda each: -each[1])[:DRAWN_INPUTS]
-    nothing = float("nan")
-    rows = [ForestRow(name, weight, nothing, nothing, "plain", f"{name}: {weight:.2f}") for name, weight in strongest]
-    return ForestPlot("What the policy looks at", rows, "squared weights in the first layer, 1 is the mean")
-
-
 def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value
+    return NAN if value is None else value

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import secrets
 import socket
 from pathlib import Path
 from typing import NamedTuple
@@ -21,25 +20,17 @@ from esper.store.disk import read_named
 
 SHORTEST_TOKEN = 16  # characters
 LARGEST_FORM = 4096  # bytes
-FORM_TIME = 10.0
-"""Longest wait for the whole form of the token [seconds]."""
+FORM_TIME = 10.0  # longest wait for the whole form of the token [seconds]
 LOGIN = "/login"
 
 
 class Door(NamedTuple):
-    """Who may ask.
+    """Who may ask."""
 
-    Attributes:
-        token (str or None): what every request must bring; None if none is needed
-        host (str): the host that the user named
-        loopback (bool): whether the server can be reached from this machine alone
-        port (int): of the server, which names the cookie
-    """
-
-    token: str | None
-    host: str
-    loopback: bool
-    port: int
+    token: str | None  # what every request must bring; None if none is needed
+    host: str  # the host that the user named
+    loopback: bool  # whether the server can be reached from this machine alone
+    port: int  # of the server, which names the cookie
 
     @property
     def cookie(self) -> str:
@@ -83,7 +74,6 @@ class Guard:
         self.app, self.door = app, door
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or hand it on."""
         if scope["type"] != "http":
             return
         request = Request(scope, receive)
@@ -133,11 +123,6 @@ class Guard:
         answer = RedirectResponse("/", 303)
         answer.set_cookie(self.door.cookie, self.door.session, httponly=True, samesite="strict", path="/")
         return answer
-
-
-def new_token() -> str:
-    """A token that cannot be guessed."""
-    return secrets.token_urlsafe(32)
 
 
 def read_token(path: Path) -> str:

@@ -1,14 +1,21 @@
-"""The runs that are served: found below the folders that the user named, and known to the browser by opaque names."""
+"""The runs that are served: found below the folders that the user named, known to the browser by opaque names, and followed."""
 
 import hashlib
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from esper.karn.reader import Status, open_run
+from markupsafe import Markup
+
+from esper.karn.reader import MEND, Status, Tail, complete, open_run
+from esper.karn.report.frame import render_content
+from esper.karn.report.page import content_of
+from esper.karn.run_model import RunModel
 from esper.leyline.errors import InputError, first_line
 from esper.nissa.events import decode, decode_lines
 from esper.nissa.rows import Row, RunRow
@@ -16,61 +23,43 @@ from esper.store.disk import open_regular
 from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
 
-DEPTH = 4
-"""Levels of folders below a named one in which runs are looked for."""
-LOOK_EVERY = 2.0
-"""Least time between two searches for runs [seconds]."""
-LARGEST_ROW = 2**24
-"""Longest row at either end of the events that is read for the list [bytes]."""
-_MEND = "put back what the run wrote"
+SHARE = 0.1  # largest share of the time in which the page of a run is made again
+LEAST = 1.0  # least time between two pages of a run [seconds]
+PART = 2**22  # events that are read at once, so that memory holds few rows of a long run [bytes]
+KEPT = 8  # runs whose rows are kept in memory, those that were asked for last
+_makers = ThreadPoolExecutor(4, "page")
+DEPTH = 4  # levels of folders below a named one in which runs are looked for
+LOOK_EVERY = 2.0  # least time between two searches for runs [seconds]
+LARGEST_ROW = 2**24  # longest row at either end of the events that is read for the list [bytes]
 
 
 class ListedRun(NamedTuple):
-    """A run in the list.
+    """A run in the list."""
 
-    Attributes:
-        key (str): opaque name of the run in addresses
-        name (str): path of the folder below the folder that the user named
-        folder (Path): the folder
-        task (str): its task, several with commas between them; empty if that is unknown
-        controller (str): name of the controller; empty if that is unknown
-        status (Status or None): how the run stands; None if the folder is damaged
-        envs (int or None): environments
-        began (float): when the first row was written, or else the config [seconds since 1970]
-        error (str or None): what is wrong with the folder
-    """
-
-    key: str
-    name: str
+    key: str  # opaque name of the run in addresses
+    name: str  # path of the folder below the folder that the user named
     folder: Path
-    task: str
-    controller: str
-    status: Status | None
-    envs: int | None
-    began: float
-    error: str | None
+    task: str  # its task, several with commas between them; empty if that is unknown
+    controller: str  # name of the controller; empty if that is unknown
+    status: Status | None  # how the run stands; None if the folder is damaged
+    envs: int | None  # environments
+    began: float  # when the first row was written, or else the config [seconds since 1970]
+    error: str | None  # what is wrong with the folder
 
     @property
     def state(self) -> str:
-        """The status, or 'damaged'."""
         return self.status or "damaged"
 
 
 class Selection(NamedTuple):
-    """Which runs of the list are shown; an empty text selects all.
+    """Which runs of the list are shown; an empty text selects all."""
 
-    Attributes:
-        words (str): every word must occur in the name, the task, the controller or the status
-        task, controller, status (str): exact values
-    """
-
-    words: str = ""
-    task: str = ""
+    words: str = ""  # every word must occur in the name, the task, the controller or the status
+    task: str = ""  # exact, as the next two
     controller: str = ""
     status: str = ""
 
     def accepts(self, entry: ListedRun) -> bool:
-        """Whether a run is shown."""
         text = "\n".join((entry.name, entry.task, entry.controller, entry.state)).casefold()
         return (
             all(word in text for word in self.words.casefold().split())
@@ -96,9 +85,8 @@ class Library:
         self.roots = [root.resolve() for root in roots]
         self._lock = threading.Lock()
         self._found: dict[str, tuple[str, Path]] = {}  # name and folder by key
-        self._known: dict[
-            str, tuple[object, ListedRun]
-        ] = {}  # entry by key, with the state of the files that it was read from
+        # Entry by key, with the state of the files that it was read from.
+        self._known: dict[str, tuple[object, ListedRun]] = {}
         self._looked = float("-inf")
 
     def entries(self) -> list[ListedRun]:
@@ -122,7 +110,10 @@ class Library:
             return
         self._looked = now
         found = ((root, folder) for root in self.roots for folder in _runs_below(root, DEPTH))
-        self._found = {key_of(folder): (_name(root, folder), folder) for root, folder in found}
+        self._found = {
+            key_of(folder): (folder.name if folder == root else str(folder.relative_to(root)), folder)
+            for root, folder in found
+        }
         self._known = {key: known for key, known in self._known.items() if key in self._found}
 
     def _entry(self, key: str, name: str, folder: Path) -> ListedRun:
@@ -173,10 +164,6 @@ def _is_there(folder: Path) -> bool:
     return os.path.realpath(folder) == str(folder) and is_run(folder)
 
 
-def _name(root: Path, folder: Path) -> str:
-    return folder.name if folder == root else str(folder.relative_to(root))
-
-
 def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
     """The entry of a folder, from its config and the ends of its events."""
     try:
@@ -191,22 +178,18 @@ def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
             controller, envs, began = head.controller, head.envs, head.time
         status = run.status_after(last.status if isinstance(last, RunRow) else "running" if head is not None else None)
     except (InputError, OSError) as error:
-        return ListedRun(key, name, folder, "", "", None, None, _modified(folder), first_line(error))
+        began = 0.0
+        with suppress(OSError):
+            began = folder.stat().st_mtime
+        return ListedRun(key, name, folder, "", "", None, None, began, first_line(error))
     return ListedRun(key, name, folder, task, controller, status, envs, began, None)
-
-
-def _modified(folder: Path) -> float:
-    try:
-        return folder.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _ends(path: Path) -> tuple[RunRow | None, Row | None]:
     """The first and the last complete row of an events.jsonl; None where there is none. InputError if one is damaged."""
     if not os.path.lexists(path):
         return None, None
-    with open_regular(path, _MEND) as file:
+    with open_regular(path, MEND) as file:
         first = file.readline(LARGEST_ROW)
         if not first.endswith(b"\n"):
             return None, None
@@ -223,8 +206,71 @@ def _ends(path: Path) -> tuple[RunRow | None, Row | None]:
                 break
             size *= 4
     if not isinstance(head, RunRow):
-        raise InputError(f"{path} does not begin with a row of kind run; {_MEND}")
+        raise InputError(f"{path} does not begin with a row of kind run; {MEND}")
     try:
         return head, decode(data[cut + 1 :])
     except InputError as error:
         raise InputError(f"the last line of {path}: {error}") from None
+
+
+class Shown(NamedTuple):
+    """A page of a run."""
+
+    version: str  # changes with the page
+    status: str  # how the run stands
+    content: Markup  # header and main part
+
+
+class Followed:
+    """A run whose rows are read once, as they come. Safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """InputError if `folder` is not a run folder."""
+        self.run = open_run(folder)
+        self._lock = threading.Lock()
+        self._tail, self._model = Tail(folder / EVENTS), RunModel()
+        self._shown: Shown | None = None
+        self._due = float("-inf")  # before this time the last page is shown again [seconds of the monotonic clock]
+
+    @property
+    def version(self) -> str:
+        """The version of the page that `page` would return, found without making it."""
+        shown, due = self._shown, self._due
+        return shown.version if shown is not None and time.monotonic() < due else self._state()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last page shows the run as it stands at its end, so that no other page will follow."""
+        shown = self._shown
+        return shown is not None and shown.status != "running" and shown.version == self._state()
+
+    def page(self) -> Shown:
+        """The page of what the run has written. InputError if a file is damaged."""
+        with self._lock:
+            version = self._state()
+            if self._shown is not None and (version == self._shown.version or time.monotonic() < self._due):
+                return self._shown
+            self._read()  # each row once, which is not held against the next page
+            start = time.monotonic()
+            model = complete(self._model, self.run)
+            content = render_content(content_of(model, self.run.folder.name))
+            self._shown = Shown(version, model.status, content)
+            self._due = start + max(LEAST, (time.monotonic() - start) / SHARE)
+            return self._shown
+
+    def page_within(self, seconds: float) -> Shown | None:
+        """The page, or None if making it takes longer; it is made nevertheless. Raises as `page`."""
+        try:
+            return _makers.submit(self.page).result(seconds)
+        except TimeoutError:
+            return None
+
+    def _read(self) -> None:
+        restarts = self._tail.restarts
+        while rows := self._tail.read(PART):
+            if self._tail.restarts != restarts:  # a resume cut rows off, and all of them come again
+                self._model, restarts = RunModel(), self._tail.restarts
+            self._model.update(rows)
+
+    def _state(self) -> str:
+        return hashlib.sha256(repr(file_state(self.run.folder)).encode()).hexdigest()[:16]

@@ -2,21 +2,16 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from urllib.parse import urlencode
 
 from jinja2 import Environment, FunctionLoader
 from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
-from esper.karn.report.frame import asset as report_asset
-from esper.karn.serve.decisions import FATES, OPERATIONS, Filter, where
-from esper.karn.serve.downloads import File
-from esper.karn.serve.library import ListedRun, Selection
-from esper.leyline.text import counted, printable, rounded
-from esper.nissa.rows import DecisionRow
+from esper.karn.serve.contents import where
+from esper.leyline.text import printable, rounded
 
 ASSETS = {
     "report.css": "text/css",
@@ -26,16 +21,15 @@ ASSETS = {
     "icon.svg": "image/svg+xml",
 }
 """The files that pages load, with their media types."""
-LISTED = 1000
-"""Most runs in the list."""
-PART = 200
-"""Decisions on one page."""
+LISTED = 1000  # most runs in the list
+PART = 200  # decisions on one page
 TAGS = ("task", "controller", "status")
 
 
 def asset(name: str) -> str:
-    """The text of a file of `ASSETS`."""
-    return report_asset(name) if name.startswith("report.") else _asset(name)
+    """The text of a file of `ASSETS`, or of a template."""
+    package = "esper.karn.report" if name.startswith("report.") else "esper.karn.serve"
+    return (files(package) / name).read_text(encoding="utf-8")
 
 
 def shell(
@@ -49,16 +43,8 @@ def shell(
 ) -> HTMLResponse:
     """A whole page around its content. `live` is the address of its events, that of its content, and its version."""
     stream, source, version = live or ("", "", "")
-    page = _render(
-        "shell.html",
-        title=printable(title),
-        content=Markup(content),
-        links=links,
-        here=here,
-        live=stream,
-        source=source,
-        version=version,
-    )
+    lives = {"live": stream, "source": source, "version": version}
+    page = render("shell.html", title=printable(title), content=Markup(content), links=links, here=here, **lives)
     return HTMLResponse(page, status)
 
 
@@ -70,80 +56,16 @@ def run_links(key: str) -> list[tuple[str, str]]:
 def login_page(status: int = 200, *, wrong: bool = False) -> HTMLResponse:
     """The form for the token. It loads nothing, because nothing is sent without the token."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    return HTMLResponse(_render("login.html", wrong=wrong), status, headers)
+    return HTMLResponse(render("login.html", wrong=wrong), status, headers)
 
 
 def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
     """A page with one sentence."""
-    return shell(title, _render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
+    return shell(title, render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
 
 
-def runs_content(entries: Sequence[ListedRun], chosen: Selection) -> str:
-    """The list of runs, and the form that selects them."""
-    shown = [entry for entry in entries if chosen.accepts(entry)]
-    read = {"task": lambda e: e.task, "controller": lambda e: e.controller, "status": lambda e: e.state}
-    choices = [(tag, sorted({read[tag](entry) for entry in entries} - {""})) for tag in TAGS]
-    heading = counted(len(shown), "run") if len(shown) == len(entries) else f"{len(shown):,} of {len(entries):,} runs"
-    if len(shown) > LISTED:
-        heading += f", of which the newest {LISTED:,} are listed"
-    nothing = "No run is here yet; one that begins appears by itself." if not entries else "No run is like that."
-    return _render(
-        "runs.html",
-        entries=shown[:LISTED],
-        chosen=chosen._asdict() | {"words": chosen.words},
-        choices=choices,
-        heading=heading,
-        nothing=nothing,
-    )
-
-
-def decisions_content(
-    name: str,
-    key: str,
-    slots: Sequence[str],
-    chosen: Filter,
-    rows: Sequence[DecisionRow],
-    start: int,
-    count: int,
-    query: Mapping[str, str],
-) -> str:
-    """Decisions from the place `start` on, of `count` that the filter selects, and the form of the filter."""
-    kept = {field: value for field, value in query.items() if field in (*Filter._fields,) and value}
-
-    def address(place: int) -> str:
-        return f"?{urlencode(kept | {'start': str(place)})}"
-
-    end = start + len(rows)
-    return _render(
-        "decisions.html",
-        name=name,
-        slots=slots,
-        operations=OPERATIONS,
-        fates=FATES.items(),
-        chosen=chosen,
-        rows=rows,
-        heading=counted(count, "decision"),
-        caption=f"Decisions {start + 1:,} to {end:,} of {count:,}, in the order of the events",
-        nothing="No decision is like that. Decisions are written with telemetry.level step or debug.",
-        download=f"/runs/{key}/decisions.jsonl?{urlencode(kept)}",
-        earlier=address(max(start - PART, 0)) if start else None,
-        later=address(end) if end < count else None,
-        measured=_measured,
-    )
-
-
-def reading_content(name: str) -> str:
-    """What stands for the report of a run whose events are still being read."""
-    sentence = "The events of this run are being read; its report appears here."
-    return _render("error.html", title=printable(name), sentence=sentence, role="status")
-
-
-def files_content(name: str, key: str, found: Sequence[File], archives: Sequence[str]) -> str:
-    """The files of a run that can be downloaded."""
-    return _render("files.html", name=name, key=key, files=found, archives=archives)
-
-
-def _measured(mean: float | None, error: float | None) -> str:
+def measured(mean: float | None, error: float | None) -> str:
+    """A mean with its standard error; - for None."""
     if mean is None:
         return "-"
     return rounded(mean, "+.4f") + ("" if error is None or math.isnan(error) else f" ± {error:.4f}")
@@ -160,16 +82,13 @@ def _moment(seconds: float) -> str:
         return "-"
 
 
-def _asset(name: str) -> str:
-    return (files("esper.karn.serve") / name).read_text(encoding="utf-8")
-
-
-def _render(template: str, /, **values: object) -> str:
+def render(template: str, /, **values: object) -> str:
+    """A template of this package with its values."""
     return _templates().get_template(template).render(**values)
 
 
 @cache
 def _templates() -> Environment:
-    templates = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(_asset))
+    templates = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, loader=FunctionLoader(asset))
     templates.filters |= {"printable": printable, "known": _known, "moment": _moment, "where": where}
     return templates

@@ -19,16 +19,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from esper.leyline.errors import InputError
 
-LAST_WORDS = 2
-"""Longest wait for answers that are being sent when the server ends [seconds]."""
-HEADER_TIME = 10.0
-"""Longest wait for the whole head of a request [seconds]."""
+LAST_WORDS = 2  # longest wait for answers that are being sent when the server ends [seconds]
+HEADER_TIME = 10.0  # longest wait for the whole head of a request [seconds]
 MOST_CONNECTIONS = 256
 """Most connections at a time, each an open page, a download or a browser that keeps one for its next request."""
 ACCEPTED_AT_ONCE = 8
 """Connections that are accepted before the first of them is looked at; the others wait in the queue of the system."""
-OWN_FILES = 48
-"""Files that the process holds for itself and for the connections that it turns away; a generous bound."""
+OWN_FILES = 48  # files that the process holds for itself and for the connections that it turns away; a generous bound
 HEADERS = {
     "Server": "esper",
     "Content-Security-Policy": (
@@ -59,7 +56,6 @@ class Connection(H11Protocol):
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begins to wait for a request."""
         super().connection_made(transport)
         most = most_connections()
         if len(self.connections) > most:
@@ -76,12 +72,10 @@ class Connection(H11Protocol):
             self._late = self.loop.call_later(HEADER_TIME, self.transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the wait for a request."""
         self._stop_clock()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP."""
         self._refuse(400, f"{msg}\n")
 
     def _refuse(self, status: int, sentence: str) -> None:
@@ -125,7 +119,6 @@ class Server(uvicorn.Server):
         self.stop = stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept connections."""
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen()  # the queue of the system is long again, which asyncio makes as long as `backlog`

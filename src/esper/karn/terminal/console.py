@@ -1,23 +1,65 @@
-"""The tables and lines that `esper grow`, `esper train` and `esper resume` print at their end."""
+"""The tables and lines that commands print at their end. They are never cut, however narrow the terminal is."""
 
 import io
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
+from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
-from esper.karn.tables import actor_lines, print_line, print_table
 from esper.leyline.intervals import differences, mean_and_error, spread
 from esper.leyline.text import counted, printable, rounded
 
-_WIDE = 11
-"""Width of the column of parameters, so that the table fits into 80 columns [characters]."""
+_WIDE = 11  # width of the column of parameters, so that the table fits into 80 columns [characters]
+
+
+def empty_table(columns: Sequence[str], left: Collection[int] = (0,), wrapped: Collection[str] = ()) -> Table:
+    """A table without rows. Columns that are not `left`, by place, are to the right, and those `wrapped`, by name, may wrap."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(columns):
+        justify: Literal["left", "right"] = "left" if index in left else "right"
+        table.add_column(Text(printable(name)), justify=justify, no_wrap=name not in wrapped, overflow="fold")
+    return table
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table. Columns with `no_wrap` are never cut; in a narrower terminal, long lines continue on the next line.
+
+    rich itself would replace the end of a number by an ellipsis, or leave out a column.
+    """
+    for column in table.columns:
+        if column.no_wrap:
+            texts = [column.header, *column.cells]
+            column.min_width = max(text.cell_len if isinstance(text, Text) else cell_len(str(text)) for text in texts)
+    least = Measurement.get(console, console.options.update(width=10_000), table).minimum
+    options = console.options.update(width=max(console.width, least))
+    lines = console.render_lines(table, options, pad=False, new_lines=True)
+    console.print(Segments(chain.from_iterable(lines)), crop=False, no_wrap=True, overflow="ignore", end="")
+
+
+def print_line(console: Console, line: str) -> None:
+    """Print text without markup, with control characters escaped; in a narrower terminal it continues on the next line."""
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def actor_lines(summary: Mapping[str, Any]) -> list[str]:
+    """How many actors played for the summary of a training or the record of an evaluation, and the time that they waited."""
+    actors = summary.get("actors")
+    if actors is None:
+        return []
+    lost = f", {actors['lost']} lost and replaced" if actors["lost"] else ""
+    return [
+        f"{counted(actors['workers'], 'actor')}{lost}, {actors['waiting_seconds']:,.1f} s lost in waiting, together"
+    ]
 
 
 def print_training(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
@@ -59,8 +101,7 @@ def print_summary(summary: Mapping[str, Any], console: Console, folder: str | No
         print_line(console, line)
 
 
-MOST_LINES = 8
-"""Lines that are printed below the verdict."""
+MOST_LINES = 8  # lines that are printed below the verdict
 
 
 def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
@@ -72,7 +113,7 @@ def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list
     else:
         reading = f"no static network was trained for comparison; --baselines (the key baselines) names some; {reading}"
     reading = "; ".join([reading, *_few_environments(summary)])
-    grown, seeds = grown_lines(summary)[:-1], grown_lines(summary)[-1]
+    *grown, seeds = grown_lines(summary)
     more = f", and {len(grown) - SHOWN_GROWN} more" if len(grown) > SHOWN_GROWN else ""
     host = "; the host is a network that was grown before, with its seeds" if summary.get("regrown") else ""
     grew = ", ".join(line.strip() for line in grown[:SHOWN_GROWN]) + more + host
@@ -86,25 +127,19 @@ def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list
         "summary.json and `esper report`" if folder is None else f"esper report {shlex.quote(folder)}"
     )
     found = [
-        [reading],
-        [grew],
-        ["; ".join([seeds, *trouble_lines(summary)])],
-        [f"why: {why[0]}{others}"] if why else [],
-        ["; ".join(absent)] if absent else [],
-        ["; ".join(warnings)] if warnings else [],
-        ["; ".join([best_line(summary), *early_stopping_lines(summary)])],
-        [f"took: {summary['seconds']:.1f} seconds; " + ("" if folder is None else f"run folder: {folder}; ") + rest],
+        reading,
+        grew,
+        "; ".join([seeds, *trouble_lines(summary)]),
+        f"why: {why[0]}{others}" if why else "",
+        "; ".join(absent),
+        "; ".join(warnings),
+        "; ".join([best_line(summary), *early_stopping_lines(summary)]),
+        f"took: {summary['seconds']:.1f} seconds; " + ("" if folder is None else f"run folder: {folder}; ") + rest,
     ]
-    return [line for lines in found for line in lines]
+    return [line for line in found if line]
 
 
-SHOWN_GROWN = 4
-"""Kinds of grown seeds by slot that are printed; the report has all of them."""
-
-
-def print_error(summary: Mapping[str, Any], console: Console) -> None:
-    """Print the error of a failed run."""
-    print_line(console, f"error: {summary['error']['message']}")
+SHOWN_GROWN = 4  # kinds of grown seeds by slot that are printed; the report has all of them
 
 
 def heading_line(summary: Mapping[str, Any]) -> str:
@@ -135,10 +170,8 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
 
     Metrics are means ± standard error. Differences are means with a 95 % t interval over environments.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     metric = summary["metric"]
-    for index, name in enumerate(("", f"test {printable(metric)}", "difference [95 %]", "parameters", "seconds")):
-        table.add_column(Text(name), justify="right" if index else "left", no_wrap=True)
+    table = empty_table(("", f"test {metric}", "difference [95 %]", "parameters", "seconds"))
     grown = summary[f"test_{metric}"]["grown"]
     _add(table, "grown", estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))
     for name, static in summary.get("baselines", {}).items():
@@ -171,8 +204,7 @@ DESCRIPTIONS: Mapping[str, str] = {
 }
 """A description of each baseline."""
 
-FEW = 4
-"""With fewer environments, a line says that the intervals are wide."""
+FEW = 4  # with fewer environments, a line says that the intervals are wide
 
 
 def _growth_seconds(summary: Mapping[str, Any]) -> float | None:
@@ -335,8 +367,7 @@ def time_line(summary: Mapping[str, Any]) -> str:
     return took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")
 
 
-FEW_EXAMPLES = 30
-"""A warning is shown for splits with fewer examples."""
+FEW_EXAMPLES = 30  # a warning is shown for splits with fewer examples
 
 
 def split_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -358,17 +389,7 @@ def split_lines(summary: Mapping[str, Any]) -> list[str]:
                 f"test splits: {_sizes(test)}, for every environment another problem with examples of its own; intervals and ± "
                 "cover the choice of problems, examples and starts together"
             )
-    return [line, *_small_splits(sizes)]
-
-
-def _sizes(sizes: list[int]) -> str:
-    low, high = min(sizes), max(sizes)
-    return counted(low, "example") if low == high else f"{low:,} to {high:,} examples"
-
-
-def _small_splits(sizes: Mapping[str, Any]) -> list[str]:
-    """A warning for a test split and a probe split with few examples."""
-    lines = []
+    lines = [line]
     for part, why in (
         ("test", "the test figures and their differences may be quite different on other examples"),
         ("probe", "the gates decide on it, so seeds may be kept or pruned by chance"),
@@ -377,3 +398,8 @@ def _small_splits(sizes: Mapping[str, Any]) -> list[str]:
         if least < FEW_EXAMPLES:
             lines.append(f"warning: the {part} split has only {counted(least, 'example')}; {why}")
     return lines
+
+
+def _sizes(sizes: list[int]) -> str:
+    low, high = min(sizes), max(sizes)
+    return counted(low, "example") if low == high else f"{low:,} to {high:,} examples"

@@ -14,10 +14,10 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from esper.karn.streams import steady
-from esper.karn.tables import print_line
+from esper.karn.terminal.console import print_line
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.view import Seeds, View
+from esper.leyline.lifecycle.view import View
 from esper.leyline.progress import Pace, Progress, ProgressWatch, Silent
 from esper.leyline.text import counted, printable
 
@@ -33,7 +33,6 @@ class AnswersOnly(Silent):
         self._console = console
 
     def answer(self, text: str) -> None:
-        """Print a line."""
         print_line(self._console, text)
 
 
@@ -86,11 +85,9 @@ class Bar:
         self._task = self._progress.add_task("grow", total=steps, figures="")
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
-        """Advance the bar to the step of the view."""
         self._progress.update(self._task, completed=view.step, figures=figures(view, speed, self._metric, rollbacks))
 
     def note(self, text: str) -> None:
-        """Print a line above the bar."""
         self._progress.console.print(printable(text), markup=False, highlight=False)
 
     answer = note
@@ -126,24 +123,17 @@ class Lines:
             self.note(f"step {view.step}/{self._steps}  {figures(view, speed, self._metric, rollbacks)}")
 
     def note(self, text: str) -> None:
-        """Print a line."""
         print_line(self._console, text)
 
     answer = note
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Nothing is open."""
 
 
 class Rounds:
     """The progress of a training: one line per round, which a terminal shows in place of the one before."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console, clock
-        self._started = clock()
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = time.monotonic()
         self._pace: Pace | None = None
         self._status = console.status("growing the first round") if console.file.isatty() else None
 
@@ -156,14 +146,13 @@ class Rounds:
             self._status.update(Text(line))
         if self._pace is None:
             self._pace = Pace(rounds - number, "rounds", self.note)
-            self._pace.add(1, self._clock() - self._started)
+            self._pace.add(1, time.monotonic() - self._started)
 
     def note(self, text: str) -> None:
-        """Print a line."""
         print_line(self._console, text)
 
     def __enter__(self) -> Self:
-        self._started = self._clock()
+        self._started = time.monotonic()
         if self._status is not None:
             self._status.start()
         return self
@@ -198,23 +187,18 @@ def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
     return "  ".join([place, *parts])
 
 
-def live(console: Console, steps: int, metric: str) -> Bar | Lines:
+def live(console: Console, steps: int, metric: str) -> AbstractContextManager[ProgressWatch]:
     """A bar in a notebook or in a terminal that can move its cursor; lines elsewhere. Unwritable output is dropped."""
     if not console.is_jupyter:
         console.file = steady(console.file)
     bar = console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal)
-    return Bar(console, steps, metric) if bar else Lines(console, steps, metric)
+    return Bar(console, steps, metric) if bar else nullcontext(Lines(console, steps, metric))
 
 
 def figures(view: View, speed: float, metric: str, rollbacks: int = 0) -> str:
     """One line with speed, mean metric on the probe split, number of seeds by stage, and rollbacks, if any."""
     mean = float(np.mean(view.measurements.metric))
-    seeds = ", ".join(f"{count} {name}" for name, count in by_stage(view.seeds).items()) or "none"
+    counts = np.bincount(view.seeds.stage.ravel(), minlength=len(Stage)).tolist()
+    seeds = ", ".join(f"{counts[stage]} {stage.name.lower()}" for stage in SHOWN if counts[stage]) or "none"
     broken = f"  {counted(rollbacks, 'rollback')}" if rollbacks else ""
     return f"{speed:,.0f} env steps/s  {printable(metric)} {mean:.4f}  seeds: {seeds}{broken}"
-
-
-def by_stage(seeds: Seeds) -> dict[str, int]:
-    """The number of seeds of the population in each stage of `SHOWN`, without zeros."""
-    counts = np.bincount(seeds.stage.ravel(), minlength=len(Stage))
-    return {stage.name.lower(): int(counts[stage]) for stage in SHOWN if counts[stage]}

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
@@ -18,7 +18,6 @@ from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
-from esper.nissa.rows import RollbackRow
 from esper.store.files import EVENTS, is_run
 
 try:
@@ -46,12 +45,9 @@ SIGNS: Mapping[Stage, tuple[str, str, str]] = {
 }
 """The letter and the colour of each stage in the grid, and what the stage means."""
 
-CELL = 3
-"""Width of a cell of the grid: the letter of the stage, the dose in tenths, a space [characters]."""
-PART = 2**22
-"""Events that are read at once [bytes]."""
-MARGIN = 5
-"""Width of the numbers of the environments in front of the grid [characters]."""
+CELL = 3  # width of a cell of the grid: the letter of the stage, the dose in tenths, a space [characters]
+PART = 2**22  # events that are read at once [bytes]
+MARGIN = 5  # width of the numbers of the environments in front of the grid [characters]
 
 
 PLAIN, BOLD = Style(), Style(bold=True)
@@ -111,7 +107,6 @@ class Grid(ScrollView, can_focus=True):
                 self.refresh_line(env)
 
     def render_line(self, y: int) -> Strip:
-        """One line of what is visible."""
         if y == 0:
             shown = range(self.scroll_offset.y, self.scroll_offset.y + self.size.height)
             self._drawn = {env: line for env, line in self._drawn.items() if env in shown}
@@ -129,14 +124,10 @@ class Grid(ScrollView, can_focus=True):
             stage, alpha = self.model.state(env, slot)
             sign, colour, _ = SIGNS[stage]
             chosen = (env, slot) == (self.env, self.slot)
-            segments += [
-                Segment(sign + dose(stage, alpha), style(colour, chosen)),
-                Segment(" ", PLAIN),
-            ]
+            segments += [Segment(sign + dose(stage, alpha), style(colour, chosen)), Segment(" ", PLAIN)]
         return segments
 
     def action_go(self, env: int, slot: int) -> None:
-        """Choose another environment or slot."""
         self.choose(self.env + env, self.slot + slot)
 
     def choose(self, env: int, slot: int) -> None:
@@ -148,7 +139,6 @@ class Grid(ScrollView, can_focus=True):
         self.post_message(self.Moved())
 
     def on_click(self, event: Click) -> None:
-        """Choose the cell under the mouse."""
         self.choose(event.y + self.scroll_offset.y, (event.x + self.scroll_offset.x - MARGIN) // CELL)
 
 
@@ -165,8 +155,8 @@ class Watch(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("c", "next_curve", "next curve"),
-        Binding("a", "troubles", "rollbacks"),
-        Binding("question_mark", "explain", "explain", key_display="?"),
+        Binding("a", "show('troubles')", "rollbacks"),
+        Binding("question_mark", "show('explain')", "explain", key_display="?"),
     ]
     TITLE = "esper watch"
     ENABLE_COMMAND_PALETTE = False
@@ -177,14 +167,13 @@ class Watch(App[None]):
         self.run_folder: OpenRun | None = None
         self.tail = Tail(folder / EVENTS)
         self.model = RunModel(history=False)
-        self.state = "waiting"
+        self.state: str = "waiting"
         self.view = "detail"  # or troubles, or explain
         self.figure = 0
         self._restarts = 0
         self._shown: dict[str, str] = {}  # the text of each part
 
     def compose(self) -> ComposeResult:
-        """The widgets."""
         yield Static(id="head", markup=False)
         with Horizontal():
             with Vertical(id="left"):
@@ -197,14 +186,12 @@ class Watch(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Look at the folder now, and again and again."""
         self.grid.focus()
         self.look()
         self.set_interval(self.every, self.look)
 
     @property
     def grid(self) -> Grid:
-        """The population."""
         return self.query_one(Grid)
 
     def look(self) -> None:
@@ -221,7 +208,7 @@ class Watch(App[None]):
         if self.tail.restarts != self._restarts:
             self._restarts, self.model = self.tail.restarts, self._new_model()
         self.model.update(rows)
-        self.state = self._status()
+        self.state = self.run_folder.status_after(None if self.model.last is None else self.model.last.status)
         if rows or self.state != before:
             self.grid.show(self.model)
             self.show(None)
@@ -229,18 +216,8 @@ class Watch(App[None]):
             self.call_later(self.look)  # a long run is read in parts, and keys are answered between them
 
     def on_resize(self) -> None:
-        """Draw the curve in the room that it has now."""
         if self.run_folder is not None:
             self.call_after_refresh(self.show, None)
-
-    def _status(self) -> str:
-        """The status of the run. A run whose process is gone although its rows do not say so was killed."""
-        assert self.run_folder is not None
-        if self.model.last is not None and self.model.last.status != "running":
-            return self.model.last.status
-        if self.model.last is None and self.run_folder.summary is not None:
-            return str(self.run_folder.summary.get("status", "finished"))
-        return "running" if self.run_folder.is_written else "killed"
 
     def _new_model(self) -> RunModel:
         assert self.run_folder is not None
@@ -254,7 +231,6 @@ class Watch(App[None]):
     # What is shown.
 
     def show(self, waiting: str | None) -> None:
-        """Write every text that has changed."""
         self._say("#head", waiting or self.head())
         self._say("#names", " " * MARGIN + "".join(f"{slot % 100:<{CELL}}" for slot in range(len(self.model.slots))))
         room = self.query_one("#curve", Static).content_size
@@ -283,7 +259,12 @@ class Watch(App[None]):
         share = min(done / whole, 1.0) if whole else 0.0
         left = model.seconds_left()
         bar = "#" * round(20 * share) + "-" * (20 - round(20 * share))
-        ahead = "" if math.isnan(left) or self.state != "running" else f", about {_duration(left)} left"
+        ahead = ""
+        if not math.isnan(left) and self.state == "running":
+            minutes, seconds = divmod(round(left), 60)
+            hours, minutes = divmod(minutes, 60)
+            short = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+            ahead = f", about {f'{hours} h {minutes} min' if hours else short} left"
         assert model.last is not None
         failed = f": {printable(model.last.error)}" if model.last.error else ""
         planted, kept, pruned = (model.counts[f"seeds/{fate}"] for fate in ("planted", "kept", "pruned"))
@@ -295,7 +276,6 @@ class Watch(App[None]):
         )
 
     def curve(self, width: int, height: int) -> str:
-        """The chosen figure, drawn over steps or rounds."""
         names = list(self.model.curves)
         if not names:
             return "no figures yet"
@@ -303,20 +283,21 @@ class Watch(App[None]):
         name = names[self.figure]
         curve = self.model.curves[name]
         median = [y[1] for y in curve.y]
-        lines = (
-            [median] if self.model.planned is not None else [median, [y[0] for y in curve.y], [y[2] for y in curve.y]]
-        )
-        bands = "" if self.model.planned is not None else " (median, 10th and 90th percentile)"
+        lines, bands = [median], ""
+        if self.model.planned is None:
+            lines += [y[0] for y in curve.y], [y[2] for y in curve.y]
+            bands = " (median, 10th and 90th percentile)"
         title = f"{printable(name)}{bands}: {median[-1]:.4g}  {self.figure + 1}/{len(names)}"
         return "\n".join([title[:width], *plot(curve.x, lines, width, max(height - 1, 3))])
 
     def words(self) -> list[str]:
-        """The panel below the curve."""
         if self.view == "troubles":
-            return [
-                f"rollbacks: {len(self.model.rollbacks)}, the newest first",
-                *map(_trouble, reversed(self.model.rollbacks[-LISTED:])),
-            ]
+            lines = [f"rollbacks: {len(self.model.rollbacks)}, the newest first"]
+            for row in reversed(self.model.rollbacks[-LISTED:]):
+                twin = " (twin)" if row.twin else ""
+                lost = f", lost {', '.join(row.pruned)}" if row.pruned else ""
+                lines.append(f"step {row.step}, environment {row.env}{twin}: {row.reason.replace('_', ' ')}{lost}")
+            return lines
         if not self.model.envs:
             if self.model.planned is not None:
                 return ["A training shows its curves; c shows the next one."]
@@ -328,23 +309,18 @@ class Watch(App[None]):
         env, model = self.grid.env, self.model
         lines = [f"environment {env}, step {model.step}"]
         for slot, name in enumerate(model.slots):
-            cell = model.cell(env, slot)
+            stage, alpha, seed, contribution, error = model.cell(env, slot)
             mark = ">" if slot == self.grid.slot else " "
-            if cell.blueprint is None:
-                lines.append(f"{mark} {slot} {name}: {cell.stage.name}")
-                continue
-            worth = (
-                "" if math.isnan(cell.contribution) else f", contribution {cell.contribution:+.4f} ± {cell.error:.4f}"
-            )
-            lines.append(f"{mark} {slot} {name}: {cell.stage.name}, {cell.blueprint}, alpha {cell.alpha:.2g}{worth}")
+            worth = "" if math.isnan(contribution) else f", contribution {contribution:+.4f} ± {error:.4f}"
+            held = "" if seed is None else f", {seed}, alpha {alpha:.2g}{worth}"
+            lines.append(f"{mark} {slot} {name}: {stage.name}{held}")
         return [*lines, "", *(model.log(env) or ["nothing happened here yet"])]
 
     def explained(self) -> list[str]:
-        """What the chosen cell means."""
         env, slot, model = self.grid.env, self.grid.slot, self.model
-        cell = model.cell(env, slot)
+        stage, _ = model.state(env, slot)
         return [
-            f"environment {env}, slot {model.slots[slot]}: {cell.stage.name}: {SIGNS[cell.stage][2]}.",
+            f"environment {env}, slot {model.slots[slot]}: {stage.name}: {SIGNS[stage][2]}.",
             "",
             "A cell is the letter of the stage and the dose alpha in tenths (* is 1):",
             *(f"  {sign}  {stage.name}: {words}" for stage, (sign, _, words) in SIGNS.items()),
@@ -357,23 +333,14 @@ class Watch(App[None]):
     # Keys.
 
     def on_grid_moved(self) -> None:
-        """Show the environment that was chosen."""
         self.show(None)
 
     def action_next_curve(self) -> None:
-        """Show the next figure."""
         self.figure += 1
         self.show(None)
 
-    def action_troubles(self) -> None:
-        """Show the rollbacks, or the environment again."""
-        self._toggle("troubles")
-
-    def action_explain(self) -> None:
-        """Explain the chosen cell, or show the environment again."""
-        self._toggle("explain")
-
-    def _toggle(self, view: str) -> None:
+    def action_show(self, view: str) -> None:
+        """Show the rollbacks or the explanation of the chosen cell, or the environment again."""
         self.view = "detail" if self.view == view else view
         self.show(None)
 
@@ -381,18 +348,6 @@ class Watch(App[None]):
 def _long_lines(words: str, width: int) -> list[str]:
     """What the height of a text depends on: an empty text for each line that fits, and the lines that are wrapped."""
     return [line if len(line) > width else "" for line in words.split("\n")]
-
-
-def _trouble(row: RollbackRow) -> str:
-    twin = " (twin)" if row.twin else ""
-    lost = f", lost {', '.join(row.pruned)}" if row.pruned else ""
-    return f"step {row.step}, environment {row.env}{twin}: {row.reason.replace('_', ' ')}{lost}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
@@ -419,21 +374,13 @@ def plot(x: Sequence[float], lines: Sequence[Sequence[float]], width: int, heigh
         known = np.isfinite(line)
         places = (np.asarray(x, np.float64)[known] - first) / max(last - first, 1e-12) * (across - 1)
         levels = (high - line[known]) / (high - low) * (up - 1)
-        for column, row in zip(*_joined(places, levels), strict=True):
-            cells[row // 4, column // 2] |= DOTS[row % 4, column % 2]
+        for start, end in pairwise([0, *range(len(places))]):  # the dots of a line from each point to the next
+            count = int(max(abs(places[end] - places[start]), abs(levels[end] - levels[start]))) + 2
+            rows = np.rint(np.linspace(levels[start], levels[end], count)).astype(int)
+            columns = np.rint(np.linspace(places[start], places[end], count)).astype(int)
+            np.bitwise_or.at(cells, (rows // 4, columns // 2), DOTS[rows % 4, columns % 2])
     shown = ["".join(chr(0x2800 + int(cell)) for cell in row) for row in cells]
     names = [""] * len(shown)
     names[0], names[-1] = f"{high:.4g}", f"{low:.4g}"
     axis = f"{first:g}".ljust(across // 2 - len(f"{last:g}")) + f"{last:g}"
     return [*(f"{name:>{label}} {row}" for name, row in zip(names, shown, strict=True)), " " * (label + 1) + axis]
-
-
-def _joined(places: NDArray[np.float64], levels: NDArray[np.float64]) -> tuple[list[int], list[int]]:
-    """The dots of a line through points, in columns and rows."""
-    columns, rows = [], []
-    for index in range(len(places)):
-        start = max(index - 1, 0)
-        count = int(max(abs(places[index] - places[start]), abs(levels[index] - levels[start]))) + 1
-        columns += np.rint(np.linspace(places[start], places[index], count + 1)).astype(int).tolist()
-        rows += np.rint(np.linspace(levels[start], levels[index], count + 1)).astype(int).tolist()
-    return columns, rows

@@ -1,0 +1,175 @@
+"""What a run folder holds: its decisions that a filter selects, and its files. No text of a request becomes part of a path."""
+
+import errno
+import os
+import shutil
+import stat
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import msgspec
+
+from esper.karn.reader import MEND
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import Op
+from esper.nissa.events import decode
+from esper.nissa.rows import DecisionRow
+from esper.store.disk import open_regular
+from esper.store.files import CHANGES, CONFIG, CONTROLLER, ENVIRONMENT, EVENTS, MODELS, REPORT, SUMMARY
+
+FATES = {"yes": True, "no": False}
+OPERATIONS = tuple(op.name for op in Op if op != Op.WAIT)
+
+
+class Filter(NamedTuple):
+    """Which decisions are shown; None, and an empty text, select all."""
+
+    env: int | None = None
+    slot: str | None = None
+    op: str | None = None
+    carried_out: bool | None = None  # whether the decision was carried out
+    text: str = ""  # occurs in the reason of the decision or of its refusal, in any case of letters
+
+    def accepts(self, row: DecisionRow) -> bool:
+        return (
+            self.env in (None, row.env)
+            and self.slot in (None, row.slot)
+            and self.op in (None, row.op)
+            and self.carried_out in (None, row.carried_out)
+            and self.text.casefold() in f"{row.why or ''}\n{row.refusal or ''}".casefold()
+        )
+
+
+def read_filter(query: Mapping[str, str]) -> Filter:
+    """The filter of a form. InputError if a field has a value that it cannot have."""
+    env, op, fate = (query.get(name, "") for name in ("env", "op", "carried_out"))
+    if env and not (env.isascii() and env.isdigit() and len(env) < 10):
+        raise InputError(f"env is {env[:40]!r}; give the number of an environment")
+    if op and op not in OPERATIONS:
+        raise InputError(f"op is {op[:40]!r}; give one of {', '.join(OPERATIONS)}")
+    if fate and fate not in FATES:
+        raise InputError(f"carried_out is {fate[:40]!r}; give one of {', '.join(FATES)}")
+    return Filter(
+        int(env) if env else None, query.get("slot") or None, op or None, FATES.get(fate), query.get("text", "")
+    )
+
+
+def decisions(folder: Path, wanted: Filter) -> Iterator[tuple[bytes, DecisionRow]]:
+    """The lines of events.jsonl that hold the selected decisions, with their rows. InputError if the file is damaged.
+
+    Only lines of decisions are decoded, and nothing is kept.
+    """
+    path = folder / EVENTS
+    if not path.exists():
+        return
+    with open_regular(path, MEND) as file:
+        for number, line in enumerate(file, 1):
+            if b'"decision"' not in line or not line.endswith(b"\n"):
+                continue
+            try:
+                row = decode(line)
+            except InputError as error:
+                raise InputError(f"line {number} of {path}: {error}") from None
+            if isinstance(row, DecisionRow) and wanted.accepts(row):
+                yield line, row
+
+
+def where(row: DecisionRow) -> str:
+    """The episode of a decision, and in a training its cohort and round."""
+    if row.cohort is msgspec.UNSET:
+        return str(row.episode)
+    return f"{row.episode} ({row.cohort}, round {row.round})"
+
+
+FILES = {
+    CONFIG: "application/yaml",
+    SUMMARY: "application/json",
+    EVENTS: "application/x-ndjson",
+    ENVIRONMENT: "application/json",
+    CHANGES: "application/json",
+    REPORT: "text/html; charset=utf-8",
+}
+"""The files of a run folder that can be downloaded, with their media types."""
+CHUNK = 2**18  # bytes
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """The files of a run folder that can be downloaded and are there, with their sizes [bytes]; links are left out."""
+    found = {}
+    for name in FILES:
+        with suppress(OSError):
+            state = os.lstat(folder / name)
+            if stat.S_ISREG(state.st_mode):
+                found[name] = state.st_size
+    return found
+
+
+def archives_of(folder: Path) -> dict[str, Path]:
+    """The folders of networks, and of a controller, by the name of their archive; links are left out."""
+    found = {}
+    if _is_folder(folder / MODELS):
+        inside = sorted(path for path in (folder / MODELS).iterdir() if _is_folder(path))
+        found = {f"{path.name}.zip": path for path in inside}
+    if _is_folder(folder / CONTROLLER):
+        found[f"{CONTROLLER}.zip"] = folder / CONTROLLER
+    return found
+
+
+def chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
+    """The first `size` bytes of a file, which may grow meanwhile; the file is closed at the end."""
+    with file:
+        while size > 0 and (data := file.read(min(CHUNK, size))):
+            size -= len(data)
+            yield data
+
+
+def archive(folder: Path) -> tuple[IO[bytes], int]:
+    """A zip archive of the files in a folder of `archives_of`, in a file without a name, and its size.
+
+    Weights are stored and not compressed, because they do not become smaller. InputError if a file cannot be read.
+    """
+    packed = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `chunks`)
+    try:
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target, _descriptor(folder) as opened:
+            for name in sorted(os.listdir(opened)):
+                if not stat.S_ISREG(os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode):
+                    continue
+                descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=opened)
+                inside = f"{folder.name}/{name}"
+                with os.fdopen(descriptor, "rb") as file, target.open(inside, "w", force_zip64=True) as entry:
+                    shutil.copyfileobj(file, entry, CHUNK)
+    except BaseException:
+        packed.close()
+        raise
+    size = packed.tell()
+    packed.seek(0)
+    return packed, size
+
+
+@contextmanager
+def _descriptor(folder: Path) -> Iterator[int]:
+    """A folder held open, so that no link can take its place while its files are read."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    try:
+        parent = os.open(folder.parent, flags)
+        try:
+            descriptor = os.open(folder.name, flags, dir_fd=parent)
+        finally:
+            os.close(parent)
+    except OSError as error:
+        raise InputError(f"{folder}: {os.strerror(error.errno or errno.EIO)}; {MEND}") from None
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return stat.S_ISDIR(os.lstat(path).st_mode)
+    except OSError:
+        return False
