@@ -47,7 +47,7 @@ def growth_progress(shown: Any, steps: int, metric: str) -> AbstractContextManag
 def training_progress(shown: Any) -> AbstractContextManager[Progress]:
     """The progress display of a training, to be entered while the run lasts."""
     console = Console(stderr=True)
-    return training(console) if is_shown(shown, console) else nullcontext(Silent())
+    return Rounds(console) if is_shown(shown, console) else nullcontext(Silent())
 
 
 def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
@@ -132,8 +132,8 @@ class Rounds:
     """The progress of a training: one line per round, which a terminal shows in place of the one before."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started = time.monotonic()
+        console.file = steady(console.file)  # what cannot be written is dropped
+        self._console, self._started = console, time.monotonic()
         self._pace: Pace | None = None
         self._status = console.status("growing the first round") if console.file.isatty() else None
 
@@ -160,12 +160,6 @@ class Rounds:
     def __exit__(self, *error: object) -> None:
         if self._status is not None:
             self._status.stop()
-
-
-def training(console: Console) -> Rounds:
-    """The progress display of a training. Output that cannot be written is dropped."""
-    console.file = steady(console.file)
-    return Rounds(console)
 
 
 def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
