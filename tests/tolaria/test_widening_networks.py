@@ -141,6 +141,20 @@ class ViT(nn.Module):
         return self.head(self.norm(self.body(x))[:, 0])
 
 
+class Translation(nn.Module):
+    """An encoder and a decoder behind one table of positions, which is a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.leave = nn.Embedding(20, 8), nn.Linear(8, 5)
+        self.body = nn.Transformer(8, 2, 1, 1, 12, batch_first=True, norm_first=True)
+        self.register_buffer("positions", torch.randn(1, 16, 8))
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.positions[:, : tokens.shape[1]]
+        return self.leave(self.body(x, x))
+
+
 def encoder():
     return nn.Sequential(nn.Linear(5, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Linear(8, 3))
 
@@ -164,6 +178,7 @@ NETWORKS = {
     "GRU in both directions": (lambda: Recurrent(nn.GRU, bidirectional=True), TOKENS, "zeros"),
     "depthwise and grouped": (depthwise, (2, 3, 6, 6), "zeros"),
     "ViT": (ViT, (3, 1, 8, 8), "means"),
+    "encoder and decoder, positions in a buffer": (Translation, TOKENS, "means"),
     "encoder with norms behind": (encoder, (3, 4, 5), "copies"),
 }
 
@@ -212,7 +227,8 @@ def test_a_network_of_twice_the_width_computes_what_it_did_and_all_of_it_learns(
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_first_way_that_keeps_the_function_is_taken(name):
     model, x, *_ = trained(name)
-    assert Multiplication(model, x).apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
+    buffers = isinstance(model, Translation)
+    assert Multiplication(model, x, buffers=buffers).apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
 
 
 def test_a_wider_network_loads_into_one_that_is_built_with_the_widths():

@@ -97,8 +97,12 @@ class Multiplication:
         epsilons (dict[str, dict[str, float]]): likewise, what such norms add to the mean square
     """
 
-    def __init__(self, module: nn.Module, example: Any, wider: Sequence[tuple[Hidden, int]] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, example: Any, wider: Sequence[tuple[Hidden, int]] = (), *, buffers: bool = False
+    ) -> None:
         """wider: hidden features of which there are more already, with the number before.
+
+        buffers: whether buffers of a person's modules whose last axis has the width of a stream are added to it, as positions.
 
         InputError if a layer is of a kind that is not known, frozen, or did not run.
         """
@@ -117,6 +121,8 @@ class Multiplication:
         self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
         check_module(module)
         on_aliases(module, lambda weights: self._find(record(module, example, None), weights))
+        if buffers:
+            self._grow_buffers()
 
     def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
         self._flow = flow = Flow(self._module, recording, weights)
@@ -372,6 +378,14 @@ class Multiplication:
             if over:
                 self._note_norm(path)
 
+    def _grow_buffers(self) -> None:
+        """Note the buffers of a person's modules that may be added to a stream."""
+        streams = {width for path, width in self.widths.items() if (path, False) in self._streams}
+        for path, part in self._flow.parts.items():
+            for name, own in part._buffers.items() if not type(part).__module__.startswith("torch.") else ():
+                if own is not None and own.is_floating_point() and own.dim() > 1 and own.shape[-1] in streams:
+                    self._grow(_prefix(path) + name, Axis(own.dim() - 1, stream=True))
+
     def _is_behind_heads(self, path: str) -> bool:
         return any(
             each.reads and each.block == self._heads[path].size for each in self.axes.get(f"{_prefix(path)}weight", [])
@@ -453,7 +467,8 @@ class Multiplication:
         widths |= {len(part.weight) for path in self.widths if isinstance(part := self._flow.parts[path], nn.Linear)}
         sizes = {heads.size for heads in self._heads.values()}
         for path, part in self._flow.parts.items():
-            if type(part).__module__.startswith("torch.") or path in self._flow.layers:
+            known = type(part).__module__.startswith("torch.") and not isinstance(part, nn.Transformer)
+            if known or path in self._flow.layers:
                 continue
             for where, holder in ((path, part), *configs(part, path)):
                 for name, own in _whole_numbers(holder):

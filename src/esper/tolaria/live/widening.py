@@ -165,13 +165,17 @@ def _multiply(
 ) -> Way | None:
     """Multiply the widths that are not among the hidden ones that are wider, and note them, or why they stay; returns the way."""
     first, way = type(networks[0]).__name__, None
-    try:
-        multiplication = Multiplication(networks[0], example, wider)
-        if multiplication.widths:
-            first = next(iter(multiplication.widths))
-            way = multiplication.apply(networks, example, factor, seed, ways)
-    except InputError as error:
-        left_out[first] = str(error)
+    for buffers in (False, True):
+        try:
+            multiplication = Multiplication(networks[0], example, wider, buffers=buffers)
+            if multiplication.widths:
+                first = next(iter(multiplication.widths))
+                way = multiplication.apply(networks, example, factor, seed, ways)
+            break
+        except InputError as error:
+            if not buffers:
+                left_out[first] = str(error)
+    else:
         return None
     for path, width in multiplication.widths.items():
         widths[path] = width, factor * width
