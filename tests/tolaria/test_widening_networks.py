@@ -82,6 +82,20 @@ class SharedKeys(nn.Module):
         return self.leave(x + self.o(mixed.transpose(1, 2).flatten(2)))
 
 
+class ByHead(SharedKeys):
+    """Queries, keys and values of each head stand beside each other, as in GPT-NeoX."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        del self.q, self.k, self.v, self.q_norm
+
+    def forward(self, x):
+        x = self.enter(x)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, -1)
+        return self.leave(x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
 class Residual(nn.Module):
     def __init__(self, norm, channels=4):
         super().__init__()
@@ -171,6 +185,7 @@ NETWORKS = {
     "GPT, RMSNorm": (lambda: GPT(nn.RMSNorm), TOKENS, "zeros"),
     "GPT, a norm of its own": (lambda: GPT(RMSNorm), TOKENS, "zeros"),
     "shared keys": (SharedKeys, (2, 6, 5), "zeros"),
+    "queries, keys and values by head": (ByHead, (2, 6, 5), "zeros"),
     "ResNet, BatchNorm": (lambda: resnet(nn.BatchNorm2d), (3, 1, 8, 8), "zeros"),
     "ResNet, GroupNorm": (lambda: resnet(lambda c: nn.GroupNorm(2, c)), (3, 1, 8, 8), "copies"),
     "U-Net": (UNet, (3, 1, 16), "copies"),
@@ -227,8 +242,8 @@ def test_a_network_of_twice_the_width_computes_what_it_did_and_all_of_it_learns(
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_first_way_that_keeps_the_function_is_taken(name):
     model, x, *_ = trained(name)
-    buffers = isinstance(model, Translation)
-    assert Multiplication(model, x, buffers=buffers).apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
+    variant = {Translation: "buffers", ByHead: "by head"}.get(type(model), "plain")
+    assert Multiplication(model, x, variant=variant).apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
 
 
 def test_a_wider_network_loads_into_one_that_is_built_with_the_widths():

@@ -41,6 +41,9 @@ TABLES = ("_parameters", "_buffers", "_modules")
 Way = Literal["zeros", "means", "copies"]
 WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
 
+Variant = Literal["plain", "buffers", "by head"]
+VARIANTS: tuple[Variant, ...] = ("plain", "buffers", "by head")
+
 NOISE = 0.5
 """Standard deviation of the noise on weights that read copies, as a share of that of these weights."""
 
@@ -98,14 +101,16 @@ class Multiplication:
     """
 
     def __init__(
-        self, module: nn.Module, example: Any, wider: Sequence[tuple[Hidden, int]] = (), *, buffers: bool = False
+        self, module: nn.Module, example: Any, wider: Sequence[tuple[Hidden, int]] = (), variant: Variant = "plain"
     ) -> None:
         """wider: hidden features of which there are more already, with the number before.
 
-        buffers: whether buffers of a person's modules whose last axis has the width of a stream are added to it, as positions.
+        variant: what the graph does not show. 'buffers': buffers of a person's modules whose last axis has the width of a stream
+        are added to it, as positions. 'by head': a layer writes query, key and value of one head beside each other.
 
         InputError if a layer is of a kind that is not known, frozen, or did not run.
         """
+        self._by_head = variant == "by head"
         self._module, self._before = module, {width for _, width in wider}
         self._written = {path for hidden, _ in wider for path in hidden.writers}
         self._read = {path for hidden, _ in wider for path in hidden.readers}
@@ -121,7 +126,7 @@ class Multiplication:
         self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
         check_module(module)
         on_aliases(module, lambda weights: self._find(record(module, example, None), weights))
-        if buffers:
+        if variant == "buffers":
             self._grow_buffers()
 
     def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
@@ -229,7 +234,8 @@ class Multiplication:
         if heads and any(reach.layers.values()):
             into = into._replace(block=heads.size)
         elif heads:
-            out = out._replace(block=heads.size, copied=heads.shared)
+            fused = self._by_head and self._width(path) == 3 * heads.size * heads.number
+            out = out._replace(block=heads.size * (3 if fused else 1), copied=heads.shared)
         if writing:
             self.widths[path] = self._width(path)
         if isinstance(part, EMBEDDINGS):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import is_grafted
-from esper.kasmina.graft.multiplying import WAYS, Multiplication, Way
+from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import InputError
@@ -165,15 +165,15 @@ def _multiply(
 ) -> Way | None:
     """Multiply the widths that are not among the hidden ones that are wider, and note them, or why they stay; returns the way."""
     first, way = type(networks[0]).__name__, None
-    for buffers in (False, True):
+    for variant in VARIANTS:
         try:
-            multiplication = Multiplication(networks[0], example, wider, buffers=buffers)
+            multiplication = Multiplication(networks[0], example, wider, variant)
             if multiplication.widths:
                 first = next(iter(multiplication.widths))
                 way = multiplication.apply(networks, example, factor, seed, ways)
             break
         except InputError as error:
-            if not buffers:
+            if variant == "plain":
                 left_out[first] = str(error)
     else:
         return None
