@@ -44,6 +44,12 @@ REST = """## Blueprints
 |---|---|---|
 | `blueprint` | index | of each slot: its seed's place in the controller's vocabulary; empty has a place of its own |
 | `cost` | ln parameters | of each slot and blueprint of the menu: ln(1 + parameters it would add / host parameters) |
+| `prospects` | | of each slot and blueprint of the menu: its three sensors there, normalised, and flags `?` |
+
+The three sensors of a blueprint are `heldout`, `explained` and `map_gradient`, of the tap that it reads, and of a linear map or
+of a hidden layer, as its seeds are. A blueprint is scored from these columns, from the encoding of its slot and from a learned
+embedding of its name, so the order of the menu does not matter. One that was not in the menus of the training has the mean of
+the embeddings that were; the policy then knows what its cost and its sensors tell.
 
 The costs of the [packages](training.md#imitation) follow: of each, for all seeds that it would plant now.
 """

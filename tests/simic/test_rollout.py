@@ -21,7 +21,13 @@ def a_step(seed):
 
     return RolloutStep(
         observation=Observation(
-            some(E, 5), some(E, 2), some(E, S, 7), some(E, S, 3), rng.integers(-1, K, size=(E, S)), some(E, S, K)
+            env=some(E, 5),
+            env_flags=some(E, 2),
+            slot=some(E, S, 7),
+            slot_flags=some(E, S, 3),
+            blueprint=rng.integers(-1, K, size=(E, S)),
+            cost=some(E, S, K),
+            prospects=some(E, S, K, 3),
         ),
         actions=Actions(*(rng.integers(n, size=E) for n in CHOICES)),
         valid=tuple(rng.random((E, n)) < 0.5 for n in CHOICES),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from esper.leyline.lifecycle.actions import Head, Op
-from esper.tamiyo.policy.network import Batch, Encoded, FactoredRecurrentActorCritic, Shapes
+from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
 
 SHAPES = Shapes(env=5, slot=7, blueprints=4, tempos=5, targets=4)
 T, E, S, K = 6, 3, 4, 3
@@ -36,13 +36,14 @@ def batch(steps=T, envs=E, slots=S):
         torch.randn(steps, envs, slots, SHAPES.slot),
         torch.randint(SHAPES.blueprints + 1, (steps, envs, slots)),
         torch.rand(steps, envs, slots, K),
+        torch.randn(steps, envs, slots, K, SHAPES.prospects),
         torch.tensor([2, 0, 3]),
     )
 
 
 def part(whole, steps, envs):
     """Some steps of some environments."""
-    return Batch(*(field[steps, envs] for field in whole[:4]), whole.menu)
+    return Batch(*(field[steps, envs] for field in whole[:5]), whole.menu)
 
 
 def heads(network, encoded, op, slot):
@@ -55,9 +56,7 @@ def close(one, other):
 
 def test_permuting_slots_permutes_their_probabilities_and_changes_nothing_else(network):
     data, order = batch(), torch.tensor([2, 0, 3, 1])
-    moved = data._replace(
-        slot=data.slot[:, :, order], blueprint=data.blueprint[:, :, order], cost=data.cost[:, :, order]
-    )
+    moved = Batch(data.env, *(field[:, :, order] for field in data[1:5]), data.menu)
     here, value, state = network(data, network.initial(E))
     there, same, after = network(moved, network.initial(E))
     op = torch.randint(len(Op), (T, E))
@@ -72,10 +71,32 @@ def test_permuting_slots_permutes_their_probabilities_and_changes_nothing_else(n
 
 def test_permuting_the_menu_permutes_the_probabilities_of_blueprints(network):
     data, order = batch(), torch.tensor([1, 2, 0])
-    moved = data._replace(cost=data.cost[..., order], menu=data.menu[order])
+    moved = data._replace(cost=data.cost[..., order], prospects=data.prospects[..., order, :], menu=data.menu[order])
     op, slot = torch.full((T, E), Op.GERMINATE), torch.randint(S, (T, E))
     mine, theirs = (network.logits(Head.BLUEPRINT, network(x, network.initial(E))[0], op, slot) for x in (data, moved))
     close(theirs, mine[..., order])
+
+
+def test_a_blueprint_that_the_vocabulary_lacks_is_read_as_the_mean_of_those_that_it_has(network):
+    data = batch()
+    unknown = network(data._replace(menu=torch.tensor([2, -1, 3])), network.initial(E))[0]
+    with torch.no_grad():
+        network.blueprint.weight[0] = network.blueprint.weight[: SHAPES.blueprints].mean(0)
+    close(unknown.pairs, network(data, network.initial(E))[0].pairs)
+
+
+def test_what_the_sensors_tell_of_a_blueprint_moves_its_own_score_and_that_of_no_other(network):
+    data, op, slot = batch(), torch.full((T, E), Op.GERMINATE), torch.randint(S, (T, E))
+    data.prospects.requires_grad_()
+    encoded = network(data, network.initial(E))[0]
+    pairs = encoded.pairs.detach().requires_grad_()
+    scores = network.logits(Head.BLUEPRINT, encoded._replace(trunk=encoded.trunk.detach(), pairs=pairs), op, slot)
+    (moved,) = torch.autograd.grad(scores[..., 1].sum(), pairs)
+    assert moved[..., 1, :].abs().sum() > 0
+    assert moved[..., [0, 2], :].abs().sum() == 0
+    (told,) = torch.autograd.grad(encoded.pairs[..., 1, :].sum(), data.prospects)
+    assert told[..., 1, :].abs().min() > 0
+    assert told[..., [0, 2], :].abs().sum() == 0
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5])
@@ -92,7 +113,7 @@ def test_a_slot_that_was_not_chosen_does_not_change_what_is_read_of_the_chosen_o
     op, slot = torch.full((T, E), Op.GERMINATE), torch.full((T, E), 1)
     others = encoded.slots.clone()
     others[:, :, [0, 2, 3]] += 1
-    found = heads(network, Encoded(encoded.trunk, others, encoded.cost, encoded.menu), op, slot)
+    found = heads(network, encoded._replace(slots=others), op, slot)
     for head in (Head.OP, Head.BLUEPRINT, Head.BLEND, Head.TEMPO, Head.TARGET):
         close(found[head], network.logits(head, encoded, op, slot))
 

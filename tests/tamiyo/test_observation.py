@@ -16,7 +16,6 @@ from esper.tamiyo.policy.features import (
     SLOT,
     SLOT_FLAGS,
     WINDOWS,
-    Feature,
     slot_features,
 )
 from esper.tamiyo.policy.observation import (
@@ -358,8 +357,7 @@ def test_what_is_not_finite_counts_as_not_measured(measured):
 def test_moments_taken_in_round_by_round_are_those_of_everything_at_once():
     rng = np.random.default_rng(0)
     values = np.where(rng.random((60, 2, 3)) < 0.3, np.nan, 5 + 3 * rng.standard_normal((60, 2, 3))).astype(np.float32)
-    features = [Feature(str(i), "1", 2.0, True, "", lambda seen: 0.0) for i in range(3)]
-    moments = Moments.prior(features)
+    moments = Moments.prior([2.0] * 3)
     for part in np.split(values, [1, 8, 9, 40]):
         moments = moments.including(part)
     flat = values.reshape(-1, 3).astype(np.float64)
@@ -369,21 +367,15 @@ def test_moments_taken_in_round_by_round_are_those_of_everything_at_once():
 
 
 def test_a_feature_that_was_never_measured_keeps_the_scale_of_the_table():
-    features = [
-        Feature("seen", "1", 2.0, True, "", lambda seen: 0.0),
-        Feature("unseen", "1", 3.0, True, "", lambda seen: 0.0),
-    ]
     values = np.array([[1.0, np.nan], [3.0, np.inf]], np.float32)
-    moments = Moments.prior(features).including(values)
+    moments = Moments.prior([2.0, 3.0]).including(values)
     assert moments.mean.tolist() == [2, 0]
     assert moments.var.tolist() == [1, 9]
     assert moments.n.tolist() == [2, 0]
 
 
 def test_taking_in_nothing_changes_no_moments():
-    before = Moments.prior([Feature("a", "1", 2.0, True, "", lambda seen: 0.0)]).including(
-        np.array([[1.0], [4.0]], np.float32)
-    )
+    before = Moments.prior([2.0]).including(np.array([[1.0], [4.0]], np.float32))
     after = before.including(np.full((5, 1), np.nan, np.float32))
     assert [x.tolist() for x in after] == [x.tolist() for x in before]
 

@@ -37,6 +37,7 @@ def encode(network, envs, slots):
         torch.randn(1, envs, slots, SHAPES.slot),
         torch.randint(4, (1, envs, slots)),
         torch.rand(1, envs, slots, 3),
+        torch.randn(1, envs, slots, 3, SHAPES.prospects),
         torch.arange(3),
     )
     with torch.no_grad():
@@ -46,7 +47,7 @@ def encode(network, envs, slots):
 
 def only(encoded, env, times):
     """One environment, repeated."""
-    return Encoded(*(x[:, env : env + 1].expand(1, times, *x.shape[2:]) for x in encoded[:3]), encoded.menu)
+    return Encoded(*(x[:, env : env + 1].expand(1, times, *x.shape[2:]) for x in encoded))
 
 
 def draws(envs, seed=0):

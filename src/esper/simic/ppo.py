@@ -132,7 +132,8 @@ class PPO:
         None uses no such baseline.
         """
         self.policy, self.config, self.seed, self.group = policy, config, seed, group
-        self.round = 0  # of `update`; learning rate, exploration and entropy weight depend on it
+        self.round = 0  # of `update`
+        self.begun: int | None = None  # the first round whose returns differed by the floor of advantages
         self.updates = 0  # calls of `update` and `imitate`
         # The parameters are many and small, and fused Adam updates them in one call.
         self.optimizer = torch.optim.Adam(policy.network.parameters(), lr=config.lr, eps=1e-5, fused=True)
@@ -146,8 +147,12 @@ class PPO:
 
     @property
     def _progress(self) -> float:
-        """0 in the first round, 1 in the last."""
-        return self.round / max(self.config.rounds - 1, 1)
+        """0 until a round's returns differ, since there is nothing to settle on before; 1 in the last round.
+
+        The learning rate, the exploration and the weight of the entropy are annealed by it.
+        """
+        begun = self.round if self.begun is None else self.begun
+        return (self.round - begun) / max(self.config.rounds - 1 - begun, 1)
 
     def update(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> dict[str, float]:
         """Update the policy from a round, and return diagnostics by name.
@@ -162,6 +167,7 @@ class PPO:
         names += [f"entropy_{head.name.lower()}" for head in Head]
         with self._restored_on_failure():
             data = self._prepare(rollouts, menus)
+            self._rescale(data)
             for group in self.optimizer.param_groups:
                 group["lr"] = anneal(config.lr, self._progress, config.lr / 10)
             entropy_weight = anneal(config.entropy_weight, self._progress, config.entropy_weight / 10)
@@ -192,7 +198,7 @@ class PPO:
                         (change.exp() - 1 - change) * weight
                     ).sum() / total  # http://joschu.net/blog/kl-approx.html, k3
                     clipped = (((change.exp() - 1).abs() > config.clip_range).float() * weight).sum() / total
-                    norm = self._descend(policy + config.value_weight * fit - entropy_weight * entropy, epoch)
+                    norm = self._descend(policy - entropy_weight * entropy, config.value_weight * fit, epoch)
                     # The entropy of each head is averaged over the decisions that use it.
                     used = torch.from_numpy(RELEVANT.copy())[part.rollout.actions[Head.OP]] & (weight > 0).unsqueeze(-1)
                     heads = (judged.entropy * used).sum((0, 1)) / used.sum((0, 1)).clamp(min=1)
@@ -221,6 +227,8 @@ class PPO:
         losses: list[Tensor] = []
         with self._restored_on_failure():
             data = self._prepare(rollouts, menus)
+            new = data if fresh is None else data[len(data) - fresh :]
+            self._rescale(new)
             for epoch in range(passes or self.config.update_epochs):
                 for part in self._minibatches(data, epoch):
                     network, rollout = self.policy.network, part.rollout
@@ -229,9 +237,8 @@ class PPO:
                     judged = judge(network, encoded, rollout.actions, rollout.valid, GREEDY)
                     alike = (judged.log_prob * part.weight).sum() / part.weight.sum().clamp(min=1)
                     fit = self._fit(part, value)
-                    self._descend(-alike + self.config.value_weight * fit, epoch)
+                    self._descend(-alike, self.config.value_weight * fit, epoch)
                     losses.append(torch.stack([alike, fit]).detach())
-        new = data if fresh is None else data[len(data) - fresh :]
         self._update_moments(new)
         alike, fit = torch.stack(losses).mean(0).tolist()
         return {"log_likelihood": alike, "value_loss": fit} | _figures(new)
@@ -241,6 +248,7 @@ class PPO:
         adam = self.optimizer.state_dict()
         return {
             "round": self.round,
+            "begun": -1 if self.begun is None else self.begun,
             "updates": self.updates,
             "lr": [group["lr"] for group in adam["param_groups"]],
             "moments": {str(index): deepcopy(moments) for index, moments in adam["state"].items()},
@@ -249,6 +257,7 @@ class PPO:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
         self.round, self.updates = state["round"], state["updates"]
+        self.begun = None if state["begun"] < 0 else state["begun"]
         adam = self.optimizer.state_dict()
         adam["state"] = {int(index): deepcopy(moments) for index, moments in state["moments"].items()}
         for group, lr in zip(adam["param_groups"], state["lr"], strict=True):
@@ -271,7 +280,9 @@ class PPO:
     def _prepare(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> list[TrainingBatch]:
         config, gains = self.config, []
         for rollout in rollouts:
-            scored = (rollout.reward, rollout.value, rollout.after, rollout.end)
+            # A critic that learns nothing would add nothing but its noise.
+            critic = rollout.value if config.value_weight else torch.zeros_like(rollout.value)
+            scored = (rollout.reward, critic, rollout.after, rollout.end)
             gains.append(advantages(*scored, config.gamma, config.gae_lambda, rollout.idle))
             if bad := (~torch.isfinite(gains[-1].advantage)).nonzero().tolist():
                 step, env = bad[-1]
@@ -281,15 +292,21 @@ class PPO:
                     f"{value:.4g}, and the value after a truncation {after:.4g}; lower optimizer.lr, because a host has "
                     "diverged, or check the reward"
                 )
-        raw = [g.advantage if self.group is None else subtract_group_mean(g.advantage, self.group) for g in gains]
+        raw = [self._compared(g.advantage) for g in gains]
         weights = [(rollout.valid[Head.OP].sum(-1) > 1).float() for rollout in rollouts]
         chosen = torch.cat([a[w > 0] for a, w in zip(raw, weights, strict=True)])
         if not len(chosen):
             raise LearningError("only WAIT was valid at every step of the round; give the task slots")
         centre = chosen.mean() if self.group is None else torch.zeros(())
-        # A spread under a thousandth of that of returns is rounding error, which normalisation must not amplify.
-        spread = chosen.std(correction=0).clamp(min=1e-3 * float(self.policy.network.value_scale))
+        # A round in which hardly anything was earned has advantages that are the error of the critic. Scaled to unit variance
+        # they would lead the policy into habits before it has met a reward, so they are never scaled up from below the floor.
+        spread = chosen.std(correction=0).clamp(min=config.advantage_floor)
         scaled = [(advantage - centre) / spread for advantage in raw]
+        earned = torch.cat([self._compared(rollout.reward.sum(0, keepdim=True))[0] for rollout in rollouts])
+        if float(earned.max() - earned.min()) <= TOLERANCE:  # of the critic alone
+            scaled = [torch.zeros_like(advantage) for advantage in scaled]
+        if self.begun is None and float(earned.std(correction=0)) >= config.advantage_floor:
+            self.begun = self.round
         data = []
         for rollout, gain, advantage, weight, menu in zip(rollouts, gains, scaled, weights, menus, strict=True):
             if rollout.idle.any():  # idle entries of a row go to its end, where they do not interrupt the recurrence
@@ -301,16 +318,33 @@ class PPO:
             data.append(TrainingBatch(rollout, gain, advantage, weight, inputs))
         return data
 
-    def _descend(self, loss: Tensor, epoch: int) -> Tensor:
-        """Take a step of the optimizer. Returns the norm of the gradient before clipping."""
-        network = self.policy.network
-        self.optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), self.config.max_grad_norm)
-        if not bool(torch.isfinite(norm)):
+    def _compared(self, values: Tensor) -> Tensor:
+        """Return values (T, E) less those of the other members of each group; as they are where there are no groups."""
+        return values if self.group is None else subtract_group_mean(values, self.group)
+
+    def _descend(self, policy: Tensor, critic: Tensor, epoch: int) -> Tensor:
+        """Take a step of the optimizer. Returns the norm of the gradient of the policy's loss before clipping.
+
+        The two gradients are clipped each for itself. Otherwise a critic that meets its first reward, with an error far above
+        any before, would take the whole step in which the policy should learn from it.
+        """
+        parameters = list(self.policy.network.parameters())
+        for parameter in parameters:
+            parameter.grad = None
+        norms = []
+        for loss in (policy, critic):
+            gradients = torch.autograd.grad(loss, parameters, retain_graph=loss is policy, allow_unused=True)
+            known = [gradient for gradient in gradients if gradient is not None]
+            norms.append(torch.nn.utils.get_total_norm(known))
+            scale = (self.config.max_grad_norm / (norms[-1] + 1e-6)).clamp(max=1)
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                if gradient is not None:
+                    scaled = gradient * scale
+                    parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
+        if not bool(torch.isfinite(torch.stack(norms)).all()):
             raise LearningError(f"the loss of the policy or its gradient is not finite in epoch {epoch}; lower ppo.lr")
         self.optimizer.step()
-        return norm
+        return norms[0]
 
     def _judge(self, part: TrainingBatch) -> tuple[Judged, Tensor]:
         network, rollout = self.policy.network, part.rollout
@@ -337,17 +371,27 @@ class PPO:
         return parts
 
     @torch.no_grad()
+    def _rescale(self, data: Sequence[TrainingBatch]) -> None:
+        """Let the moments of the critic's targets follow those of the round: at once where their spread rises, else slowly.
+
+        A scale that lags behind the first rewards would make the loss of the critic a thousand times too large.
+        """
+        targets = torch.cat([part.rollout.decided(part.gains.target) for part in data])
+        network = self.policy.network
+        if not bool(torch.isfinite(targets.square().sum())):
+            most = float(targets.abs().max())
+            raise LearningError(
+                f"the returns of the round reach {most:.3g}, whose square is not finite; check the reward"
+            )
+        mean, spread = targets.mean(), targets.std(correction=0).clamp(min=1e-3)
+        rate = 1.0 if self.updates == 0 or bool(spread > network.value_scale) else 0.1
+        network.rescale(torch.lerp(network.value_mean, mean, rate), torch.lerp(network.value_scale, spread, rate))
+
     def _update_moments(self, data: Sequence[TrainingBatch]) -> None:
-        """Add the round to the moments of observations and returns, which are then constant until the next update."""
+        """Add the round to the moments of observations, which are then constant until the next update."""
         for part in data:
             seen = Observation(*(part.rollout.decided(field).numpy() for field in part.rollout.observation))
             self.policy.normaliser = self.policy.normaliser.including(seen)
-        returns = torch.cat([part.rollout.decided(part.gains.target) for part in data])
-        network = self.policy.network
-        rate = 1.0 if self.updates == 0 else 0.1
-        mean = torch.lerp(network.value_mean, returns.mean(), rate)
-        scale = torch.lerp(network.value_scale, returns.std(correction=0).clamp(min=1e-3), rate)
-        network.rescale(mean, scale)
         self.updates += 1
 
 
@@ -370,7 +414,7 @@ def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
         Advantages(*map(cut, full.gains)),
         cut(full.advantage),
         cut(full.weight),
-        Batch(cut(batch.env), cut(batch.slot), cut(batch.blueprint), cut(batch.cost), batch.menu),
+        batch._replace(**{name: cut(getattr(batch, name)) for name in Batch._fields if name != "menu"}),
     )
 
 

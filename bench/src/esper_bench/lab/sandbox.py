@@ -53,20 +53,23 @@ class Returns(Observer):
             self.earned[name] += total(reward(step.outcome))
 
 
-def returns(engine: Engine[Any], client: Controller, rewards: Mapping[str, Reward]) -> dict[str, Floats]:
+def returns(
+    engine: Engine[Any], client: Controller, rewards: Mapping[str, Reward], instance: Ints | None = None
+) -> dict[str, Floats]:
     """Play an episode and return its undiscounted return (E,) under every reward, by name.
 
-    The client receives outcomes and is not updated. To compare clients, give each a fresh engine.
+    The client receives outcomes and is not updated. To compare clients, give each a fresh engine. instance: (E,) the problem of
+    each environment from now on; None leaves them as they are.
     """
-    engine.reset()
+    engine.reset(instance)
     observer = Returns(engine.config.envs, rewards)
     play_episode(engine, client, observer)
     return observer.earned
 
 
-def play(sandbox: Sandbox, client: Controller) -> Floats:
+def play(sandbox: Sandbox, client: Controller, instance: Ints | None = None) -> Floats:
     """Play one episode and return (E,) returns under the reward `delta`. The client gets outcomes; `update` is not called."""
-    return returns(sandbox, client, {"delta": partial(delta, config=sandbox.config.reward)})["delta"]
+    return returns(sandbox, client, {"delta": partial(delta, config=sandbox.config.reward)}, instance)["delta"]
 
 
 def blindfolded(view: View) -> View:
@@ -148,7 +151,10 @@ GROWTH = Process(
     name="growth",
     kinds=len(KINDS),
     slots=("s0", "s1", "s2"),
-    menu=(BlueprintInfo("bypass-linear", "before"), BlueprintInfo("bypass-mlp", "before")),
+    menu=(
+        BlueprintInfo("bypass-linear", "before", ("explained_before_linear",)),
+        BlueprintInfo("bypass-mlp", "before", ("explained_before_relu",)),
+    ),
     cost=(300, 1000),
     sensors=("explained_before_linear", "explained_before_relu"),
     settings={

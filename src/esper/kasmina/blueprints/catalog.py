@@ -16,6 +16,7 @@ from esper.kasmina.blueprints.vector import Affine, Factored, Gated, LinearMap, 
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.lifecycle.view import BlueprintInfo
 from esper.leyline.text import did_you_mean
 
 Build = Callable[[int, int], nn.Module]
@@ -33,6 +34,16 @@ class Blueprint:
     parameters: Count  # (width read, width written) -> number of parameters
     summary: str  # one line for `esper blueprints`
     causal: bool = True  # False for a blueprint of sequences whose change at a position depends on later positions
+    linear: bool = False  # whether the change is a linear map of what it reads
+
+    @property
+    def info(self) -> BlueprintInfo:
+        """What a controller knows of it. The sensors are those of its tap, and of a linear map or of a hidden layer."""
+        how = "linear" if self.linear and self.tap != Tap.INPUT else "relu"
+        of = f"{self.tap}_{how}"
+        return BlueprintInfo(
+            self.name, self.tap.value, (f"heldout_{of}", f"explained_{of}", f"map_gradient_{self.tap}")
+        )
 
     def fits(self, kind: Kind, *, causal: bool) -> bool:
         """Whether a stream can have it: it is of the stream's kind, and does not look ahead if the stream is causal."""
@@ -268,8 +279,13 @@ def write_corner(target: nn.Module, source: nn.Module) -> None:
         parameter[tuple(slice(0, k) for k in parts[name].shape)] = parts[name]
 
 
+LINEAR = ("affine", "low-rank", "bypass-linear", "bypass-rank-", "bypass-conv-", "full-head", "sparse-")
+"""How the names of built-in blueprints begin whose change is a linear map of what they read."""
+
+
 def _built_in(name: str, tap: Tap, build: Build, parameters: Count, summary: str, kind: Kind = Kind.VECTOR) -> None:
-    BLUEPRINTS[kind, name] = Blueprint(name, kind, tap, build, parameters, summary)
+    entry = Blueprint(name, kind, tap, build, parameters, summary, linear=name.startswith(LINEAR))
+    BLUEPRINTS[kind, name] = entry
 
 
 def _mlp(hidden: int, kind: Kind = Kind.VECTOR) -> dict[str, Any]:

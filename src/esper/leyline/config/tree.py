@@ -380,7 +380,9 @@ class PPOConfig(Section):
     gae_lambda: float = Field(0.98, ge=0, le=1)
     """lambda of generalised advantage estimation (Schulman et al. 2016)"""
     value_weight: float = Field(0.5, ge=0)
-    """weight of the critic's loss"""
+    """weight of the critic's loss; 0 leaves the critic out, where groups give the baseline"""
+    advantage_floor: float = Field(0.02, gt=0)
+    """spread of the advantages, in units of J, from which on they are scaled to unit variance; a smaller one is not scaled up"""
     entropy_weight: float = Field(0.02, ge=0)
     """weight of the entropy of the sampled heads, annealed to a tenth"""
     exploration: float = Field(0.2, ge=0, lt=1)

@@ -161,10 +161,13 @@ class BlueprintInfo(NamedTuple):
     Attributes:
         name (str): name of the blueprint, as `esper blueprints` lists it
         tap (str): what its seeds read: 'here', 'before' or 'input' (see `Tap`)
+        sensors (names): growth sensors that tell what its seeds could learn at a slot, in the order of
+            `tamiyo.policy.features.PROSPECTS`
     """
 
     name: str
     tap: str
+    sensors: tuple[str, ...] = ()
 
 
 @brief

@@ -128,7 +128,9 @@ class RecurrentActor:
         seen, names = observe(view, history), self.policy.language.packages
         if not names:
             return seen
-        return seen._replace(cost=np.concatenate([seen.cost, package_costs(view, names).astype(np.float32)], 2))
+        cost = np.concatenate([seen.cost, package_costs(view, names).astype(np.float32)], 2)
+        unknown = np.full((*cost.shape[:2], len(names), seen.prospects.shape[-1]), np.nan, np.float32)
+        return seen._replace(cost=cost, prospects=np.concatenate([seen.prospects, unknown], 2))
 
     def _decide(self, view: View, exploration: Mapping[Head, float], greedy: bool) -> ActorOutput:
         """One decision of the environments that are open and plant no package, and WAIT in the others."""
@@ -181,7 +183,7 @@ class RecurrentActor:
 
     def _forward(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:
         seen = self.policy.normalised(observation)
-        inputs = Inputs(seen.env[None], seen.slot[None], seen.blueprint[None], seen.cost[None])
+        inputs = Inputs(**{name: field[None] for name, field in seen._asdict().items()})
         batch = self.policy.batch(inputs, [info.name for info in space.blueprints])
         result: tuple[Encoded, Tensor, Hidden] = self.policy.network(batch, hidden)
         return result

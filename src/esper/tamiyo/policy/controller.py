@@ -25,24 +25,24 @@ from esper.leyline.protocols import Judgement
 from esper.leyline.records import brief
 from esper.store.disk import Retry, find_folder, read_kept, write_folder, write_once
 from esper.tamiyo.policy.actor import ActorOutput, RecurrentActor
-from esper.tamiyo.policy.features import GLOBAL, slot_features
+from esper.tamiyo.policy.features import GLOBAL, PROSPECTS, slot_features
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
 from esper.tamiyo.policy.observation import Inputs, Moments, Normaliser, Observation, input_names, normalise
 from esper.tamiyo.policy.packages import INNER
 from esper.tamiyo.rules.baselines import Rule
 
-VERSION = 1
+VERSION = 2
 """Version of the file format."""
 WEIGHTS, FACTS = "controller.safetensors", "controller.json"
 _LARGEST, _LARGEST_FACTS = 64 * 2**20, 2**20  # sizes of the files [bytes]
 
 
 class Language(NamedTuple):
-    """The sensors and the choices that a policy was trained with. A space must have the same, and a subset of the blueprints.
+    """The sensors and the choices that a policy was trained with. A space must have the same, and may have any blueprints.
 
     Attributes:
         sensors (names): growth sensors
-        blueprints (names): the vocabulary, which contains the menu of every space
+        blueprints (names): those that the policy has met; of others it knows what their cost and their sensors tell
         tempos (ints): lengths of ramps [steps]
         targets (floats): targets of ramps
         packages (names): blueprints that one decision can plant in every slot (`tamiyo.packages`)
@@ -78,12 +78,6 @@ class Language(NamedTuple):
                     f"the controller knows the {what} {list(mine)}, the task has {list(theirs)}; {advice}train a controller "
                     "on the task"
                 )
-        if unknown := [info.name for info in space.blueprints if info.name not in self.blueprints]:
-            raise InputError(
-                f"the controller does not know blueprint {unknown[0]!r}; it knows {', '.join(self.blueprints)}: choose "
-                "those of them that fit the task's slots with --set blueprints=[...] (the config key blueprints), "
-                "or train a controller on this menu"
-            )
         menu = [info.name for info in space.blueprints]
         if self.packages and (missing := [name for name in (*self.packages, INNER) if name not in menu]):
             raise InputError(
@@ -169,14 +163,16 @@ class Policy:
 
     def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
         """Inputs (T, E, ...) as tensors. Indices into the menu become indices into the vocabulary, where packages come last."""
-        vocabulary = [self.language.blueprints.index(name) for name in menu]
-        empty = len(self.language.blueprints)
+        known = {name: index for index, name in enumerate(self.language.blueprints)}
+        vocabulary = [known.get(name, -1) for name in menu]
+        empty = len(known)
         index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, takes the last entry
         return Batch(
             torch.from_numpy(inputs.env),
             torch.from_numpy(inputs.slot),
             torch.from_numpy(index),
             torch.from_numpy(inputs.cost),
+            torch.from_numpy(inputs.prospects),
             torch.tensor([*vocabulary, *(empty + 1 + package for package in range(len(self.language.packages)))]),
         )
 
@@ -271,7 +267,7 @@ def load_policy(folder: Path) -> Policy:
         policy.network.load_state_dict(state)
         if odd := [name for name, tensor in state.items() if not bool(torch.isfinite(tensor).all())]:
             raise ValueError(f"weights of {odd[0]} are not finite")
-        sizes = len(GLOBAL), len(slot_features(language.sensors))
+        sizes = len(GLOBAL), len(slot_features(language.sensors)), len(PROSPECTS)
         policy.normaliser = Normaliser(
             *(_moments(facts["normaliser"][part], n) for part, n in zip(Normaliser._fields, sizes, strict=True))
         )

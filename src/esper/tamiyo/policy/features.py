@@ -289,6 +289,29 @@ def slot_features(sensors: Sequence[str]) -> tuple[Feature, ...]:
     return (*raw, *relative)
 
 
+PROSPECTS = (
+    ("heldout", "the energy of the gradient that its kind of map explains on held-out examples"),
+    ("explained", "the same on the examples that the map was fitted to"),
+    ("map_gradient", "gradient norm of a zero linear map that reads what it reads"),
+)
+"""What growth sensors tell of a blueprint at a slot: the name, and its meaning. `BlueprintInfo.sensors` are in this order."""
+
+
+def prospects(seen: Seen) -> Floats:
+    """What the sensors tell of each blueprint of the menu at each slot, (E, S, K, 3); nan where nothing was measured.
+
+    The sensors of two blueprints are compared with each other, which those of a slot alone do not allow.
+    """
+    space = seen.view.space
+    shape = len(seen.view.host_params), len(space.slots)
+    values = np.full((*shape, len(space.blueprints), len(PROSPECTS)), np.nan)
+    for k, info in enumerate(space.blueprints):
+        for column, name in enumerate(info.sensors):
+            if name in space.sensors:
+                values[:, :, k, column] = sensor_feature(name).read(seen)
+    return values
+
+
 def read(columns: Sequence[Feature | Flag], seen: Seen, shape: tuple[int, ...]) -> Floats:
     """The columns of a table, (*shape, columns)."""
     values = [np.broadcast_to(np.asarray(column.read(seen), np.float64), shape) for column in columns]

@@ -1,6 +1,6 @@
 """The policy network: one encoder for all slots, a recurrent trunk, and heads that are chosen one after the other.
 
-T steps, E environments, S slots, K blueprints. Any number of slots runs with the same weights.
+T steps, E environments, S slots, K blueprints. Any number of slots, and any menu, runs with the same weights.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.lifecycle.actions import Blend, Head, Op
+from esper.tamiyo.policy.features import PROSPECTS
 
 Hidden = tuple[Tensor, Tensor]
 """Hidden state and cell state of the LSTM, each (E, H) float32."""
@@ -28,6 +29,8 @@ class Shapes(NamedTuple):
         code (int): width of the encoding of a slot
         embedding (int): width of the embedding of a blueprint and of an op
         packages (int): packages of the vocabulary
+        prospects (int): columns of `Inputs.prospects`
+        pair (int): width of the encoding of a blueprint at a slot
     """
 
     env: int
@@ -39,6 +42,8 @@ class Shapes(NamedTuple):
     code: int = 48
     embedding: int = 8
     packages: int = 0
+    prospects: int = 2 * len(PROSPECTS)
+    pair: int = 32
 
 
 class Batch(NamedTuple):
@@ -49,13 +54,15 @@ class Batch(NamedTuple):
         slot ((T, E, S, F) tensor): features of the slots
         blueprint ((T, E, S) int64 tensor): blueprint of the seed in the slot; `Shapes.blueprints` for an empty slot
         cost ((T, E, S, K) tensor): cost of each blueprint of the menu at the slot
-        menu ((K,) int64 tensor): the blueprints of the menu
+        prospects ((T, E, S, K, P) tensor): what the growth sensors tell of it there
+        menu ((K,) int64 tensor): the blueprints of the menu; -1 for one that the vocabulary lacks
     """
 
     env: Tensor
     slot: Tensor
     blueprint: Tensor
     cost: Tensor
+    prospects: Tensor
     menu: Tensor
 
 
@@ -64,15 +71,17 @@ class Encoded(NamedTuple):
 
     trunk: Tensor  # (T, E, H)
     slots: Tensor  # (T, E, S, D)
-    cost: Tensor  # (T, E, S, K)
-    menu: Tensor  # (K,) int64
+    pairs: Tensor  # (T, E, S, K, P): of each blueprint at each slot
 
 
 class FactoredRecurrentActorCritic(nn.Module):
     """pi(op, slot, blueprint, blend, tempo, target | history) as a product over heads, and the value V of the state.
 
     A head is conditioned on the op and the slot that were chosen before it. Scores that depend on the slot are computed from
-    the encoding of that slot with shared weights, so permuting slots permutes their probabilities.
+    the encoding of that slot with shared weights, so permuting slots permutes their probabilities. A blueprint at a slot is
+    encoded from its cost and its sensors there with shared weights; its score reads that, and the slot reads the largest of
+    each column, so that the menu can be permuted as well. The embedding of a blueprint holds what its numbers do not tell; one
+    that the vocabulary lacks has the mean of those that it knows.
     """
 
     value_mean: Tensor
@@ -84,12 +93,14 @@ class FactoredRecurrentActorCritic(nn.Module):
         h, d, e = shapes.hidden, shapes.code, shapes.embedding
         self.blueprint = nn.Embedding(shapes.blueprints + 1 + shapes.packages, e)
         self.op = nn.Embedding(len(Op), e)
-        self.encoder = nn.Sequential(nn.Linear(shapes.slot + e, 64), nn.SiLU(), nn.Linear(64, d), nn.SiLU())
+        self.pair = nn.Sequential(nn.Linear(1 + shapes.prospects + e, shapes.pair), nn.SiLU())
+        reads = shapes.slot + e + shapes.pair
+        self.encoder = nn.Sequential(nn.Linear(reads, 64), nn.SiLU(), nn.Linear(64, d), nn.SiLU())
         self.pooled = nn.Sequential(nn.Linear(shapes.env + 2 * d, h), nn.SiLU())
         self.lstm = nn.LSTM(h, h)
         self.op_head = _head(h, 64, len(Op))
         self.slot_head = _head(h + d + e, 64, 1)
-        self.blueprint_head = _head(h + d + e + 1, 64, 1)
+        self.blueprint_head = _head(h + d + shapes.pair, 64, 1)
         self.blend_head = _head(h + d, 32, len(Blend))
         self.tempo_head = _head(h + d + e, 32, shapes.tempos)
         self.target_head = _head(h + d + e, 32, shapes.targets)
@@ -111,11 +122,16 @@ class FactoredRecurrentActorCritic(nn.Module):
         idle: (T, E) bool, steps at which a row decides nothing. They leave its state as it is, and what is returned of them
         means nothing. None stands for no such step.
         """
-        code = self.encoder(torch.cat([batch.slot, self.blueprint(batch.blueprint)], -1))
+        names = torch.cat(
+            [self.blueprint.weight, self.blueprint.weight[: self.shapes.blueprints].mean(0, keepdim=True)]
+        )
+        menu = names[batch.menu].expand(*batch.cost.shape, -1)
+        pairs = self.pair(torch.cat([batch.cost.unsqueeze(-1), batch.prospects, menu], -1))
+        code = self.encoder(torch.cat([batch.slot, names[batch.blueprint], pairs.amax(3)], -1))
         pooled = torch.cat([batch.env, code.mean(2), code.amax(2)], -1)
         trunk, hidden = self._recur(self.pooled(pooled), hidden, starts, idle)
         value = self.value_head(trunk).squeeze(-1) * self.value_scale + self.value_mean
-        return Encoded(trunk, code, batch.cost, batch.menu), value, hidden
+        return Encoded(trunk, code, pairs), value, hidden
 
     def logits(self, head: Head, encoded: Encoded, op: Tensor, slot: Tensor) -> Tensor:
         """Logits (T, E, choices) of a head, given the choices before it. op, slot: (T, E) int64.
@@ -132,9 +148,8 @@ class FactoredRecurrentActorCritic(nn.Module):
         here = torch.cat([trunk, _at(slots, slot)], -1)
         match head:
             case Head.BLUEPRINT:
-                cost, name = _at(encoded.cost, slot).unsqueeze(-1), self.blueprint(encoded.menu)
-                shape = (*cost.shape[:-1], -1)
-                rows = torch.cat([here.unsqueeze(2).expand(shape), name.expand(shape), cost], -1)
+                pairs = _at(encoded.pairs.flatten(3), slot).unflatten(-1, encoded.pairs.shape[3:])
+                rows = torch.cat([here.unsqueeze(2).expand(*pairs.shape[:-1], -1), pairs], -1)
                 return self.blueprint_head(rows).squeeze(-1)
             case Head.BLEND:
                 return self.blend_head(here)

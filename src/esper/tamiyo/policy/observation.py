@@ -15,6 +15,7 @@ from esper.leyline.lifecycle.view import Bools, Floats, Measurements, View
 from esper.tamiyo.policy.features import (
     GLOBAL,
     GLOBAL_FLAGS,
+    PROSPECTS,
     RELATIVE,
     SLOT,
     SLOT_FLAGS,
@@ -25,6 +26,7 @@ from esper.tamiyo.policy.features import (
     Seen,
     interactions,
     ln,
+    prospects,
     read,
     sensor_feature,
     slot_features,
@@ -43,6 +45,7 @@ class Observation(NamedTuple):
         slot_flags ((E, S, Ff) array): flags of the slots
         blueprint ((E, S) int64 array): index into the menu; -1 for an empty slot
         cost ((E, S, K) array): ln(1 + parameters of the blueprint / host parameters)
+        prospects ((E, S, K, 3) array): what the growth sensors tell of each blueprint at each slot (`features.PROSPECTS`)
     """
 
     env: Features
@@ -51,6 +54,7 @@ class Observation(NamedTuple):
     slot_flags: Features
     blueprint: NDArray[np.int64]
     cost: Features
+    prospects: Features
 
 
 class History(NamedTuple):
@@ -111,6 +115,7 @@ def observe(view: View, history: History) -> Observation:
         slot_flags=read(SLOT_FLAGS, seen, slot_shape).astype(np.float32),
         blueprint=view.seeds.blueprint.astype(np.int64),
         cost=np.log1p(view.space.cost / host).astype(np.float32),
+        prospects=_single(prospects(seen)),
     )
 
 
@@ -122,10 +127,9 @@ class Moments(NamedTuple):
     n: Floats
 
     @classmethod
-    def prior(cls, features: Sequence[Feature]) -> "Moments":
-        """Moments before any value: mean 0 and the scales of the table."""
-        scale = np.array([feature.scale for feature in features])
-        return cls(np.zeros(len(features)), scale**2, np.zeros(len(features)))
+    def prior(cls, scale: Sequence[float]) -> "Moments":
+        """Moments before any value: mean 0 and these standard deviations."""
+        return cls(np.zeros(len(scale)), np.square(scale), np.zeros(len(scale)))
 
     def including(self, values: Features) -> "Moments":
         """The moments with more values (..., F), without nan (Chan, Golub and LeVeque, "Updating formulae", 1979, eq. 1.5)."""
@@ -150,15 +154,23 @@ class Normaliser(NamedTuple):
 
     env: Moments
     slot: Moments
+    prospects: Moments
 
     @classmethod
     def prior(cls, sensors: Sequence[str]) -> "Normaliser":
         """The moments before the first round."""
-        return cls(Moments.prior(GLOBAL), Moments.prior(slot_features(sensors)))
+        tables = (GLOBAL, slot_features(sensors))
+        scales = [[feature.scale for feature in table] for table in tables]
+        env, slot = map(Moments.prior, scales)
+        return cls(env, slot, Moments.prior([1.0] * len(PROSPECTS)))
 
     def including(self, observation: Observation) -> "Normaliser":
         """The moments with more observations, of any leading shape."""
-        return Normaliser(self.env.including(observation.env), self.slot.including(observation.slot))
+        return Normaliser(
+            self.env.including(observation.env),
+            self.slot.including(observation.slot),
+            self.prospects.including(observation.prospects),
+        )
 
 
 class Inputs(NamedTuple):
@@ -169,12 +181,14 @@ class Inputs(NamedTuple):
         slot ((..., S, F + flags) array): features of the slots
         blueprint ((..., S) int64 array): index into the menu; -1 for an empty slot
         cost ((..., S, K) array): as in `Observation`
+        prospects ((..., S, K, 6) array): prospects, and flags that say which of them were measured
     """
 
     env: Features
     slot: Features
     blueprint: NDArray[np.int64]
     cost: Features
+    prospects: Features
 
 
 CLIP = 5.0
@@ -183,11 +197,14 @@ CLIP = 5.0
 
 def normalise(observation: Observation, normaliser: Normaliser, features: Sequence[Feature]) -> Inputs:
     """The inputs of a network. `features`: the columns of `observation.slot`, from `slot_features`."""
+    known = np.isfinite(observation.prospects)
+    scaled = _scaled(observation.prospects, normaliser.prospects, np.ones(len(PROSPECTS)))
     return Inputs(
         env=_normal(observation.env, observation.env_flags, normaliser.env, GLOBAL),
         slot=_normal(observation.slot, observation.slot_flags, normaliser.slot, features),
         blueprint=observation.blueprint,
         cost=observation.cost,
+        prospects=np.concatenate([scaled, known], -1, dtype=np.float32),
     )
 
 
@@ -208,13 +225,16 @@ def _flagged(feature: Feature) -> bool:
 
 def _normal(values: Features, flags: Features, moments: Moments, features: Sequence[Feature]) -> Features:
     assert values.shape[-1] == len(features), (values.shape, len(features))
-    least = np.array([0.1 * feature.scale for feature in features])
-    deviation = np.maximum(np.sqrt(moments.var), least)
-    scaled = np.clip((values - moments.mean) / deviation, -CLIP, CLIP)
-    known = np.isfinite(values)
     may_miss = [i for i, feature in enumerate(features) if _flagged(feature)]
-    columns = np.concatenate([np.where(known, scaled, 0), flags, known[..., may_miss]], -1)
-    return np.asarray(columns, np.float32)
+    scaled = _scaled(values, moments, np.array([feature.scale for feature in features]))
+    return np.concatenate([scaled, flags, np.isfinite(values)[..., may_miss]], -1, dtype=np.float32)
+
+
+def _scaled(values: Features, moments: Moments, scale: Floats) -> Floats:
+    """Values of zero mean and unit variance, and 0 for nan. A tenth of `scale` is the least deviation that divides them."""
+    deviation = np.maximum(np.sqrt(moments.var), 0.1 * scale)
+    scaled = np.clip((values - moments.mean) / deviation, -CLIP, CLIP)
+    return np.where(np.isfinite(values), scaled, 0)
 
 
 def _single(values: Floats) -> Features:

@@ -25,7 +25,7 @@ from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
-from esper.leyline.lifecycle.view import BlueprintInfo, Bools, Seeds, Space, choose
+from esper.leyline.lifecycle.view import Bools, Seeds, Space, choose
 from esper.tolaria.live.averages import Average
 from esper.tolaria.live.grafts import Grafts
 from esper.tolaria.live.groups import Groups, placed_moments
@@ -79,7 +79,7 @@ class LivePopulation:
         )
         self.space = Space(
             slots=tuple(site.name for site in self.sites),
-            blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in self.menu),
+            blueprints=tuple(entry.info for entry in self.menu),
             tempos=config.lifecycle.tempos,
             targets=config.lifecycle.targets,
             cost=cost[None],

@@ -27,7 +27,7 @@ from esper.leyline.data.task import SENSED, AnyTask, Instance, Mixture, Objectiv
 from esper.leyline.errors import DataFault, InputError
 from esper.leyline.lifecycle.slots import Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, Stage
-from esper.leyline.lifecycle.view import BlueprintInfo, Floats, Seeds, Space
+from esper.leyline.lifecycle.view import Floats, Seeds, Space
 from esper.leyline.text import counted
 from esper.tolaria.measure.bounds import bounds
 from esper.tolaria.measure.certifying import compared, set_aside
@@ -452,7 +452,7 @@ class StackedPopulation:
         slots = tuple(slot.name for slot in body.slots)
         self.space = Space(
             slots=slots,
-            blueprints=tuple(BlueprintInfo(entry.name, entry.tap.value) for entry in body.layout.menu),
+            blueprints=tuple(entry.info for entry in body.layout.menu),
             tempos=config.lifecycle.tempos,
             targets=config.lifecycle.targets,
             cost=body.table.cost.copy(),
