@@ -10,7 +10,7 @@ from esper.cli import main
 from esper.leyline.data.task import SENSED
 from esper.leyline.errors import InputError
 from esper.tasks.catalog import get_task
-from esper.tasks.cifar import VARIABLE
+from esper.tasks.images import VARIABLE
 from esper.tasks.objectives import NextByte, NextToken
 from esper.tasks.tinystories import HELD, LENGTH, read_stories
 from stories import write_parquet, write_text, write_tokens

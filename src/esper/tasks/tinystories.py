@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from esper.leyline.data.task import SENSED, Split, Task
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, first_line
-from esper.tasks.cifar import VARIABLE
 from esper.tasks.hosts.factories import SEQUENCE_MENU, Transformer
+from esper.tasks.images import VARIABLE
 from esper.tasks.objectives import NextByte, NextToken
 from esper.tasks.own.dataset import LEAST, DatasetSource, Windows
 
