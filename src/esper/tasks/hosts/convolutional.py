@@ -1,6 +1,6 @@
 """Convolutional hosts, with and without skip connections."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,15 +13,20 @@ from esper.kasmina.stack.layers import PositionMean, Residual
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.dense import SCALE, check_sizes, conv, is_size, linear, smallest
+from esper.tasks.hosts.dense import SCALE, HostFactory, check_sizes, is_size, linear
+
+
+def conv(reads: int, writes: int, size: int, *, variance: float) -> nn.Conv2d:
+    """A size x size convolution that keeps the resolution; its weights are normal with the given variance, its biases 0."""
+    layer = nn.Conv2d(reads, writes, size, padding=size // 2)
+    nn.init.normal_(layer.weight, std=variance**0.5)
+    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+    return layer
 
 
 @dataclass(frozen=True)
-class _Convolutional(ABC):
+class _Convolutional(HostFactory):
     """Base of the hosts for images: blocks that halve the resolution, a slot behind each, and a last layer."""
-
-    name: ClassVar[str]
-    called: ClassVar[str]  # in messages
 
     inputs: tuple[int, int, int]  # channels, height and width of an image
     channels: tuple[int, ...]  # of the stream behind each block
@@ -42,7 +47,6 @@ class _Convolutional(ABC):
             )
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         blocks = [
             self._block(k, reads, writes)
             for k, (reads, writes) in enumerate(pairwise((self.inputs[0], *self.channels)))
@@ -56,12 +60,8 @@ class _Convolutional(ABC):
         host.draws = False
         return host
 
-    def plain(self, parameters: int) -> Self:
-        """The network without narrow blocks whose channels have the smallest scale with at least `parameters` parameters."""
-        return self._scaled(smallest(self._scaled, parameters))
-
-    def _scaled(self, widest: int) -> Self:
-        return replace(self, channels=scaled_to(self.channels, widest))
+    def _even(self, width: int) -> Self:
+        return replace(self, channels=scaled_to(self.channels, width))
 
     @abstractmethod
     def _block(self, index: int, reads: int, writes: int) -> nn.Module:
@@ -98,8 +98,8 @@ class CNN(_Convolutional):
                 f"a CNN host has channels {self.channels} and hidden {self.hidden}; give either no hidden sizes or one a block"
             )
 
-    def _scaled(self, widest: int) -> Self:
-        return replace(super()._scaled(widest), hidden=())
+    def _even(self, width: int) -> Self:
+        return replace(super()._even(width), hidden=())
 
     def _block(self, index: int, reads: int, writes: int) -> nn.Module:
         width = self.hidden[index] if self.hidden else writes

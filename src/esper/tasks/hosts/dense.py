@@ -41,14 +41,6 @@ def linear(inputs: int, outputs: int, *, variance: float) -> Linear:
     return layer
 
 
-def conv(reads: int, writes: int, size: int, *, variance: float) -> nn.Conv2d:
-    """A size x size convolution that keeps the resolution; its weights are normal with the given variance, its biases 0."""
-    layer = nn.Conv2d(reads, writes, size, padding=size // 2)
-    nn.init.normal_(layer.weight, std=variance**0.5)
-    nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-    return layer
-
-
 def smallest(build: Callable[[int], Callable[[], SegmentedHost]], parameters: int) -> int:
     """The smallest width for which `build(width)` makes hosts of at least `parameters` parameters, by bisection."""
 
@@ -63,18 +55,35 @@ def smallest(build: Callable[[int], Callable[[], SegmentedHost]], parameters: in
 
 
 def checked_flags(of: str, name: str, flags: Any, blocks: int) -> tuple[bool, ...]:
-    """The flags of a host. Raises InputError if they are not one bool for each block; `of` names the host in the message."""
+    """One bool for each block. InputError if they are not; `of` names the host in the message."""
     if not isinstance(flags, list | tuple) or len(flags) != blocks or not all(isinstance(flag, bool) for flag in flags):
         raise InputError(f"{name} of {of} is {flags!r}; give True or False for each of its {blocks} blocks")
     return tuple(flags)  # JSON has no tuples
 
 
 @dataclass(frozen=True)
-class _Dense(ABC):
-    """Base of the hosts for vectors: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
+class HostFactory(ABC):
+    """Base of the factories of hosts, whose arguments are plain."""
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # in files
     called: ClassVar[str]  # in messages
+
+    @abstractmethod
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+
+    def plain(self, parameters: int) -> Self:
+        """The network of the same depth, without narrow blocks, of the smallest width with at least `parameters` parameters."""
+        return self._even(smallest(self._even, parameters))
+
+    @abstractmethod
+    def _even(self, width: int) -> Self:
+        """The network of the same depth and of this width throughout."""
+
+
+@dataclass(frozen=True)
+class _Dense(HostFactory):
+    """Base of the hosts for vectors: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
 
     inputs: int
     width: int
@@ -91,7 +100,6 @@ class _Dense(ABC):
         check_sizes(self.called, sizes | {f"hidden[{k}]": size for k, size in enumerate(self.hidden)})
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         blocks = [self._block(inner) for inner in self.hidden]
         embed = linear(self.inputs, self.width, variance=1 / self.inputs)
         head = linear(self.width, self.outputs, variance=1 / self.width)
@@ -99,10 +107,6 @@ class _Dense(ABC):
         host = SegmentedHost([embed, *blocks, head], slots)
         host.stacks = True
         return host
-
-    def plain(self, parameters: int) -> Self:
-        """The network of the same depth, without narrow blocks, of the smallest width with at least `parameters` parameters."""
-        return self._even(smallest(self._even, parameters))
 
     def room(self, hosts: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
         """The layout of rows that hold `hosts`, all of the depth of this one, with at least `outputs` outputs."""
@@ -211,7 +215,6 @@ class DamagedMLP:
             object.__setattr__(self, name, flags)
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         host = self._undamaged()()
         for block, is_linear, frozen in zip(host.segments[1:-1], self.linear, self.frozen, strict=True):
             assert isinstance(block, nn.Sequential)

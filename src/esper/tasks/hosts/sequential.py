@@ -1,6 +1,5 @@
 """Hosts for sequences of tokens: a decoder transformer, and a recurrent network."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, Self, get_args
 
@@ -12,7 +11,7 @@ from esper.kasmina.stack.layers import CausalAttention, Embedding, Linear, Posit
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.dense import check_sizes, linear, smallest
+from esper.tasks.hosts.dense import HostFactory, check_sizes, linear
 
 Positions = Literal["learned", "rotary"]
 """Where a transformer has the positions of its tokens: as learned vectors beside theirs, or in its attention."""
@@ -59,11 +58,8 @@ class TiedHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Sequential(ABC):
+class _Sequential(HostFactory):
     """Base of the hosts for tokens: an embedding, layers with a slot behind each, and a last layer."""
-
-    name: ClassVar[str]
-    called: ClassVar[str]  # in messages
 
     vocabulary: int  # tokens are whole numbers from 0 to vocabulary - 1
     width: int  # features of every position
@@ -73,16 +69,8 @@ class _Sequential(ABC):
         sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type is int}
         check_sizes(self.called, sizes)
 
-    def plain(self, parameters: int) -> Self:
-        """The network of as many layers, of the smallest width with at least `parameters` parameters."""
-        return self._even(smallest(self._even, parameters))
-
     def _even(self, width: int) -> Self:
         return replace(self, width=width)
-
-    @abstractmethod
-    def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
 
     def _slots(self) -> list[SlotSpec]:
         return [
@@ -132,7 +120,6 @@ class Transformer(_Sequential):
             )
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         rotary = self.positions == "rotary"
         embed = Embedding(self.vocabulary, None if rotary else self.length, self.width)
         nn.init.normal_(embed.tokens, std=0.02)
@@ -210,7 +197,6 @@ class OpenTransformer(Transformer):
             )
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         closed = super().__call__()
         embed, *blocks, head = closed.segments
         assert isinstance(embed, Embedding)
@@ -265,7 +251,6 @@ class GRU(_Sequential):
     called: ClassVar[str] = "a GRU host"
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         embed = nn.Embedding(self.vocabulary, self.width)
         head = linear(self.width, self.vocabulary, variance=1 / self.width)
         host = SegmentedHost([embed, *(GRULayer(self.width) for _ in range(self.layers)), head], self._slots())
