@@ -35,7 +35,7 @@ HELD = 0.05  # share of CIFAR's training images that is in the probe split, and 
 HOST = ResidualCNN(inputs=(1, 8, 8), channels=(8, 16), outputs=10)
 
 VARIABLE = "ESPER_DATA"
-"""The environment variable that names the folder of data sets. The default folder is `data` in the current folder."""
+"""The environment variable that names the folder of data sets."""
 BINARY = "cifar-10-batches-bin"
 TRAIN, TEST = tuple(f"data_batch_{k}.bin" for k in range(1, 6)), ("test_batch.bin",)
 LARGEST = 2**30  # largest unpacked size of a parquet file that is read [bytes]
@@ -68,22 +68,17 @@ def digits_image() -> Task:
     )
 
 
-def digits_image_narrow(channels: tuple[int, ...] = (8, 16), hidden: tuple[int, ...] = (3, 4)) -> Task:
-    """`digits-image` on a damaged host without skip connections, both of whose blocks are too narrow: a test of controllers.
-
-    Raises InputError if a size is under 1.
-    """
-    host = CNN(inputs=(1, 8, 8), channels=channels, hidden=hidden, outputs=10)
+def digits_image_narrow() -> Task:
+    """`digits-image` on a damaged host without skip connections, both of whose blocks are too narrow: a test of controllers."""
+    host = CNN(inputs=(1, 8, 8), channels=(8, 16), hidden=(3, 4), outputs=10)
     return replace(digits_image(), name="digits-image-narrow", summary=DIGITS_NARROW, host=host)
 
 
-def cifar10(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
+def cifar10() -> Task:
     """CIFAR-10 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009), from local files.
 
     A twentieth of the published training images is the probe split, and another twentieth the validation split. The published
     test images are the test split. Training images are shifted by up to 4 pixels and mirrored at random.
-
-    Raises InputError if the files are missing, incomplete, damaged or of a format that `esper docs images` does not list.
     """
     published, test = read_cifar10()
     held = max(round(HELD * len(published.y)), 2)
@@ -92,7 +87,7 @@ def cifar10(channels: tuple[int, ...] = (8, 16, 32)) -> Task:
     return Task(
         name="cifar10",
         summary=CIFAR10,
-        host=CNN(inputs=(3, 32, 32), channels=channels, outputs=10),
+        host=CNN(inputs=(3, 32, 32), channels=(8, 16, 32), outputs=10),
         train=train,
         probe=probe,
         validation=validation,
@@ -116,14 +111,14 @@ def standardizing(x: Batch, *, pad: int = 0, flip: bool = False) -> Pixels:
     return Pixels(tuple(means), tuple(deviations), pad, flip)
 
 
+def data_folder() -> Path:
+    """The folder of data sets: the one that `VARIABLE` names, or `data`."""
+    return Path(os.environ.get(VARIABLE) or "data")
+
+
 def read_cifar10(folder: Path | None = None) -> tuple[Split, Split]:
-    """Read the training and the test images of CIFAR-10, uint8 (N, 3, 32, 32) with int64 labels (N,).
-
-    folder: the folder of data sets. None takes the one that the environment variable ESPER_DATA names, or `data`.
-
-    Raises InputError if the folder holds neither format, a file is missing, or a file is truncated or damaged.
-    """
-    root = folder or Path(os.environ.get(VARIABLE) or "data")
+    """The training and the test images of CIFAR-10, uint8 (N, 3, 32, 32) with int64 labels (N,), from a folder of data sets."""
+    root = folder or data_folder()
     for place in (root / BINARY, root):
         if any((place / name).exists() for name in (*TRAIN, *TEST)):
             return _read_binary(place)
@@ -147,11 +142,12 @@ def _read_binary(folder: Path) -> tuple[Split, Split]:
     if missing:
         raise InputError(f"{folder} lacks {', '.join(missing)} of CIFAR-10; {_MEND}")
     records = {name: _records(folder / name) for name in (*TRAIN, *TEST)}
-    counts = {name: len(rows) for name, rows in records.items()}
-    most = max(counts.values())
-    for name, count in counts.items():
-        if count < most:  # all six files are published with the same number
-            raise InputError(f"{folder / name} is truncated: it holds {count} images where others hold {most}; {_MEND}")
+    most = max(map(len, records.values()))
+    for name, rows in records.items():
+        if len(rows) < most:  # all six files are published with the same number
+            raise InputError(
+                f"{folder / name} is truncated: it holds {len(rows)} images where others hold {most}; {_MEND}"
+            )
     return _split([records[name] for name in TRAIN]), _split([records[name] for name in TEST])
 
 

@@ -59,12 +59,9 @@ def spirals() -> Task:
     )
 
 
-def spirals_narrow(hidden: tuple[int, ...] = (2, 12, 4), width: int = 16) -> Task:
-    """`spirals` on a damaged host without skip connections whose first block is too narrow: a test of controllers.
-
-    Raises InputError if a width is under 1.
-    """
-    host = MLP(inputs=2, width=width, hidden=hidden, outputs=2)
+def spirals_narrow() -> Task:
+    """`spirals` on a damaged host without skip connections whose first block is too narrow: a test of controllers."""
+    host = MLP(inputs=2, width=16, hidden=(2, 12, 4), outputs=2)
     return replace(spirals(), name="spirals-narrow", summary=NARROW, host=host, room=None)
 
 
@@ -144,10 +141,9 @@ def spirals_trained() -> Task:
 def train_static(
     task: Task, factory: Callable[[], SegmentedHost], starts: int, batch: int, updates: int
 ) -> tuple[SegmentedHost, dict[str, Tensor]]:
-    """Train `starts` hosts of a factory without growth, by AdamW at the task's learning rate.
+    """Train `starts` hosts of a factory by AdamW, each with its own initial weights and its own order of examples.
 
-    Every host has its own initial weights and its own order of examples. Returns a host, and the weights of all hosts: every
-    parameter with a leading axis, (starts, *shape).
+    Returns a host, and the weights of all hosts: every parameter with a leading axis, (starts, *shape).
     """
     hosts = []
     for start in range(starts):

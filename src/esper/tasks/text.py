@@ -41,10 +41,9 @@ def text_task(
     host: Transformer,
     sizes: tuple[int, int, int, int],
 ) -> Task:
-    """A task on the bytes of files: at every position of a sequence, the byte behind it.
+    """A task on the bytes of files by name: at every position of `host.length` bytes, the byte behind it.
 
-    files: content by name. origin: where they are from, for messages. sizes: sequences of `host.length` bytes in train, probe,
-    validation and test.
+    origin: where the files are from, for messages. sizes: sequences in train, probe, validation and test.
     """
     splits = text_splits(files, host.length, sizes, origin)
     return Task(

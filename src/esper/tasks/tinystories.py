@@ -3,7 +3,6 @@
 This module downloads nothing. It reads the training file window by window and does not hold it.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from esper.leyline.data.task import SENSED, Split, Task
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, first_line
 from esper.tasks.hosts.factories import SEQUENCE_MENU, Transformer
-from esper.tasks.images import VARIABLE
+from esper.tasks.images import VARIABLE, data_folder
 from esper.tasks.objectives import NextByte, NextToken
 from esper.tasks.own.dataset import LEAST, DatasetSource, Windows
 
@@ -54,8 +53,6 @@ def tinystories() -> Task:
     """TinyStories (Eldan and Li, 2023), from local files: a task on the next byte, or on the next token of a `.bin` file.
 
     The training file is the train split; consecutive thirds of the validation file are the probe, validation and test splits.
-
-    Raises InputError if the files are missing, too short, or of a format that `esper docs sequences` does not list.
     """
     stories = read_stories()
     host = Transformer(stories.vocabulary, WIDTH, LAYERS, HEADS, LENGTH, "rotary")
@@ -97,14 +94,8 @@ def evenly(there: int, most: int) -> torch.Tensor:
 
 
 def read_stories(folder: Path | None = None) -> Stories:
-    """The tokens of local files, mapped or read.
-
-    folder: the folder of data sets, of which `tinystories` is read, or the folder itself where it holds the files. None takes
-    the one that the environment variable ESPER_DATA names, or `data`.
-
-    Raises InputError if the folder holds none of the formats, or a file is missing, empty or of another format.
-    """
-    root = folder or Path(os.environ.get(VARIABLE) or "data")
+    """The tokens of local files, mapped or read, in `tinystories` of a folder of data sets, or in the folder itself."""
+    root = folder or data_folder()
     for place in (root / FOLDER, root):
         if any((place / name).exists() for name in BINARY):
             return _read_binary(place)

@@ -80,9 +80,6 @@ class CNN(_Convolutional):
     skip connection: only a bypass can restore the information that a narrow block loses, as in `MLP`. Weights are drawn from
     torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
     elsewhere; biases are 0.
-
-    Raises InputError if a size is not a positive integer, `hidden` has neither no entry nor one per block, there is no
-    block, or the input is too small to be halved in every block.
     """
 
     name: ClassVar[str] = "cnn"
@@ -121,9 +118,6 @@ class ResidualCNN(_Convolutional):
     Block 0 reads the channels of the input. There is no batch normalization, so no example depends on another. Weights are
     drawn from torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU,
     SCALE / sqrt(fan in * blocks) in the last layer of f, and 1 / sqrt(fan in) elsewhere; biases are 0.
-
-    Raises InputError if a size is not a positive integer, there is no block, or the input is too small to be halved in
-    every block.
     """
 
     name: ClassVar[str] = "residual-cnn"

@@ -136,8 +136,6 @@ class MLP(_Dense):
     There is no skip connection, so only a bypass can restore the information that a narrow segment loses. Weights are drawn
     from torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
     elsewhere; biases are 0.
-
-    Raises InputError if a size is not a positive integer, or there is no hidden size.
     """
 
     name: ClassVar[str] = "mlp"
@@ -158,8 +156,6 @@ class ResidualMLP(_Dense):
     There is no batch normalization, so no example depends on another. Weights are drawn from torch's global generator, normal
     with standard deviation sqrt(2 / fan in) in front of a ReLU, SCALE / sqrt(fan in * blocks) in the last layer of a block,
     and 1 / sqrt(fan in) elsewhere; biases are 0.
-
-    Raises InputError if a size is not a positive integer, or there is no hidden size.
     """
 
     name: ClassVar[str] = "residual-mlp"
@@ -195,8 +191,6 @@ class DamagedMLP:
         segment k + 1:  Linear(width -> hidden[k]), Floor(linear[k]), Linear(hidden[k] -> width)
 
     The parameters of block k do not require a gradient where frozen[k]. The initial weights are those of the MLP.
-
-    Raises InputError if a size is not a positive integer, or `linear` or `frozen` does not have one bool per block.
     """
 
     name: ClassVar[str] = "damaged-mlp"

@@ -20,13 +20,10 @@ from esper.tasks.hosts.sequential import OpenTransformer as OpenTransformer
 from esper.tasks.hosts.sequential import Positions
 from esper.tasks.hosts.sequential import Transformer as Transformer
 
+# The default menus. None has a skip from the host's input, because such a seed would leave a controller nothing to decide.
 VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
-"""The default menu for streams of vectors. It has no skip from the
-host's input, because such a seed would leave a controller nothing to decide."""
 MAP_MENU = ("bypass-conv-3x3", "bypass-conv-1x1", "conv-light", "squeeze-excite")
-"""The default menu for streams of maps."""
 SEQUENCE_MENU = ("bypass-mlp", "mlp-small", "causal-conv", "attention")
-"""The default menu for streams of sequences."""
 
 VectorHost = MLP | ResidualMLP
 
@@ -154,10 +151,7 @@ factories of their hosts as its module of tasks is imported."""
 
 
 def host_from(name: str, arguments: Mapping[str, Any]) -> Callable[[], SegmentedHost]:
-    """The host factory of this name with these JSON arguments. InputError for an unknown name or argument.
-
-    Arguments with a default may be absent, because files of earlier versions do not have them.
-    """
+    """The host factory of this name with these JSON arguments, of which those with a default may be absent."""
     if name not in HOSTS:
         for each in plugins(TASKS):
             load_plugin(TASKS, each)

@@ -66,8 +66,7 @@ class _Sequential(HostFactory):
     layers: int
 
     def __post_init__(self) -> None:
-        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type is int}
-        check_sizes(self.called, sizes)
+        check_sizes(self.called, {each.name: getattr(self, each.name) for each in fields(self) if each.type is int})
 
     def _even(self, width: int) -> Self:
         return replace(self, width=width)
@@ -93,9 +92,6 @@ class Transformer(_Sequential):
     Weights are drawn from torch's global generator, normal with standard deviation 1 / sqrt(fan in), sqrt(2 / fan in) in front
     of the ReLU, divided by sqrt(2 layers) in layers that return to the stream, and .02 for the vectors of tokens and positions;
     biases are 0.
-
-    Raises InputError if a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
-    of odd width.
     """
 
     name: ClassVar[str] = "transformer"
@@ -243,8 +239,6 @@ class GRU(_Sequential):
 
     The logits at a position are those of the next token. Rows of a population run one after the other, because vmap has no rule
     for a recurrence. Weights of a GRU are those of torch.
-
-    Raises InputError if a size is not a positive integer.
     """
 
     name: ClassVar[str] = "gru"
