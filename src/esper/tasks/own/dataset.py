@@ -31,12 +31,9 @@ Example = tuple[Batch, Tensor]
 
 
 def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Batch, Tensor]:
-    """Read all features (N, ...) and labels or targets (N, ...) of a map-style Dataset, on the CPU.
+    """Read all features and labels or targets of a map-style Dataset, in this process or in so many workers.
 
-    workers: number of worker processes; 0 reads in this process.
-
-    Raises InputError if the Dataset has no length, examples differ in shape, or a worker ends, and UserCodeError, with the
-    original error as its cause, where the Dataset raises.
+    InputError if the Dataset cannot be used or a worker ends; UserCodeError, with its cause, where the Dataset raises.
     """
     count = length_of(dataset)
     examples = _by_workers(dataset, count, workers) if workers else _here(dataset, range(count))
@@ -322,10 +319,7 @@ def is_tokens(value: Any) -> bool:
 
 
 def windows_of(value: Any, of: str, host: Any, length: int | None, classes: Any) -> Windows:
-    """Tokens as windows. `of` names them in messages; host, length and classes are those of `esper.task`.
-
-    InputError if the length of a window or the vocabulary is not known, or there are too few tokens for a window.
-    """
+    """Tokens as windows. `of` names them in messages; host, length and classes are those of `esper.task`."""
     if isinstance(value, bytes | bytearray):
         tokens = np.frombuffer(value, np.uint8)
     else:
