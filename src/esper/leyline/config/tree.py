@@ -30,10 +30,7 @@ SENSOR_FAMILIES = ("participation", "inner", "dead", "drift", "gradient", "expla
 
 
 def _chosen(value: Any, known: Sequence[str], mend: str) -> tuple[str, ...]:
-    """Return the distinct names of a list, or of a text with commas between them, in the order of `known`.
-
-    Raises ValueError with the sentence `mend` if a name is unknown.
-    """
+    """The names of a list, or of a text with commas, in the order of `known`. ValueError with `mend` for an unknown one."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or any(name not in known for name in names):
         raise ValueError(mend)
@@ -579,10 +576,7 @@ def _merge(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
 
 
 def baseline_names(value: Any) -> tuple[str, ...]:
-    """Baselines from a list of names, a text of names separated by commas, 'none' or None; in the order of `BASELINES`.
-
-    Raises ValueError if a name is unknown.
-    """
+    """Baselines from a list of names, a text with commas, 'none' or None, in order. ValueError for an unknown one."""
     given = [] if value is None or value in ("none", ["none"], ("none",)) else value
     return _chosen(given, BASELINES, f"give names out of {', '.join(BASELINES)}, or none")
 
