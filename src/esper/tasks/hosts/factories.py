@@ -8,13 +8,13 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.plugins import TASKS, load_plugin, plugins
-from esper.tasks.hosts.convolutional import CNN as CNN
-from esper.tasks.hosts.convolutional import ResidualCNN as ResidualCNN
-from esper.tasks.hosts.dense import MLP as MLP
-from esper.tasks.hosts.dense import DamagedMLP as DamagedMLP
-from esper.tasks.hosts.dense import ResidualMLP as ResidualMLP
-from esper.tasks.hosts.dense import check_sizes
-from esper.tasks.hosts.dense import room_for as room_for
+from esper.tasks.hosts.feedforward import CNN as CNN
+from esper.tasks.hosts.feedforward import MLP as MLP
+from esper.tasks.hosts.feedforward import DamagedMLP as DamagedMLP
+from esper.tasks.hosts.feedforward import ResidualCNN as ResidualCNN
+from esper.tasks.hosts.feedforward import ResidualMLP as ResidualMLP
+from esper.tasks.hosts.feedforward import check_sizes
+from esper.tasks.hosts.feedforward import room_for as room_for
 from esper.tasks.hosts.sequential import GRU as GRU
 from esper.tasks.hosts.sequential import OpenTransformer as OpenTransformer
 from esper.tasks.hosts.sequential import Positions

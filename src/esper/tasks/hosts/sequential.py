@@ -11,7 +11,7 @@ from esper.kasmina.stack.layers import CausalAttention, Embedding, Linear, Posit
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.dense import HostFactory, check_sizes, linear
+from esper.tasks.hosts.feedforward import HostFactory, check_sizes, linear
 
 Positions = Literal["learned", "rotary"]
 """Where a transformer has the positions of its tokens: as learned vectors beside theirs, or in its attention."""

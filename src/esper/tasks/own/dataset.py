@@ -16,8 +16,8 @@ from esper.leyline.data.arrays import as_tensor, real
 from esper.leyline.data.batches import Batch, leaf_names, leaves, map_leaves, shapes
 from esper.leyline.data.task import Label, Split, nonfinite
 from esper.leyline.errors import InputError, UserCodeError, first_line, typed_line
-from esper.tasks.hosts.dense import is_size
 from esper.tasks.hosts.factories import GRU, Transformer
+from esper.tasks.hosts.feedforward import is_size
 from esper.tasks.own.labels import Kind, read_target, read_y
 
 CHUNK = 64
