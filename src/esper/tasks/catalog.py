@@ -12,7 +12,7 @@ from esper.leyline.plugins import TASKS as GROUP
 from esper.leyline.plugins import lacking, load_plugin, plugins
 from esper.leyline.reference import is_reference, load_reference, unnamed_function
 from esper.leyline.text import did_you_mean
-from esper.tasks import images, repair, small, spirals, text, tinystories
+from esper.tasks import images, repair, small, spirals, text
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
@@ -34,7 +34,7 @@ _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "digits-image-narrow": (images.digits_image_narrow, images.DIGITS_NARROW),
     "cifar10": (images.cifar10, images.CIFAR10),
     "stdlib-text": (text.stdlib_text, text.SUMMARY),
-    "tinystories": (tinystories.tinystories, tinystories.SUMMARY),
+    "tinystories": (text.tinystories, text.STORIES),
 }
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType({name: build for name, (build, _) in _BUILT_IN.items()})
