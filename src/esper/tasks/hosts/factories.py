@@ -16,7 +16,6 @@ from esper.tasks.hosts.feedforward import ResidualMLP as ResidualMLP
 from esper.tasks.hosts.feedforward import check_sizes
 from esper.tasks.hosts.feedforward import room_for as room_for
 from esper.tasks.hosts.sequential import GRU as GRU
-from esper.tasks.hosts.sequential import OpenTransformer as OpenTransformer
 from esper.tasks.hosts.sequential import Positions
 from esper.tasks.hosts.sequential import Transformer as Transformer
 
@@ -144,7 +143,7 @@ def menu_of(host: SegmentedHost) -> tuple[str, ...]:
 MOST_BLOCKS, WIDEST = 1024, 2**24
 """Limits on the sizes of a host that a file names. A host that is built in Python may be larger."""
 
-Host = MLP | ResidualMLP | DamagedMLP | CNN | ResidualCNN | Transformer | OpenTransformer | GRU
+Host = MLP | ResidualMLP | DamagedMLP | CNN | ResidualCNN | Transformer | GRU
 HOSTS: dict[str, Any] = {factory.name: factory for factory in get_args(Host)}
 """The host factories that a saved network can name, dataclasses whose arguments are plain. A package that adds tasks adds the
 factories of their hosts as its module of tasks is imported."""
