@@ -37,8 +37,16 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
             return read_target(values.argmax(1), kind, classes)
         flat, names = read_target(values.reshape(-1), "classification", classes)
         return flat.reshape(values.shape), names
-    if classes is None:
-        return _distinct(values)
+    if classes is None:  # the classes are the distinct labels, sorted, as in scikit-learn
+        missing = np.array([is_missing(entry) for entry in values.tolist()], bool)
+        entries = np.array(values[~missing].tolist())  # text and numbers, which can be sorted, and not objects
+        distinct, index = np.unique(entries, return_inverse=True)
+        if len(distinct) < 2:
+            only = f"the one class {distinct[0].item()!r}" if len(distinct) else "no label"
+            raise InputError(f"y holds {only}; give examples of at least two classes")
+        labels = np.full(len(values), np.nan)
+        labels[~missing] = index
+        return torch.from_numpy(labels), tuple(distinct.tolist())
     if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
         return _numbered(values, int(classes)), class_names(classes)
     return _named(values, classes)
@@ -207,19 +215,6 @@ def class_names(classes: object) -> tuple[Label, ...]:
             f"classes is {str(classes)[:80]}; give at least two different names of one type, text or numbers"
         )
     return names
-
-
-def _distinct(values: NDArray[Any]) -> Target:
-    """Labels whose classes are the distinct labels, sorted, as in scikit-learn."""
-    missing = np.array([is_missing(entry) for entry in values.tolist()], bool)
-    entries = np.array(values[~missing].tolist())  # text and numbers, which can be sorted, and not objects
-    names, index = np.unique(entries, return_inverse=True)
-    if len(names) < 2:
-        only = f"the one class {names[0].item()!r}" if len(names) else "no label"
-        raise InputError(f"y holds {only}; give examples of at least two classes")
-    labels = np.full(len(values), np.nan)
-    labels[~missing] = index
-    return torch.from_numpy(labels), tuple(names.tolist())
 
 
 def _content(values: NDArray[Any]) -> str:
