@@ -128,23 +128,14 @@ class CustomObjective(Objective):
 
     A user's function is called once with the rows of a stack as one batch, (E B, ..., C), so the number that it returns for
     an example must not depend on the other examples.
-
-    Attributes:
-        base (Classification or Regression): provides the loss or the metric where none is given
-        user_loss (callable or None): takes the place of the loss of `base`
-        user_score (callable or None): takes the place of the score of `base`; an entry of METRICS takes whole splits
-            (E, B, ..., C) and (E, B, ...)
-        metric (str): name of the metric
-        class_weights (C floats or None): factors of the loss by class; the metric has none
-        outputs (int): C
     """
 
-    base: Classification | Regression
+    base: Classification | Regression  # provides the loss or the metric where none is given
     user_loss: Function | None
-    user_score: Function | None
-    metric: str
-    class_weights: tuple[float, ...] | None
-    outputs: int
+    user_score: Function | None  # an entry of METRICS takes whole splits (E, B, ..., C) and (E, B, ...)
+    metric: str  # its name
+    class_weights: tuple[float, ...] | None  # (C,) factors of the loss by class; the metric has none
+    outputs: int  # C
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """output (E, B, ..., C), target (E, B, ...) -> (E, B), the loss of each position times the weight of its class."""

@@ -91,30 +91,17 @@ _Draw = IntEnum(
 
 @dataclass(frozen=True)
 class Facts:
-    """The parameters of an instance, without its data.
-
-    Attributes:
-        key (int): key of the instance
-        family (str): a key of FAMILIES
-        damage (str): a key of DAMAGES
-        host (DamagedMLP): factory of hosts with the features and classes of the data
-        examples (int): size of the train split; a pool of digits may have fewer examples of the classes
-        noise (float): standard deviation of the noise on every feature, in every split
-        label_noise (float): share of training labels that are drawn again
-        digits (C ints or None): digit of each class; None in the other families
-        detail (float): turns of a spiral, bits of a parity, squares in a row of a checkerboard, or units of a teacher;
-            NaN for digits
-    """
+    """The parameters of an instance, without its data."""
 
     key: int
-    family: str
-    damage: str
-    host: DamagedMLP
-    examples: int
-    noise: float
-    label_noise: float
-    digits: tuple[int, ...] | None
-    detail: float
+    family: str  # a key of FAMILIES
+    damage: str  # a key of DAMAGES
+    host: DamagedMLP  # factory of hosts with the features and classes of the data
+    examples: int  # size of the train split; a pool of digits may have fewer examples of the classes
+    noise: float  # standard deviation of the noise on every feature, in every split
+    label_noise: float  # share of training labels that are drawn again
+    digits: tuple[int, ...] | None  # (C,) digit of each class; None in the other families
+    detail: float  # turns of a spiral, bits of a parity, squares in a row, or units of a teacher; NaN for digits
 
 
 class _Shape(NamedTuple):

@@ -80,7 +80,12 @@ def checked_flags(of: str, name: str, flags: Any, blocks: int) -> tuple[bool, ..
 
 @dataclass(frozen=True)
 class HostFactory(ABC):
-    """Base of the factories of hosts, whose arguments are plain."""
+    """Base of the factories of hosts, whose arguments are plain.
+
+    Hosts have no batch normalization, so no example depends on another. Unless a class says otherwise, weights are drawn from
+    torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
+    elsewhere; biases are 0.
+    """
 
     name: ClassVar[str]  # in files
     called: ClassVar[str]  # in messages
@@ -150,9 +155,7 @@ class MLP(_Dense):
         segment k + 1:  Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)     then slot "block<k>"
         last segment:   Linear(width -> outputs)
 
-    There is no skip connection, so only a bypass can restore the information that a narrow segment loses. Weights are drawn
-    from torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
-    elsewhere; biases are 0.
+    There is no skip connection, so only a bypass can restore the information that a narrow segment loses.
     """
 
     name: ClassVar[str] = "mlp"
@@ -170,9 +173,7 @@ class ResidualMLP(_Dense):
         segment k + 1:  x + f(x),  f = Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)    then slot "block<k>"
         last segment:   Linear(width -> outputs)
 
-    There is no batch normalization, so no example depends on another. Weights are drawn from torch's global generator, normal
-    with standard deviation sqrt(2 / fan in) in front of a ReLU, SCALE / sqrt(fan in * blocks) in the last layer of a block,
-    and 1 / sqrt(fan in) elsewhere; biases are 0.
+    The standard deviation in the last layer of a block is SCALE / sqrt(fan in * blocks).
     """
 
     name: ClassVar[str] = "residual-mlp"
@@ -309,10 +310,7 @@ class CNN(_Convolutional):
         with `hidden`:    Conv 3x3 (channels[k-1] -> hidden[k]), MaxPool 2, ReLU, Conv 1x1 (hidden[k] -> channels[k])
         last segment:     mean over positions, Linear(channels[-1] -> outputs)
 
-    Block 0 reads the channels of the input. There is no batch normalization, so no example depends on another. There is no
-    skip connection: only a bypass can restore the information that a narrow block loses, as in `MLP`. Weights are drawn from
-    torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
-    elsewhere; biases are 0.
+    Block 0 reads the channels of the input. There is no skip connection, as in `MLP`.
     """
 
     name: ClassVar[str] = "cnn"
@@ -348,9 +346,7 @@ class ResidualCNN(_Convolutional):
                         s = AvgPool 2, Conv 1x1 (channels[k-1] -> channels[k])
         last segment:   mean over positions, Linear(channels[-1] -> outputs)
 
-    Block 0 reads the channels of the input. There is no batch normalization, so no example depends on another. Weights are
-    drawn from torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU,
-    SCALE / sqrt(fan in * blocks) in the last layer of f, and 1 / sqrt(fan in) elsewhere; biases are 0.
+    Block 0 reads the channels of the input. The standard deviation in the last layer of f is SCALE / sqrt(fan in * blocks).
     """
 
     name: ClassVar[str] = "residual-cnn"

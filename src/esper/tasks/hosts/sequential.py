@@ -89,9 +89,8 @@ class Transformer(_Sequential):
     The logits at a position are those of the next token: no position sees a later one. With rotary positions the attention
     rotates its queries and keys (`esper.kasmina.stack.layers.rotated`), and sequences may be longer than `length`.
 
-    Weights are drawn from torch's global generator, normal with standard deviation 1 / sqrt(fan in), sqrt(2 / fan in) in front
-    of the ReLU, divided by sqrt(2 layers) in layers that return to the stream, and .02 for the vectors of tokens and positions;
-    biases are 0.
+    The standard deviation is divided by sqrt(2 layers) in layers that return to the stream, and is .02 for the vectors of tokens
+    and positions.
     """
 
     name: ClassVar[str] = "transformer"

@@ -205,21 +205,15 @@ def dtype_of_targets(x: Batch) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class DatasetSource:
-    """Examples of a map-style Dataset by their place in a split; implements `leyline.task.Source`.
+    """Examples of a map-style Dataset by their place in a split; implements `leyline.task.Source`."""
 
-    Attributes:
-        dataset (Dataset): of pairs of features and a label or target
-        indices ((N,) int64 tensor): the example of the Dataset at each place
-        kind (str): 'classification' or 'regression'
-        classes (int or names or None): of a classification, the number of classes or their names, as in `esper.task`
-        like (Split or None): examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
-    """
-
-    dataset: Dataset[Any]
-    indices: Tensor
+    dataset: Dataset[Any]  # of pairs of features and a label or target
+    indices: Tensor  # (N,) int64, the example of the Dataset at each place
     kind: Kind
-    classes: int | tuple[Label, ...] | None
-    like: Split | None = None
+    classes: int | tuple[Label, ...] | None  # of a classification, as in `esper.task`
+    like: Split | None = (
+        None  # examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
+    )
 
     def __len__(self) -> int:
         return len(self.indices)

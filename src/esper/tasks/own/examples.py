@@ -53,25 +53,15 @@ class Given(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """Checked examples.
+    """Checked examples."""
 
-    Attributes:
-        splits (Splits): on the CPU; with a source, `train` holds the first examples of it
-        classes (C labels or None): of a classification, in the order of the outputs
-        total (int): number of all examples
-        weights ((n,) tensor or None): weights of the training examples, divided by their mean
-        columns (names or None): names of the features of a frame
-        source (DatasetSource or None): what training examples are read from, batch by batch
-        tokens (str or None): 'byte' or 'token' where each position's label is the next one
-    """
-
-    splits: Splits
-    classes: tuple[Label, ...] | None
-    total: int
-    weights: Tensor | None = None
-    columns: tuple[str, ...] | None = None
-    source: DatasetSource | None = None
-    tokens: str | None = None
+    splits: Splits  # on the CPU; with a source, `train` holds the first examples of it
+    classes: tuple[Label, ...] | None  # of a classification, in the order of the outputs
+    total: int  # number of all examples
+    weights: Tensor | None = None  # (n,) of the training examples, divided by their mean
+    columns: tuple[str, ...] | None = None  # names of the features of a frame
+    source: DatasetSource | None = None  # what training examples are read from, batch by batch
+    tokens: str | None = None  # 'byte' or 'token' where each position's label is the next one
 
 
 def read_examples(given: Given, host: Any, length: int | None) -> Examples:
