@@ -24,12 +24,12 @@ from esper.leyline.text import counted
 from esper.store.disk import read_named
 from esper.tasks.hosts.factories import CNN, MAP_MENU, ResidualCNN
 from esper.tasks.objectives import Classification
+from esper.tasks.small import DIGITS_SIZES
 from esper.tasks.splits import cut, dealt
 
 _DIGITS = "1,797 handwritten digits as images of 8 x 8 pixels in 10 classes"
 DIGITS = f"{_DIGITS}; a residual CNN"
 DIGITS_NARROW = f"{_DIGITS}; a CNN that is narrow in both of its blocks"
-DIGITS_SIZES = (1024, 256, 128, 389)  # train, probe, validation, test; 16 batches of 64 are one epoch
 CIFAR10 = "60,000 photographs of 32 x 32 pixels in 10 classes, from files of your own (`esper docs images`); a slim CNN"
 HELD = 0.05  # share of CIFAR's training images that is in the probe split, and again in the validation split
 HOST = ResidualCNN(inputs=(1, 8, 8), channels=(8, 16), outputs=10)

@@ -40,7 +40,6 @@ TEXTS = (
     ("TinyStories-train.txt", "TinyStories-valid.txt"),
 )
 BINARY = ("train.bin", "val.bin")
-PARQUET = ("train", "validation")  # what the names of the files begin with
 SEPARATOR = b"<|endoftext|>"
 STORY_LENGTH = 128
 TRAIN, HELD = 131_072, 256
@@ -194,7 +193,7 @@ def read_stories(folder: Path | None = None) -> Stories:
                 return Stories(train, validation, 256, place / names[0])
     # the folder of data sets may hold parquet files of others
     for place, depth in ((root / FOLDER, "**/"), (root, "")):
-        files = {part: sorted(place.glob(f"{depth}{part}-*.parquet")) for part in PARQUET}
+        files = {part: sorted(place.glob(f"{depth}{part}-*.parquet")) for part in ("train", "validation")}
         if files["train"]:
             return _read_parquet(place, files)
     raise InputError(
