@@ -40,9 +40,8 @@ from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, among
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tasks.catalog import get_task
-from esper.tasks.cifar import read_cifar10
 from esper.tasks.hosts.factories import CNN, MAP_MENU
-from esper.tasks.images import standardizing
+from esper.tasks.images import read_cifar10, standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import multiplies_bfloat16

@@ -21,7 +21,7 @@ from esper.store.files import NAMES as OWN
 from esper.tamiyo.catalog import get_controller, trained
 from esper.tamiyo.policy.controller import FACTS, WEIGHTS, Language, Policy, load_policy, save_policy
 from esper.tasks.catalog import get_task
-from esper.tasks.cifar import LARGEST, read_cifar10
+from esper.tasks.images import LARGEST, read_cifar10
 from pictures import write_cifar
 from populations import small_config
 

@@ -19,7 +19,7 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split, Task
 from esper.tasks.catalog import TASKS, get_task
 from esper.tasks.hosts.factories import CNN, MLP, ResidualCNN, ResidualMLP
-from esper.tasks.trained import run_static, train_static
+from esper.tasks.spirals import run_static, train_static
 
 Factory = Callable[[], SegmentedHost]
 TABLES = ("digits", "spirals", "iris", "wine", "breast-cancer")

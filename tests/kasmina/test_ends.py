@@ -12,7 +12,7 @@ from esper.kasmina.stack.rows import Stack
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.dense import Floor
+from esper.tasks.hosts.feedforward import Floor
 
 SIZES = ((20, 12), (3, 12), (20, 2), (9, 9))
 """Widths read and written: more and fewer than the 8 rows of a sparse blueprint."""

@@ -9,7 +9,7 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.stack.fused import Layers, layers_of
 from esper.kasmina.stack.layers import Linear
 from esper.kasmina.stack.rows import Stack
-from esper.tasks.hosts.dense import MLP, DamagedMLP, Floor
+from esper.tasks.hosts.feedforward import MLP, DamagedMLP, Floor
 
 
 def damaged(linear: bool = False) -> nn.Module:

@@ -24,7 +24,7 @@ from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec, Tap
 from esper.leyline.lifecycle.streams import Kind, Sequence
 from esper.runs.live.growth import growth_menu
-from esper.tasks.hosts.sequential import OpenTransformer
+from esper.tasks.hosts.sequential import Transformer
 from sequences import HOST, SEQUENCES, CausalHost, sequence_body
 
 EVERY = pytest.mark.parametrize("name", SEQUENCES)
@@ -226,8 +226,8 @@ def test_a_site_of_a_causal_slot_is_causal():
 
 
 def test_a_full_head_turns_the_head_of_a_transformer_into_any_other():
-    host, other, u = OpenTransformer(9, 8, 1, 2, 6)(), OpenTransformer(9, 8, 1, 2, 6)(), torch.randn(3, 6, 8)
-    head, target = host.segments[-2], other.segments[-2]
+    host, other, u = Transformer(9, 8, 1, 2, 6)(), Transformer(9, 8, 1, 2, 6)(), torch.randn(3, 6, 8)
+    head, target = host.segments[-1], other.segments[-1]
     for part in (head.norm, target.norm):
         nn.init.normal_(part.scale)
         nn.init.normal_(part.shift)

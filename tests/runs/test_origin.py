@@ -19,8 +19,7 @@ from esper.runs.grow import grow
 from esper.runs.training.train import train
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.catalog import get_task
-from esper.tasks.objectives import Classification
-from esper.tasks.own.custom_objective import CustomObjective
+from esper.tasks.objectives import Classification, CustomObjective
 from populations import blobs, small_config
 
 CONFIG = small_config({"controller": "random-valid"}, {"envs": 1, "steps": 4, "models": "none"})

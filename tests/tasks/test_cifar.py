@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from esper.leyline.errors import InputError
-from esper.tasks.cifar import TEST, TRAIN, VARIABLE, read_cifar10
-from esper.tasks.images import cifar10
+from esper.tasks.images import TEST, TRAIN, VARIABLE, cifar10, read_cifar10
 from pictures import cifar_records, write_cifar
 
 

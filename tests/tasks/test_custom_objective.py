@@ -16,9 +16,8 @@ from torch.utils.data import TensorDataset
 from esper.leyline.data.task import Task
 from esper.leyline.errors import DataWarning, InputError
 from esper.tasks.hosts.factories import MLP
-from esper.tasks.objectives import Classification, Regression
+from esper.tasks.objectives import METRICS, Classification, CustomObjective, Regression
 from esper.tasks.own.custom import task_from
-from esper.tasks.own.custom_objective import METRICS, CustomObjective
 from esper.tolaria.engine import VectorizedEngine
 from populations import GROW, Script, small_config
 

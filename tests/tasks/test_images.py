@@ -11,8 +11,8 @@ import esper
 from esper.kasmina.blueprints import count, drawn_with
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.convolutional import scaled_to
 from esper.tasks.hosts.factories import CNN, ResidualCNN, host_from
+from esper.tasks.hosts.feedforward import scaled_to
 from esper.tasks.images import digits_image, digits_image_narrow, standardizing
 from esper.tasks.small import digits
 

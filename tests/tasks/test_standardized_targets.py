@@ -12,8 +12,7 @@ from torch import nn
 import esper
 from esper.leyline.errors import DataWarning, InputError
 from esper.tasks.hosts.factories import MLP
-from esper.tasks.objectives import Classification, Regression
-from esper.tasks.own.custom_objective import StandardizedObjective, custom_objective
+from esper.tasks.objectives import Classification, Regression, StandardizedObjective, custom_objective
 from esper.tolaria.measure.bounds import bounds
 
 SETTINGS = {"envs": 2, "steps": 3, "baselines": ["twin"], "data": {"batch_size": 16, "batches_per_step": 8}}

@@ -10,9 +10,9 @@ from esper.cli import main
 from esper.leyline.data.task import SENSED
 from esper.leyline.errors import InputError
 from esper.tasks.catalog import get_task
-from esper.tasks.cifar import VARIABLE
+from esper.tasks.images import VARIABLE
 from esper.tasks.objectives import NextByte, NextToken
-from esper.tasks.tinystories import HELD, LENGTH, read_stories
+from esper.tasks.text import HELD, STORY_LENGTH, read_stories
 from stories import write_parquet, write_text, write_tokens
 
 
@@ -37,8 +37,8 @@ def test_the_published_text_is_the_text_of_the_splits(tmp_path, version):
     places = np.array([0, 3, len(task.source) - 1])
     read = task.source.read(places)
     for x, y, place in zip(read.x, read.y, places, strict=True):
-        assert bytes(x.tolist()) == train[place * LENGTH : (place + 1) * LENGTH]
-        assert bytes(y.tolist()) == train[place * LENGTH + 1 : (place + 1) * LENGTH + 1]
+        assert bytes(x.tolist()) == train[place * STORY_LENGTH : (place + 1) * STORY_LENGTH]
+        assert bytes(y.tolist()) == train[place * STORY_LENGTH + 1 : (place + 1) * STORY_LENGTH + 1]
     held = [bytes(part.x.flatten().tolist()) for part in (task.probe, task.validation, task.test)]
     assert b"".join(held) == validation[: sum(map(len, held))]
     assert len(task.train.y) == SENSED
@@ -49,7 +49,7 @@ def test_tokens_of_any_tokenizer_are_read_with_their_vocabulary(tmp_path):
     place = write_tokens(tmp_path)
     task = get_task("tinystories")
     tokens = np.fromfile(place / "train.bin", np.uint16)
-    assert np.array_equal(task.source.read(np.array([5])).x[0], tokens[5 * LENGTH : 6 * LENGTH])
+    assert np.array_equal(task.source.read(np.array([5])).x[0], tokens[5 * STORY_LENGTH : 6 * STORY_LENGTH])
     assert (task.objective.metric, task.host.vocabulary) == ("neg_bits_per_token", 90)
     assert type(task.objective) is NextToken
 
@@ -65,7 +65,7 @@ def test_the_parquet_copy_is_the_published_text(tmp_path):
 def test_a_large_vocabulary_leaves_fewer_windows_in_the_held_splits(tmp_path):
     sizes = {}
     for vocabulary in (90, 50_000):
-        write_tokens(tmp_path, vocabulary, (40_000, 3 * LENGTH * (HELD + 1)))
+        write_tokens(tmp_path, vocabulary, (40_000, 3 * STORY_LENGTH * (HELD + 1)))
         task = get_task("tinystories")
         sizes[vocabulary] = [len(part.y) for part in (task.probe, task.validation, task.test)]
     assert sizes == {90: [HELD] * 3, 50_000: [41] * 3}

@@ -6,7 +6,7 @@ import torch
 import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.tasks.hosts.factories import MLP, ResidualMLP
-from esper.tasks.trained import SMALL, Trained, run_static, spirals_trained, train_static
+from esper.tasks.spirals import SMALL, Trained, run_static, spirals_trained, train_static
 
 
 @pytest.fixture(scope="module")

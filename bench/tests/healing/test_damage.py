@@ -14,8 +14,8 @@ from esper.kasmina.stack.layers import Residual
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
-from esper.tasks.hosts.dense import MLP
 from esper.tasks.hosts.factories import host_from
+from esper.tasks.hosts.feedforward import MLP
 from esper_bench.healing.bridged import Bridged, BridgedMLP
 from esper_bench.healing.damage import (
     INPUT_FACTORS,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.callbacks import check_options
+from esper.callbacks import GrowthCallback
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.runs.live.growth import Growth
@@ -39,7 +39,7 @@ def loss_of_model(output: Any, labels: Any) -> Tensor:
     return found
 
 
-class HuggingFaceGrowth(TrainerCallback):
+class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
     """Grows the model of a `transformers.Trainer`: takes a step of `esper.Growth` after each step of the optimizer.
 
         growing = esper.callbacks.HuggingFaceGrowth(probe=batches, budget=0.1)
@@ -64,6 +64,8 @@ class HuggingFaceGrowth(TrainerCallback):
         InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
     """
 
+    begins = "trainer.train"
+
     def __init__(
         self,
         *,
@@ -73,17 +75,8 @@ class HuggingFaceGrowth(TrainerCallback):
         changed: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        check_options(type(self).__name__, options)
-        self.growth: Growth | None = None
-        self._probe, self._loss, self._checkpoint, self._options = probe, loss, checkpoint, options
-        self._changed = [*changed, *(() if "steps" in options else ("steps",))]  # as long as the trainer trains now
-
-    @property
-    def network(self) -> nn.Module:
-        """The model that grows. InputError before the training has begun."""
-        if self.growth is None:
-            raise InputError("nothing has grown yet; call trainer.train first")
-        return self.growth.model
+        super().__init__(probe, loss, changed, options)
+        self._checkpoint = checkpoint
 
     def on_train_begin(
         self,
@@ -107,10 +100,7 @@ class HuggingFaceGrowth(TrainerCallback):
                     f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it, or "
                     "torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
                 )
-        if self.growth is not None:
-            raise InputError(
-                "this callback has grown a network already; call its growth.finish() and give the trainer another callback"
-            )
+        self.check_first()
         saved = self._resumed(args, state, model) if state.global_step else None
         self.growth = Growth(
             model,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.callbacks import check_options
+from esper.callbacks import GrowthCallback
 from esper.kasmina.graft.grown import CHILD
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
@@ -23,7 +23,7 @@ except ModuleNotFoundError:
     ) from None
 
 
-class LightningGrowth(Callback):
+class LightningGrowth(GrowthCallback, Callback):
     """Grows a LightningModule: takes a step of `esper.Growth` after each step of the optimizer.
 
         growing = esper.callbacks.LightningGrowth(probe=probe, loss=loss, budget=0.1)
@@ -47,23 +47,16 @@ class LightningGrowth(Callback):
         InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
     """
 
+    begins = "trainer.fit"
+
     def __init__(
         self, *, probe: Batches, loss: Loss, network: str = "", changed: Sequence[str] = (), **options: Any
     ) -> None:
-        check_options(type(self).__name__, options)
-        self.growth: Growth | None = None
-        self._probe, self._loss, self._name, self._options = probe, loss, network, options
-        self._changed = [*changed, *(() if "steps" in options else ("steps",))]  # as long as the trainer trains now
+        super().__init__(probe, loss, changed, options)
+        self._name = network
         self._saved: dict[str, Any] | None = None
         self._steps = 0  # of the optimizer, that growth has been told of
         self._hook: RemovableHandle | None = None
-
-    @property
-    def network(self) -> nn.Module:
-        """The network that grows. InputError before the training has begun."""
-        if self.growth is None:
-            raise InputError("nothing has grown yet; call trainer.fit first")
-        return self.growth.model
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let a checkpoint be loaded whose seeds are not there yet."""
@@ -91,10 +84,7 @@ class LightningGrowth(Callback):
             raise InputError(
                 f"the trainer has {len(trainer.optimizers)} optimizers; return one from configure_optimizers"
             )
-        if self.growth is not None:
-            raise InputError(
-                "this callback has grown a network already; call its growth.finish() and give the trainer another callback"
-            )
+        self.check_first()
         if self._saved is not None:
             self._begin(trainer, pl_module)
 

@@ -94,10 +94,7 @@ class Controller(ABC):
 
 
 def as_controller(made: Any, subject: str = "controller is") -> Controller:
-    """Return a controller; an object of another class with the methods `act`, `store` and `update` gets the defaults of the rest.
-
-    Raises InputError with a sentence that begins with the subject if the object is no controller.
-    """
+    """The controller, or the object with `act`, `store` and `update` with the defaults of the rest. InputError for another."""
     if isinstance(made, Controller):
         return made
     cls = type(made)

@@ -62,7 +62,7 @@ def as_tree(record: Any) -> Any:
     """A NamedTuple of arrays, nested or not, as nested dicts."""
     if not isinstance(record, tuple):
         return record
-    return {name: as_tree(field) for name, field in zip(type(record)._fields, record, strict=True)}  # type: ignore[attr-defined]
+    return {name: as_tree(field) for name, field in record._asdict().items()}  # type: ignore[attr-defined]
 
 
 def from_tree(known: Any, tree: Any, name: str) -> Any:

@@ -25,8 +25,6 @@ def load_reference(reference: str, what: str, returns: str = "it", ready: Any = 
     """Import `path.py:function` or `module:function`, call the function, and return what it returns.
 
     what, returns: what is wanted, in words. ready: types of objects that are returned as they are.
-
-    Raises InputError if the function takes arguments, and otherwise as `find_reference` does.
     """
     made = find_reference(reference, what)
     if isinstance(made, ready):
@@ -41,11 +39,8 @@ def load_reference(reference: str, what: str, returns: str = "it", ready: Any = 
 def find_reference(reference: str, what: str) -> Any:
     """Import `path.py:function` or `module:function`, and return the function without calling it.
 
-    A module is imported from the current folder or from `sys.path`. A file can import the modules of its own folder. what: what
-    is wanted, in words.
-
-    Raises InputError if the file, module or function does not exist, and UserCodeError, with the original error as its cause,
-    if the code raises another error.
+    A module is imported from the current folder or from `sys.path`. A file can import the modules of its own folder. InputError
+    if there is no such file, module or function; UserCodeError, with its cause, if the code raises another error.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -184,8 +179,7 @@ def resume_command(folder: Path, tasks: Sequence[str], controller: str = "") -> 
 def resume_call(folder: Path, tasks: Sequence[str], made: Sequence[str] = (), controller: str = "") -> str:
     """The call that resumes a run on these tasks: `esper.resume('runs/mine', task='path.py:function')`.
 
-    `made` lists the arguments, "task" or "controller", that were Python objects and must be given again. controller: that of the
-    config.
+    made: the arguments, "task" or "controller", that were Python objects. controller: that of the config.
     """
     places = [name for name in tasks if is_reference(name)]
     given = []

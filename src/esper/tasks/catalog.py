@@ -12,7 +12,7 @@ from esper.leyline.plugins import TASKS as GROUP
 from esper.leyline.plugins import lacking, load_plugin, plugins
 from esper.leyline.reference import is_reference, load_reference, unnamed_function
 from esper.leyline.text import did_you_mean
-from esper.tasks import images, repair, small, spirals, text, tinystories, trained
+from esper.tasks import images, repair, small, spirals, text
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
@@ -20,7 +20,7 @@ _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "digits-narrow": (small.digits_narrow, small.NARROW),
     "spirals": (spirals.spirals, spirals.SUMMARY),
     "spirals-narrow": (spirals.spirals_narrow, spirals.NARROW),
-    "spirals-trained": (trained.spirals_trained, trained.SUMMARY),
+    "spirals-trained": (spirals.spirals_trained, spirals.TRAINED),
     "iris": (small.iris, small.SUMMARY.format(small.IRIS)),
     "iris-plain": (partial(small.plain, small.iris, small.IRIS), small.PLAIN.format(small.IRIS)),
     "wine": (small.wine, small.SUMMARY.format(small.WINE)),
@@ -34,7 +34,7 @@ _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "digits-image-narrow": (images.digits_image_narrow, images.DIGITS_NARROW),
     "cifar10": (images.cifar10, images.CIFAR10),
     "stdlib-text": (text.stdlib_text, text.SUMMARY),
-    "tinystories": (tinystories.tinystories, tinystories.SUMMARY),
+    "tinystories": (text.tinystories, text.STORIES),
 }
 
 TASKS: Mapping[str, Callable[[], AnyTask]] = MappingProxyType({name: build for name, (build, _) in _BUILT_IN.items()})

@@ -1,18 +1,33 @@
-"""The built-in objectives: the loss that training minimises, and the metric. E rows, B examples, C outputs; ... are positions.
+"""Objectives: the loss that training minimises, and the metric; built in, or of a user's loss, metric and class weights.
 
-Loss and score of a row are computed from that row alone, by operations whose order does not depend on E.
+E rows, B examples, C outputs; ... are positions. Loss and score of a row are computed from that row alone, by operations whose
+order does not depend on E.
 """
 
+import copy
+import inspect
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from numbers import Real
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from esper.leyline.data.task import Objective
+from esper.leyline.data.task import Label, Objective, Scaling
+from esper.leyline.errors import InputError, first_line
+from esper.leyline.text import did_you_mean
 
 MANY = 64
 """Classes from which on `F.cross_entropy` is faster on a CPU than the formula written out: 1.7 times at 64 and at 256."""
+
+
+def _correct(output: Tensor, target: Tensor) -> Tensor:
+    """1 where the largest output is the label's, else 0."""
+    return (output.argmax(-1) == target).to(output.dtype)
 
 
 @dataclass(frozen=True)
@@ -44,7 +59,7 @@ class Classification(Objective):
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """1 where the largest output is the label's, else 0.   output (E, B, ..., C), target (E, B, ...) int64 -> (E, B)."""
         assert output.shape == (*target.shape, self.outputs), (output.shape, target.shape, self.outputs)
-        return by_example((output.argmax(-1) == target).to(output.dtype))
+        return by_example(_correct(output, target))
 
 
 @dataclass(frozen=True)
@@ -100,3 +115,279 @@ def by_example(values: Tensor) -> Tensor:
     if values.dim() == 3:
         return values.mean(-1)
     return values.flatten(2).mean(-1) if values.dim() > 3 else values
+
+
+Function = Callable[[Tensor, Tensor], Tensor]
+"""A function of outputs (B, ..., C) and of labels (B, ...) int64 or targets (B, ..., C), which returns a number for each example,
+position or target."""
+
+
+@dataclass(frozen=True, eq=False)
+class CustomObjective(Objective):
+    """The objective `base` with another loss, another metric, or class weights.
+
+    A user's function is called once with the rows of a stack as one batch, (E B, ..., C), so the number that it returns for
+    an example must not depend on the other examples.
+    """
+
+    base: Classification | Regression  # provides the loss or the metric where none is given
+    user_loss: Function | None
+    user_score: Function | None  # an entry of METRICS takes whole splits (E, B, ..., C) and (E, B, ...)
+    metric: str  # its name
+    class_weights: tuple[float, ...] | None  # (C,) factors of the loss by class; the metric has none
+    outputs: int  # C
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """output (E, B, ..., C), target (E, B, ...) -> (E, B), the loss of each position times the weight of its class."""
+        if self.class_weights is None:
+            return self.base.loss(output, target) if self.user_loss is None else _each(self.user_loss, output, target)
+        if self.user_loss is not None:
+            losses = _values(self.user_loss, output, target)
+            losses = losses.mean(-1) if losses.dim() > target.dim() else losses
+        else:
+            assert isinstance(self.base, Classification), "only classes have weights"
+            losses = self.base.losses(output, target)
+        weights = _tensor_on(self.class_weights, torch.Size((-1,)), losses.device, losses.dtype)
+        return by_example(losses * weights.index_select(0, target.reshape(-1)).view_as(target))
+
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """output (E, B, ..., C), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
+        if self.user_score is None:
+            return self.base.score(output, target)
+        if self.metric in METRICS and self.user_score is METRICS[self.metric].score:
+            return by_example(self.user_score(output, target))
+        return _each(self.user_score, output, target)
+
+
+@dataclass(frozen=True, eq=False)
+class StandardizedObjective(Objective):
+    """The objective of a regression whose networks return standardized targets, (y - mean) / deviation.
+
+    The squared error is that of standardized targets. R2 is the same in both units. A loss or a metric that a user gives takes
+    outputs and targets in the units of y.
+    """
+
+    base: Regression | CustomObjective
+    mean: tuple[float, ...]  # of each target of an example, in order [units of y]
+    deviation: tuple[float, ...]  # likewise [units of y]
+    metric: str = field(init=False)
+    outputs: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "metric", self.base.metric)
+        object.__setattr__(self, "outputs", self.base.outputs)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """output (E, B, ...) standardized, target of that shape or (E, B) in the units of y -> (E, B)."""
+        in_units_of_y = isinstance(self.base, CustomObjective) and self.base.user_loss is not None
+        return self.base.loss(*self._in_units(output, target, in_units_of_y))
+
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """output (E, B, ...) standardized, target of that shape or (E, B) in the units of y, a whole split -> (E, B)."""
+        in_units_of_y = isinstance(self.base, CustomObjective) and self.base.user_score is not None
+        return self.base.score(*self._in_units(output, target, in_units_of_y))
+
+    def _in_units(self, output: Tensor, target: Tensor, units_of_y: bool) -> tuple[Tensor, Tensor]:
+        """Outputs and targets, both in the units of y or both standardized."""
+        shape, device, dtype = output.shape[2:], output.device, output.dtype
+        scaling = Scaling(*(_tensor_on(each, shape, device, dtype) for each in (self.mean, self.deviation)))
+        return (scaling.restore(output), target) if units_of_y else (output, scaling.read(target.reshape(output.shape)))
+
+
+@lru_cache
+def _tensor_on(values: tuple[float, ...], shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Constants as a tensor of a shape, which is copied to the device once."""
+    return torch.tensor(values, dtype=dtype).reshape(shape).to(device)
+
+
+@lru_cache
+def _module_on(module: nn.Module, device: torch.device) -> nn.Module:
+    return copy.deepcopy(module).to(device)
+
+
+def _each(function: Function, output: Tensor, target: Tensor) -> Tensor:
+    """Call a function once for all rows: (E, B, ..., C), (E, B, ...) -> (E, B) in the dtype of the outputs."""
+    values = _values(function, output, target)
+    return values.reshape(*values.shape[:2], -1).mean(-1)
+
+
+def _values(function: Function, output: Tensor, target: Tensor) -> Tensor:
+    """The same for each example, position or target: (E, B), (E, B, ...) or (E, B, ..., C)."""
+    if target.is_floating_point():
+        target = target.reshape(output.shape)
+    if isinstance(function, nn.Module):
+        function = _module_on(function, output.device)
+    values = function(output.flatten(0, 1), target.flatten(0, 1)).to(output.dtype)
+    return values.reshape(*output.shape[:2], *values.shape[1:])
+
+
+class Metric(NamedTuple):
+    """A metric that is a mean over the examples of a split."""
+
+    score: Function  # (E, B, ..., C), (E, B, ...) -> (E, B), or a number for each position or target
+    kind: str  # 'classification' or 'regression'
+
+
+def balanced(output: Tensor, target: Tensor) -> Tensor:
+    """B / (K n_y) where the largest output is that of the label y, else 0. n_y of the B labels of a row are y, and K occur.
+
+    The mean over B is the mean over classes of their accuracies (scikit-learn's `balanced_accuracy_score`).
+    """
+    labels = target.flatten(1)
+    counts = F.one_hot(labels, output.shape[-1]).sum(-2)  # (E, C)
+    share = labels.shape[-1] / ((counts > 0).sum(-1, keepdim=True) * counts).to(output.dtype)
+    return _correct(output, target) * share.gather(-1, labels).view_as(target)
+
+
+# by the names that scikit-learn gives them
+METRICS: Mapping[str, Metric] = {
+    "accuracy": Metric(_correct, "classification"),
+    "balanced_accuracy": Metric(balanced, "classification"),
+    "neg_log_loss": Metric(
+        lambda output, target: output.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1), "classification"
+    ),
+    "r2": Metric(lambda output, target: Regression(output.shape[-1]).score(output, target), "regression"),
+    "neg_mean_squared_error": Metric(
+        lambda output, target: -(output - target.reshape(output.shape)).square(), "regression"
+    ),
+    "neg_mean_absolute_error": Metric(
+        lambda output, target: -(output - target.reshape(output.shape)).abs(), "regression"
+    ),
+}
+
+
+def custom_objective(
+    base: Classification | Regression, loss: Any, metric: Any, class_weights: tuple[float, ...] | None
+) -> Classification | Regression | CustomObjective:
+    """`base`, with a user's loss, metric and class weights in place of its own. InputError if they cannot be used."""
+    score, name = _read_metric(metric, "classification" if isinstance(base, Classification) else "regression")
+    if loss is None and class_weights is None and name in (None, base.metric):
+        return base
+    loss_by_example = None if loss is None else _unreduced(loss)
+    return CustomObjective(base, loss_by_example, score, name or base.metric, class_weights, base.outputs)
+
+
+def _unreduced(loss: Any) -> Function:
+    """A loss that returns a number for each example: with reduction='none' where the loss has that argument."""
+    if isinstance(loss, type) or not callable(loss):
+        given = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
+        raise InputError(
+            f"loss is {given}; give a function of outputs (B, C) and y, such as torch.nn.HuberLoss() with parentheses"
+        )
+    if isinstance(loss, nn.Module):
+        if any(parameter.requires_grad for parameter in loss.parameters()):
+            raise InputError(
+                f"loss is a {type(loss).__name__} with trainable parameters, which no optimizer would train; give a loss without"
+            )
+        if vars(loss).get("reduction", "none") != "none":
+            loss = copy.deepcopy(loss)
+            loss.reduction = "none"
+        module: Function = loss
+        return module
+    try:
+        reduces = "reduction" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):  # some callables that are written in C have no signature
+        reduces = False
+    function: Function = partial(loss, reduction="none") if reduces else loss
+    return function
+
+
+def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:
+    """The score function of a metric and its name; two None where no metric is given."""
+    if metric is None:
+        return None, None
+    known = [name for name, each in METRICS.items() if each.kind == kind]
+    if isinstance(metric, str):
+        if metric in known:
+            return METRICS[metric].score, metric
+        hint = did_you_mean(metric, known, similarity=0.7)
+        raise InputError(
+            f"metric is {metric!r}; give {', '.join(known)} for a {kind}, or a function of outputs (B, C) and y that returns "
+            "one score per example, because networks are compared example by example and their mean is the metric"
+            + (f"; {hint}" if hint else "")
+        )
+    if isinstance(metric, type) or not callable(metric):
+        raise InputError(
+            f"metric is {metric!r}; give a name, as in {known[0]!r}, or a function of outputs (B, C) and y"
+        )
+    name = getattr(metric, "__name__", type(metric).__name__)
+    if str(getattr(metric, "__module__", "")).startswith("sklearn."):
+        raise InputError(
+            f"metric is scikit-learn's {name}, which takes predicted labels of a whole split; give one of the names "
+            f"{', '.join(known)}, or a function of outputs (B, C) and y that returns one score per example"
+        )
+    name = name if name.isidentifier() else "score"
+    if name in ("loss", "objective") or name in METRICS:
+        raise InputError(f"metric is a function named {name!r}, which the summary uses already; give it another name")
+    return metric, name
+
+
+def check_objective(objective: Objective, output: Tensor, target: Tensor) -> None:
+    """InputError if a user's loss or metric cannot be used for outputs (B, ..., C) and targets (B, ...) of examples."""
+    if not isinstance(objective, CustomObjective):
+        return
+    output = output.detach().clone().requires_grad_()
+    if output.dtype.is_floating_point and target.is_floating_point():
+        target = target.reshape(output.shape)
+    if objective.user_loss is not None:
+        losses = _numbers("loss", objective.user_loss, output, target)
+        (gradient,) = torch.autograd.grad(losses.sum(), output, allow_unused=True) if losses.requires_grad else (None,)
+        if gradient is None or not gradient.isfinite().all():
+            raise InputError(
+                "loss has no finite gradient with respect to the outputs; compute the loss from the outputs by torch alone"
+            )
+    if objective.user_score is not None and objective.metric not in METRICS:
+        _numbers("metric", objective.user_score, output.detach(), target)
+
+
+def _numbers(what: str, function: Function, output: Tensor, target: Tensor) -> Tensor:
+    """The numbers that a user's function returns: (B,), (B, ...) or (B, ..., C). InputError if they cannot be used."""
+    allowed = output.shape[:1], output.shape[: max(output.dim() - 1, 1)], output.shape
+    shapes = f"outputs {tuple(output.shape)} and y {tuple(target.shape)}"
+    try:
+        whole, part = function(output, target), function(output[:2], target[:2])
+    except Exception as error:
+        name = type(error).__name__
+        raise InputError(f"{what} raised {name} for {shapes}: {first_line(error)}; correct the {what}") from error
+    if not isinstance(whole, Tensor) or whole.shape not in allowed:
+        got = f"a tensor of shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"a {type(whole).__name__}"
+        raise InputError(
+            f"{what} returned {got} for {shapes}; return one number per example instead of their mean, as a tensor of shape "
+            f"{tuple(output.shape[:1])}"
+        )
+    if not whole.isfinite().all():
+        raise InputError(f"{what} is NaN or infinite for {shapes} of the training examples; correct the {what}")
+    if not torch.allclose(whole[:2].to(output.dtype), part.to(output.dtype), rtol=1e-3, atol=1e-5):
+        raise InputError(
+            f"{what} of an example depends on the other examples of its batch; compute it from the outputs and y of that example"
+        )
+    return whole
+
+
+def weights_of_classes(given: Any, classes: Sequence[Label], counts: Sequence[int]) -> tuple[float, ...]:
+    """The weight of each class (C,), divided by the mean weight of the training examples.
+
+    given: 'balanced', which gives a class the inverse of its share as its weight; a mapping from labels to weights; or the
+    weights in the order of the classes.
+    counts: number of training examples of each class.
+    """
+    if isinstance(given, str) and given == "balanced":
+        present = sum(count > 0 for count in counts)
+        weights = [sum(counts) / (present * count) if count else 1.0 for count in counts]
+    elif isinstance(given, Mapping):
+        if set(given) != set(classes):
+            odd = sorted(set(given) ^ set(classes), key=str)[0]
+            raise InputError(
+                f"class_weights {'lacks' if odd in classes else 'names'} {odd!r}; give a weight for each of the classes "
+                f"{str(list(classes))[:80]}"
+            )
+        weights = [given[name] for name in classes]
+    else:
+        weights = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
+    if len(weights) != len(classes) or not all(isinstance(w, Real) and 0 < w < float("inf") for w in weights):
+        raise InputError(
+            f"class_weights is {repr(given)[:80]}; give 'balanced', or a positive number for each of the classes "
+            f"{str(list(classes))[:80]}"
+        )
+    mean = sum(w * count for w, count in zip(weights, counts, strict=True)) / sum(counts)
+    return tuple(float(w) / mean for w in weights)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -30,27 +29,21 @@ SUMMARY = (
     "sampled problems: digits, spirals, parities, checkerboards and random teachers, "
     "on MLPs that are sound, narrow, linear, frozen or slim"
 )
-RANGES: Mapping[str, range] = MappingProxyType(
-    {
-        "training": range(2**20),
-        "validation": range(2**20, 2**20 + 2**16),
-        "heldout": range(2**20 + 2**16, 2**20 + 2**17),
-    }
-)
-FAMILIES: Mapping[str, float] = MappingProxyType(
-    {"digits": 0.45, "spiral": 0.14, "parity": 0.12, "checker": 0.12, "teacher": 0.17}
-)
-DAMAGES: Mapping[str, float] = MappingProxyType(
-    {
-        "none": 0.2,
-        "narrow1": 0.28,
-        "narrow2": 0.2,
-        "linear": 0.1,
-        "narrow+linear": 0.08,
-        "frozen": 0.09,
-        "slim_all": 0.05,
-    }
-)
+RANGES: Mapping[str, range] = {
+    "training": range(2**20),
+    "validation": range(2**20, 2**20 + 2**16),
+    "heldout": range(2**20 + 2**16, 2**20 + 2**17),
+}
+FAMILIES: Mapping[str, float] = {"digits": 0.45, "spiral": 0.14, "parity": 0.12, "checker": 0.12, "teacher": 0.17}
+DAMAGES: Mapping[str, float] = {
+    "none": 0.2,
+    "narrow1": 0.28,
+    "narrow2": 0.2,
+    "linear": 0.1,
+    "narrow+linear": 0.08,
+    "frozen": 0.09,
+    "slim_all": 0.05,
+}
 """Probabilities of the kinds of damage: one or two narrow blocks, blocks without a nonlinearity, both, a slim block that is
 never trained, or slim blocks throughout. The damaged blocks are drawn too."""
 
@@ -59,14 +52,13 @@ WIDTHS = (8, 12, 16)  # of the stream
 HIDDEN = (6, 8, 12, 16)  # inner widths of an undamaged block
 NARROW = (1, 2)  # of a bottleneck
 SLIM = (2, 3)  # of a frozen block, and of every block of a slim host
-INPUTS: Mapping[str, int] = MappingProxyType({"digits": 64, "spiral": 2, "parity": 8, "checker": 2, "teacher": 16})
+INPUTS: Mapping[str, int] = {"digits": 64, "spiral": 2, "parity": 8, "checker": 2, "teacher": 16}
 CLASSES = 10  # at most
 
 POOLS = (1000, 240, 160, 397)  # digits that train, probe, validation and test splits are taken from
 PIXEL_SCALE = 4.5  # of digits, whose pixels go from 0 to 16
 SPIRAL_NOISE, PARITY_NOISE = 0.05, 0.2
 RADIUS = 2.0  # of spirals and checkerboards, so that features have a standard deviation near 1
-REFERENCE = 1000  # inputs by which the classes of a teacher are balanced
 
 
 class RepairSplit(IntEnum):
@@ -79,65 +71,37 @@ class RepairSplit(IntEnum):
     REFERENCE = 4
 
 
-SIZES: Mapping[RepairSplit, int] = MappingProxyType(
-    {RepairSplit.PROBE: 200, RepairSplit.VALIDATION: 200, RepairSplit.TEST: 400, RepairSplit.REFERENCE: REFERENCE}
-)
+SIZES: Mapping[RepairSplit, int] = {
+    RepairSplit.PROBE: 200,
+    RepairSplit.VALIDATION: 200,
+    RepairSplit.TEST: 400,
+    RepairSplit.REFERENCE: 1000,  # inputs by which the classes of a teacher are balanced
+}
 """Numbers of examples. A split of digits has fewer where its pool has fewer of the classes. The size of train is drawn."""
 
 
-class _Draw(IntEnum):
-    """Names of the random draws: first those of `Facts`, and from PIXELS on those of the data. The values are part of keys."""
-
-    FAMILY = 0
-    DAMAGE = 1
-    WIDTH = 2
-    HIDDEN = 3
-    PLACE = 4
-    NARROW = 5
-    SLIM = 6
-    CLASSES = 7
-    DIGITS = 8
-    NOISE = 9
-    LABEL_NOISE = 10
-    EXAMPLES = 11
-    DETAIL = 12
-    PIXELS = 13
-    ORDER = 14
-    INPUT = 15
-    LABEL = 16
-    FEATURE_NOISE = 17
-    FLIP = 18
-    FLIPPED = 19
-    FIRST_MAP = 20
-    SECOND_MAP = 21
+# The random draws: first those of `Facts`, and from PIXELS on those of the data. The values are part of keys.
+_Draw = IntEnum(
+    "_Draw",
+    "FAMILY DAMAGE WIDTH HIDDEN PLACE NARROW SLIM CLASSES DIGITS NOISE LABEL_NOISE EXAMPLES DETAIL "
+    "PIXELS ORDER INPUT LABEL FEATURE_NOISE FLIP FLIPPED FIRST_MAP SECOND_MAP",
+    start=0,
+)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The parameters of an instance, without its data.
-
-    Attributes:
-        key (int): key of the instance
-        family (str): a key of FAMILIES
-        damage (str): a key of DAMAGES
-        host (DamagedMLP): factory of hosts with the features and classes of the data
-        examples (int): size of the train split; a pool of digits may have fewer examples of the classes
-        noise (float): standard deviation of the noise on every feature, in every split
-        label_noise (float): share of training labels that are drawn again
-        digits (C ints or None): digit of each class; None in the other families
-        detail (float): turns of a spiral, bits of a parity, squares in a row of a checkerboard, or units of a teacher;
-            NaN for digits
-    """
+    """The parameters of an instance, without its data."""
 
     key: int
-    family: str
-    damage: str
-    host: DamagedMLP
-    examples: int
-    noise: float
-    label_noise: float
-    digits: tuple[int, ...] | None
-    detail: float
+    family: str  # a key of FAMILIES
+    damage: str  # a key of DAMAGES
+    host: DamagedMLP  # factory of hosts with the features and classes of the data
+    examples: int  # size of the train split; a pool of digits may have fewer examples of the classes
+    noise: float  # standard deviation of the noise on every feature, in every split
+    label_noise: float  # share of training labels that are drawn again
+    digits: tuple[int, ...] | None  # (C,) digit of each class; None in the other families
+    detail: float  # turns of a spiral, bits of a parity, squares in a row, or units of a teacher; NaN for digits
 
 
 class _Shape(NamedTuple):
@@ -150,15 +114,13 @@ class _Shape(NamedTuple):
     detail: Sequence[float]
 
 
-_SHAPES: Mapping[str, _Shape] = MappingProxyType(
-    {
-        "digits": _Shape(range(2, 11), (0.0, 0.5, 1.0), (0.0, 0.0, 0.15), (120, 400, 1000), (math.nan,)),
-        "spiral": _Shape((2, 3), (SPIRAL_NOISE,), (0.0,), (300, 1000), (0.6, 1.0, 1.4)),
-        "parity": _Shape((2,), (PARITY_NOISE,), (0.0,), (1000,), (2, 3, 4)),
-        "checker": _Shape((2,), (0.0,), (0.0,), (300, 1000), (2, 3)),
-        "teacher": _Shape((2, 4, 6), (0.0,), (0.0,), (300, 1000), (4, 16)),
-    }
-)
+_SHAPES: Mapping[str, _Shape] = {
+    "digits": _Shape(range(2, 11), (0.0, 0.5, 1.0), (0.0, 0.0, 0.15), (120, 400, 1000), (math.nan,)),
+    "spiral": _Shape((2, 3), (SPIRAL_NOISE,), (0.0,), (300, 1000), (0.6, 1.0, 1.4)),
+    "parity": _Shape((2,), (PARITY_NOISE,), (0.0,), (1000,), (2, 3, 4)),
+    "checker": _Shape((2,), (0.0,), (0.0,), (300, 1000), (2, 3)),
+    "teacher": _Shape((2, 4, 6), (0.0,), (0.0,), (300, 1000), (4, 16)),
+}
 
 
 def repair() -> Mixture:
@@ -329,18 +291,20 @@ def _teacher(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Label
     first = _normal(facts, _Draw.FIRST_MAP, 0, inputs, units) * (2 / math.sqrt(inputs))
     second = _normal(facts, _Draw.SECOND_MAP, 0, units, classes)
 
-    def inputs_and_outputs(part: RepairSplit, count: int) -> tuple[Floats, Floats]:
-        x = _normal(facts, _Draw.INPUT, part, count, inputs)
-        return x, np.maximum(x @ first - 0.5, 0) @ second
-
-    x, z = inputs_and_outputs(part, count)
-    _, reference = inputs_and_outputs(RepairSplit.REFERENCE, SIZES[RepairSplit.REFERENCE])
+    drawn = ((part, count), (RepairSplit.REFERENCE, SIZES[RepairSplit.REFERENCE]))
+    x, references = (_normal(facts, _Draw.INPUT, of, many, inputs) for of, many in drawn)
+    z, reference = (np.maximum(each @ first - 0.5, 0) @ second for each in (x, references))
     return x, ((z - reference.mean(0)) / (reference.std(0) + 1e-6)).argmax(1)
 
 
-_GENERATORS: Mapping[str, Callable[[Facts, RepairSplit, int], tuple[Floats, Labels]]] = MappingProxyType(
-    {"digits": _digits, "spiral": _spiral, "parity": _parity, "checker": _checker, "teacher": _teacher}
-)
+_Generator = Callable[[Facts, RepairSplit, int], tuple[Floats, Labels]]
+_GENERATORS: Mapping[str, _Generator] = {
+    "digits": _digits,
+    "spiral": _spiral,
+    "parity": _parity,
+    "checker": _checker,
+    "teacher": _teacher,
+}
 
 
 def _uniform(facts: Facts, draw: _Draw, part: int, *shape: int) -> Floats:

@@ -42,8 +42,6 @@ def digits_narrow(hidden: tuple[int, ...] = (4, 12, 5), width: int = 16) -> Task
 
     With the default sizes, bypasses around the first and the last block restore what the host loses, and a bypass around the
     middle block adds almost nothing.
-
-    Raises InputError if a width is under 1.
     """
     host = MLP(inputs=64, width=width, hidden=hidden, outputs=10)
     return replace(digits(), name="digits-narrow", summary=NARROW, host=host, room=room_for(host))
@@ -79,11 +77,8 @@ def _task(name: str, data: str, table: Any, *, sizes: tuple[int, ...], batches: 
 def table_task(
     name: str, summary: str, table: Any, host: ResidualMLP, *, sizes: tuple[int, ...], batches: tuple[int, int]
 ) -> Task:
-    """A classification from a data set of scikit-learn, in torch's default dtype.
+    """A classification from a `Bunch` of scikit-learn, of which hosts read the features standardized by the train split.
 
-    Hosts read the features standardized by the train split. The splits are the same in every run.
-
-    table: a `Bunch` with `data` (N, D) and `target` (N,).
     sizes: numbers of examples in train, probe, validation and test, which sum to N.
     batches: examples per batch, and batches per step.
     """

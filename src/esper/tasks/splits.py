@@ -14,8 +14,6 @@ from esper.leyline.data.task import Scaling, Split, check_finite, nonfinite, one
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 
-_CPU = torch.device("cpu")
-
 
 class Splits(NamedTuple):
     """The four splits of a task. No two splits share an example or storage."""
@@ -27,11 +25,7 @@ class Splits(NamedTuple):
 
 
 def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
-    """Check features x (N, ...) and labels y (N, ...) int64, or where `classes` is None floating-point targets y (N, ...).
-
-    Raises InputError if lengths or shapes do not fit, a feature or a target is not finite, or a label is not in 0 to
-    `classes` - 1.
-    """
+    """InputError if features x (N, ...) and labels y (N, ...) int64, or targets where `classes` is None, cannot be used."""
     skip = "give the task defaults={'data': {'nonfinite': 'skip'}}"
     fill = "preprocess=SimpleImputer().fit(the training rows of x) of scikit-learn (`esper docs tasks`)"
     for name, leaf in zip(leaf_names(shapes(x)), leaves(x), strict=True):
@@ -65,10 +59,7 @@ def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
 
 
 def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, int]:
-    """Numbers of examples in train, probe, validation and test, which sum to `examples`.
-
-    Raises InputError if `fractions` is not four positive numbers that sum to 1.
-    """
+    """Numbers of examples in train, probe, validation and test, which sum to `examples`."""
     numbers = isinstance(fractions, Sequence) and all(isinstance(f, Real) for f in fractions)
     if not numbers or len(fractions) != 4 or not all(f > 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-6:
         raise InputError(
@@ -80,16 +71,11 @@ def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, 
 
 
 def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
-    """Split examples at random into splits of the given sizes, stratified by class.
-
-    x: (N, ...) features, y: (N,) labels or (N, C) targets, both on the CPU. Every split is a copy.
-    sizes: four numbers of examples, which sum to N.
+    """Split examples x (N, ...), y (N,) or (N, C) at random into four splits of the given sizes, stratified by class.
 
     The splits are a function of y, sizes and seed. Stratification: the i-th of the n examples of a class, in random order,
     gets the position (i + 1/2) / n; all examples are sorted by position and cut into the splits. Every split
     therefore has nearly the same share of every class. Examples with several labels are not stratified.
-
-    Raises InputError if a split has fewer than two examples, or a target is constant in a split.
     """
     splits = cut(x, y, dealt(y, sizes, seed))
     check_targets(splits)
@@ -122,7 +108,7 @@ def check_targets(splits: Splits) -> None:
 def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
     """Indices of the examples in parts of the given sizes, as in `split`."""
     assert sum(sizes) == len(y), (sizes, y.shape)
-    order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(y)]), _CPU)[0]
+    order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(y)]), torch.device("cpu"))[0]
     if not y.is_floating_point() and y.dim() == 1:
         labels, positions = y[order], torch.empty(len(y), dtype=torch.float64)
         for label in labels.unique():  # (i + 1/2) / n for the i-th of the n examples of a class
@@ -135,10 +121,7 @@ def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
 
 
 def scaling_of(x: Batch) -> Scaling:
-    """Mean and standard deviation of every feature of x (N, ...). A feature that is constant in x gets the deviation 1.
-
-    InputError if an example is several tensors.
-    """
+    """Mean and standard deviation of every feature of x (N, ...). A feature that is constant in x gets the deviation 1."""
     x = one_tensor(x, "scaling")
     mean, deviation = x.mean(0), x.std(0, correction=0)
     return Scaling(mean, torch.where(x.amax(0) > x.amin(0), deviation, torch.ones_like(deviation)))

@@ -11,9 +11,8 @@ from esper.kasmina.stack.layers import PositionMean
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.convolutional import checked_sizes
-from esper.tasks.hosts.dense import MLP, SCALE, check_sizes, checked_flags, conv, linear, smallest
 from esper.tasks.hosts.factories import HOSTS
+from esper.tasks.hosts.feedforward import MLP, SCALE, check_sizes, checked_flags, checked_sizes, conv, linear, smallest
 
 
 class Bridged(nn.Sequential):

@@ -16,12 +16,12 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.data import keys
-from esper.tasks.hosts.sequential import OpenTransformer
 from esper.tasks.objectives import NextByte
 from esper_bench.healing import hosts as healing_hosts
 from esper_bench.healing.byte_text import LENGTH, SYMBOLS, digest, windows
 from esper_bench.healing.data import Draw, Part
 from esper_bench.healing.hosts import Weights, read_group, write_group
+from esper_bench.healing.open_transformer import OpenTransformer
 
 LAYERS = 4
 HOST = OpenTransformer(vocabulary=len(SYMBOLS), width=32, layers=LAYERS, heads=4, length=LENGTH)

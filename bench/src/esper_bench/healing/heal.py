@@ -13,7 +13,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.batches import Batch
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split
 from esper.leyline.errors import InputError
-from esper.tasks.hosts.dense import MLP
+from esper.tasks.hosts.feedforward import MLP
 from esper.tasks.objectives import Classification
 from esper_bench.healing.bridged import BridgedCNN
 from esper_bench.healing.closed_form import correct

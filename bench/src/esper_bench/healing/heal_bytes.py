@@ -13,7 +13,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.batches import Batch
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split
 from esper.leyline.errors import InputError
-from esper.tasks.hosts.sequential import OpenTransformer, Transformer
+from esper.tasks.hosts.sequential import Transformer
 from esper.tasks.objectives import NextByte
 from esper_bench.healing.byte_damage import damage_text, damage_transformer
 from esper_bench.healing.byte_hosts import HOST, LAYERS, trained_weights
@@ -22,6 +22,7 @@ from esper_bench.healing.closed_form import correct
 from esper_bench.healing.damage import Damage, draw_damage
 from esper_bench.healing.data import Part
 from esper_bench.healing.heal import BUDGET, RANGES, with_intact
+from esper_bench.healing.open_transformer import OpenTransformer
 
 SUMMARY = "trained transformers for bytes, damaged and frozen: repair them with seeds of a few parameters"
 TAUGHT = (

@@ -4,6 +4,7 @@ The sentence names the key, the value that was given, and the values that are ac
 config or of one of its sections.
 """
 
+import dataclasses
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
@@ -101,17 +102,8 @@ def accepted(annotation: Any, metadata: Any = ()) -> str:
         return f"a list of {_PLURAL[get_args(annotation)[0]]}" + (f", at least {shortest}" if shortest else "")
     if get_origin(annotation) is not None and issubclass(get_origin(annotation), Mapping):
         return f"a mapping of names to {_PLURAL.get(get_args(annotation)[1], 'values')}"
-    words = []
-    for limit in metadata:
-        match limit:
-            case Ge(ge=least):
-                words.append(f"of at least {least}")
-            case Gt(gt=least):
-                words.append(f"above {least}")
-            case Le(le=most):
-                words.append(f"of at most {most}")
-            case Lt(lt=most):
-                words.append(f"below {most}")
+    limits = {Ge: "of at least", Gt: "above", Le: "of at most", Lt: "below"}
+    words = [f"{limits[type(each)]} {dataclasses.astuple(each)[0]}" for each in metadata if type(each) in limits]
     return " ".join([_SINGULAR.get(annotation, "another value"), " and ".join(words)]).strip()
 
 

@@ -30,10 +30,7 @@ SENSOR_FAMILIES = ("participation", "inner", "dead", "drift", "gradient", "expla
 
 
 def _chosen(value: Any, known: Sequence[str], mend: str) -> tuple[str, ...]:
-    """Return the distinct names of a list, or of a text with commas between them, in the order of `known`.
-
-    Raises ValueError with the sentence `mend` if a name is unknown.
-    """
+    """The names of a list, or of a text with commas, in the order of `known`. ValueError with `mend` for an unknown one."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or any(name not in known for name in names):
         raise ValueError(mend)
@@ -413,6 +410,12 @@ BASELINES = ("twin", "same-size", "plain", "skips")
 """The static networks that a run compares grown networks with (`esper docs baselines`), in the order in which they are shown."""
 
 
+def baseline_names(value: Any) -> tuple[str, ...]:
+    """Baselines from a list of names, a text with commas, 'none' or None, in order. ValueError for an unknown one."""
+    given = [] if value is None or value in ("none", ["none"], ("none",)) else value
+    return _chosen(given, BASELINES, f"give names out of {', '.join(BASELINES)}, or none")
+
+
 class Config(Section):
     """All settings of a run, defaults included."""
 
@@ -506,10 +509,7 @@ class Config(Section):
     def _read_off(cls, value: Any) -> Any:
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
 
-    @pydantic.field_validator("baselines", mode="before")
-    @classmethod
-    def _parse_baselines(cls, value: Any) -> Any:
-        return baseline_names(value)
+    _parse_baselines = pydantic.field_validator("baselines", mode="before")(baseline_names)
 
     @pydantic.field_validator("slots", "blueprints")
     @classmethod
@@ -578,15 +578,6 @@ def _merge(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
         old = merged.get(name)
         merged[name] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def baseline_names(value: Any) -> tuple[str, ...]:
-    """Baselines from a list of names, a text of names separated by commas, 'none' or None; in the order of `BASELINES`.
-
-    Raises ValueError if a name is unknown.
-    """
-    given = [] if value is None or value in ("none", ["none"], ("none",)) else value
-    return _chosen(given, BASELINES, f"give names out of {', '.join(BASELINES)}, or none")
 
 
 def _without_twin(layer: Mapping[str, Any], earlier: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -32,10 +32,7 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
 
 
 def real(values: Tensor, what: str) -> Tensor:
-    """Real numbers in a dtype that torch computes with: unsigned whole numbers of 16 bits and more become int64.
-
-    InputError for complex numbers, and for whole numbers from 2^63 on.
-    """
+    """Real numbers in a dtype that torch computes with: unsigned whole numbers of 16 bits and more become int64."""
     if values.is_complex():
         raise InputError(f"{what} holds complex numbers; give their real and imaginary parts as numbers of their own")
     if values.dtype not in (torch.uint16, torch.uint32, torch.uint64):  # torch indexes and compares with few others

@@ -17,13 +17,6 @@ from esper.leyline.errors import InputError
 Value = bool | int | float | str | None
 """An entry of a table as a file holds it; None for a missing value, whichever (None, NaN, NA)."""
 
-SUPPORTED = (
-    *("StandardScaler", "MinMaxScaler", "MaxAbsScaler", "RobustScaler", "SimpleImputer", "OneHotEncoder"),
-    *("OrdinalEncoder", "ColumnTransformer", "Pipeline"),
-)
-"""The transformers of scikit-learn that are read, beside 'passthrough' and 'drop'."""
-
-
 _LARGEST = 2**19  # characters of JSON
 
 
@@ -253,7 +246,7 @@ def preprocess_from(fitted: Any, x: Any) -> Preprocess:
 
 
 def _read(fitted: Any) -> Any:
-    """The step that a fitted transformer is. InputError if it is none of `SUPPORTED`, or has an option that is not read."""
+    """The step that a fitted transformer is. InputError if it is not supported, or has an option that is not read."""
     name = type(fitted).__name__
     if fitted is None or fitted == "passthrough" or (name == "FunctionTransformer" and fitted.func is None):
         return Keep()
@@ -291,7 +284,10 @@ def _read(fitted: Any) -> Any:
                 refuse = fitted.handle_unknown == "error"
                 return Ordinal(categories=_categories(fitted), refuse=refuse, unknown=unknown, missing=missing)
             case "ColumnTransformer":
-                return _parts(fitted)
+                if fitted.transformer_weights:
+                    raise _unsaved(fitted, "transformer_weights")
+                chosen = [(part, _columns(fitted, given)) for _, part, given in fitted.transformers_ if part != "drop"]
+                return Parts(parts=[Part(columns=each, step=_read(part)) for part, each in chosen if each])
             case "Pipeline":
                 return StepsInOrder(steps=[_read(step) for _, step in fitted.steps])
     except ValidationError as error:
@@ -300,45 +296,26 @@ def _read(fitted: Any) -> Any:
             "yourself, and leave preprocess out"
         ) from None
     raise InputError(
-        f"preprocess holds a {name}, which cannot be saved with a network; use {', '.join(SUPPORTED)}, or transform the "
-        "features yourself, and leave preprocess out"
+        f"preprocess holds a {name}, which cannot be saved with a network; use StandardScaler, MinMaxScaler, MaxAbsScaler, "
+        "RobustScaler, SimpleImputer, OneHotEncoder, OrdinalEncoder, ColumnTransformer, Pipeline, or transform the features "
+        "yourself, and leave preprocess out"
     )
 
 
 def _scale(own: Any, subtract: Any, divide: Any, low: float | None = None, high: float | None = None) -> Scale:
-    given = (
-        np.zeros(own.n_features_in_) if subtract is None else subtract,
-        np.ones(own.n_features_in_) if divide is None else divide,
-    )
-    numbers = [[float(value) for value in values] for values in given]
-    if not np.isfinite(numbers).all():
+    subtract = np.zeros(own.n_features_in_) if subtract is None else np.asarray(subtract, float)
+    divide = np.ones(own.n_features_in_) if divide is None else np.asarray(divide, float)
+    if not np.isfinite([subtract, divide]).all():
         raise _unsaved(own, "a column without a finite number")
-    return Scale(subtract=numbers[0], divide=numbers[1], low=low, high=high)
+    return Scale(subtract=subtract.tolist(), divide=divide.tolist(), low=low, high=high)
 
 
-def _parts(own: Any) -> Parts:
-    if own.transformer_weights:
-        raise _unsaved(own, "transformer_weights")
-    names = getattr(own, "feature_names_in_", None)
-    listed = [] if names is None else [str(name) for name in names]
-    parts = []
-    for _, fitted, chosen in own.transformers_:
-        if isinstance(fitted, str) and fitted == "drop":
-            continue
-        columns = _columns(own, chosen, listed)
-        if columns:
-            parts.append(Part(columns=columns, step=_read(fitted)))
-    return Parts(parts=parts)
-
-
-def _columns(own: Any, chosen: Any, names: Sequence[str]) -> list[int]:
+def _columns(own: Any, chosen: Any) -> list[int]:
     """The indices of the columns that a part of a ColumnTransformer was given as names, indices, a slice or a mask."""
-    count = own.n_features_in_
+    count, names = own.n_features_in_, [str(name) for name in getattr(own, "feature_names_in_", ())]
     if isinstance(chosen, slice):
-        ends = (names.index(end) if isinstance(end, str) else end for end in (chosen.start, chosen.stop))
-        start, stop = ends
-        if isinstance(chosen.stop, str):  # names include the last
-            stop = names.index(chosen.stop) + 1
+        start = names.index(chosen.start) if isinstance(chosen.start, str) else chosen.start
+        stop = names.index(chosen.stop) + 1 if isinstance(chosen.stop, str) else chosen.stop  # names include the last
         return list(range(count))[start : stop : chosen.step]
     listed = np.atleast_1d(np.asarray(chosen, object)).tolist()
     if listed and all(isinstance(each, bool | np.bool_) for each in listed):

@@ -19,7 +19,6 @@ from esper.leyline.errors import DataWarning, InputError, warn
 from esper.leyline.records import brief
 from esper.leyline.text import counted
 
-_LISTED = 5  # examples that a sentence names
 SENSED = 256
 """Training examples that the growth sensors are measured on, the first of the train split [examples]."""
 
@@ -60,7 +59,7 @@ def nonfinite(split: Split) -> Tensor:
 def which(bad: Tensor) -> str:
     """The first few of the examples that are marked in bad (N,) bool, and how many of how many, in words."""
     rows = bad.nonzero().flatten().tolist()
-    listed = ", ".join(map(str, rows[:_LISTED])) + (", ..." if len(rows) > _LISTED else "")
+    listed = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
     return f"example{'s' if len(rows) > 1 else ''} {listed} ({len(rows)} of {len(bad)})"
 
 
@@ -292,7 +291,10 @@ class Instance(NamedTuple):
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
         """Examples of a split as a host reads them: leaves (N, ...), the floating-point ones in a dtype where it is given."""
-        return _read(self.pixels, self.scaling, x, dtype)
+        if self.pixels is not None:
+            return self.pixels.read(one_tensor(x, "pixels"), dtype)
+        x = x if self.scaling is None else self.scaling.read(one_tensor(x, "scaling"))
+        return x if dtype is None else cast(x, dtype)
 
     @property
     def interface(self) -> Interface:
@@ -418,7 +420,7 @@ class Task:
 
         A grown network reads them as they are.
         """
-        return _read(self.pixels, self.scaling, x, dtype)
+        return self.instance(0).read(x, dtype)
 
     def test_split(self, key: int) -> Split | None:
         """What the final evaluation of an instance reads; None in a sealed task."""
@@ -492,13 +494,6 @@ class Mixture:
         return self.ranges[part]
 
 
-def _read(pixels: Pixels | None, scaling: Scaling | None, x: Batch, dtype: torch.dtype | None) -> Batch:
-    if pixels is not None:
-        return pixels.read(one_tensor(x, "pixels"), dtype)
-    x = x if scaling is None else scaling.read(one_tensor(x, "scaling"))
-    return x if dtype is None else cast(x, dtype)
-
-
 def one_tensor(x: Batch, what: str) -> Tensor:
     """x itself. InputError if examples are several tensors, of which a task's `pixels` or `scaling` does not say which."""
     if isinstance(x, Tensor):
@@ -519,12 +514,9 @@ def epochs_of(steps: int, config: Config, task: AnyTask) -> float | None:
 
 
 def with_steps(config: Config, task: AnyTask) -> Config:
-    """The config with `steps` computed from `epochs`; unchanged if `epochs` is None.
+    """The config with steps = ceil(epochs * N / (data.batch_size * data.batches_per_step)), unless `epochs` is None.
 
-        steps = ceil(epochs * N / (data.batch_size * data.batches_per_step))
-
-    N is the number of examples in the train split. InputError if the config also sets other `steps`, and for a mixture, whose
-    train splits differ in size.
+    N is the number of examples in the train split. InputError if the config also sets other `steps`, and for a mixture.
     """
     if config.epochs is None:
         return config

@@ -64,18 +64,17 @@ class SlotSpec:
         """InputError, in one sentence, where a field is not what it says above."""
         if not isinstance(self.name, str) or not self.name:
             raise InputError(f"the name of a slot is {self.name!r}; give it a name in quotes, as in 'middle'")
-        _set_whole(self, "after", 0, f"slot {self.name!r} is after segment {self.after!r}; give the index of a segment")
-        _set_whole(
-            self, "width", 1, f"slot {self.name!r} has width {self.width!r}; give the features of the segment before it"
-        )
-        if self.inner is not None:
-            _set_whole(
-                self,
-                "inner",
-                1,
-                f"inner of slot {self.name!r} is {self.inner!r}; give None, or how many modules of the segment make its "
-                "inner features",
-            )
+        for name, least, given, mend in (
+            ("after", 0, "slot {!r} is after segment", "the index of a segment"),
+            ("width", 1, "slot {!r} has width", "the features of the segment before it"),
+            ("inner", 1, "inner of slot {!r} is", "None, or how many modules of the segment make its inner features"),
+        ):
+            value = getattr(self, name)
+            if name == "inner" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                raise InputError(f"{given.format(self.name)} {value!r}; give {mend}, a whole number from {least} on")
+            object.__setattr__(self, name, int(value))  # of NumPy's integers too
         if self.kind not in list(Kind):
             raise InputError(f"slot {self.name!r} is of kind {self.kind!r}; choose one of {', '.join(Kind)}")
         object.__setattr__(self, "kind", Kind(self.kind))
@@ -89,14 +88,6 @@ class SlotSpec:
     def stream(self) -> Stream:
         """The stream at the slot."""
         return STREAMS[self.kind](self.width)
-
-
-def _set_whole(slot: SlotSpec, name: str, least: int, sentence: str) -> None:
-    """Make a field an int, of NumPy's integers too. InputError if it is not a whole number from `least` on."""
-    value = getattr(slot, name)
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InputError(f"{sentence}, a whole number from {least} on")
-    object.__setattr__(slot, name, int(value))
 
 
 Flow = TypeVar("Flow")

@@ -8,25 +8,21 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.plugins import TASKS, load_plugin, plugins
-from esper.tasks.hosts.convolutional import CNN as CNN
-from esper.tasks.hosts.convolutional import ResidualCNN as ResidualCNN
-from esper.tasks.hosts.dense import MLP as MLP
-from esper.tasks.hosts.dense import DamagedMLP as DamagedMLP
-from esper.tasks.hosts.dense import ResidualMLP as ResidualMLP
-from esper.tasks.hosts.dense import check_sizes
-from esper.tasks.hosts.dense import room_for as room_for
+from esper.tasks.hosts.feedforward import CNN as CNN
+from esper.tasks.hosts.feedforward import MLP as MLP
+from esper.tasks.hosts.feedforward import DamagedMLP as DamagedMLP
+from esper.tasks.hosts.feedforward import ResidualCNN as ResidualCNN
+from esper.tasks.hosts.feedforward import ResidualMLP as ResidualMLP
+from esper.tasks.hosts.feedforward import check_sizes
+from esper.tasks.hosts.feedforward import room_for as room_for
 from esper.tasks.hosts.sequential import GRU as GRU
-from esper.tasks.hosts.sequential import OpenTransformer as OpenTransformer
 from esper.tasks.hosts.sequential import Positions
 from esper.tasks.hosts.sequential import Transformer as Transformer
 
+# The default menus. None has a skip from the host's input, because such a seed would leave a controller nothing to decide.
 VECTOR_MENU = ("bypass-linear", "bypass-mlp", "mlp-small")
-"""The default menu for streams of vectors. It has no skip from the
-host's input, because such a seed would leave a controller nothing to decide."""
 MAP_MENU = ("bypass-conv-3x3", "bypass-conv-1x1", "conv-light", "squeeze-excite")
-"""The default menu for streams of maps."""
 SEQUENCE_MENU = ("bypass-mlp", "mlp-small", "causal-conv", "attention")
-"""The default menu for streams of sequences."""
 
 VectorHost = MLP | ResidualMLP
 
@@ -147,17 +143,14 @@ def menu_of(host: SegmentedHost) -> tuple[str, ...]:
 MOST_BLOCKS, WIDEST = 1024, 2**24
 """Limits on the sizes of a host that a file names. A host that is built in Python may be larger."""
 
-Host = MLP | ResidualMLP | DamagedMLP | CNN | ResidualCNN | Transformer | OpenTransformer | GRU
+Host = MLP | ResidualMLP | DamagedMLP | CNN | ResidualCNN | Transformer | GRU
 HOSTS: dict[str, Any] = {factory.name: factory for factory in get_args(Host)}
 """The host factories that a saved network can name, dataclasses whose arguments are plain. A package that adds tasks adds the
 factories of their hosts as its module of tasks is imported."""
 
 
 def host_from(name: str, arguments: Mapping[str, Any]) -> Callable[[], SegmentedHost]:
-    """The host factory of this name with these JSON arguments. InputError for an unknown name or argument.
-
-    Arguments with a default may be absent, because files of earlier versions do not have them.
-    """
+    """The host factory of this name with these JSON arguments, of which those with a default may be absent."""
     if name not in HOSTS:
         for each in plugins(TASKS):
             load_plugin(TASKS, each)

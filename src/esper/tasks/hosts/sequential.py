@@ -1,6 +1,5 @@
 """Hosts for sequences of tokens: a decoder transformer, and a recurrent network."""
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, Self, get_args
 
@@ -12,7 +11,7 @@ from esper.kasmina.stack.layers import CausalAttention, Embedding, Linear, Posit
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.dense import check_sizes, linear, smallest
+from esper.tasks.hosts.feedforward import HostFactory, check_sizes, linear
 
 Positions = Literal["learned", "rotary"]
 """Where a transformer has the positions of its tokens: as learned vectors beside theirs, or in its attention."""
@@ -59,30 +58,18 @@ class TiedHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class _Sequential(ABC):
+class _Sequential(HostFactory):
     """Base of the hosts for tokens: an embedding, layers with a slot behind each, and a last layer."""
-
-    name: ClassVar[str]
-    called: ClassVar[str]  # in messages
 
     vocabulary: int  # tokens are whole numbers from 0 to vocabulary - 1
     width: int  # features of every position
     layers: int
 
     def __post_init__(self) -> None:
-        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.type is int}
-        check_sizes(self.called, sizes)
-
-    def plain(self, parameters: int) -> Self:
-        """The network of as many layers, of the smallest width with at least `parameters` parameters."""
-        return self._even(smallest(self._even, parameters))
+        check_sizes(self.called, {each.name: getattr(self, each.name) for each in fields(self) if each.type is int})
 
     def _even(self, width: int) -> Self:
         return replace(self, width=width)
-
-    @abstractmethod
-    def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
 
     def _slots(self) -> list[SlotSpec]:
         return [
@@ -102,12 +89,8 @@ class Transformer(_Sequential):
     The logits at a position are those of the next token: no position sees a later one. With rotary positions the attention
     rotates its queries and keys (`esper.kasmina.stack.layers.rotated`), and sequences may be longer than `length`.
 
-    Weights are drawn from torch's global generator, normal with standard deviation 1 / sqrt(fan in), sqrt(2 / fan in) in front
-    of the ReLU, divided by sqrt(2 layers) in layers that return to the stream, and .02 for the vectors of tokens and positions;
-    biases are 0.
-
-    Raises InputError if a size is not a positive integer, the heads do not divide the width, or rotary positions meet heads
-    of odd width.
+    The standard deviation is divided by sqrt(2 layers) in layers that return to the stream, and is .02 for the vectors of tokens
+    and positions.
     """
 
     name: ClassVar[str] = "transformer"
@@ -132,7 +115,6 @@ class Transformer(_Sequential):
             )
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         rotary = self.positions == "rotary"
         embed = Embedding(self.vocabulary, None if rotary else self.length, self.width)
         nn.init.normal_(embed.tokens, std=0.02)
@@ -146,92 +128,6 @@ class Transformer(_Sequential):
     def _even(self, width: int) -> Self:
         step = self.heads * (2 if self.positions == "rotary" else 1)
         return replace(self, width=-(-width // step) * step)
-
-
-class OneHotTokens(nn.Module):
-    """A vector of one 1 for each token: (B, L) int64 -> (B, L, vocabulary), of torch's default dtype or that of `unit`."""
-
-    stacks = True
-    unit: Tensor  # (1,), of the dtype of the host; stacked (E, 1)
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.vocabulary = vocabulary
-        self.register_buffer("unit", torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, L) -> (B, L, vocabulary), or (E, B, L) -> (E, B, L, vocabulary)."""
-        return (x.unsqueeze(-1) == torch.arange(self.vocabulary, device=x.device)).to(self.unit.dtype)
-
-
-class TokenMap(nn.Module):
-    """The vectors of tokens that are given as `OneHotTokens`, and a vector of each position: what `Embedding` computes."""
-
-    stacks = True
-
-    def __init__(self, vocabulary: int, length: int, width: int) -> None:
-        super().__init__()
-        self.tokens = nn.Parameter(torch.empty(vocabulary, width))
-        self.positions = nn.Parameter(torch.empty(length, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, L, vocabulary) -> (B, L, C), or with stacked parameters (E, B, L, vocabulary) -> (E, B, L, C)."""
-        positions = self.positions[..., : x.shape[-2], :]
-        if self.tokens.dim() == 2:
-            return x @ self.tokens + positions
-        tokens: Tensor = torch.bmm(x.flatten(1, -2), self.tokens).unflatten(1, x.shape[1:-1])
-        return tokens + positions.unsqueeze(1)
-
-
-@dataclass(frozen=True)
-class OpenTransformer(Transformer):
-    """A factory of `Transformer` hosts with slots at both ends, which may be frozen. Positions are learned.
-
-        segment 0:      a vector of one 1 for each token
-        segment 1:      the learned vector of each token, + one of each position                 then slot "embed"
-        segment k + 2:  the layers of `Transformer`                                              then slot "block<k>"
-        segment K + 2:  norm, and the product with the vectors of the tokens                     then slot "head"
-        last segment:   the logits as they are
-
-    A seed that reads what enters the segment of slot "embed" reads tokens, and one at slot "head" changes logits. The function
-    and the initial weights are those of a `Transformer`. No parameter requires a gradient if `frozen` is true.
-    """
-
-    name: ClassVar[str] = "open-transformer"
-
-    frozen: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.positions != "learned" or not isinstance(self.frozen, bool):
-            raise InputError(
-                f"an open transformer host was given positions {self.positions!r} and frozen {self.frozen!r}; give 'learned', "
-                "and True or False"
-            )
-
-    def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
-        closed = super().__call__()
-        embed, *blocks, head = closed.segments
-        assert isinstance(embed, Embedding)
-        assert isinstance(head, TiedHead)
-        tokens = TokenMap(self.vocabulary, self.length, self.width)
-        tokens.tokens = embed.tokens
-        assert embed.positions is not None
-        tokens.positions = embed.positions
-        last = self.layers + 2
-        slots = [
-            SlotSpec("embed", after=1, width=self.width, kind=Kind.SEQUENCE, causal=True),
-            *(replace(slot, after=slot.after + 1) for slot in closed.slots),
-            SlotSpec("head", after=last, width=self.vocabulary, kind=Kind.SEQUENCE, causal=True),
-        ]
-        host = SegmentedHost([OneHotTokens(self.vocabulary), tokens, *blocks, head, nn.Identity()], slots)
-        host.stacks = True
-        host.requires_grad_(not self.frozen)
-        return host
-
-    def _even(self, width: int) -> Self:
-        return replace(super()._even(width), frozen=False)
 
 
 class GRULayer(nn.Module):
@@ -257,15 +153,12 @@ class GRU(_Sequential):
 
     The logits at a position are those of the next token. Rows of a population run one after the other, because vmap has no rule
     for a recurrence. Weights of a GRU are those of torch.
-
-    Raises InputError if a size is not a positive integer.
     """
 
     name: ClassVar[str] = "gru"
     called: ClassVar[str] = "a GRU host"
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         embed = nn.Embedding(self.vocabulary, self.width)
         head = linear(self.width, self.vocabulary, variance=1 / self.width)
         host = SegmentedHost([embed, *(GRULayer(self.width) for _ in range(self.layers)), head], self._slots())

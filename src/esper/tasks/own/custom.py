@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -23,9 +22,12 @@ from esper.leyline.data.task import Label, Objective, Split, Task, one_tensor
 from esper.leyline.errors import DataWarning, InputError, typed_line, warn
 from esper.leyline.text import counted
 from esper.tasks.hosts.factories import menu_of
-from esper.tasks.objectives import Classification, NextByte, NextToken, Regression
-from esper.tasks.own.custom_objective import (
+from esper.tasks.objectives import (
+    Classification,
     CustomObjective,
+    NextByte,
+    NextToken,
+    Regression,
     StandardizedObjective,
     check_objective,
     custom_objective,
@@ -46,14 +48,12 @@ USUAL = (0.1, 10.0)
 LISTED = 8
 """Largest number of classes that a message lists."""
 
-DEFAULTS: Mapping[str, Any] = MappingProxyType(
-    {
-        "early_stopping": {"enabled": True},
-        "reward": {"rent_size": 1000},
-        # The narrow segment may contain the only nonlinearity of the host, which a linear bypass would not replace.
-        "heuristic": {"narrow_blueprints": ("bypass-mlp", "bypass-conv-3x3")},
-    }
-)
+DEFAULTS: Mapping[str, Any] = {
+    "early_stopping": {"enabled": True},
+    "reward": {"rent_size": 1000},
+    # The narrow segment may contain the only nonlinearity of the host, which a linear bypass would not replace.
+    "heuristic": {"narrow_blueprints": ("bypass-mlp", "bypass-conv-3x3")},
+}
 """Config of every custom task. The `defaults` of a task take precedence."""
 
 
@@ -112,21 +112,37 @@ def task_from(
 
     Raises InputError for arguments that cannot be used. Issues a `DataWarning` for what is probably a mistake.
     """
-    _check_settings(name, menu, splits, fractions, seed, standardize)
+    if not isinstance(name, str) or not name:
+        what = f"the task's name is {name!r}; give it one in quotes" if name else "the task has no name; give one"
+        raise InputError(f"{what}, as in task('wine', ...)")
+    if not isinstance(standardize, bool) and standardize != "features":
+        raise InputError(
+            f"standardize is {standardize!r}; give True, False, or 'features' to leave targets as they are"
+        )
+    if menu is not None:
+        if isinstance(menu, str) or not isinstance(menu, Sequence) or not menu:
+            raise InputError(f"menu is {menu!r}; give a list of blueprint names, as in ['bypass-linear']")
+        for entry in menu:
+            get_blueprint(entry)
+            if list(menu).count(entry) > 1:
+                raise InputError(f"menu names the blueprint {entry!r} {list(menu).count(entry)} times; name it once")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise InputError(f"seed is {seed!r}; give a whole number from 0 on, the seed of the random splits")
+    if splits is not None and tuple(fractions) != FRACTIONS:
+        raise InputError(f"splits and fractions {tuple(fractions)} were given; leave one of them out")
     if host is None:
         raise InputError(
             "esper.task was given no host; give a function that makes the network to be grown, as host=esper.mlp(inputs, "
             "classes=...) with the numbers of features and classes (`esper docs tasks`)"
         )
-    made_of_raw = None
     if preprocess is not None:
-        made_of_raw, x, splits = _preprocessed(preprocess, x, splits)
+        preprocess, x, splits = _preprocessed(preprocess, x, splits)
     skip = build_config(defaults or {}).data.nonfinite == "skip"
     given = Given(x, y, splits, fractions, seed, kind, classes, sample_weights, workers, stream, skip)
     data = read_examples(given, host, length)
     base = _objective(data, loss, metric, class_weights)
-    host = read_host(host)
-    parts = as_the_host_takes(data.splits, host, standardized=bool(standardize))
+    host = _read_host(host)
+    parts = _as_the_host_takes(data.splits, host, standardized=bool(standardize))
     if data.source is not None and standardize:
         raise InputError(
             f"standardize is {standardize!r}, but the training examples are read batch by batch, so their mean is not known; "
@@ -148,7 +164,7 @@ def task_from(
         few = picked(parts.train.x, slice(examples))
         return few if scaling is None else scaling.read(one_tensor(few, "scaling"))
 
-    drawn: Any = draw_host(host)
+    drawn: Any = _draw_host(host)
     if isinstance(drawn, nn.Module) and not isinstance(drawn, SegmentedHost):
         host = CutHost(host, read(2))
     sizes = {base.outputs, *parts.train.y.shape[1:]}
@@ -163,7 +179,7 @@ def task_from(
         if data.source is None and data.tokens is None:
             _warn_of_single_examples(data.classes, counts)
         if loss is None:
-            _warn_of_softmax(draw_host(host))
+            _warn_of_softmax(_draw_host(host))
     elif loss is None and standardize is False and not isinstance(host, RegrownHost):
         _warn_of_targets(parts.train.y)
     objective: Objective = base
@@ -178,7 +194,7 @@ def task_from(
         host=host,
         **parts._asdict(),
         objective=objective,
-        menu=tuple(menu) if menu is not None else menu_of(draw_host(host)),
+        menu=tuple(menu) if menu is not None else menu_of(_draw_host(host)),
         defaults=merge_settings(DEFAULTS, defaults or {}),
         scaling=scaling,
         classes=data.classes,
@@ -187,37 +203,11 @@ def task_from(
         plain=plain,
         target_scaling=target_scaling,
         source=None if data.source is None else replace(data.source, like=parts.train),
-        preprocess=made_of_raw,
+        preprocess=preprocess,
     )
 
 
-def _check_settings(
-    name: Any, menu: Any, splits: Mapping[str, Any] | None, fractions: Sequence[float], seed: Any, standardize: Any
-) -> None:
-    """Check the arguments that can be checked without the examples. InputError if one cannot be used."""
-    if not isinstance(name, str) or not name:
-        what = f"the task's name is {name!r}; give it one in quotes" if name else "the task has no name; give one"
-        raise InputError(f"{what}, as in task('wine', ...)")
-    if not isinstance(standardize, bool) and standardize != "features":
-        raise InputError(
-            f"standardize is {standardize!r}; give True, False, or 'features' to leave targets as they are"
-        )
-    if menu is not None:
-        if isinstance(menu, str) or not isinstance(menu, Sequence) or not menu:
-            raise InputError(f"menu is {menu!r}; give a list of blueprint names, as in ['bypass-linear']")
-        for entry in menu:
-            get_blueprint(entry)
-            if list(menu).count(entry) > 1:
-                raise InputError(f"menu names the blueprint {entry!r} {list(menu).count(entry)} times; name it once")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed is {seed!r}; give a whole number from 0 on, the seed of the random splits")
-    if splits is not None and tuple(fractions) != FRACTIONS:
-        raise InputError(f"splits and fractions {tuple(fractions)} were given; leave one of them out")
-
-
-def _preprocessed(
-    fitted: Any, x: Any, splits: Mapping[str, Any] | None
-) -> tuple[Preprocess, Any, Mapping[str, Any] | None]:
+def _preprocessed(fitted: Any, x: Any, splits: Mapping[str, Any] | None) -> tuple[Preprocess, Any, Any]:
     """Read a transformer, and make with it the features of x, or where x is None those of the four splits."""
     pairs = {} if x is not None or splits is None else splits
     whole = {name: pair for name, pair in pairs.items() if isinstance(pair, tuple | list) and len(pair) == 2}
@@ -257,16 +247,12 @@ def _objective(
     return objective
 
 
-def as_the_host_takes(splits: Splits, host: Callable[[], SegmentedHost], *, standardized: bool) -> Splits:
-    """The splits in the dtypes that a host takes.
-
-    Whole numbers and truth values, such as token ids and masks, keep their dtype where the host runs on them. Where it does not,
-    or where features are standardized, they become numbers of torch's default dtype.
-    """
+def _as_the_host_takes(splits: Splits, host: Callable[[], SegmentedHost], *, standardized: bool) -> Splits:
+    """The splits, in which whole numbers and truth values are numbers of torch's default dtype unless the host runs on them."""
     x = splits.train.x
     if all(leaf.is_floating_point() for leaf in leaves(x)):
         return splits
-    made, few = draw_host(host), picked(x, slice(2))
+    made, few = _draw_host(host), picked(x, slice(2))
     embeds = isinstance(made, nn.Module) and any(
         isinstance(each, nn.Embedding | nn.EmbeddingBag) for each in made.modules()
     )
@@ -290,18 +276,14 @@ def _floating(x: Batch) -> Batch:
     return map_leaves(lambda leaf: leaf if leaf.is_floating_point() else leaf.to(torch.get_default_dtype()), x)
 
 
-def draw_host(host: Callable[[], SegmentedHost]) -> SegmentedHost:
+def _draw_host(host: Callable[[], SegmentedHost]) -> SegmentedHost:
     """The host that a factory returns. The caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         return host()
 
 
-def read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
-    """A user's factory itself, or a `RegrownHost` where it returns a grown network, as `lambda: esper.load(folder)` does.
-
-    Raises InputError if the factory cannot be called without arguments, or raises. A UserWarning names the slots of the grown
-    network that the new host does not have.
-    """
+def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
+    """A user's factory itself, or a `RegrownHost` where it returns a grown network, as `lambda: esper.load(folder)` does."""
     if isinstance(host, nn.Module) or not callable(host):
         name = type(host).__name__
         made = f"nn.{name}(...)" if type(host).__module__.startswith("torch.nn") else f"{name}(...)"
@@ -316,7 +298,7 @@ def read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
             f"in host=lambda: {called if called.isidentifier() else 'MyHost'}({', '.join(f'{each}=...' for each in needed)})"
         )
     try:
-        network: nn.Module = draw_host(host)
+        network: nn.Module = _draw_host(host)
     except InputError:
         raise
     except Exception as error:
@@ -333,11 +315,8 @@ def read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
 
 
 def _check_factory(host: Callable[[], SegmentedHost], x: Batch, objective: Objective, y: Tensor, wanted: str) -> Tensor:
-    """The outputs (B, ..., C) of a host for a few examples x (B, ...). InputError if the host cannot be used.
-
-    objective, y: the outputs must fit them. wanted: why the host needs that number of outputs, for the message.
-    """
-    first, second = draw_host(host), draw_host(host)
+    """The outputs (B, ..., C) of a host for a few examples, which must fit the objective and y; wanted: why, for messages."""
+    first, second = _draw_host(host), _draw_host(host)
     if first is second:
         raise InputError("the host factory returned the same module twice; build a new one in every call")
     if isinstance(first, SegmentedHost):
@@ -375,10 +354,7 @@ def _warn_of_single_examples(classes: Sequence[Label], counts: Sequence[int]) ->
 
 
 def _warn_of_duplicates(splits: Splits, *, sampled: bool) -> None:
-    """Issue a DataWarning where examples of one split are equal, in x and y, to examples of another.
-
-    sampled: whether the train split holds a part of its examples alone, as the others are read batch by batch.
-    """
+    """Issue a DataWarning where splits share equal examples. sampled: whether the train split holds a part of its examples."""
     copies = repeated([example_digests(*split) for split in splits])
     found = [
         f"{count} of {len(split.y)} in {name}"

@@ -1,7 +1,7 @@
 """Datasets: a user's, read once and in full or batch by batch, and windows of tokens. N examples, L positions of a window."""
 
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from esper.leyline.data.arrays import as_tensor, real
 from esper.leyline.data.batches import Batch, leaf_names, leaves, map_leaves, shapes
 from esper.leyline.data.task import Label, Split, nonfinite
 from esper.leyline.errors import InputError, UserCodeError, first_line, typed_line
-from esper.tasks.hosts.dense import is_size
 from esper.tasks.hosts.factories import GRU, Transformer
+from esper.tasks.hosts.feedforward import is_size
 from esper.tasks.own.labels import Kind, read_target, read_y
 
 CHUNK = 64
@@ -31,15 +31,13 @@ Example = tuple[Batch, Tensor]
 
 
 def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Batch, Tensor]:
-    """Read all features (N, ...) and labels or targets (N, ...) of a map-style Dataset, on the CPU.
+    """Read all features and labels or targets of a map-style Dataset, in this process or in so many workers.
 
-    workers: number of worker processes; 0 reads in this process.
-
-    Raises InputError if the Dataset has no length, examples differ in shape, or a worker ends, and UserCodeError, with the
-    original error as its cause, where the Dataset raises.
+    InputError if the Dataset cannot be used or a worker ends; UserCodeError, with its cause, where the Dataset raises.
     """
     count = length_of(dataset)
-    return _stacked(enumerate(_by_workers(dataset, count, workers)) if workers else _here(dataset, range(count)))
+    examples = _by_workers(dataset, count, workers) if workers else _here(dataset, range(count))
+    return _stacked(range(count), examples)
 
 
 def length_of(dataset: Dataset[Any]) -> int:
@@ -60,27 +58,25 @@ def length_of(dataset: Dataset[Any]) -> int:
     return count
 
 
-def _here(dataset: Dataset[Any], indices: Sequence[int]) -> Iterator[tuple[int, Example]]:
-    """The examples of these indices with their index, read in this process."""
+def _here(dataset: Dataset[Any], indices: Iterable[int]) -> Iterator[Example]:
+    """The examples of these indices, read in this process."""
     dtype = torch.get_default_dtype()
-    return ((index, _pair(dataset, index, dtype)) for index in indices)
+    return (_pair(dataset, index, dtype) for index in indices)
 
 
-def _stacked(examples: Iterator[tuple[int, Example]]) -> tuple[Batch, Tensor]:
+def _stacked(indices: Sequence[int], examples: Iterable[Example]) -> tuple[Batch, Tensor]:
     """Examples in one tensor for each leaf and one for the labels or targets. InputError if two differ in shape."""
     features: list[Batch] = []
     targets: list[Tensor] = []
-    first = None
-    for index, (x, y) in examples:
+    for index, (x, y) in zip(indices, examples, strict=True):
         features.append(x)
         targets.append(y)
-        first = index if first is None else first
         for what, *pair in (("features", x, features[0]), ("label or target", y, targets[0])):
             given, wanted = (map_leaves(lambda leaf: tuple(leaf.shape), each) for each in pair)
             if given != wanted:
                 raise InputError(
-                    f"example {index} has {what} of shape {given} and example {first} of shape {wanted}; give every example one "
-                    "shape"
+                    f"example {index} has {what} of shape {given} and example {indices[0]} of shape {wanted}; give every example "
+                    "one shape"
                 )
     stacked: Batch = map_leaves(lambda *leaf: torch.stack(leaf), *features)
     return stacked, torch.stack(targets)
@@ -123,10 +119,6 @@ class _Packed(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Packed":
-        return cls(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
-
     def tensor(self) -> Tensor:
         return torch.from_numpy(self.content).view(self.dtype).reshape(self.shape)
 
@@ -147,10 +139,10 @@ class _Chunks(Dataset[Any]):
         except InputError as error:
             return str(error)
         except UserCodeError as error:
-            if get_worker_info() is None:
-                raise
             return str(error), "".join(traceback.format_exception(error.__cause__))
-        packed: list[Any] = pytree.tree_map(_Packed.of, pairs)
+        packed: list[Any] = pytree.tree_map(
+            lambda tensor: _Packed(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape), pairs
+        )
         return packed
 
 
@@ -213,21 +205,15 @@ def dtype_of_targets(x: Batch) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class DatasetSource:
-    """Examples of a map-style Dataset by their place in a split; implements `leyline.task.Source`.
+    """Examples of a map-style Dataset by their place in a split; implements `leyline.task.Source`."""
 
-    Attributes:
-        dataset (Dataset): of pairs of features and a label or target
-        indices ((N,) int64 tensor): the example of the Dataset at each place
-        kind (str): 'classification' or 'regression'
-        classes (int or names or None): of a classification, the number of classes or their names, as in `esper.task`
-        like (Split or None): examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
-    """
-
-    dataset: Dataset[Any]
-    indices: Tensor
+    dataset: Dataset[Any]  # of pairs of features and a label or target
+    indices: Tensor  # (N,) int64, the example of the Dataset at each place
     kind: Kind
-    classes: int | tuple[Label, ...] | None
-    like: Split | None = None
+    classes: int | tuple[Label, ...] | None  # of a classification, as in `esper.task`
+    like: Split | None = (
+        None  # examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
+    )
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -238,7 +224,7 @@ class DatasetSource:
         if isinstance(self.dataset, Windows):
             windows = Split(*self.dataset.stacked(index))
             return windows if self.like is None else self._as_like(*windows, self.like, index)
-        features, y = _stacked(_here(self.dataset, index.tolist()))
+        features, y = _stacked(index.tolist(), _here(self.dataset, index.tolist()))
         x: Batch = map_leaves(numbers_as_kept, features)
         labels = read_y(y)
         # A few rows of labels for positions can look one-hot, which the first examples did not.
@@ -327,10 +313,7 @@ def is_tokens(value: Any) -> bool:
 
 
 def windows_of(value: Any, of: str, host: Any, length: int | None, classes: Any) -> Windows:
-    """Tokens as windows. `of` names them in messages; host, length and classes are those of `esper.task`.
-
-    InputError if the length of a window or the vocabulary is not known, or there are too few tokens for a window.
-    """
+    """Tokens as windows. `of` names them in messages; host, length and classes are those of `esper.task`."""
     if isinstance(value, bytes | bytearray):
         tokens = np.frombuffer(value, np.uint8)
     else:

@@ -53,32 +53,24 @@ class Given(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """Checked examples.
+    """Checked examples."""
 
-    Attributes:
-        splits (Splits): on the CPU; with a source, `train` holds the first examples of it
-        classes (C labels or None): of a classification, in the order of the outputs
-        total (int): number of all examples
-        weights ((n,) tensor or None): weights of the training examples, divided by their mean
-        columns (names or None): names of the features of a frame
-        source (DatasetSource or None): what training examples are read from, batch by batch
-        tokens (str or None): 'byte' or 'token' where each position's label is the next one
-    """
-
-    splits: Splits
-    classes: tuple[Label, ...] | None
-    total: int
-    weights: Tensor | None = None
-    columns: tuple[str, ...] | None = None
-    source: DatasetSource | None = None
-    tokens: str | None = None
+    splits: Splits  # on the CPU; with a source, `train` holds the first examples of it
+    classes: tuple[Label, ...] | None  # of a classification, in the order of the outputs
+    total: int  # number of all examples
+    weights: Tensor | None = None  # (n,) of the training examples, divided by their mean
+    columns: tuple[str, ...] | None = None  # names of the features of a frame
+    source: DatasetSource | None = None  # what training examples are read from, batch by batch
+    tokens: str | None = None  # 'byte' or 'token' where each position's label is the next one
 
 
 def read_examples(given: Given, host: Any, length: int | None) -> Examples:
     """Read, check and split examples. InputError if they cannot be used. Tokens without labels are cut into windows first."""
     if not isinstance(given.stream, bool):
         raise InputError(f"stream is {given.stream!r}; give True or False")
-    alone = given.splits.values() if given.x is None and isinstance(given.splits, Mapping) else [given.x]
+    if given.splits is not None:
+        _check_split_names(given.splits)
+    alone = given.splits.values() if given.x is None and given.splits is not None else [given.x]
     if given.y is None and alone and all(map(is_tokens, alone)):
         return _of_tokens(given, host, length)
     if length is not None:
@@ -91,13 +83,11 @@ def _in_memory(given: Given) -> Examples:
     x, y, splits, workers = given.x, given.y, given.splits, given.workers
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
         raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
-    if splits is not None:
-        check_split_names(splits)
     parts: tuple[Indices, ...] | None = None
     if splits is None or x is not None:
         features, labels = _read(x, y, workers)
         columns, count = column_names(x), len(first(features))
-        parts = None if splits is None else indices_of(splits, count)
+        parts = None if splits is None else _indices_of(splits, count)
         weights = _weights(given.sample_weights, count, "x")
     elif y is not None:
         raise InputError("y was given without x; leave y out, because the splits contain their own y, or give x too")
@@ -211,7 +201,7 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
     return features, values
 
 
-def check_split_names(splits: Any) -> None:
+def _check_split_names(splits: Any) -> None:
     """Raise InputError unless splits is a mapping whose keys are the names of the four splits."""
     names = sorted(map(str, splits)) if isinstance(splits, Mapping) else None
     if names != sorted(Splits._fields):
@@ -222,7 +212,7 @@ def check_split_names(splits: Any) -> None:
         )
 
 
-def indices_of(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
+def _indices_of(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
     """The examples of each split. InputError for an index out of range, and for an example that is named twice."""
     parts, owner = [], np.full(examples, -1)
     for place, name in enumerate(Splits._fields):
@@ -271,7 +261,6 @@ def _of_tokens(given: Given, host: Any, length: int | None) -> Examples:
     splits = given.splits
     if given.x is None:
         assert splits is not None, "tokens are in x or in the splits"
-        check_split_names(splits)
         splits = {
             name: windows_of(tokens, f"the {name} split", host, length, given.classes)
             for name, tokens in splits.items()
@@ -310,7 +299,6 @@ def _streamed(given: Given) -> Examples:
     kind: Kind = "regression" if regression else "classification"
     names = None if regression else class_names(given.classes)
     if given.x is None and given.splits is not None:
-        check_split_names(given.splits)
         datasets = [_dataset(given.splits[name]) for name in Splits._fields]
         parts: Sequence[Tensor] = [torch.arange(length_of(dataset)) for dataset in datasets]
     else:
@@ -319,8 +307,7 @@ def _streamed(given: Given) -> Examples:
             raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
         examples = length_of(datasets[0])
         if given.splits is not None:
-            check_split_names(given.splits)
-            parts = [torch.from_numpy(part) for part in indices_of(given.splits, examples)]
+            parts = [torch.from_numpy(part) for part in _indices_of(given.splits, examples)]
         else:
             parts = dealt(torch.zeros(examples), _sizes(given, datasets[0]), given.seed)
     classes = len(names) if names is not None and isinstance(given.classes, int | np.integer) else names

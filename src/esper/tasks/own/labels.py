@@ -24,30 +24,35 @@ that order; or targets and None."""
 
 
 def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence[Label] | None) -> Target:
-    """Labels or targets from y, an array that `read_y` returns.
-
-    kind, classes: as in `esper.task`. Raises InputError if y is ambiguous or cannot be used.
-    """
-    if infer_kind(values, kind, classes) == "regression":
+    """Labels or targets from y, an array that `read_y` returns; kind and classes are those of `esper.task`."""
+    if _infer_kind(values, kind, classes) == "regression":
         if values.dtype.kind not in "biuf":
             raise InputError(
                 f"y holds {_content(values)}, which a regression cannot predict; give numbers, or leave kind out"
             )
-        return _as_float64(values), None
+        return torch.from_numpy(values.astype(np.float64)), None
     if values.ndim > 1:
         columns = len(classes) if isinstance(classes, Sequence) else classes
         if _is_one_hot(values) and columns in (None, values.shape[1]):
             return read_target(values.argmax(1), kind, classes)
         flat, names = read_target(values.reshape(-1), "classification", classes)
         return flat.reshape(values.shape), names
-    if classes is None:
-        return _distinct(values)
+    if classes is None:  # the classes are the distinct labels, sorted, as in scikit-learn
+        missing = np.array([is_missing(entry) for entry in values.tolist()], bool)
+        entries = np.array(values[~missing].tolist())  # text and numbers, which can be sorted, and not objects
+        distinct, index = np.unique(entries, return_inverse=True)
+        if len(distinct) < 2:
+            only = f"the one class {distinct[0].item()!r}" if len(distinct) else "no label"
+            raise InputError(f"y holds {only}; give examples of at least two classes")
+        labels = np.full(len(values), np.nan)
+        labels[~missing] = index
+        return torch.from_numpy(labels), tuple(distinct.tolist())
     if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
         return _numbered(values, int(classes)), class_names(classes)
     return _named(values, classes)
 
 
-def infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
+def _infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
     """Whether y holds class labels or targets: `kind` where it is given. InputError if y is ambiguous."""
     if kind is not None and kind not in ("classification", "regression"):
         raise InputError(f"kind is {kind!r}; give 'classification', 'regression', or leave it out")
@@ -162,10 +167,6 @@ def _type_of(entry: object) -> str:
     )
 
 
-def _as_float64(values: Any) -> Tensor:
-    return torch.from_numpy(np.array(values, np.float64))
-
-
 def _is_one_hot(values: NDArray[Any]) -> bool:
     """Whether every row of (N, C) holds a single 1 and is 0 elsewhere."""
     if values.dtype.kind not in "biuf" or values.ndim != 2 or values.shape[1] < 2 or not len(values):
@@ -180,7 +181,7 @@ def _numbered(values: NDArray[Any], classes: int) -> Tensor:
             f"classes is {classes}, but y holds {_content(values)}; give whole numbers from 0 to {classes - 1}, or classes as "
             "the list of the labels"
         )
-    return _as_float64(values)
+    return torch.from_numpy(values.astype(np.float64))
 
 
 def _named(values: NDArray[Any], classes: object) -> Target:
@@ -190,7 +191,8 @@ def _named(values: NDArray[Any], classes: object) -> Target:
     labels = [None if is_missing(entry) else entry for entry in values.tolist()]
     unknown = next((label for label in labels if label is not None and label not in index), None)
     if unknown is None:
-        return _as_float64([np.nan if label is None else index[label] for label in labels]), names
+        numbers = [np.nan if label is None else index[label] for label in labels]
+        return torch.tensor(numbers, dtype=torch.float64), names
     if isinstance(names[0], str) and values.dtype.kind in "biuf":  # scikit-learn's target and target_names
         return _numbered(values, len(names)), names
     raise InputError(
@@ -213,19 +215,6 @@ def class_names(classes: object) -> tuple[Label, ...]:
             f"classes is {str(classes)[:80]}; give at least two different names of one type, text or numbers"
         )
     return names
-
-
-def _distinct(values: NDArray[Any]) -> Target:
-    """Labels whose classes are the distinct labels, sorted, as in scikit-learn."""
-    missing = np.array([is_missing(entry) for entry in values.tolist()], bool)
-    entries = np.array(values[~missing].tolist())  # text and numbers, which can be sorted, and not objects
-    names, index = np.unique(entries, return_inverse=True)
-    if len(names) < 2:
-        only = f"the one class {names[0].item()!r}" if len(names) else "no label"
-        raise InputError(f"y holds {only}; give examples of at least two classes")
-    labels = np.full(len(values), np.nan)
-    labels[~missing] = index
-    return _as_float64(labels), tuple(names.tolist())
 
 
 def _content(values: NDArray[Any]) -> str:

@@ -1,9 +1,10 @@
-"""Fully connected hosts: with and without skip connections, and with damaged blocks; and the parts that all hosts share."""
+"""Fully connected and convolutional hosts, with and without skip connections, and the parts that all hosts share."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, ClassVar, Self
 
 import torch
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack import fused
-from esper.kasmina.stack.layers import Linear, Residual
+from esper.kasmina.stack.layers import Linear, PositionMean, Residual
 from esper.leyline.data.task import Room
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.lifecycle.streams import Kind
 
 SCALE = 0.5
 """Initial scale of the last layers of all residual blocks together, chosen on validation data (`esper docs hosts`)."""
@@ -62,19 +64,48 @@ def smallest(build: Callable[[int], Callable[[], SegmentedHost]], parameters: in
     return bisect_left(range(high), parameters, lo=high // 2 + 1, key=size)
 
 
+def checked_sizes(of: str, name: str, sizes: Any) -> tuple[int, ...]:
+    """Positive integers as a tuple. InputError if they are not; `of` names the host in the message."""
+    if not isinstance(sizes, list | tuple) or any(not is_size(size) for size in sizes):
+        raise InputError(f"{name} of {of} is {sizes!r}; give whole numbers from 1 on, as (8, 16)")
+    return tuple(sizes)  # JSON has no tuples
+
+
 def checked_flags(of: str, name: str, flags: Any, blocks: int) -> tuple[bool, ...]:
-    """The flags of a host. Raises InputError if they are not one bool for each block; `of` names the host in the message."""
+    """One bool for each block. InputError if they are not; `of` names the host in the message."""
     if not isinstance(flags, list | tuple) or len(flags) != blocks or not all(isinstance(flag, bool) for flag in flags):
         raise InputError(f"{name} of {of} is {flags!r}; give True or False for each of its {blocks} blocks")
     return tuple(flags)  # JSON has no tuples
 
 
 @dataclass(frozen=True)
-class _Dense(ABC):
-    """Base of the hosts for vectors: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
+class HostFactory(ABC):
+    """Base of the factories of hosts, whose arguments are plain.
 
-    name: ClassVar[str]
+    Hosts have no batch normalization, so no example depends on another. Unless a class says otherwise, weights are drawn from
+    torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
+    elsewhere; biases are 0.
+    """
+
+    name: ClassVar[str]  # in files
     called: ClassVar[str]  # in messages
+
+    @abstractmethod
+    def __call__(self) -> SegmentedHost:
+        """A freshly drawn host."""
+
+    def plain(self, parameters: int) -> Self:
+        """The network of the same depth, without narrow blocks, of the smallest width with at least `parameters` parameters."""
+        return self._even(smallest(self._even, parameters))
+
+    @abstractmethod
+    def _even(self, width: int) -> Self:
+        """The network of the same depth and of this width throughout."""
+
+
+@dataclass(frozen=True)
+class _Dense(HostFactory):
+    """Base of the hosts for vectors: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
 
     inputs: int
     width: int
@@ -91,7 +122,6 @@ class _Dense(ABC):
         check_sizes(self.called, sizes | {f"hidden[{k}]": size for k, size in enumerate(self.hidden)})
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         blocks = [self._block(inner) for inner in self.hidden]
         embed = linear(self.inputs, self.width, variance=1 / self.inputs)
         head = linear(self.width, self.outputs, variance=1 / self.width)
@@ -99,10 +129,6 @@ class _Dense(ABC):
         host = SegmentedHost([embed, *blocks, head], slots)
         host.stacks = True
         return host
-
-    def plain(self, parameters: int) -> Self:
-        """The network of the same depth, without narrow blocks, of the smallest width with at least `parameters` parameters."""
-        return self._even(smallest(self._even, parameters))
 
     def room(self, hosts: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
         """The layout of rows that hold `hosts`, all of the depth of this one, with at least `outputs` outputs."""
@@ -129,11 +155,7 @@ class MLP(_Dense):
         segment k + 1:  Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)     then slot "block<k>"
         last segment:   Linear(width -> outputs)
 
-    There is no skip connection, so only a bypass can restore the information that a narrow segment loses. Weights are drawn
-    from torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
-    elsewhere; biases are 0.
-
-    Raises InputError if a size is not a positive integer, or there is no hidden size.
+    There is no skip connection, so only a bypass can restore the information that a narrow segment loses.
     """
 
     name: ClassVar[str] = "mlp"
@@ -151,11 +173,7 @@ class ResidualMLP(_Dense):
         segment k + 1:  x + f(x),  f = Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)    then slot "block<k>"
         last segment:   Linear(width -> outputs)
 
-    There is no batch normalization, so no example depends on another. Weights are drawn from torch's global generator, normal
-    with standard deviation sqrt(2 / fan in) in front of a ReLU, SCALE / sqrt(fan in * blocks) in the last layer of a block,
-    and 1 / sqrt(fan in) elsewhere; biases are 0.
-
-    Raises InputError if a size is not a positive integer, or there is no hidden size.
+    The standard deviation in the last layer of a block is SCALE / sqrt(fan in * blocks).
     """
 
     name: ClassVar[str] = "residual-mlp"
@@ -191,8 +209,6 @@ class DamagedMLP:
         segment k + 1:  Linear(width -> hidden[k]), Floor(linear[k]), Linear(hidden[k] -> width)
 
     The parameters of block k do not require a gradient where frozen[k]. The initial weights are those of the MLP.
-
-    Raises InputError if a size is not a positive integer, or `linear` or `frozen` does not have one bool per block.
     """
 
     name: ClassVar[str] = "damaged-mlp"
@@ -211,7 +227,6 @@ class DamagedMLP:
             object.__setattr__(self, name, flags)
 
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
         host = self._undamaged()()
         for block, is_linear, frozen in zip(host.segments[1:-1], self.linear, self.frozen, strict=True):
             assert isinstance(block, nn.Sequential)
@@ -241,3 +256,112 @@ def room_for(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
     sizes = {name: up(getattr(host, name) for host in hosts) for name in ("inputs", "width")}
     layout = replace(hosts[0], **sizes, hidden=hidden, outputs=max(outputs, *(host.outputs for host in hosts)))
     return Room(layout, (layout.inputs,))
+
+
+@dataclass(frozen=True)
+class _Convolutional(HostFactory):
+    """Base of the hosts for images: blocks that halve the resolution, a slot behind each, and a last layer."""
+
+    inputs: tuple[int, int, int]  # channels, height and width of an image
+    channels: tuple[int, ...]  # of the stream behind each block
+    outputs: int
+
+    def __post_init__(self) -> None:
+        for name in ("inputs", "channels"):
+            object.__setattr__(self, name, checked_sizes(self.called, name, getattr(self, name)))
+        if len(self.inputs) != 3:
+            raise InputError(f"inputs of {self.called} is {self.inputs!r}; give channels, height and width of an image")
+        if not self.channels:
+            raise InputError(f"channels of {self.called} is {self.channels!r}; give at least one block")
+        check_sizes(self.called, {"outputs": self.outputs})
+        if min(self.inputs[1:]) < 2 ** len(self.channels):
+            raise InputError(
+                f"an image of {self.inputs[1]} x {self.inputs[2]} pixels cannot be halved in {len(self.channels)} blocks; "
+                "give fewer blocks or larger images"
+            )
+
+    def __call__(self) -> SegmentedHost:
+        blocks = [
+            self._block(k, reads, writes)
+            for k, (reads, writes) in enumerate(pairwise((self.inputs[0], *self.channels)))
+        ]
+        last = self.channels[-1]
+        head = nn.Sequential(PositionMean(), linear(last, self.outputs, variance=1 / last))
+        slots = [
+            SlotSpec(f"block{k}", after=k, width=width, kind=Kind.MAP, inner=3) for k, width in enumerate(self.channels)
+        ]
+        host = SegmentedHost([*blocks, head], slots)
+        host.draws = False
+        return host
+
+    def _even(self, width: int) -> Self:
+        return replace(self, channels=scaled_to(self.channels, width))
+
+    @abstractmethod
+    def _block(self, index: int, reads: int, writes: int) -> nn.Module:
+        """A segment that halves a map of `reads` channels and returns one of `writes` channels."""
+
+
+@dataclass(frozen=True)
+class CNN(_Convolutional):
+    """A factory of convolutional networks (B, C, H, W) -> (B, outputs), whose blocks halve the resolution.
+
+        segment k:        Conv 3x3 (channels[k-1] -> channels[k]), MaxPool 2, ReLU                  then slot "block<k>"
+        with `hidden`:    Conv 3x3 (channels[k-1] -> hidden[k]), MaxPool 2, ReLU, Conv 1x1 (hidden[k] -> channels[k])
+        last segment:     mean over positions, Linear(channels[-1] -> outputs)
+
+    Block 0 reads the channels of the input. There is no skip connection, as in `MLP`.
+    """
+
+    name: ClassVar[str] = "cnn"
+    called: ClassVar[str] = "a CNN host"
+
+    hidden: tuple[int, ...] = ()  # inner channels of each block; an empty tuple leaves out the inner layers
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden", checked_sizes(self.called, "hidden", self.hidden))
+        super().__post_init__()
+        if len(self.hidden) not in (0, len(self.channels)):
+            raise InputError(
+                f"a CNN host has channels {self.channels} and hidden {self.hidden}; give either no hidden sizes or one a block"
+            )
+
+    def _even(self, width: int) -> Self:
+        return replace(super()._even(width), hidden=())
+
+    def _block(self, index: int, reads: int, writes: int) -> nn.Module:
+        width = self.hidden[index] if self.hidden else writes
+        layers: list[nn.Module] = [conv(reads, width, 3, variance=2 / (9 * reads)), nn.MaxPool2d(2), nn.ReLU()]
+        if self.hidden:
+            layers.append(conv(width, writes, 1, variance=1 / width))
+        return nn.Sequential(*layers)
+
+
+@dataclass(frozen=True)
+class ResidualCNN(_Convolutional):
+    """A factory of residual convolutional networks (B, C, H, W) -> (B, outputs), whose blocks halve the resolution.
+
+        segment k:      s(x) + f(x)                                                                    then slot "block<k>"
+                        f = Conv 3x3 (channels[k-1] -> channels[k]), MaxPool 2, ReLU, Conv 3x3 (channels[k] -> channels[k])
+                        s = AvgPool 2, Conv 1x1 (channels[k-1] -> channels[k])
+        last segment:   mean over positions, Linear(channels[-1] -> outputs)
+
+    Block 0 reads the channels of the input. The standard deviation in the last layer of f is SCALE / sqrt(fan in * blocks).
+    """
+
+    name: ClassVar[str] = "residual-cnn"
+    called: ClassVar[str] = "a residual CNN host"
+
+    def _block(self, index: int, reads: int, writes: int) -> nn.Module:
+        branch = [
+            conv(reads, writes, 3, variance=2 / (9 * reads)),
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+            conv(writes, writes, 3, variance=SCALE**2 / (9 * writes * len(self.channels))),
+        ]
+        return Residual(*branch, shortcut=nn.Sequential(nn.AvgPool2d(2), conv(reads, writes, 1, variance=1 / reads)))
+
+
+def scaled_to(channels: Sequence[int], widest: int) -> tuple[int, ...]:
+    """Channels in the same proportions, rounded up, of which the largest is `widest`."""
+    return tuple(-(-size * widest // max(channels)) for size in channels)
