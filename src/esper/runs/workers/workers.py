@@ -63,7 +63,6 @@ class Workers:
         self.size = transport.size
         self.lost = 0  # actors that were lost and started again
         self.waiting = 0.0  # seconds that actors did not play in, over all rounds and actors
-        self.sent = self.received = 0  # bytes
         self._weights = -1  # number of the present weights
         self._idle: set[int] = set()
         self._known: dict[int, int] = {}  # number of the weights that an actor has
@@ -113,9 +112,9 @@ class Workers:
                 tries[own] += 1
                 self._idle.discard(actor)
                 if self._known.get(actor) != self._weights:
-                    self._send(actor, message)
+                    self.transport.send(actor, message)
                     self._known[actor] = self._weights
-                self._send(actor, pack({"part": parts[own]}))
+                self.transport.send(actor, pack({"part": parts[own]}))
             for actor, answer in self.transport.receive(WAIT):
                 if answer is None:
                     again = busy.pop(actor, None)
@@ -123,7 +122,6 @@ class Workers:
                     if again is not None:
                         left.appendleft(again)
                     continue
-                self.received += len(answer)
                 if actor not in busy:  # it was started again
                     self._started(actor, unpack(answer))
                     continue
@@ -145,10 +143,6 @@ class Workers:
 
     def close(self) -> None:
         self.transport.close()
-
-    def _send(self, actor: int, message: bytes) -> None:
-        self.sent += len(message)
-        self.transport.send(actor, message)
 
     def _started(self, actor: int, tree: Mapping[str, Any]) -> None:
         if "error" in tree and tree["error"]["type"] != OutOfMemory.__name__:
