@@ -1,7 +1,7 @@
 """The final figures of a run: its networks on the test and validation splits, their sizes, and the numbers of examples."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from esper.tolaria.stacked.population import StackedPopulation
 Summary = dict[str, Any]
 """The final figures as in summary.json: strict JSON, with null for a quantity that was not measured."""
 
+
+Status = Literal["finished", "interrupted", "failed"]
+"""The status of a run that has ended: failed if every environment was rolled back in every step."""
 
 Pair = dict[str, Any]
 """One quantity over environments: of the twins that do not grow as `host`, None without twins, and of the `grown` networks."""

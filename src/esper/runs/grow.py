@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -25,7 +25,15 @@ from esper.leyline.text import counted
 from esper.nissa.outputs import Output
 from esper.runs.baselines import BaselineResult, as_record, cut_off, grown_of, train_baselines
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
-from esper.runs.figures import Summary, compute_figures, evaluation_rows, final_figures, pass_figures, test_splits
+from esper.runs.figures import (
+    Status,
+    Summary,
+    compute_figures,
+    evaluation_rows,
+    final_figures,
+    pass_figures,
+    test_splits,
+)
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
@@ -42,9 +50,6 @@ from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
 from esper.tolaria.runtime import PhaseTimer, resolve_device
 from esper.tolaria.stacked.population import check_place
-
-Status = Literal["finished", "interrupted", "failed"]
-"""The status of a run that has ended: failed if every environment was rolled back in every step."""
 
 
 def grow(

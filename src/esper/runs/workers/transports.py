@@ -177,7 +177,7 @@ class ProcessTransport:
         self.size, self._devices = size, devices
         self._content = pickled(work)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "esper.runs.training.work_items"])  # what every worker needs
+        self._context.set_forkserver_preload([__name__, "esper.runs.training.cohort"])  # what every worker needs
         self.connections: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
 

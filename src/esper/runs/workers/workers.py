@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import (
     ActorError,
@@ -25,7 +24,6 @@ from esper.leyline.errors import (
 )
 from esper.leyline.text import counted
 from esper.runs.folder.environment import describe_versions, fingerprint
-from esper.runs.training.cohort import default_shards
 from esper.runs.workers.transports import ProcessTransport, RayTransport, TorchrunTransport, Transport, world_size
 from esper.store.tensors import Tree, pack, unpack
 from esper.tolaria.runtime import resolve_device
@@ -262,36 +260,6 @@ def worker_options(
                 f"workers is {count}, but torchrun started {world_size()} ranks, each an actor; leave workers out"
             )
     return WorkerOptions(count, names, cluster, find)
-
-
-def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: bool) -> list[Config]:
-    """Return the configs of a training with the shards that its actors play, and check that each actor has one.
-
-    Raises InputError if there are more actors than shards.
-    """
-    if not asked.any:
-        return list(configs)
-    chosen = list(configs)
-    if not resumed:  # a new run has the shards by default, and the device of the first actor
-        device = {"device": asked.devices[0]} if asked.devices else {}
-        chosen = [
-            config.model_copy(
-                update=device if "shards" in config.model_fields_set else {"shards": default_shards(config), **device}
-            )
-            for config in configs
-        ]
-    shards, envs = sum(config.shards for config in chosen), sum(config.envs for config in chosen)
-    if asked.size > shards:
-        mend = (
-            "the shards of a run cannot change, so give fewer workers"
-            if resumed
-            else f"give {shards} or fewer, or divide the environments further with --set shards=N"
-        )
-        raise InputError(
-            f"workers is {asked.size}, but {counted(envs, 'environment')} in {counted(shards, 'shard')} give work to "
-            f"{counted(shards, 'actor')}; {mend}"
-        )
-    return chosen
 
 
 def start_workers(
