@@ -107,10 +107,8 @@ def train_baselines(
 ) -> dict[str, BaselineResult | Absent]:
     """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
 
-    until: as in `train_baseline`.
-
-    After an interrupted growth, the baselines train for the steps that the growth took, if `interrupt` was rearmed. At
-    a further interrupt, the baselines that are not trained yet are left out.
+    After an interrupted growth, they train for the steps that the growth took, if `interrupt` was rearmed. A further
+    interrupt leaves out those that are not trained yet. until: as in `train_baseline`.
     """
     found: dict[str, BaselineResult | Absent] = {}
     told = False

@@ -70,10 +70,7 @@ def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
 
 
 def split_sizes(task: AnyTask, instance: NDArray[np.int64]) -> Summary:
-    """Return the finite examples of each split: one number where all environments share it, and E numbers for a mixture.
-
-    instance: (E,) keys of the instances.
-    """
+    """The finite examples of each split: one number where all environments share it, and E numbers for a mixture."""
     sizes = {}
     for key in set(instance.tolist()) if isinstance(task, Mixture) else [int(instance[0])]:
         problem, test = task.instance(key), task.test_split(key)
@@ -103,10 +100,7 @@ def exported_objective(engine: VectorizedEngine, metric: Floats, loss: Floats) -
 
 
 def _constant(task: AnyTask, instance: Sequence[int], name: str) -> Summary:
-    """Return what the most frequent class, or the mean target, of each train split comes to on its test split.
-
-    Nothing where the objective takes no constant prediction.
-    """
+    """What the most frequent class, or the mean target, of train splits comes to on test splits, where one can."""
     shared = None if isinstance(task, Mixture) else instance[0]
     values: dict[int, float | None] = {}
     for key in set(instance) if shared is None else [shared]:
@@ -126,10 +120,10 @@ CONFUSED = 64
 
 
 def _rare_classes(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
-    """Return figures that rare classes do not vanish in, of every grown network and twin, where a class is rare.
+    """Figures that rare classes do not vanish in, of every network, where a class is `RARE` outside of the test split.
 
-    A class is `RARE` by the labels of the train, probe and validation splits. Nothing for a mixture, whose environments have
-    classes of their own, and where an example has several labels or none that is a class.
+    Nothing for a mixture, whose environments have classes of their own, and where an example has several labels or none
+    that is a class.
     """
     if isinstance(task, Mixture):
         return {}

@@ -292,10 +292,7 @@ class Episode(Observer):
         save_checkpoint(self.run.hub, self.store, self.steps, self._state)
 
     def save_at_end(self) -> None:
-        """Write the last checkpoint and wait until it is complete.
-
-        The work that follows takes a while, and a second signal would end the process without waiting for the file.
-        """
+        """Write the last checkpoint and wait for it, as a second signal later on would end the process at once."""
         self.save()
         if self.store is not None:
             self.store.join()
@@ -334,7 +331,7 @@ class Episode(Observer):
 def _write_networks(
     episode: Episode, folder: Path, networks: Sequence[tuple[nn.Module, dict[str, Any]]], figures: Summary
 ) -> tuple[list[int], list[int]]:
-    """Export the networks that the config asks for into the run folder, that of the best environment also as `models/best`.
+    """Export the networks that the config asks for, that of the best environment also as `models/best`.
 
     Returns the environments whose networks were written, and those of them that torch.export cannot trace.
     """

@@ -31,10 +31,9 @@ def compared_networks(
     host_params: NDArray[Any],
     reward: RewardConfig,
 ) -> dict[str, dict[str, Any]]:
-    """Compare J of the grown networks (E,) on the test split with that of each rival that was trained, paired by environment.
+    """Compare J of the grown networks (E,) on the test split with that of each rival that was trained, by environment.
 
-    Returns, for each rival, `test_objective` (E values of J), `difference`, `low` and `high` (J of the grown networks less that
-    of the rival, and the ends of its 95 % t interval, None without one).
+    Returns the E values of J of each, and the mean and the 95 % t interval of the differences; None without one.
     """
     found = {}
     for name in RIVALS:

@@ -211,8 +211,7 @@ def _figures(contender: Contender, task: AnyTask, config: Config, *observers: Ob
 def tested(
     task: AnyTask, config: Config, engine: VectorizedEngine, outcome: Outcome, seconds: float
 ) -> RecordedFigures:
-    """Return the figures (E,) of a population that was grown on `task.sealed()`, by the test split. Only this function here
-    reads test data of a growth.
+    """Return the figures (E,) of a population that grew on `task.sealed()`; no other function reads test data of one.
 
     outcome: the last one. seconds: duration of the steps.
     """

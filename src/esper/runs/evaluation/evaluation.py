@@ -105,15 +105,14 @@ def run_evaluation(
     workers: WorkerOptions = ALONE,
     rivals: Rivals | None = None,
 ) -> Record:
-    """Compare controllers with the rules, static networks and `rivals` on every task.
+    """Compare controllers with the rules, static networks and `rivals` on every task; return a strict JSON object.
 
-    baselines: static networks that are compared too (`esper docs baselines`); the controller never is the twin. They have the
-    sizes of the networks that the first controller grew, or of those of the heuristic if no controller is given. settings:
-    layers of config over that of the tasks, the same for all contenders. folder: stores the results of populations, which are
-    reused. watch: called with lines of progress. workers: the actors that grow the populations; the results do not depend on
-    their number. In a rank of torchrun above 0, this process is one of them until the evaluation ends.
-
-    Returns a strict JSON object. Raises InputError before anything is grown.
+    baselines: static networks that are compared too (`esper docs baselines`); the controller never is the twin. They
+    have the sizes of the networks that the first controller grew, or of those of the heuristic if no controller is
+    given. settings: layers of config over that of the tasks, the same for all contenders. folder: stores the results of
+    populations, which are reused. watch: called with lines of progress. workers: the actors that grow the populations;
+    the results do not depend on their number. In a rank of torchrun above 0, this process is one of them until the
+    evaluation ends.
     """
     rivals = Rivals() if rivals is None else rivals
     rules = [named(name) for name in RULES]
@@ -205,13 +204,10 @@ def evaluate(
     """Grow N instances with R seeds under every contender, and evaluate the networks as exported on the test split.
 
     Instance n with seed r has the same initial host, the same order of data and the same initial seeds under every
-    contender. The seeds are consecutive, from that of the config.
-
-    static: names of static networks, which become further contenders. Their sizes are those of the networks that the
-    contender `sized_by` grew on the same instances. folder: stores the results of populations, which are reused. rows:
-    largest number of environments that are grown together; the results do not depend on it.
-
-    Raises InputError before anything is grown.
+    contender. The seeds are consecutive, from that of the config. static: names of static networks, which become
+    further contenders, of the sizes that the contender `sized_by` grew on the same instances. folder: stores the
+    results of populations, which are reused. rows: largest number of environments that are grown together; the results
+    do not depend on it.
     """
     assert contenders
     design = Design.of(task, settings, seeds, part, first, instances, rows)
@@ -230,10 +226,7 @@ def _compared(
     static: Sequence[str],
     sized_by: str | None,
 ) -> Evaluation:
-    """Return the figures of all contenders, of the rivals of an entry, and of the static networks.
-
-    rules: how many of the contenders come before the rivals in the record; the others come after them.
-    """
+    """Return the figures of contenders, the first `rules` of them before the rivals, and of static networks."""
     design, absent = grower.design, dict(entry.absent)
     task = design.task
     episodes = {contender.name: contender.episodes for contender in (*contenders, *entry.opponents)}
@@ -291,11 +284,7 @@ def _create(folder: Path | None) -> None:
 def evaluation_folder(
     path: Path, note: Callable[[str], None], *, overwrite: bool = False, shared: bool = False
 ) -> Iterator[Path]:
-    """Make and lock the folder of an evaluation, and give the folder in which results of populations are stored and reused.
-
-    That folder is in the folder of the evaluation, or with `shared` beside it. Raises InputError if another process holds the
-    lock, or a record would be replaced that `overwrite` does not allow to replace.
-    """
+    """Make and lock the folder of an evaluation, and give the one, in or beside it, in which results are stored."""
     retry = DiskRetry(0.0, note, path, lambda: False, further="give the same command again")  # nothing is lost yet
     with locked_folder(path, note, retry):
         if (path / EVALUATION).exists() and not overwrite:

@@ -47,10 +47,7 @@ class Kept:
         self.folder, self.data, self.note = folder, data, note
 
     def look(self, who: Sequence[str], config: Config, needed: Collection[str]) -> Arrays | None:
-        """Return the stored arrays of `who` under a config; None if there are none. `needed` names some that it must have.
-
-        Raises InputError if the stored file is damaged.
-        """
+        """Return the stored arrays of `who` under a config, among which `needed` must be; None if there are none."""
         if self.folder is None or not (path := self._path(self.folder, who, config)).exists():
             return None
         return _read(path, needed)
@@ -184,10 +181,7 @@ def hired(
     contenders: Sequence[Contender],
     watch: Say | None,
 ) -> Iterator[EvaluationActors | None]:
-    """Start the actors that were asked for, and end them afterwards; None if none were asked for.
-
-    Raises InputError if an actor cannot start, or if a task or a contender cannot be sent to one.
-    """
+    """Start the actors that were asked for, and end them afterwards; None if none were asked for."""
     if not asked.any:
         try:
             yield None

@@ -46,10 +46,7 @@ Fingerprint = dict[str, str]
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, device, git commit of the working directory, and the command line.
-
-    The commit has the suffix '-dirty' for changed files, and is None outside a repository.
-    """
+    """Versions, device, command line, and the git commit of the working directory, with '-dirty' for changed files."""
     git = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
         revision = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
@@ -88,10 +85,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(tasks: Sequence[AnyTask], controller: str = "") -> Origin:
-    """Return the origin of a run on these tasks in this process. The fingerprint of a sealed task lacks the test split.
-
-    controller: that of the config.
-    """
+    """Return the origin of a run in this process. The fingerprint of a sealed task lacks the test split."""
     own = own_code(controller)
     references = [*(task.name for task in tasks if is_reference(task.name)), *([] if own is None else [own[1]])]
     code = {name: known for name in references if (known := digest_of(name)) is not None}
@@ -99,11 +93,10 @@ def origin_of(tasks: Sequence[AnyTask], controller: str = "") -> Origin:
 
 
 def fingerprint(task: AnyTask) -> Fingerprint:
-    """Return the fingerprint of a task: digests of its splits, its objective, and the scaling of its examples.
+    """Return the digests of the splits of a task, its objective, and the scaling of its examples.
 
-    Of a train split that is read batch by batch, the first examples are hashed, and which examples of the Dataset it has.
-
-    Hashing takes one to four seconds per GB. Of a mixture, only the first instance of each part is hashed, because its data
+    Hashing takes one to four seconds per GB. Of a train split that is read batch by batch, the first examples are
+    hashed, and which examples of the Dataset it has; of a mixture, the first instance of each part, because its data
     follow from keys.
     """
     if isinstance(task, Mixture):
@@ -117,11 +110,10 @@ def fingerprint(task: AnyTask) -> Fingerprint:
 
 
 def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ...] | None:
-    """Compare the recorded origin of a run with the current one.
+    """Compare the recorded origin of a run with the current one, whose data must be the same unless `other_data`.
 
-    Returns sentences about the differences, for changes.json and the events, or None if the recorded origin stays in effect.
-
-    Issues a RunWarning for other versions. Raises InputError for other data, unless `other_data` is set.
+    Returns sentences about the differences, for changes.json and the events, or None if the recorded origin stays in
+    effect.
     """
     known = _recorded(folder)
     if known is None:

@@ -184,11 +184,7 @@ def _unwritable(error: OSError) -> InputError:
 
 
 def exporters(config: Config, folder: Path | None) -> list[Output]:
-    """Make the exporters that a config names. InputError if one of them cannot run.
-
-    They read run folders and load networks as `esper export-events` does. The module of that command stands above this one, so
-    it is found by its name.
-    """
+    """Make the exporters that a config names, which read run folders as `esper export-events` does."""
     names = config.telemetry.exporters
     if not names:
         return []
@@ -226,10 +222,7 @@ class RunFolder:
         tasks: Sequence[AnyTask] = (),
         outputs: Sequence[Output] = (),
     ) -> None:
-        """`config` is that of the run, or the changed config if the `opening` has a change. `tasks` are those of the run.
-
-        outputs: sinks of the user, which get every row after the writer of events.jsonl.
-        """
+        """`config` is the changed one if the `opening` has a change. `outputs` get every row after events.jsonl."""
         self.path, self.config, self.note = path, config, note
         self.opening = opening
         self.retry: Retry = write_once
@@ -348,10 +341,7 @@ class RunFolder:
             self.hub.emit(EnvironmentRow(versions=versions, **{name: found[name] for name in names}))
 
     def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
-        """Write the last row, with the error of the summary if it has one, and the summary.
-
-        This waits for the last checkpoint, unless `at_once` is set.
-        """
+        """Write the last row and the summary, with its error if any, after the last checkpoint unless `at_once`."""
         if self.store is not None and not at_once:
             self.store.join()
         if self.store is not None:
@@ -367,9 +357,9 @@ class RunFolder:
     def recorded(
         self, row: Callable[[Literal["failed"]], RunRow], asked: Callable[[], Mapping[str, Any]]
     ) -> Iterator[None]:
-        """Write the last row and the summary if the body fails, and raise the error with the command that resumes the run.
+        """If the body fails, write `row("failed")` and the summary, and say in the error how the run is resumed.
 
-        row: returns the last row. asked: returns the summary up to now. On a full disk nothing is written.
+        asked: returns the summary up to now. On a full disk nothing is written.
         """
         try:
             yield
@@ -429,9 +419,9 @@ def emit_checkpoints(hub: Hub, store: Checkpoints) -> None:
 def save_checkpoint(
     hub: Hub, store: Checkpoints | None, steps: int, state: Callable[[], Mapping[str, Any]], best: bool = False
 ) -> None:
-    """Begin a checkpoint of a state and of the hub after so many steps, unless no step was taken since the last.
+    """Begin a checkpoint of a state and of the hub, unless there is no store, or no step was taken since the last.
 
-    best: whether its validation score is the best so far. Without a store nothing is written.
+    best: whether its validation score is the best so far.
     """
     if store is None or steps == store.last:
         return

@@ -80,10 +80,7 @@ def default_shards(config: Config) -> int:
 
 
 def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: bool) -> list[Config]:
-    """Return the configs of a training with the shards that its actors play, and check that each actor has one.
-
-    Raises InputError if there are more actors than shards.
-    """
+    """Return the configs of a training with the shards that its actors play, of which each actor must have one."""
     chosen = list(configs)
     if not asked.any:
         return chosen
@@ -110,10 +107,7 @@ def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: boo
 
 
 def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[Cohort]:
-    """Make the cohorts of a task, one for each shard, and the engines of the first `made` of them; None makes all.
-
-    Raises InputError if a controller cannot learn from the task and the config.
-    """
+    """Make the cohorts of a task, one for each shard, and the engines of the first `made` of them; None makes all."""
     reward, size = config.reward, config.reward.group_size
     groups = config.envs // size
     for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
@@ -362,10 +356,7 @@ class TrainingPlayer:
         engines: int,
         device: str | None,
     ) -> None:
-        """Make the cohorts of all tasks in this process, with the config of each, on a device; None is that of the configs.
-
-        reward: as of `train`. level: of the events. engines: number of cohorts whose populations are kept in memory.
-        """
+        """device: None is that of the configs. engines: number of cohorts whose populations are kept in memory."""
         made = [sent.task() for sent in tasks]
         configs = [each if device is None else each.model_copy(update={"device": device}) for each in configs]
         cohorts = [

@@ -403,10 +403,10 @@ class Trainer:
     def _play(
         self, kind: Literal["training", "imitation"], number: int, led: float, interrupt: Interrupt
     ) -> tuple[list[Rollout], list[tuple[str, ...]], float]:
-        """Play the episodes of the round that are not finished, one for each cohort.
+        """Play the episodes of the round that are not finished; return every task's rollout and menu, and the duration
+        [s].
 
-        Workers play whole rounds. A round that a checkpoint was written in is finished in this process. Returns the rollout and
-        the menu of every task, and the duration of the round, as a clock on the wall shows it [s].
+        Workers play whole rounds. A round that a checkpoint was written in is finished in this process.
         """
         self.number, begin = number, time.perf_counter()
         episode = self.learner.updates  # every update follows one episode of every cohort

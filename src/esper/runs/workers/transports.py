@@ -170,10 +170,7 @@ class ProcessTransport:
     """Processes on this machine, which Python's fork server starts."""
 
     def __init__(self, size: int, work: object, devices: Sequence[str | None]) -> None:
-        """work: makes a `Work` from a device. devices: each actor's, taken in turn.
-
-        Raises InputError if `work` cannot be sent to a process.
-        """
+        """work: makes a `Work` from a device. devices: each actor's, taken in turn."""
         self.size, self._devices = size, devices
         self._content = pickled(work)
         self._context = multiprocessing.get_context("forkserver")
@@ -301,10 +298,7 @@ class RayTransport:
     """Ray actors, each with one CPU, and with a GPU where its device is one."""
 
     def __init__(self, size: int, work: object, devices: Sequence[str | None], address: str | None) -> None:
-        """address: of a cluster; None is that of the variable RAY_ADDRESS, or a local cluster that ends with the run.
-
-        Raises InputError if Ray is not installed, or the cluster cannot be reached.
-        """
+        """address: of a cluster; None is that of RAY_ADDRESS, or a local cluster that ends with the run."""
         try:
             import ray
         except ImportError:

@@ -52,11 +52,7 @@ class Workers:
         mend: str = "give fewer workers",
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start the actors, and wait until all are ready. `check` gets what an actor says about itself.
-
-        mend: what to do if actors are lost for good. Raises InputError if an actor cannot start, and KeyboardInterrupt once
-        `asked` says so.
-        """
+        """Start the actors, and wait until all are ready or `asked`. check: gets what an actor says about itself."""
         self.transport, self.note, self._check, self._mend = transport, note, check, mend
         self.size = transport.size
         self.lost = 0  # actors that were lost and started again
@@ -89,11 +85,11 @@ class Workers:
         asked: Callable[[], bool] = lambda: False,
         done: Callable[[int, dict[str, Any]], None] = lambda place, result: None,
     ) -> list[dict[str, Any]]:
-        """Return the results of parts played with weights, in the order of the parts.
+        """Return the results of parts played with weights, in their order; the part of an actor that is lost is played
+        again.
 
-        `done` is called with the place of a part and its result as soon as there is one. A part whose actor is lost is played
-        again. Raises Stop once `asked` says so, ActorError if TRIES actors were lost by a part, and the error of the actor if
-        its code failed.
+        `done` is called with the place of a part and its result as soon as there is one. Raises Stop once `asked` says
+        so.
         """
         self._weights += 1
         message, results = pack({"weights": weights}), dict[int, Any]()
@@ -218,10 +214,7 @@ ALONE = WorkerOptions()
 def worker_options(
     workers: Any = None, devices: Any = None, cluster: Any = None, find: Callable[[str], AnyTask] | None = None
 ) -> WorkerOptions:
-    """Return the actors that arguments ask for. Raises InputError if they cannot be had on this machine.
-
-    workers: a whole number or its text; devices: names, or a text of names separated by commas; cluster: one of CLUSTERS.
-    """
+    """Return the actors that arguments ask for: a number, names of devices or a text of them, and one of CLUSTERS."""
     count = None
     if workers is not None:
         try:
@@ -272,11 +265,10 @@ def start_workers(
     again: str = "continue with esper resume",
     stop: Callable[[], bool] = lambda: False,
 ) -> Workers:
-    """Start the actors that were asked for, and wait until they are ready.
+    """Start the actors that were asked for, and wait until they are ready, or until `stop`: a KeyboardInterrupt.
 
-    facts: of this process, which those of each actor must equal. mend: what to do if actors are lost for good. again: how the run
-    continues after a rank of torchrun was lost. Raises InputError if an actor cannot start, and KeyboardInterrupt if `stop` says
-    so before all are ready.
+    facts: of this process, which those of each actor must equal. mend: what to do if actors are lost for good. again:
+    how the run continues after a rank of torchrun was lost.
     """
     devices: Sequence[str | None] = asked.devices or (None,)
     transport: Transport
@@ -299,10 +291,7 @@ class SentTask(NamedTuple):
 
     @classmethod
     def of(cls, task: AnyTask, find: Callable[[str], AnyTask] | None, *, sealed: bool = True) -> "SentTask":
-        """Pickle a task, without its test split if `sealed`.
-
-        Raises InputError if it can neither be pickled nor be built from its name.
-        """
+        """Pickle a task, without its test split if `sealed`, or take its name if it can be built from that."""
         try:
             return cls(task.name, pickle.dumps(task.sealed() if sealed else task))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
