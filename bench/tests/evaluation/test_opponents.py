@@ -8,8 +8,7 @@ import pytest
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import Contender, named, trainings
-from esper.runs.evaluation.design import Design, Grower, stacked
-from esper.runs.evaluation.evaluation import run_evaluation
+from esper.runs.evaluation.evaluation import Design, Grower, run_evaluation, stacked
 from esper.runs.evaluation.statistics import best_by_others, interval, mean, mean_difference, share_of_headroom
 from esper.store.files import to_json
 from esper.tamiyo.rules.baselines import Never
@@ -79,7 +78,7 @@ def test_trainings_of_one_controller_are_one_row(record):
 
 
 def test_what_opponents_grew_is_reused(record, task, folder, monkeypatch):
-    monkeypatch.setattr("esper.runs.evaluation.design.grow_contender", None)
+    monkeypatch.setattr("esper.runs.evaluation.evaluation.grow_contender", None)
     monkeypatch.setattr("esper_bench.evaluation.plan_search.grow_contender", None)
     assert compare(task, folder)["tasks"][0]["runs"] == record["tasks"][0]["runs"]
     assert to_json(record)

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from esper.kasmina.network.grown_network import RegrownHost
-from esper.leyline.config.tree import Config
+from esper.leyline.config.tree import Config, RewardConfig
 from esper.leyline.data.task import AnyTask, Mixture, Split, Task, nonfinite
 from esper.leyline.lifecycle.view import Floats
 from esper.nissa.rows import EvaluationRow
@@ -91,12 +91,20 @@ def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Seque
     return {name: _pair(metric, config), "loss": _pair(loss, config), "objective": _pair(worth, config)}
 
 
+def objective_of(
+    metric: Floats, loss: Floats, added: ArrayLike, host_params: ArrayLike, reward: RewardConfig
+) -> Floats:
+    """Return J (E,) of networks from their metric and loss on a split, and their added parameters, without compute."""
+    value = metric if reward.objective == "metric" else -loss
+    return objective(value, added, host_params, reward.rent, reward.rent_size)
+
+
 def exported_objective(engine: VectorizedEngine, metric: Floats, loss: Floats) -> Floats:
     """Return J (rows,) of the networks of an engine as exported, from their metric and loss on a split."""
-    config, reward = engine.config, engine.config.reward
+    config = engine.config
     host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
-    value, added = metric if reward.objective == "metric" else -loss, engine.exported_params() - host_params
-    return objective(value, added, host_params, reward.rent, reward.rent_size) - engine.state.compute.price(config)
+    added = engine.exported_params() - host_params
+    return objective_of(metric, loss, added, host_params, config.reward) - engine.state.compute.price(config)
 
 
 def _constant(task: AnyTask, instance: Sequence[int], name: str) -> Summary:

@@ -9,8 +9,7 @@ import esper
 from esper.leyline.data.task import AnyTask
 from esper.leyline.text import counted, rounded
 from esper.runs.evaluation.contenders import RULES, Contender, named
-from esper.runs.evaluation.design import Design, Grower
-from esper.runs.evaluation.evaluation import Entry, Rivals
+from esper.runs.evaluation.evaluation import Design, Entry, Grower, Rivals
 from esper.runs.evaluation.record import Record
 from esper.runs.evaluation.work import References
 from esper_bench.controllers.plans import NONE, UNIFORM, Placed

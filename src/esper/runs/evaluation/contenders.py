@@ -17,7 +17,7 @@ from esper.leyline.data.task import AnyTask, with_steps
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.lifecycle.view import Floats, Outcome
 from esper.leyline.protocols import Controller, as_controller
-from esper.simic.rewards import objective
+from esper.runs.figures import objective_of
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, play
@@ -116,11 +116,8 @@ def grow_contender(
 def probe_objective(outcome: Outcome, config: Config) -> Floats:
     """Return J (E,) of the networks as exported, on the probe split."""
     assert outcome.exported is not None, "the episode must be over"
-    metric, loss, added = outcome.exported
-    value = metric if config.reward.objective == "metric" else -loss
-    reward = config.reward
-    worth = objective(value, added, outcome.host_params, reward.rent, reward.rent_size)
-    return worth if outcome.compute is None else worth - reward.compute_price * outcome.compute[1]
+    worth = objective_of(*outcome.exported, outcome.host_params, config.reward)
+    return worth if outcome.compute is None else worth - config.reward.compute_price * outcome.compute[1]
 
 
 def contender_config(

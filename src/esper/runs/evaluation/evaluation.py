@@ -4,36 +4,263 @@ C contenders, N instances, R seeds, E environments of a population.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from esper.kasmina.lifecycle import dormant
 from esper.kasmina.network.static import Absent
-from esper.leyline.config.tree import BASELINES, baseline_names, build_config
+from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config
 from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import checked_actions
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Floats, Outcome
 from esper.leyline.progress import Pace
 from esper.leyline.text import counted
-from esper.runs.evaluation.contenders import ROWS, RULES, Contender, Say, named
-from esper.runs.evaluation.design import Design, Grower, Runs, grow_all, stacked
+from esper.runs.baselines import GrowthResult, grown_of, train_baseline
+from esper.runs.evaluation.contenders import ROWS, RULES, Contender, Say, contender_config, grow_contender, named, tell
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
-from esper.runs.evaluation.work import References, evaluation_work, hired
-from esper.runs.folder.environment import describe_environment
+from esper.runs.evaluation.statistics import best_by_others
+from esper.runs.evaluation.work import (
+    Arrays,
+    EvaluationActors,
+    EvaluationPart,
+    Kept,
+    References,
+    computed,
+    evaluation_work,
+    hired,
+    play_parts,
+)
+from esper.runs.figures import exported_objective, objective_of, test_splits
+from esper.runs.folder.environment import describe_environment, fingerprint
 from esper.runs.workers.transports import serve_rank
 from esper.runs.workers.workers import ALONE, WorkerOptions
 from esper.store.disk import DiskRetry, remove_unfinished
 from esper.store.files import EVALUATION
 from esper.store.lock import locked_folder
+from esper.tamiyo.catalog import with_sensors
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.play import Observer
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import instance_keys
 
 FIGURE, GROWN = "evaluation.png", "grown"
 ROOT = Path("runs/evaluation")
 """The parent of default folders. A default folder is named after the arguments; all of them share the stored populations."""
+ASKED = ("task", "tasks", "controller", "envs", "twin", "baselines", "instances", "first_instance", "models")
+"""Config keys that an evaluation sets itself. Settings must not contain them."""
+
+
+class Design(NamedTuple):
+    """The task, instances, seeds and settings that contenders share."""
+
+    task: AnyTask
+    settings: Sequence[Mapping[str, Any]]  # layers of config over that of the task
+    seeds: tuple[int, ...]
+    part: str  # the part of the task's instances
+    first: int
+    instances: int
+    rows: int  # largest number of environments of a population
+
+    @classmethod
+    def of(
+        cls,
+        task: AnyTask,
+        settings: Sequence[Mapping[str, Any]],
+        seeds: int,
+        part: str,
+        first: int,
+        instances: int,
+        rows: int = ROWS,
+    ) -> "Design":
+        """Return the design with consecutive seeds from that of the config on. Raises InputError if nothing can be evaluated."""
+        if task.test is None:
+            raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
+        for name, count in (("instances", instances), ("seeds", seeds)):
+            if count < 1:
+                raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
+        base = build_config(task.defaults, *settings).seed
+        for name in ASKED:
+            if any(name in layer for layer in settings):
+                raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")
+        return cls(task, settings, tuple(range(base, base + seeds)), part, first, instances, rows)
+
+    def check(self, contender: Contender) -> None:
+        """Raise InputError if a contender cannot decide on the task, by one decision in one environment."""
+        instance_keys(self.task, self.config(contender, self.seeds[-1]))
+        config = contender_config(self.task, contender, self.settings, self.seeds[0], self.part, self.first, 1)
+        client = contender.make(config)
+        view = VectorizedEngine(self.task.sealed(), with_sensors(config, client)).reset()
+        checked_actions(client.act(view), 1)
+
+    def config(self, contender: Contender, seed: int) -> Config:
+        """Return the config of a contender on all instances at once."""
+        return contender_config(self.task, contender, self.settings, seed, self.part, self.first, self.instances)
+
+    def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:
+        """Yield every population of a contender: the index of its seed, its first instance, and its config."""
+        for (at, seed), start in itertools.product(enumerate(self.seeds), range(0, self.instances, self.rows)):
+            envs, first = min(self.rows, self.instances - start), self.first + start
+            yield at, start, contender_config(self.task, contender, self.settings, seed, self.part, first, envs)
+
+
+Runs = list[list[Arrays]]
+"""The figures of a contender, by seed and population."""
+
+
+class Grower(NamedTuple):
+    """Names the populations of a design, and has them grown."""
+
+    design: Design  # the task and what contenders share
+    kept: Kept  # the stored results
+    watch: Say | None = None  # called with lines of progress
+    pace: Pace | None = None  # counts what was grown
+    actors: EvaluationActors | None = None  # compute the populations; None computes them in this process
+
+    @classmethod
+    def of(
+        cls,
+        design: Design,
+        folder: Path | None,
+        watch: Say | None,
+        pace: Pace | None,
+        actors: EvaluationActors | None = None,
+    ) -> "Grower":
+        """Return a grower that stores results in a folder, if one is given."""
+        kept = Kept(folder, {} if folder is None else fingerprint(design.task), partial(tell, watch))
+        return cls(design, kept, watch, pace, actors)
+
+    def parts(self, contender: Contender) -> list[EvaluationPart]:
+        """Return every population of a contender, by seed and first instance."""
+        who, compute = [contender.name, contender.content], partial(_figures, contender)
+        return [self.part(who, config, compute, start) for _, start, config in self.design.populations(contender)]
+
+    def part(
+        self, who: Sequence[str], config: Config, compute: Callable[..., Arrays | Absent], start: int
+    ) -> EvaluationPart:
+        """Return the part that computes the figures (E,) of a population, from the instance `start` of the design on."""
+        design = self.design
+        done = f"{start + config.envs} of {counted(design.instances, 'instance')}"
+        said = f"{design.task.name}: {who[0]}, seed {config.seed}, {done}"
+        return EvaluationPart(self.kept, design.task, who, config, RecordedFigures._fields, compute, said)
+
+    def train(self, names: Sequence[str], sizer: Contender, grown: Runs) -> dict[str, Runs | Absent]:
+        """Train the static networks of names for every population that `sizer` grew; Absent are those that the task lacks."""
+        design, populations = self.design, list(self.design.populations(sizer))
+        parts = [
+            self.part(
+                [name, sizer.name, sizer.content],
+                config,
+                partial(_trained, name, grown[at][start // design.rows]),
+                start,
+            )
+            for name in names
+            for at, start, config in populations
+        ]
+        made, found = iter(play_parts(parts, self.actors, self.watch, self.pace)), dict[str, Runs | Absent]()
+        for name in names:
+            trained = list(itertools.islice(made, len(populations)))
+            absent = next((each for each in trained if isinstance(each, Absent)), None)
+            if absent is not None:
+                tell(self.watch, f"{design.task.name}: {name} is absent: {absent.reason}")
+            found[name] = absent or self.by_seed([each for each in trained if not isinstance(each, Absent)])
+        return found
+
+    def by_seed(self, grown: Sequence[Arrays]) -> Runs:
+        """Return the results of the parts of a contender by seed."""
+        each = len(grown) // len(self.design.seeds)
+        return [list(grown[start : start + each]) for start in range(0, len(grown), each)]
+
+    def oracle(self, plans: Sequence[Runs]) -> Runs:
+        """Return the figures of the best plan of every instance and seed, chosen by J of the other seeds (`best_by_others`).
+
+        On one data set, the other runs are those from all other starts.
+        """
+        # (K, N, R)
+        values = {name: np.stack([stacked(runs, name) for runs in plans]) for name in RecordedFigures._fields}
+        scores = values["objective"]
+        alike = scores if isinstance(self.design.task, Mixture) else scores.reshape(len(scores), 1, -1)
+        chosen = best_by_others(alike).reshape(scores.shape[1:])
+        taken = {name: np.take_along_axis(value, chosen[None], 0)[0] for name, value in values.items()}
+        return [[{name: value[:, at] for name, value in taken.items()}] for at in range(len(self.design.seeds))]
+
+
+def grow_all(asked: Sequence[tuple[Grower, Contender]]) -> list[Runs]:
+    """Grow every population of contenders, each by its grower. The populations of all are played together."""
+    parts = [grower.parts(contender) for grower, contender in asked]
+    first, _ = asked[0]
+    made = iter(computed([*itertools.chain(*parts)], actors=first.actors, watch=first.watch, pace=first.pace))
+    return [
+        grower.by_seed(list(itertools.islice(made, len(own)))) for (grower, _), own in zip(asked, parts, strict=True)
+    ]
+
+
+def stacked(runs: Sequence[Sequence[Arrays]], name: str) -> Floats:
+    """Return one figure of a contender, (N, R)."""
+    return np.stack([np.concatenate([chunk[name] for chunk in chunks]) for chunks in runs], 1)
+
+
+_KEPT = ("stage", "blueprint", "blend", "alpha")
+
+
+def _figures(contender: Contender, task: AnyTask, config: Config, *observers: Observer) -> Arrays:
+    """Return the figures (E,) of one population, and its growth as arrays, from which `_trained` makes it again."""
+    engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=observers)
+    grown = grown_of(engine)
+    return {
+        **tested(task, config, engine, outcome, seconds)._asdict(),
+        "instance": grown.instance,
+        "params": grown.params,
+        **{f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT},
+    }
+
+
+def tested(
+    task: AnyTask, config: Config, engine: VectorizedEngine, outcome: Outcome, seconds: float
+) -> RecordedFigures:
+    """Return the figures (E,) of a population that grew on `task.sealed()`; no other function reads test data of one.
+
+    outcome: the last one. seconds: duration of the steps.
+    """
+    metric, loss = engine.evaluate(test_splits(engine, task))
+    return RecordedFigures(
+        objective=exported_objective(engine, metric, loss),
+        metric=metric,
+        added_params=(engine.exported_params() - outcome.host_params).astype(np.float64),
+        kept=(outcome.seeds.stage == Stage.FOSSILIZED).sum(1).astype(np.float64),
+        seconds=np.full(config.envs, seconds / config.envs),
+    )
+
+
+def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, *observers: Observer) -> Arrays | Absent:
+    """Train the static networks of one baseline, which no observer sees, and return their figures (E,).
+
+    arrays: of the population that grew, from `_figures`. The figure `kept` is nan for networks without seeds.
+    """
+    seeds = dormant(*arrays["seeds_stage"].shape)._replace(**{each: arrays[f"seeds_{each}"] for each in _KEPT})
+    grown = GrowthResult(arrays["instance"], seeds, arrays["params"])
+    trained = train_baseline(name, task, config, grown, config.steps)
+    if isinstance(trained, Absent):
+        return trained
+    assert trained.seconds is not None
+    host_params = grown.params - arrays["added_params"].astype(np.int64)
+    added = trained.params - host_params
+    kept = (seeds.stage == Stage.FOSSILIZED).sum(1) if name == "same-size" else np.full(config.envs, np.nan)
+    return RecordedFigures(
+        objective=objective_of(trained.metric, trained.loss, added, host_params, config.reward),
+        metric=trained.metric,
+        added_params=added.astype(np.float64),
+        kept=kept.astype(np.float64),
+        seconds=np.full(config.envs, trained.seconds / config.envs),
+    )._asdict()
 
 
 class Entry(NamedTuple):
@@ -149,7 +376,8 @@ def run_evaluation(
     if workers.is_rank:
         return serve_rank(evaluation_work(workers, tasks, references), workers.devices or (None,))
     with hired(workers, tasks, references, [*rules, *ours], watch) as actors:
-        _create(folder)
+        if folder is not None:
+            _create(folder)
         pace = None
         if watch is not None:
             networks, search = sum(grown) * instances * seeds, sum(map(rivals.searches, range(len(designs))))
@@ -272,10 +500,9 @@ def _compared(
     )
 
 
-def _create(folder: Path | None) -> None:
+def _create(folder: Path) -> None:
     try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot keep figures in {folder}: {error.strerror}; name another folder") from None
 
@@ -301,7 +528,7 @@ def evaluation_folder(
 def default_folder(
     controllers: Sequence[Contender], tasks: Sequence[str], settings: Sequence[Mapping[str, Any]], **numbers: int | None
 ) -> Path:
-    """Return the default folder for the arguments of an evaluation, which is a function of the arguments."""
+    """Return the default folder of an evaluation, which is a function of its arguments."""
     asked = [[each.name, each.content, dict(each.settings)] for each in controllers]
     digest = hashlib.sha256(json.dumps([asked, tasks, settings, numbers], sort_keys=True, default=str).encode())
     readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in "+".join(tasks))[:40]
