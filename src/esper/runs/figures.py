@@ -1,7 +1,7 @@
 """The final figures of a run: its networks on the test and validation splits, their sizes, and the numbers of examples."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -9,13 +9,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from esper.kasmina.network.grown_network import RegrownHost
 from esper.leyline.config.tree import Config, RewardConfig
-from esper.leyline.data.task import AnyTask, Mixture, Split, Task, nonfinite
+from esper.leyline.data.task import AnyTask, Instance, Mixture, Split, Task, nonfinite
 from esper.leyline.lifecycle.view import Floats
 from esper.nissa.rows import EvaluationRow
 from esper.simic.rewards import objective
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.bounds import constant_metric
 from esper.tolaria.stacked.population import StackedPopulation
+
+T = TypeVar("T")
 
 Summary = dict[str, Any]
 """The final figures as in summary.json: strict JSON, with null for a quantity that was not measured."""
@@ -37,7 +39,7 @@ def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Su
         "metric": name,
         "objective_formula": _formula(name, config, min(host_params)),
         "regrown": isinstance(task, Task) and isinstance(task.host, RegrownHost),
-        "examples": split_sizes(task, engine.space.instance),
+        "examples": split_sizes(task, engine.space.instance.tolist()),
         "host_params": host_params[0] if len(set(host_params)) == 1 else host_params,
         "grown_params": engine.exported_params()[: config.envs].tolist(),
         **{f"test_{name}": pair for name, pair in test.items()},
@@ -69,19 +71,27 @@ def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
     return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
 
 
-def split_sizes(task: AnyTask, instance: NDArray[np.int64]) -> Summary:
+def split_sizes(task: AnyTask, instance: Sequence[int]) -> Summary:
     """The finite examples of each split: one number where all environments share it, and E numbers for a mixture."""
-    sizes = {}
-    for key in set(instance.tolist()) if isinstance(task, Mixture) else [int(instance[0])]:
-        problem, test = task.instance(key), task.test_split(key)
-        assert test is not None, "a run must have a test split"
+
+    def sizes(problem: Instance, test: Split) -> Summary:
         splits = {"train": problem.train, "probe": problem.probe, "validation": problem.validation, "test": test}
-        sizes[key] = {part: int((~nonfinite(split)).sum()) for part, split in splits.items()}
-        if problem.source is not None:
-            sizes[key]["train"] = len(problem.source)
-    if isinstance(task, Mixture):
-        return {part: [sizes[key][part] for key in instance.tolist()] for part in next(iter(sizes.values()))}
-    return sizes[int(instance[0])]
+        found = {part: int((~nonfinite(split)).sum()) for part, split in splits.items()}
+        return found if problem.source is None else {**found, "train": len(problem.source)}
+
+    every = _by_instance(task, instance, sizes)
+    return {part: [each[part] for each in every] for part in every[0]} if isinstance(task, Mixture) else every[0]
+
+
+def _by_instance(task: AnyTask, instance: Sequence[int], compute: Callable[[Instance, Split], T]) -> list[T]:
+    """Compute a value for each of E keys from the instance and its test split, once where environments share these."""
+    keys = instance if isinstance(task, Mixture) else [instance[0]] * len(instance)
+    values: dict[int, T] = {}
+    for key in dict.fromkeys(keys):
+        test = task.test_split(key)
+        assert test is not None, "a run must have a test split"
+        values[key] = compute(task.instance(key), test)
+    return [values[key] for key in keys]
 
 
 def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
@@ -109,15 +119,13 @@ def exported_objective(engine: VectorizedEngine, metric: Floats, loss: Floats) -
 
 def _constant(task: AnyTask, instance: Sequence[int], name: str) -> Summary:
     """What the most frequent class, or the mean target, of train splits comes to on test splits, where one can."""
-    shared = None if isinstance(task, Mixture) else instance[0]
-    values: dict[int, float | None] = {}
-    for key in set(instance) if shared is None else [shared]:
-        problem, test = task.instance(key), task.test_split(key)
-        assert test is not None
+
+    def value(problem: Instance, test: Split) -> float | None:
         fitted, held = (split.y[~nonfinite(split)] for split in (problem.train, test))
-        value = constant_metric(task.objective, fitted, Split(held, held), problem.target_scaling)
-        values[key] = None if np.isnan(value) else value
-    constant = [values[key if shared is None else shared] for key in instance]
+        metric = constant_metric(task.objective, fitted, Split(held, held), problem.target_scaling)
+        return None if np.isnan(metric) else metric
+
+    constant = _by_instance(task, instance, value)
     return {"constant": {f"test_{name}": constant}} if set(constant) != {None} else {}
 
 

@@ -101,9 +101,7 @@ class EvaluationPlayer:
     def __init__(self, tasks: Sequence[SentTask], device: str | None) -> None:
         """Make the tasks in this process. Parts are computed on the device, or on that of their config if it is None."""
         self._tasks, self._device = [sent.task() for sent in tasks], device
-
-    def facts(self) -> Tree:
-        return shared_facts(self._tasks)
+        self.facts = shared_facts(self._tasks)
 
     def load(self, weights: Tree) -> None:
         """Take nothing: each part has its own controller."""

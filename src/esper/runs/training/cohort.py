@@ -367,13 +367,10 @@ class TrainingPlayer:
         policy = Policy.fresh(language, configs[0].seed, decisions_per_step=configs[0].ppo.decisions_per_step)
         for cohort in first:
             cohort.release()
-        self._facts = shared_facts(made)
+        self.facts = shared_facts(made)
         self._rows, self._most, self._recent = _KeptRows(), engines, list[int]()
         hub = Hub([self._rows], level, raise_steps=configs[0].telemetry.raise_steps)
         self.player = Player(cohorts, learner_of(policy, configs[0]), reward, hub)
-
-    def facts(self) -> Tree:
-        return self._facts
 
     def load(self, weights: Tree) -> None:
         """Take the policy, and the round of learning."""

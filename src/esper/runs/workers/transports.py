@@ -46,8 +46,8 @@ if _SOCKET_FOLDER in os.environ:
 class Work(Protocol):
     """What an actor computes."""
 
-    def facts(self) -> Tree:
-        """Return what must be the same in every actor and in the learner: data and versions."""
+    facts: Tree
+    """What must be the same in every actor and in the learner: data and versions."""
 
     def load(self, weights: Tree) -> None:
         """Take the weights with which the next parts are played."""
@@ -86,7 +86,7 @@ class MessageAnswers:
 
         def begin() -> Tree:
             self._work = self._make()
-            return {"ready": self._work.facts()}
+            return {"ready": self._work.facts}
 
         return self._caught(begin)
 
