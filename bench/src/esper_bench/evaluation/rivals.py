@@ -1,16 +1,21 @@
 """Compare controllers with opponents: searched plans, rules that place seeds, fitted trees, references and an oracle."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import esper
-from esper.leyline.data.task import AnyTask
+from esper.leyline.data.task import AnyTask, Mixture
+from esper.leyline.lifecycle.view import Floats
 from esper.leyline.text import counted, rounded
 from esper.runs.evaluation.contenders import RULES, Contender, named
-from esper.runs.evaluation.evaluation import Design, Entry, Grower, Rivals
-from esper.runs.evaluation.record import Record
+from esper.runs.evaluation.evaluation import Design, Entry, Grower, Rivals, Runs, stacked
+from esper.runs.evaluation.record import Record, RecordedFigures
 from esper.runs.evaluation.work import References
 from esper_bench.controllers.plans import NONE, UNIFORM, Placed
 from esper_bench.evaluation.declared import FITTED, ORACLE, SEARCHED, Opponents, opponents_of
@@ -123,7 +128,7 @@ class Opposition(Rivals):
             opponents=opponents,
             elsewhere=elsewhere,
             plans=[(plan.contender(f"plan {plan.name}"), _ALIKE.get(plan.name)) for plan in entered.plans],
-            best_of=ORACLE if entered.plans else None,
+            best_of=(ORACLE, partial(oracle, grower.design.task)) if entered.plans else None,
             absent=entered.absent,
         )
 
@@ -183,6 +188,31 @@ def evaluate(
     those of `esper.evaluate`. Raises InputError before anything is grown.
     """
     return esper.evaluate(controllers, tasks, out=out, rivals=Opposition(opponents, search_episodes), **options)
+
+
+def oracle(task: AnyTask, plans: Sequence[Runs]) -> Runs:
+    """Return the figures of the best plan of every instance and seed, chosen by J of the other seeds (`best_by_others`).
+
+    On one data set, the other runs are those from all other starts.
+    """
+    # (K, N, R)
+    values = {name: np.stack([stacked(runs, name) for runs in plans]) for name in RecordedFigures._fields}
+    scores = values["objective"]
+    alike = scores if isinstance(task, Mixture) else scores.reshape(len(scores), 1, -1)
+    chosen = best_by_others(alike).reshape(scores.shape[1:])
+    taken = {name: np.take_along_axis(value, chosen[None], 0)[0] for name, value in values.items()}
+    return [[{name: value[:, at] for name, value in taken.items()}] for at in range(len(plans[0]))]
+
+
+def best_by_others(scores: Floats) -> NDArray[np.int64]:
+    """scores (K, P, R) -> (P, R) index of the plan with the highest mean over the other runs of the problem.
+
+    A plan is chosen by other runs than the one whose score it then has, so the mean of the chosen scores is not raised by
+    the choice. R is at least 2.
+    """
+    assert scores.shape[2] > 1, "the choice for a run is made by others"
+    others = np.stack([np.delete(scores, run, 2).mean(2) for run in range(scores.shape[2])], 2)
+    return np.asarray(np.nan_to_num(others, nan=-np.inf).argmax(0))
 
 
 def _lines(entered: Entered) -> list[str]:

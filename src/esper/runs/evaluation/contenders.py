@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import Config, build_config, check_controller_settings
 from esper.leyline.data.task import AnyTask, with_steps
 from esper.leyline.errors import InputError, typed_line
-from esper.leyline.lifecycle.view import Floats, Outcome
+from esper.leyline.lifecycle.view import Outcome
 from esper.leyline.protocols import Controller, as_controller
-from esper.runs.figures import objective_of
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, play
@@ -111,13 +110,6 @@ def grow_contender(
     if exported is not None:
         outcome = outcome._replace(exported=exported, seeds=engine.view().seeds)
     return engine, outcome, time.perf_counter() - begin
-
-
-def probe_objective(outcome: Outcome, config: Config) -> Floats:
-    """Return J (E,) of the networks as exported, on the probe split."""
-    assert outcome.exported is not None, "the episode must be over"
-    worth = objective_of(*outcome.exported, outcome.host_params, config.reward)
-    return worth if outcome.compute is None else worth - config.reward.compute_price * outcome.compute[1]
 
 
 def contender_config(

@@ -27,7 +27,6 @@ from esper.leyline.text import counted
 from esper.runs.baselines import GrowthResult, grown_of, train_baseline
 from esper.runs.evaluation.contenders import ROWS, RULES, Contender, Say, contender_config, grow_contender, named, tell
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
-from esper.runs.evaluation.statistics import best_by_others
 from esper.runs.evaluation.work import (
     Arrays,
     EvaluationActors,
@@ -179,19 +178,6 @@ class Grower(NamedTuple):
         each = len(grown) // len(self.design.seeds)
         return [list(grown[start : start + each]) for start in range(0, len(grown), each)]
 
-    def oracle(self, plans: Sequence[Runs]) -> Runs:
-        """Return the figures of the best plan of every instance and seed, chosen by J of the other seeds (`best_by_others`).
-
-        On one data set, the other runs are those from all other starts.
-        """
-        # (K, N, R)
-        values = {name: np.stack([stacked(runs, name) for runs in plans]) for name in RecordedFigures._fields}
-        scores = values["objective"]
-        alike = scores if isinstance(self.design.task, Mixture) else scores.reshape(len(scores), 1, -1)
-        chosen = best_by_others(alike).reshape(scores.shape[1:])
-        taken = {name: np.take_along_axis(value, chosen[None], 0)[0] for name, value in values.items()}
-        return [[{name: value[:, at] for name, value in taken.items()}] for at in range(len(self.design.seeds))]
-
 
 def grow_all(asked: Sequence[tuple[Grower, Contender]]) -> list[Runs]:
     """Grow every population of contenders, each by its grower. The populations of all are played together."""
@@ -272,7 +258,8 @@ class Entry(NamedTuple):
     elsewhere: Sequence[tuple[Grower, Contender]] = ()
     # contenders that take part in `best_of` alone, and the contender whose networks they equal, or None
     plans: Sequence[tuple[Contender, str | None]] = ()
-    best_of: str | None = None  # name of the opponent that takes the best of the plans, chosen by the other seeds
+    # name of an opponent that has figures of the plans and of `rules`, and what chooses them
+    best_of: tuple[str, Callable[[Sequence[Runs]], Runs]] | None = None
     absent: Mapping[str, str] = {}  # names of those that take no part, with the reasons
 
 
@@ -334,12 +321,11 @@ def run_evaluation(
 ) -> Record:
     """Compare controllers with the rules, static networks and `rivals` on every task; return a strict JSON object.
 
-    baselines: static networks that are compared too (`esper docs baselines`); the controller never is the twin. They
-    have the sizes of the networks that the first controller grew, or of those of the heuristic if no controller is
-    given. settings: layers of config over that of the tasks, the same for all contenders. folder: stores the results of
-    populations, which are reused. watch: called with lines of progress. workers: the actors that grow the populations;
-    the results do not depend on their number. In a rank of torchrun above 0, this process is one of them until the
-    evaluation ends.
+    baselines: static networks, of the sizes that the first controller grew, or the heuristic without one; the
+    controller never is the twin. settings: layers of config over that of the tasks, the same for all contenders.
+    folder: stores the results of populations, which are reused. watch: called with lines of progress. workers: the
+    actors that grow the populations; in a rank of torchrun above 0, this process is one of them until the evaluation
+    ends.
     """
     rivals = Rivals() if rivals is None else rivals
     rules = [named(name) for name in RULES]
@@ -466,9 +452,10 @@ def _compared(
     runs = dict(zip([*own, *others], grown, strict=False))
     against = {name: runs[name] for name in (*(each.name for each in entry.opponents), *others)}
     if entry.best_of is not None:
+        name, choose = entry.best_of
         planned = dict(zip((plan.name for plan in fresh), grown[len(runs) :], strict=True))
         every: list[Runs] = [planned[plan.name] if equal not in own else runs[equal] for plan, equal in entry.plans]
-        against[entry.best_of] = grower.oracle([*every, *(runs[each.name] for each in entry.rules)])
+        against[name] = choose([*every, *(runs[each.name] for each in entry.rules)])
     ours = contenders[rules:] if against else []
     order = [*(each.name for each in contenders if each not in ours), *against, *(each.name for each in ours)]
     runs = {name: (runs | against)[name] for name in dict.fromkeys(order)}

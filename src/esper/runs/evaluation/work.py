@@ -35,10 +35,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 class Kept(NamedTuple):
-    """Stores arrays of populations on `data` in a folder, and reads them.
-
-    folder: None stores nothing. data: the fingerprint of the task.
-    """
+    """Stores arrays of populations on `data`, the fingerprint of a task, in a folder if there is one; reads them."""
 
     folder: Path | None
     data: Mapping[str, str]
