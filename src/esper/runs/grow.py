@@ -63,14 +63,13 @@ def grow(
 ) -> Summary:
     """Grow a population on a task for one episode, evaluate the grown networks on the test split, and export them.
 
-    Without a folder, nothing is written. All arguments are checked first; on bad input InputError is raised before
-    anything is written. SIGINT or SIGTERM ends the growth after the current step; the networks are then evaluated and
-    exported as they are. Checkpoints are written if the controller has a `state`.
+    Without a folder, nothing is written. Bad input raises InputError before anything is written. SIGINT or SIGTERM ends
+    the growth after the current step; the networks are then evaluated and exported as they are. Checkpoints are written
+    if the controller has a `state`. `outputs` get every row of the events.
 
     If the `opening` says resume, the run of the folder continues from its last checkpoint, or starts again if it has
-    none. The task, the config and the controller must be those that the run began with. With a change, `config` is the
-    changed config, and a finished run can continue too. `outputs` get every row of the events. `notes` are lines that are
-    shown when the run begins.
+    none, with the task, the config and the controller that it began with. With a change, `config` is the changed
+    config, and a finished run can continue too.
     """
     started, watch = time.perf_counter(), watch or Silent()
     if task.test is None:

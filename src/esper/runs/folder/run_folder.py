@@ -26,7 +26,7 @@ from esper.nissa.hub import Hub
 from esper.nissa.outputs import Guarded, JsonLines, Output
 from esper.nissa.recovery import Mark, resume_events
 from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
-from esper.runs.folder.environment import CODE, DATA, VERSIONS, compare_origin, origin_of
+from esper.runs.folder.environment import CODE, DATA, VERSIONS, Origin, compare_origin, origin_of
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, change_config, fitting, take_up
 from esper.store.changes import read_trail, record_origin
@@ -143,10 +143,7 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
 
 
 def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], None] | None = None) -> None:
-    """Create the folder, and with `overwrite` remove the files of an earlier run. Other files and the lock stay.
-
-    note: called with a line that names the other files.
-    """
+    """Create the folder, and with `overwrite` remove the files of an earlier run; `note` is told of other files."""
     check_folder(folder, overwrite)
     make_folder(folder)
     found = list_contents(folder)
@@ -240,7 +237,7 @@ class RunFolder:
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
         self.mark: Mark | None = None  # position in the events at the checkpoint that was found
-        self.origin = origin_of(tasks, config.controller) if path is not None else None
+        self.origin = Origin({}, {}) if path is None else origin_of(tasks, config.controller)
         self.differs: tuple[str, ...] | None = None  # sentences, if the origin is not the recorded one
 
     def __enter__(self) -> Self:
@@ -265,9 +262,10 @@ class RunFolder:
 
     def _leave(self, kind: type[BaseException] | None) -> None:
         """Release the lock once the checkpoint is written."""
-        if self.lock is None or self.store is None:
-            if self.lock is not None:
-                self.lock.release()
+        if self.lock is None:
+            return
+        if self.store is None:
+            self.lock.release()
             return
         try:
             if kind is None or not issubclass(kind, KeyboardInterrupt):
@@ -276,10 +274,7 @@ class RunFolder:
             self.store.leave(self.lock.release)
 
     def _open(self, path: Path, lock: Lock) -> None:
-        """Lock an existing folder, and read the checkpoint from which the run continues.
-
-        A folder that does not exist yet is locked in `begin`.
-        """
+        """Lock a folder, which `begin` does for one that does not exist yet, and read the checkpoint to go on from."""
         opening = self.opening
         if not opening.resume:
             check_folder(path, opening.overwrite)
@@ -287,8 +282,8 @@ class RunFolder:
             self.retry(lock.path, lock.take)
         if opening.resume:
             self.store, self.found = take_up(path, self.config, opening.change, self.note, self.retry)
-        if opening.resume and self.origin is not None and (self.found is not None or (path / ENVIRONMENT).exists()):
-            self.differs = compare_origin(path, self.origin, opening.other_data)
+            if self.found is not None or (path / ENVIRONMENT).exists():
+                self.differs = compare_origin(path, self.origin, opening.other_data)
         if self.found is not None:
             with fitting(self.found):
                 self.hub.seq = operator.index(self.found.state["seq"])
@@ -306,7 +301,7 @@ class RunFolder:
             config, change = self.config, self.opening.change
             if change is not None:
                 self.retry(path / CONFIG, lambda: change_config(path, config, change, steps))
-            if differs is not None and origin is not None:
+            if differs is not None:
                 self.retry(path / CHANGES, lambda: record_origin(path, differs, origin._asdict(), steps))
             if self.opening.resume:
                 self.retry(path / EVENTS, lambda: resume_events(path, self.hub.seq, self.mark, self.note))
@@ -325,9 +320,8 @@ class RunFolder:
                 self._write(path / CONFIG, MARK + dump_config(self.config))
                 self.store = Checkpoints(path, self.config.checkpoint, self.retry)
             if not (path / ENVIRONMENT).exists():  # the process may have been killed before it was written
-                versions, data = ({}, {}) if self.origin is None else self.origin
-                code = {name: known for name, known in versions.items() if is_reference(name)}
-                recorded = {**environment(), DATA: data, **({CODE: code} if code else {})}
+                code = {name: known for name, known in origin.versions.items() if is_reference(name)}
+                recorded = {**environment(), DATA: origin.data, **({CODE: code} if code else {})}
                 self._write(path / ENVIRONMENT, to_json(recorded))
             # changes after the checkpoint: the rows that named them were cut from the events
             entries = [entry for entry in read_trail(path).entries if entry.steps >= steps]
@@ -392,10 +386,7 @@ class RunFolder:
 
 
 def run_row(config: Config, controller: str, space: Space | None, hosts: Any, status: Any) -> RunRow:
-    """Return a row of a run; without a space, of networks that did not fit into memory, its slots and hosts are not known.
-
-    hosts: (E,) parameters of the hosts; empty in a training, whose hosts change every round.
-    """
+    """Return a row of a run. space: None for networks that did not fit into memory. hosts: (E,) their parameters."""
     return RunRow(
         status=status,
         task=config.task,

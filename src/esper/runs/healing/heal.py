@@ -288,9 +288,9 @@ def plan(space: Space, sites: Mapping[str, Site], places: Sequence["Place"], roo
 
 
 def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A copy whose pruning is part of its weights, and the masks. InputError if the module cannot be copied.
+    """A copy whose pruning is part of its weights, and the masks, which an exported graph multiplies by itself.
 
-    An exported graph multiplies by the mask itself: there the masked weight takes the place of the other, and the mask is 1.
+    There the masked weight takes the place of the other, and the mask is 1.
     """
     memo: dict[int, Any] = {}
     for part in model.modules():  # what the pruning hooks computed has a history, which copy refuses
@@ -430,9 +430,9 @@ def dead_units(z: Tensor) -> float:
 def _recorded(
     network: nn.Module, sites: Mapping[str, Site], x: Any
 ) -> dict[str, tuple[Tensor | None, Tensor, list[Tensor]]]:
-    """What flows at the sites in the first call of each, in the order in which the network runs them.
+    """For each site what its segment reads, what it writes, and what its inner layers compute before activation.
 
-    What the segment of a site reads, what it writes, and what its inner layers compute before activation.
+    These are of the first call of each, in the order in which the network runs them.
     """
     before: dict[str, Tensor | None] = {}
     here: dict[str, Tensor] = {}

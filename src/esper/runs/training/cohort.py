@@ -73,9 +73,8 @@ class Cohort:
 
 
 def default_shards(config: Config) -> int:
-    """Return the number of shards of a training with `--workers`: one for each ENVS_OF_SHARD environments, and 2 or more
-    where the groups allow it. It does not depend on the number of workers, and therefore the results do not.
-    """
+    """Return the shards of a training with workers, whatever their number: one for ENVS_OF_SHARD environments."""
+    # at least 2, where the groups allow it
     return min(max(config.envs // ENVS_OF_SHARD, 2), config.envs // config.reward.group_size)
 
 
@@ -267,10 +266,7 @@ class Player:
         episode.found, episode.refused = record.found.tolist(), record.refused.tolist()
 
     def validate(self, part: WorkItem, *observers: Observer) -> dict[str, NDArray[Any]]:
-        """Grow validation instances greedily. Every call plays episode 0.
-
-        Returns `objective` (E,), J of the networks as exported on the validation split, and `kept` (E,), the kept seeds.
-        """
+        """Grow validation instances greedily, as episode 0. Returns J on their validation split, and seeds kept."""
         cohort = self.cohorts[part.cohort]
         engine = cohort.validation
         engine.reset(episode=0)

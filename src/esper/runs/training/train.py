@@ -77,17 +77,13 @@ def train(
     """Train a controller on tasks, with one config each; the settings of the learner are read from the first config.
 
     `reward` makes a reward object for every task, because a reward may have state. Controllers are validated by J,
-    whatever the reward is.
+    whatever the reward is. The run folder gets a `controller/` whenever a better policy is found: one with a higher
+    mean J of greedy growth on the validation split of validation instances. Bad input raises InputError before anything
+    is written, and an update that cannot be trusted LearningError; the best controller so far then stays. SIGINT or
+    SIGTERM ends the training after the current step; with actors, which play whole rounds, after the last whole round.
 
-    Writes the run folder, and its `controller/` whenever a better policy is found: one with a higher mean J of greedy
-    growth on the validation split of validation instances. Raises InputError on bad input, before anything is written,
-    and LearningError if an update cannot be trusted; the best controller so far then stays. SIGINT or SIGTERM ends the
-    training after the current step; with actors, which play whole rounds, after the last whole round.
-
-    If the `opening` says resume, the run of the folder continues from its last checkpoint, or starts again if it has
-    none. The tasks, configs and rewards must be those that the run began with. With a change, `configs` are the changed
-    ones, and a finished run can continue too. `outputs` get every row of the events. `asked` are the actors that play; in a rank
-    of torchrun above 0, this process is one of them until the training ends.
+    `opening` and `outputs` are as in `grow`. `asked` are the actors that play; in a rank of torchrun above 0, this
+    process is one of them until the training ends.
     """
     watch, started = watch or Silent(), time.perf_counter()
     configs = with_shards(configs, asked, resumed=opening.resume)
