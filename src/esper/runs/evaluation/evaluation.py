@@ -261,6 +261,17 @@ class Entry(NamedTuple):
     # name of an opponent that has figures of the plans and of `rules`, and what chooses them
     best_of: tuple[str, Callable[[Sequence[Runs]], Runs]] | None = None
     absent: Mapping[str, str] = {}  # names of those that take no part, with the reasons
+    facts: Mapping[str, Any] = {}  # what the record of the task says; its entry "lines" is printed below the tables
+
+
+class Participation(NamedTuple):
+    """What rivals have decided before anything is grown."""
+
+    counts: Sequence[int]  # contenders that grow networks, by task
+    searched: int = 0  # networks that are grown to choose contenders, on all tasks
+    references: References = ()  # the tasks that contenders have for themselves, each with the function that makes it
+    lines: Sequence[str] = ()  # printed before anything is grown
+    summary: Mapping[str, Any] = {}  # what the record says about them on all tasks
 
 
 class Rivals:
@@ -272,36 +283,15 @@ class Rivals:
         """Return names that no controller may have."""
         return ()
 
-    def enter(self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]) -> None:
+    def enter(
+        self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]
+    ) -> Participation:
         """Decide who takes part in each task. Raises InputError where a contender cannot."""
-
-    def references(self) -> References:
-        """Return the tasks that contenders have for themselves, each with the function that makes it."""
-        return ()
-
-    def count(self, at: int) -> int:
-        """Return how many contenders grow networks on task `at` of the evaluation."""
-        return 0
-
-    def searches(self, at: int) -> int:
-        """Return how many networks are grown on task `at` to choose contenders."""
-        return 0
+        return Participation([0] * len(designs))
 
     def grow(self, at: int, grower: Grower, folder: Path | None) -> Entry:
         """Return the contenders of task `at`, whose searches may grow networks by `grower`."""
         return Entry()
-
-    def facts(self, at: int) -> Record:
-        """Return what the record of task `at` says about them; its entry "lines" is printed below the tables."""
-        return {}
-
-    def told(self) -> list[str]:
-        """Return lines to print before anything is grown."""
-        return []
-
-    def summary(self) -> Record:
-        """Return what the record says about them on all tasks."""
-        return {}
 
 
 def run_evaluation(
@@ -346,11 +336,11 @@ def run_evaluation(
         raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
     static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
     designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
-    rivals.enter(designs, ours, settings)
+    entered = rivals.enter(designs, ours, settings)
     for design in designs:
         for contender in (*rules, *ours):
             design.check(contender)
-    grown = [len(rules) + len(ours) + len(static) + rivals.count(at) for at in range(len(designs))]
+    grown = [len(rules) + len(ours) + len(static) + count for count in entered.counts]
     populations = [len(list(design.populations(rules[0]))) for design in designs]
     most = max(each * (own - len(static)) for each, own in zip(populations, grown, strict=True))
     if workers.any and workers.size > most:
@@ -358,20 +348,19 @@ def run_evaluation(
             f"workers is {workers.size}, but the evaluation has {counted(most, 'population')} to grow, each by one actor; give "
             f"{most} or fewer, or more instances or seeds"
         )
-    references = rivals.references()
     if workers.is_rank:
-        return serve_rank(evaluation_work(workers, tasks, references), workers.devices or (None,))
-    with hired(workers, tasks, references, [*rules, *ours], watch) as actors:
+        return serve_rank(evaluation_work(workers, tasks, entered.references), workers.devices or (None,))
+    with hired(workers, tasks, entered.references, [*rules, *ours], watch) as actors:
         if folder is not None:
             _create(folder)
         pace = None
         if watch is not None:
-            networks, search = sum(grown) * instances * seeds, sum(map(rivals.searches, range(len(designs))))
+            networks, search = sum(grown) * instances * seeds, entered.searched
             more = f", and {search:,} in searches on training instances" if search else ""
             watch(
                 f"{counted(networks, 'network')} to grow on {counted(len(tasks), 'task')}, with static networks{more}"
             )
-            for line in rivals.told():
+            for line in entered.lines:
                 watch(line)
             pace = Pace(networks + search, "networks", watch)
         sized_by = ours[0].name if ours else RULES[2]
@@ -382,7 +371,7 @@ def run_evaluation(
             evaluations.append(
                 _compared(grower, [*rules, *entry.rules, *ours], len(rules) + len(entry.rules), entry, static, sized_by)
             )
-            facts.append(rivals.facts(at))
+            facts.append(entry.facts)
         waited = {} if actors is None else {"actors": actors.summary()}
     rows = [contender.group or contender.name for contender in controllers]
     return {
@@ -392,7 +381,7 @@ def run_evaluation(
         "part": part,
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
-        **rivals.summary(),
+        **entered.summary,
         "environment": describe_environment(resolve_device(build_config(tasks[0].defaults, *settings).device)),
         **findings(evaluations, static, rows, rivals.headroom, facts),
         **waited,
