@@ -47,7 +47,7 @@ from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY, stopping_figures
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
-from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
+from esper.tolaria.play import Decision, Observer, Step, Until, decide, play
 from esper.tolaria.runtime import PhaseTimer, resolve_device
 from esper.tolaria.stacked.population import check_place
 
@@ -166,7 +166,8 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
     kept, left = sum(map(len, grown)), sum(map(len, left_out))
     fossil, best = ended.stage == Stage.FOSSILIZED, engine.view().seeds.stage == Stage.FOSSILIZED
     discarded = int((fossil & ~best).sum())  # fossilized after the best step, which early stopping restored
-    seeds = {"germinated": episode.germinated, "fossilized": kept, "unfinished": left, "discarded": discarded}
+    germinated = int(episode.attempts.planted.sum())
+    seeds = {"germinated": germinated, "fossilized": kept, "unfinished": left, "discarded": discarded}
     explained: list[str] = []
     if status != "failed":  # otherwise the error is the reason for everything
         explained = [
@@ -181,7 +182,7 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
         **figures,
         "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
         "compared": compared_networks(figures["test_objective"]["grown"], static, host_params, config.reward),
-        "seeds": {**seeds, "pruned": episode.germinated - kept - left - discarded},
+        "seeds": {**seeds, "pruned": germinated - kept - left - discarded},
         "grown": grown,
         "unfinished": left_out,
         **stopping_figures(engine.stopping, config, episode.steps),
@@ -216,7 +217,6 @@ class Episode(Observer):
     decided: Decision | None = None  # the next decision, if it was made already
     attempts: Attempts = field(init=False)  # attempts to plant
     steps: int = 0
-    germinated: int = 0  # seeds planted, over all environments
     seconds: float = 0.0  # duration of the steps alone
     before: float = 0.0  # duration of the run before it was resumed [seconds]
     # a copy of the state after the last step, as `flatten` returned it, and the steps until then, if examples are read by batch:
@@ -235,7 +235,7 @@ class Episode(Observer):
         with fitting(found):
             client.load_state(found.state["client"])
             self.view = self.engine.restore(found.state["engine"])
-            for name in ("steps", "germinated", "seconds", "before"):
+            for name in ("steps", "seconds", "before"):
                 setattr(self, name, found.state["episode"][name])
             self.attempts = Attempts(**found.state["attempts"])
         if self.steps > config.steps:
@@ -261,7 +261,6 @@ class Episode(Observer):
         self.attempts.count(step.view, step.outcome.actions, step.outcome.refused)
         for actions, refused in step.further:
             self.attempts.count_further(actions, refused)
-        self.germinated += planted(step)
         self.steps += 1
         self.seconds += step.seconds
         rollbacks = int(self.engine.governor.record.found.sum())
@@ -300,7 +299,6 @@ class Episode(Observer):
         return {
             "episode": {
                 "steps": self.steps,
-                "germinated": self.germinated,
                 "seconds": self.seconds,
                 "before": self.before + time.perf_counter() - self.started,
             },

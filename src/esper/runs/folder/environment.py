@@ -32,10 +32,11 @@ VERSIONS = ("esper", "python", "torch", "numpy", "safetensors", "scikit-learn")
 """The software whose versions environment.json records."""
 DATA = "data"
 """The key of environment.json that holds the fingerprints of the tasks by name."""
+COMPARED = ("esper", "torch", "numpy", "python")
+"""The software whose versions must be the same in all processes of a run, and are compared when it is resumed."""
 CODE = "code"
 """The key of environment.json that holds digests of the files of code that the config refers to, by reference."""
 
-_COMPARED = ("esper", "torch", "numpy", "python")
 _SPLITS = ("train", "source", "probe", "validation", "test")
 # attributes of a task that are hashed with its splits
 _BESIDE = ("objective", "pixels", "scaling", "classes", "weights")
@@ -89,7 +90,7 @@ def origin_of(tasks: Sequence[AnyTask], controller: str = "") -> Origin:
     own = own_code(controller)
     references = [*(task.name for task in tasks if is_reference(task.name)), *([] if own is None else [own[1]])]
     code = {name: known for name in references if (known := digest_of(name)) is not None}
-    return Origin({**describe_versions(_COMPARED), **code}, {task.name: fingerprint(task) for task in tasks})
+    return Origin({**describe_versions(COMPARED), **code}, {task.name: fingerprint(task) for task in tasks})
 
 
 def fingerprint(task: AnyTask) -> Fingerprint:
@@ -162,7 +163,7 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
         content = None
     if isinstance(content, dict):
         code = content.get(CODE)
-        versions_then = {name: content[name] for name in _COMPARED if name in content}
+        versions_then = {name: content[name] for name in COMPARED if name in content}
         layers.append({"versions": versions_then | (code if isinstance(code, dict) else {}), DATA: content.get(DATA)})
     layers += [entry.origin for entry in read_trail(folder).entries if entry.origin is not None]
     parts = [[part for layer in layers if isinstance(part := layer.get(name), dict)] for name in ("versions", DATA)]

@@ -23,7 +23,7 @@ from esper.leyline.errors import (
     typed_line,
 )
 from esper.leyline.text import counted
-from esper.runs.folder.environment import describe_versions, fingerprint
+from esper.runs.folder.environment import COMPARED, describe_versions, fingerprint
 from esper.runs.workers.transports import ProcessTransport, RayTransport, TorchrunTransport, Transport, world_size
 from esper.store.tensors import Tree, pack, unpack
 from esper.tolaria.runtime import resolve_device
@@ -323,7 +323,7 @@ class SentTask(NamedTuple):
 def shared_facts(tasks: Sequence[AnyTask]) -> Tree:
     """Return what must be the same in every worker and in the learner: digests of the data, and versions of the software."""
     data = {task.name: fingerprint(task) for task in tasks}
-    return {"data": data, "versions": describe_versions(("esper", "torch", "numpy", "python"))}
+    return {"data": data, "versions": describe_versions(COMPARED)}
 
 
 def check_facts(own: Tree, ready: Tree) -> None:
