@@ -40,8 +40,8 @@ import torch
 
 from esper.leyline.progress import Silent
 from esper.runs.configuration import training_configs
+from esper.runs.training.cohort import TrainingPlayer
 from esper.runs.training.train import train
-from esper.runs.training.work_items import TrainingPlayer
 from esper.runs.workers.workers import SentTask, WorkerOptions, Workers
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import Rollout

@@ -388,13 +388,11 @@ def test_a_parquet_file_that_would_unpack_to_more_than_a_gibibyte_is_refused_bef
 
 def test_kept_figures_that_would_unpack_to_more_than_any_are_refused(tmp_path, monkeypatch):
     from esper.runs.evaluation.contenders import named
-    from esper.runs.evaluation.design import grown_part
-    from esper.runs.evaluation.work import Kept, play_parts
+    from esper.runs.evaluation.evaluation import Design, Grower
+    from esper.runs.evaluation.work import play_parts
 
-    task, contender = get_task("iris"), named("never")
-    config = small_config(task="iris", envs=1, steps=1, twin=True, data={"batch_size": 16})
-    kept = Kept(tmp_path, {})
-    part = grown_part(kept, task, contender, config)
+    design = Design.of(get_task("iris"), [{"steps": 1, "data": {"batch_size": 16}}], 1, "heldout", 0, 1)
+    (part,) = Grower.of(design, tmp_path, None, None).parts(named("never"))
     play_parts([part])
     (path,) = tmp_path.glob("*.npz")
     with zipfile.ZipFile(path) as parts:

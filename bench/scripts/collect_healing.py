@@ -26,7 +26,7 @@ from esper.leyline.data.task import Mixture
 from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.view import View
 from esper.runs.evaluation.contenders import Contender, contender_config, grow_contender, named
-from esper.runs.evaluation.design import tested
+from esper.runs.evaluation.evaluation import tested
 from esper.simic.rewards import objective
 from esper.tasks import repair
 from esper.tasks.hosts.factories import VECTOR_MENU

@@ -21,7 +21,7 @@ from study_heal import Scores, chosen, difference, oracle, picks, taken
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.leyline.lifecycle.view import View
-from esper.runs.healing.places import ranked
+from esper.runs.healing.heal import ranked
 from esper_bench.controllers.placement import Collapse, ParticipationDrop
 from esper_bench.controllers.plans import BYPASS, MIXED, NONE, UNIFORM, Plan
 from esper_bench.controllers.trees import Trees

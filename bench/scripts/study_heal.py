@@ -42,11 +42,12 @@ from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from esper.leyline.lifecycle.view import View
 from esper.runs.evaluation.contenders import named
-from esper.runs.evaluation.statistics import DRAWS, best_by_others, interval, mean_difference, share_of_headroom
+from esper.runs.evaluation.statistics import DRAWS, interval, mean_difference, share_of_headroom
 from esper_bench.controllers.healing_features import FEATURES, TAUGHT_FEATURES
 from esper_bench.controllers.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement
 from esper_bench.controllers.plans import FULL_HEAD, NONE, SPARSE_HEAD, SPARSE_ROWS, UNIFORM, UNIFORM_2, Placed
 from esper_bench.controllers.trees import Trees
+from esper_bench.evaluation.rivals import best_by_others
 
 SEEDS, FITS = 2, 8
 RULES: Mapping[str, Callable[[], Placement]] = {

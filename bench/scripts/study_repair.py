@@ -27,7 +27,7 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.view import View, take
 from esper.runs.configuration import training_configs
-from esper.runs.evaluation.contenders import ROWS, Contender, contender_config, grow_contender, named, probe_objective
+from esper.runs.evaluation.contenders import ROWS, Contender, contender_config, grow_contender, named
 from esper.runs.evaluation.evaluation import evaluate
 from esper.runs.evaluation.statistics import CONFIDENCE, DRAWS
 from esper.runs.folder.resume import Opening
@@ -38,6 +38,7 @@ from esper.tamiyo.rules.baselines import Rule
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
+from esper_bench.evaluation.plan_search import probe_objective
 
 Floats = NDArray[np.float64]
 Record = dict[str, Any]

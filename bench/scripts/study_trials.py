@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config, TrialsConfig
 from esper.runs.evaluation.contenders import Contender, contender_config, grow_contender
-from esper.runs.evaluation.design import tested
+from esper.runs.evaluation.evaluation import tested
 from esper.runs.evaluation.statistics import interval, mean_difference
 from esper.tamiyo.catalog import get_controller
 from esper_bench.controllers.catalog import KEEPS

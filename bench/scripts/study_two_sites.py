@@ -30,13 +30,13 @@ from study_heal import ORACLE, SEEDS, difference, picks, print_damage, static, t
 from esper.leyline.config.tree import Config
 from esper.leyline.lifecycle.view import View
 from esper.runs.evaluation.contenders import Contender
-from esper.runs.evaluation.statistics import best_by_others
 from esper_bench.controllers.placement import Collapse, DriftRise, Fixed, ParticipationDrop, Placement
 from esper_bench.controllers.plans import MIXED, NONE, RANKS, SEVERAL, UNIFORM, Placed, Plan
 from esper_bench.controllers.several import Sites
 from esper_bench.controllers.shipped import Shipped
 from esper_bench.controllers.trees import Trees
 from esper_bench.evaluation.plan_menu import UNMEASURED
+from esper_bench.evaluation.rivals import best_by_others
 from esper_bench.healing.heal import Facts
 
 TWO_SITES = "two sites"

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.runs.configuration import training_configs
-from esper.runs.training.train import train
-from esper.runs.training.trainer import RoundHistory
+from esper.runs.training.train import RoundHistory, train
 from esper.store.checkpoint import Checkpoints
 from esper.store.tensors import Tree
 from esper.tasks.catalog import get_task

@@ -25,9 +25,8 @@ from esper.nissa.events import decode
 from esper.nissa.rows import EpisodeRow, PlayedRow
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, cohort_configs, read_config
-from esper.runs.training.cohort import cohorts_of, default_shards
+from esper.runs.training.cohort import TrainingPlayer, cohorts_of, default_shards, with_shards
 from esper.runs.training.train import train
-from esper.runs.training.work_items import TrainingPlayer
 from esper.runs.workers.workers import (
     ALONE,
     TRIES,
@@ -35,7 +34,6 @@ from esper.runs.workers.workers import (
     WorkerOptions,
     Workers,
     check_facts,
-    with_shards,
     worker_options,
 )
 from esper.simic.rewards import get_reward
@@ -290,7 +288,7 @@ def test_what_an_actor_keeps_in_memory_is_bounded():
     player.load(weights())
     for part in parts(0, 1, 2):
         player.play(part)
-    held = [cohort for cohort in player.player.cohorts if cohort.made]
+    held = [cohort for cohort in player.player.cohorts if "engine" in vars(cohort)]
     assert held == player.player.cohorts[2:]
 
 

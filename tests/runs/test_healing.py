@@ -19,8 +19,7 @@ from esper.cli import main
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import find_sites
 from esper.leyline.errors import DataWarning, InputError
-from esper.runs.healing.heal import _permanent
-from esper.runs.healing.places import dead_units, directions, drift, ranked
+from esper.runs.healing.heal import _permanent, dead_units, directions, drift, ranked
 from esper.runs.healing.training import Case, all_weights, examples_of, split, uniform_adapters, usual_loss
 from esper.store.lock import Lock
 

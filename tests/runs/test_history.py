@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from esper.runs.configuration import training_configs
-from esper.runs.training.train import train
-from esper.runs.training.trainer import LAST, SHOWN, RoundHistory
+from esper.runs.training.train import LAST, SHOWN, RoundHistory, train
 from populations import blobs
 
 

@@ -41,8 +41,7 @@ from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import Opening, cohort_configs
 from esper.runs.training.cohort import cohorts_of, sample_instances, settings_of_policy
-from esper.runs.training.train import train
-from esper.runs.training.trainer import Trainer
+from esper.runs.training.train import Trainer, train
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import find_controller, get_controller
 from esper.tamiyo.policy.controller import FACTS, WEIGHTS, Language, Learned, Policy, load_policy
@@ -361,7 +360,7 @@ def test_only_a_better_controller_is_the_best(mixture, bar, better):
 
 def test_a_validation_that_is_not_finite_is_never_the_best(mixture):
     watched = mixture.watched.model_copy(update={"reward": mixture.watched.reward.model_copy(update={"rent": np.nan})})
-    trainer = a_trainer(replace(mixture, watched=watched, made={"training": mixture.engine}))
+    trainer = a_trainer(replace(mixture, watched=watched))
     assert not trainer.validate(0, {})
     assert trainer.best is None
 

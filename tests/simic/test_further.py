@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.masks import allowed_of, every_decision, offered
 from esper.leyline.lifecycle.stages import Stage
 from esper.runs.configuration import training_configs
 from esper.runs.training.cohort import cohorts_of
-from esper.runs.training.trainer import Trainer
+from esper.runs.training.train import Trainer
 from esper.simic.client import SimicClient
 from esper.simic.imitation import Apprentice
 from esper.simic.ppo import PPO, advantages

@@ -10,9 +10,8 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.actions import Head, Op
 from esper.runs.configuration import TRAINING
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.training.cohort import cohorts_of, settings_of_policy
-from esper.runs.training.trainer import Trainer
-from esper.runs.training.work_items import LED
+from esper.runs.training.cohort import LED, cohorts_of, settings_of_policy
+from esper.runs.training.train import Trainer
 from esper.runs.workers.workers import Stop
 from esper.simic.imitation import Apprentice, led_by_teacher
 from esper.simic.ppo import PPO

@@ -15,7 +15,6 @@ from esper.leyline.data.objective import objective
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import IN_BUDGET
 from esper.leyline.lifecycle.view import Outcome, take
-from esper.runs.evaluation.contenders import probe_objective
 from esper.simic.rewards import get_reward, total
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
 from esper.tamiyo.rules.baselines import RandomValid
@@ -24,6 +23,7 @@ from esper.tolaria.play import Observer, Step, Until, play
 from esper_bench.controllers.placement import Placement
 from esper_bench.controllers.plans import NONE
 from esper_bench.controllers.trials import Trials
+from esper_bench.evaluation.plan_search import probe_objective
 from esper_bench.healing.damage import DamageKind
 from esper_bench.healing.heal import heal
 from quick_healing import facts_of_first_hosts, quick_hosts

@@ -8,19 +8,19 @@ import pytest
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import Contender, named, trainings
-from esper.runs.evaluation.design import Design, Grower, stacked
-from esper.runs.evaluation.evaluation import run_evaluation
-from esper.runs.evaluation.statistics import best_by_others, interval, mean, mean_difference, share_of_headroom
+from esper.runs.evaluation.evaluation import Design, Grower, run_evaluation, stacked
+from esper.runs.evaluation.statistics import interval, mean, mean_difference, share_of_headroom
 from esper.store.files import to_json
 from esper.tamiyo.rules.baselines import Never
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import repair
 from esper_bench.controllers.plans import UNIFORM, choices_of
+from esper_bench.evaluation import rivals
 from esper_bench.evaluation.declared import FITTED, ORACLE, SEARCHED, Opponents, Reference, opponents_of
 from esper_bench.evaluation.opponents import check_opponents, enter, fitted_tree, search_budget
 from esper_bench.evaluation.plan_menu import space_of
 from esper_bench.evaluation.plan_search import EPISODES
-from esper_bench.evaluation.rivals import Opposition
+from esper_bench.evaluation.rivals import Opposition, best_by_others
 from populations import blobs
 
 SHORT = {
@@ -79,15 +79,15 @@ def test_trainings_of_one_controller_are_one_row(record):
 
 
 def test_what_opponents_grew_is_reused(record, task, folder, monkeypatch):
-    monkeypatch.setattr("esper.runs.evaluation.design.grow_contender", None)
+    monkeypatch.setattr("esper.runs.evaluation.evaluation.grow_contender", None)
     monkeypatch.setattr("esper_bench.evaluation.plan_search.grow_contender", None)
     assert compare(task, folder)["tasks"][0]["runs"] == record["tasks"][0]["runs"]
     assert to_json(record)
 
 
 def test_the_oracle_chooses_among_its_plans_and_the_best_fixed_one(record, task, folder, monkeypatch):
-    of, chosen = Grower.oracle, []
-    monkeypatch.setattr(Grower, "oracle", lambda grower, plans: chosen.extend(plans) or of(grower, plans))
+    of, chosen = rivals.oracle, []
+    monkeypatch.setattr(rivals, "oracle", lambda task, plans: chosen.extend(plans) or of(task, plans))
     compare(task, folder)
     figures = record["tasks"][0]["runs"]
     best = np.array(figures[SEARCHED]["objective"])

@@ -29,6 +29,7 @@ from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Seeds, take
 from esper.leyline.text import counted
+from esper.runs.figures import test_splits
 from esper.runs.folder.interrupt import Interrupt
 from esper.tamiyo.rules.baselines import Never
 from esper.tolaria.engine import VectorizedEngine
@@ -107,13 +108,11 @@ def train_baselines(
 ) -> dict[str, BaselineResult | Absent]:
     """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
 
-    until: as in `train_baseline`.
-
-    After an interrupted growth, the baselines train for the steps that the growth took, if `interrupt` was rearmed. At
-    a further interrupt, the baselines that are not trained yet are left out.
+    After an interrupted growth, they train for the steps that the growth took, if `interrupt` was rearmed. A further
+    interrupt leaves out those that are not trained yet. until: as in `train_baseline`.
     """
     found: dict[str, BaselineResult | Absent] = {}
-    told = False
+    hint = "; Ctrl-C leaves out the static networks that are not trained yet"  # said once
     for name in config.baselines:
         if name == "twin":
             assert twin is not None
@@ -122,9 +121,8 @@ def train_baselines(
             found[name] = INTERRUPTED
         else:
             try:
-                hint = "" if told else "; Ctrl-C leaves out the static networks that are not trained yet"
-                told = True
                 note(f"training the baseline {name} for {counted(steps, 'step')}{hint}")
+                hint = ""
                 found[name] = train_baseline(
                     name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.ending
                 )
@@ -223,7 +221,7 @@ def _train(
     if interrupted.stopped:
         return INTERRUPTED
     engine.finish()
-    metric, loss = engine.evaluate([split for key in instance.tolist() if (split := task.test_split(key)) is not None])
+    metric, loss = engine.evaluate(test_splits(engine, task))
     return metric, loss, engine.exported_params()
 
 

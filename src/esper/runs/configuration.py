@@ -17,11 +17,9 @@ from esper.tamiyo.catalog import ControllerSpec, find_controller
 def growth_config(
     task: AnyTask, *asked: Mapping[str, Any], controller: Controller | str | None = None
 ) -> tuple[Config, ControllerSpec]:
-    """Return the config of a growth: the defaults of the task, the settings of its controller, and the layers `asked`; and the
-    controller.
+    """Return the config of a growth, and its controller; a controller of None is the one that the merged layers name.
 
-    Later layers take precedence. A controller of None is the one that the merged layers name. Raises InputError for a bad key or
-    value.
+    Layers are the defaults of the task, the settings of the controller, and `asked`; later ones take precedence.
     """
     spec = find_controller(build_config(task.defaults, *asked).controller if controller is None else controller)
     named = {"task": task.name, "controller": spec.name}
@@ -63,11 +61,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def training_configs(tasks: Sequence[AnyTask], preset: str, *asked: Mapping[str, Any]) -> list[Config]:
-    """Return the config of every task of a training: its defaults, TRAINING, the preset, and the layers `asked`.
-
-    Later layers take precedence. Raises InputError for an unknown preset, a task that is named twice, and a bad key or
-    value.
-    """
+    """Return the config of every task of a training: its defaults, TRAINING, the preset, and the layers `asked`."""
     names = [task.name for task in tasks]
     if not names or len(set(names)) < len(names):
         raise InputError(f"the tasks are {', '.join(names) or 'none'}; name one or more, each once")

@@ -171,17 +171,10 @@ class _Growing(BaseEstimator):
 
     def _check(self) -> None:
         """InputError if a parameter cannot be."""
-        for name, least in (
-            ("layers", 1),
-            ("units", 1),
-            ("most_units", 1),
-            ("batch", 1),
-            ("patience", 1),
-            ("most_steps", 1),
-        ):
+        for name in ("layers", "units", "most_units", "batch", "patience", "most_steps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-                raise InputError(f"{name} is {value!r}; give a whole number from {least} on")
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+                raise InputError(f"{name} is {value!r}; give a whole number from 1 on")
         if self.most_units < self.units:
             raise InputError(f"most_units is {self.most_units}, below units, {self.units}; give at least as many")
         for name, low, high in (("factor", 1.0, math.inf), ("rate", 0.0, math.inf), ("held_out", 0.0, 1.0)):

@@ -63,8 +63,8 @@ class Attempts:
 def explanations(attempts: Attempts, space: Space, client: Controller, controller: str) -> list[str]:
     """Return sentences that explain why nothing was planted, each with the config key that changes it.
 
-    Conditions of the engine come first, then the sentences of the controller (`Controller.explain`). For other
-    controllers, a sentence says that they chose other operations.
+    Conditions of the engine come first, then what the controller says (`Controller.explain`), or that it chose other
+    operations.
     """
     if not attempts.decisions:
         return []

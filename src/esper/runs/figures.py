@@ -1,15 +1,15 @@
 """The final figures of a run: its networks on the test and validation splits, their sizes, and the numbers of examples."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from esper.kasmina.network.grown_network import RegrownHost
-from esper.leyline.config.tree import Config
-from esper.leyline.data.task import AnyTask, Mixture, Split, Task, nonfinite
+from esper.leyline.config.tree import Config, RewardConfig
+from esper.leyline.data.task import AnyTask, Instance, Mixture, Split, Task, nonfinite
 from esper.leyline.lifecycle.view import Floats
 from esper.nissa.rows import EvaluationRow
 from esper.simic.rewards import objective
@@ -17,9 +17,14 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.bounds import constant_metric
 from esper.tolaria.stacked.population import StackedPopulation
 
+T = TypeVar("T")
+
 Summary = dict[str, Any]
 """The final figures as in summary.json: strict JSON, with null for a quantity that was not measured."""
 
+
+Status = Literal["finished", "interrupted", "failed"]
+"""The status of a run that has ended: failed if every environment was rolled back in every step."""
 
 Pair = dict[str, Any]
 """One quantity over environments: of the twins that do not grow as `host`, None without twins, and of the `grown` networks."""
@@ -34,7 +39,7 @@ def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Su
         "metric": name,
         "objective_formula": _formula(name, config, min(host_params)),
         "regrown": isinstance(task, Task) and isinstance(task.host, RegrownHost),
-        "examples": split_sizes(task, engine.space.instance),
+        "examples": split_sizes(task, engine.space.instance.tolist()),
         "host_params": host_params[0] if len(set(host_params)) == 1 else host_params,
         "grown_params": engine.exported_params()[: config.envs].tolist(),
         **{f"test_{name}": pair for name, pair in test.items()},
@@ -66,22 +71,27 @@ def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
     return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
 
 
-def split_sizes(task: AnyTask, instance: NDArray[np.int64]) -> Summary:
-    """Return the finite examples of each split: one number where all environments share it, and E numbers for a mixture.
+def split_sizes(task: AnyTask, instance: Sequence[int]) -> Summary:
+    """The finite examples of each split: one number where all environments share it, and E numbers for a mixture."""
 
-    instance: (E,) keys of the instances.
-    """
-    sizes = {}
-    for key in set(instance.tolist()) if isinstance(task, Mixture) else [int(instance[0])]:
-        problem, test = task.instance(key), task.test_split(key)
-        assert test is not None, "a run must have a test split"
+    def sizes(problem: Instance, test: Split) -> Summary:
         splits = {"train": problem.train, "probe": problem.probe, "validation": problem.validation, "test": test}
-        sizes[key] = {part: int((~nonfinite(split)).sum()) for part, split in splits.items()}
-        if problem.source is not None:
-            sizes[key]["train"] = len(problem.source)
-    if isinstance(task, Mixture):
-        return {part: [sizes[key][part] for key in instance.tolist()] for part in next(iter(sizes.values()))}
-    return sizes[int(instance[0])]
+        found = {part: int((~nonfinite(split)).sum()) for part, split in splits.items()}
+        return found if problem.source is None else {**found, "train": len(problem.source)}
+
+    every = _by_instance(task, instance, sizes)
+    return {part: [each[part] for each in every] for part in every[0]} if isinstance(task, Mixture) else every[0]
+
+
+def _by_instance(task: AnyTask, instance: Sequence[int], compute: Callable[[Instance, Split], T]) -> list[T]:
+    """Compute a value for each of E keys from the instance and its test split, once where environments share these."""
+    keys = instance if isinstance(task, Mixture) else [instance[0]] * len(instance)
+    values: dict[int, T] = {}
+    for key in dict.fromkeys(keys):
+        test = task.test_split(key)
+        assert test is not None, "a run must have a test split"
+        values[key] = compute(task.instance(key), test)
+    return [values[key] for key in keys]
 
 
 def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
@@ -91,28 +101,31 @@ def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Seque
     return {name: _pair(metric, config), "loss": _pair(loss, config), "objective": _pair(worth, config)}
 
 
+def objective_of(
+    metric: Floats, loss: Floats, added: ArrayLike, host_params: ArrayLike, reward: RewardConfig
+) -> Floats:
+    """Return J (E,) of networks from their metric and loss on a split, and their added parameters, without compute."""
+    value = metric if reward.objective == "metric" else -loss
+    return objective(value, added, host_params, reward.rent, reward.rent_size)
+
+
 def exported_objective(engine: VectorizedEngine, metric: Floats, loss: Floats) -> Floats:
     """Return J (rows,) of the networks of an engine as exported, from their metric and loss on a split."""
-    config, reward = engine.config, engine.config.reward
+    config = engine.config
     host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
-    value, added = metric if reward.objective == "metric" else -loss, engine.exported_params() - host_params
-    return objective(value, added, host_params, reward.rent, reward.rent_size) - engine.state.compute.price(config)
+    added = engine.exported_params() - host_params
+    return objective_of(metric, loss, added, host_params, config.reward) - engine.state.compute.price(config)
 
 
 def _constant(task: AnyTask, instance: Sequence[int], name: str) -> Summary:
-    """Return what the most frequent class, or the mean target, of each train split comes to on its test split.
+    """What the most frequent class, or the mean target, of train splits comes to on test splits, where one can."""
 
-    Nothing where the objective takes no constant prediction.
-    """
-    shared = None if isinstance(task, Mixture) else instance[0]
-    values: dict[int, float | None] = {}
-    for key in set(instance) if shared is None else [shared]:
-        problem, test = task.instance(key), task.test_split(key)
-        assert test is not None
+    def value(problem: Instance, test: Split) -> float | None:
         fitted, held = (split.y[~nonfinite(split)] for split in (problem.train, test))
-        value = constant_metric(task.objective, fitted, Split(held, held), problem.target_scaling)
-        values[key] = None if np.isnan(value) else value
-    constant = [values[key if shared is None else shared] for key in instance]
+        metric = constant_metric(task.objective, fitted, Split(held, held), problem.target_scaling)
+        return None if np.isnan(metric) else metric
+
+    constant = _by_instance(task, instance, value)
     return {"constant": {f"test_{name}": constant}} if set(constant) != {None} else {}
 
 
@@ -123,10 +136,10 @@ CONFUSED = 64
 
 
 def _rare_classes(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
-    """Return figures that rare classes do not vanish in, of every grown network and twin, where a class is rare.
+    """Figures that rare classes do not vanish in, of every network, where a class is `RARE` outside of the test split.
 
-    A class is `RARE` by the labels of the train, probe and validation splits. Nothing for a mixture, whose environments have
-    classes of their own, and where an example has several labels or none that is a class.
+    Nothing for a mixture, whose environments have classes of their own, and where an example has several labels or none
+    that is a class.
     """
     if isinstance(task, Mixture):
         return {}

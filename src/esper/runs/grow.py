@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -25,7 +25,15 @@ from esper.leyline.text import counted
 from esper.nissa.outputs import Output
 from esper.runs.baselines import BaselineResult, as_record, cut_off, grown_of, train_baselines
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
-from esper.runs.figures import Summary, compute_figures, evaluation_rows, final_figures, pass_figures, test_splits
+from esper.runs.figures import (
+    Status,
+    Summary,
+    compute_figures,
+    evaluation_rows,
+    final_figures,
+    pass_figures,
+    test_splits,
+)
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
@@ -39,12 +47,9 @@ from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY, stopping_figures
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
-from esper.tolaria.play import Decision, Observer, Step, Until, decide, planted, play
+from esper.tolaria.play import Decision, Observer, Step, Until, decide, play
 from esper.tolaria.runtime import PhaseTimer, resolve_device
 from esper.tolaria.stacked.population import check_place
-
-Status = Literal["finished", "interrupted", "failed"]
-"""The status of a run that has ended: failed if every environment was rolled back in every step."""
 
 
 def grow(
@@ -58,14 +63,13 @@ def grow(
 ) -> Summary:
     """Grow a population on a task for one episode, evaluate the grown networks on the test split, and export them.
 
-    Without a folder, nothing is written. All arguments are checked first; on bad input InputError is raised before
-    anything is written. SIGINT or SIGTERM ends the growth after the current step; the networks are then evaluated and
-    exported as they are. Checkpoints are written if the controller has a `state`.
+    Without a folder, nothing is written. Bad input raises InputError before anything is written. SIGINT or SIGTERM ends
+    the growth after the current step; the networks are then evaluated and exported as they are. Checkpoints are written
+    if the controller has a `state`. `outputs` get every row of the events.
 
     If the `opening` says resume, the run of the folder continues from its last checkpoint, or starts again if it has
-    none. The task, the config and the controller must be those that the run began with. With a change, `config` is the
-    changed config, and a finished run can continue too. `outputs` get every row of the events. `notes` are lines that are
-    shown when the run begins.
+    none, with the task, the config and the controller that it began with. With a change, `config` is the changed
+    config, and a finished run can continue too.
     """
     started, watch = time.perf_counter(), watch or Silent()
     if task.test is None:
@@ -162,7 +166,8 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
     kept, left = sum(map(len, grown)), sum(map(len, left_out))
     fossil, best = ended.stage == Stage.FOSSILIZED, engine.view().seeds.stage == Stage.FOSSILIZED
     discarded = int((fossil & ~best).sum())  # fossilized after the best step, which early stopping restored
-    seeds = {"germinated": episode.germinated, "fossilized": kept, "unfinished": left, "discarded": discarded}
+    germinated = int(episode.attempts.planted.sum())
+    seeds = {"germinated": germinated, "fossilized": kept, "unfinished": left, "discarded": discarded}
     explained: list[str] = []
     if status != "failed":  # otherwise the error is the reason for everything
         explained = [
@@ -177,7 +182,7 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
         **figures,
         "baselines": {name: as_record(trained, figures["metric"]) for name, trained in static.items()},
         "compared": compared_networks(figures["test_objective"]["grown"], static, host_params, config.reward),
-        "seeds": {**seeds, "pruned": episode.germinated - kept - left - discarded},
+        "seeds": {**seeds, "pruned": germinated - kept - left - discarded},
         "grown": grown,
         "unfinished": left_out,
         **stopping_figures(engine.stopping, config, episode.steps),
@@ -212,7 +217,6 @@ class Episode(Observer):
     decided: Decision | None = None  # the next decision, if it was made already
     attempts: Attempts = field(init=False)  # attempts to plant
     steps: int = 0
-    germinated: int = 0  # seeds planted, over all environments
     seconds: float = 0.0  # duration of the steps alone
     before: float = 0.0  # duration of the run before it was resumed [seconds]
     # a copy of the state after the last step, as `flatten` returned it, and the steps until then, if examples are read by batch:
@@ -231,7 +235,7 @@ class Episode(Observer):
         with fitting(found):
             client.load_state(found.state["client"])
             self.view = self.engine.restore(found.state["engine"])
-            for name in ("steps", "germinated", "seconds", "before"):
+            for name in ("steps", "seconds", "before"):
                 setattr(self, name, found.state["episode"][name])
             self.attempts = Attempts(**found.state["attempts"])
         if self.steps > config.steps:
@@ -257,7 +261,6 @@ class Episode(Observer):
         self.attempts.count(step.view, step.outcome.actions, step.outcome.refused)
         for actions, refused in step.further:
             self.attempts.count_further(actions, refused)
-        self.germinated += planted(step)
         self.steps += 1
         self.seconds += step.seconds
         rollbacks = int(self.engine.governor.record.found.sum())
@@ -287,10 +290,7 @@ class Episode(Observer):
         save_checkpoint(self.run.hub, self.store, self.steps, self._state)
 
     def save_at_end(self) -> None:
-        """Write the last checkpoint and wait until it is complete.
-
-        The work that follows takes a while, and a second signal would end the process without waiting for the file.
-        """
+        """Write the last checkpoint and wait for it, as a second signal later on would end the process at once."""
         self.save()
         if self.store is not None:
             self.store.join()
@@ -299,7 +299,6 @@ class Episode(Observer):
         return {
             "episode": {
                 "steps": self.steps,
-                "germinated": self.germinated,
                 "seconds": self.seconds,
                 "before": self.before + time.perf_counter() - self.started,
             },
@@ -329,7 +328,7 @@ class Episode(Observer):
 def _write_networks(
     episode: Episode, folder: Path, networks: Sequence[tuple[nn.Module, dict[str, Any]]], figures: Summary
 ) -> tuple[list[int], list[int]]:
-    """Export the networks that the config asks for into the run folder, that of the best environment also as `models/best`.
+    """Export the networks that the config asks for, that of the best environment also as `models/best`.
 
     Returns the environments whose networks were written, and those of them that torch.export cannot trace.
     """

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import RewardConfig
-from esper.leyline.data.objective import objective
 from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
 from esper.leyline.text import counted, rounded
 from esper.runs.baselines import BaselineResult
+from esper.runs.figures import objective_of
 
 RIVALS: Mapping[str, str] = {
     "twin": "the host as it is (twin)",
@@ -31,18 +31,16 @@ def compared_networks(
     host_params: NDArray[Any],
     reward: RewardConfig,
 ) -> dict[str, dict[str, Any]]:
-    """Compare J of the grown networks (E,) on the test split with that of each rival that was trained, paired by environment.
+    """Compare J of the grown networks (E,) on the test split with that of each rival that was trained, by environment.
 
-    Returns, for each rival, `test_objective` (E values of J), `difference`, `low` and `high` (J of the grown networks less that
-    of the rival, and the ends of its 95 % t interval, None without one).
+    Returns the E values of J of each, and the mean and the 95 % t interval of the differences; None without one.
     """
     found = {}
     for name in RIVALS:
         trained = static.get(name)
         if trained is None or isinstance(trained, Absent):
             continue
-        value = trained.metric if reward.objective == "metric" else -trained.loss
-        worth = objective(value, trained.params - host_params, host_params, reward.rent, reward.rent_size)
+        worth = objective_of(trained.metric, trained.loss, trained.params - host_params, host_params, reward)
         theirs = [None if each != each else each for each in worth.tolist()]
         gain = t_interval(differences(grown, theirs))
         ends = [None if end != end else end for end in gain[:3]]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.view import Floats
+from esper.leyline.lifecycle.view import Floats, Outcome
 from esper.leyline.progress import Pace
 from esper.leyline.text import counted
 from esper.runs.evaluation.contenders import (
@@ -22,10 +22,10 @@ from esper.runs.evaluation.contenders import (
     Say,
     contender_config,
     grow_contender,
-    probe_objective,
     tell,
 )
 from esper.runs.evaluation.work import Arrays, EvaluationActors, EvaluationPart, Kept, computed
+from esper.runs.figures import objective_of
 from esper.tolaria.play import Observer
 from esper_bench.controllers.plans import Placed
 from esper_bench.evaluation.declared import SEARCHED
@@ -318,3 +318,10 @@ def _alike(candidates: Sequence[Candidate], alive: NDArray[np.int64]) -> list[ND
         kind = isinstance(candidate.choice, Placed), json.dumps(candidate.settings, sort_keys=True)
         groups.setdefault(kind, []).append(index)
     return [np.array(group) for group in groups.values()]
+
+
+def probe_objective(outcome: Outcome, config: Config) -> Floats:
+    """Return J (E,) of the networks as exported, on the probe split."""
+    assert outcome.exported is not None, "the episode must be over"
+    worth = objective_of(*outcome.exported, outcome.host_params, config.reward)
+    return worth if outcome.compute is None else worth - config.reward.compute_price * outcome.compute[1]

@@ -1,18 +1,21 @@
 """Compare controllers with opponents: searched plans, rules that place seeds, fitted trees, references and an oracle."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 import esper
-from esper.leyline.data.task import AnyTask
+from esper.leyline.data.task import AnyTask, Mixture
+from esper.leyline.lifecycle.view import Floats
 from esper.leyline.text import counted, rounded
 from esper.runs.evaluation.contenders import RULES, Contender, named
-from esper.runs.evaluation.design import Design, Grower
-from esper.runs.evaluation.evaluation import Entry, Rivals
-from esper.runs.evaluation.record import Record
-from esper.runs.evaluation.work import References
+from esper.runs.evaluation.evaluation import Design, Entry, Grower, Participation, Rivals, Runs, stacked
+from esper.runs.evaluation.record import Record, RecordedFigures
 from esper_bench.controllers.plans import NONE, UNIFORM, Placed
 from esper_bench.evaluation.declared import FITTED, ORACLE, SEARCHED, Opponents, opponents_of
 from esper_bench.evaluation.opponents import (
@@ -49,7 +52,6 @@ class Opposition(Rivals):
     ) -> None:
         self.wanted, self.search_episodes, self.declared = names, search_episodes, dict(declared or {})
         self.entered: list[Entered] = []
-        self.found: list[Found] = []
         self.elsewhere: list[dict[str, AnyTask]] = []
         self.taught: list[bool] = []
         self.budget: Budget
@@ -63,7 +65,9 @@ class Opposition(Rivals):
             *dict.fromkeys(name for each in self._declared(tasks) for name in each.references),
         )
 
-    def enter(self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]) -> None:
+    def enter(
+        self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]
+    ) -> Participation:
         """Decide who takes part in each task. Raises InputError where a contender cannot."""
         tasks = [design.task for design in designs]
         declared = self._declared(tasks)
@@ -77,38 +81,27 @@ class Opposition(Rivals):
             self.entered.append(entered)
             self.taught.append("drift" in own.rules)
             self.elsewhere.append({name: reference.task() for name, reference in entered.references.items()})
-
-    def references(self) -> References:
-        """Return the tasks of references with the functions that make them."""
-        return [
+        episodes, reason = self.budget.episodes, self.budget.reason
+        searches, counts, lines = 0, [], [f"{episodes:,} episodes for each search: {reason}"]
+        for entered in self.entered:
+            searched = [each for each in entered.references.values() if each.controller == SEARCHED]
+            searches += 1 + entered.fitted + len(searched)
+            fresh = [plan for plan in entered.plans if plan.name not in _ALIKE]  # of the oracle
+            counts.append(1 + len(entered.rules) + entered.fitted + len(entered.references) + len(fresh))
+            lines += [f"{name} takes no part: {reason}" for name, reason in entered.absent.items()]
+        references = [
             (task, entered.references[name].task)
             for entered, own in zip(self.entered, self.elsewhere, strict=True)
             for name, task in own.items()
         ]
-
-    def count(self, at: int) -> int:
-        """Return how many opponents grow networks of their own, the best fixed plan and the plans of the oracle included."""
-        entered = self.entered[at]
-        fresh = [plan for plan in entered.plans if plan.name not in _ALIKE]
-        return 1 + len(entered.rules) + entered.fitted + len(entered.references) + len(fresh)
-
-    def searches(self, at: int) -> int:
-        """Return how many networks the searches of a task grow."""
-        entered = self.entered[at]
-        searched = [each for each in entered.references.values() if each.controller == SEARCHED]
-        return self.budget.episodes * (1 + entered.fitted + len(searched))
-
-    def told(self) -> list[str]:
-        """Return who takes no part, and the search budget."""
-        absent = [
-            f"{name} takes no part: {reason}" for entered in self.entered for name, reason in entered.absent.items()
-        ]
-        return [f"{self.budget.episodes:,} episodes for each search: {self.budget.reason}", *absent]
+        line = f"search budget of each opponent: {counted(episodes, 'episode')}, {self.budget.reason}"
+        summary = {"search_budget": {"episodes": episodes, "reason": self.budget.reason}, "lines": [line]}
+        return Participation(counts, episodes * searches, references, lines, summary)
 
     def grow(self, at: int, grower: Grower, folder: Path | None) -> Entry:
         """Search for the best fixed plan, and return it with the opponents of a task."""
         entered = self.entered[at]
-        self.found.append(self._search(grower))
+        found = self._search(grower)
         opponents = list(entered.rules)
         if entered.fitted:
             opponents.append(fitted_tree(grower, self.budget, taught=self.taught[at]))
@@ -120,37 +113,14 @@ class Opposition(Rivals):
             contender = self._search(own).contender if searched else named(reference.controller)
             elsewhere.append((own, contender._replace(name=name)))
         return Entry(
-            rules=[self.found[at].contender],
+            rules=[found.contender],
             opponents=opponents,
             elsewhere=elsewhere,
             plans=[(plan.contender(f"plan {plan.name}"), _ALIKE.get(plan.name)) for plan in entered.plans],
-            best_of=ORACLE if entered.plans else None,
+            best_of=(ORACLE, partial(oracle, grower.design.task)) if entered.plans else None,
             absent=entered.absent,
+            facts=_facts(found, entered),
         )
-
-    def facts(self, at: int) -> Record:
-        """Return the plan that was found on a task, and what the search cost."""
-        found, names = self.found[at], self.entered[at]
-        choice = found.best.choice
-        search = {
-            "plan": found.best.name,
-            "plants": found.best.plants,
-            "entries": [] if isinstance(choice, Placed) else [entry_line(entry) for entry in choice],
-            "permissive_gates": "gates" in found.best.settings,
-            "probe_objective": float(found.objective),
-            "candidates": found.candidates,
-            "tried": found.tried,
-            "instances": found.instances,
-            "episodes": found.episodes,
-            "seconds": round(found.seconds, 3),
-        }
-        return {"search": search, "lines": [*_lines(names), *search_lines(search)]}
-
-    def summary(self) -> Record:
-        """Return the search budget."""
-        budget = {"episodes": self.budget.episodes, "reason": self.budget.reason}
-        line = f"search budget of each opponent: {counted(self.budget.episodes, 'episode')}, {self.budget.reason}"
-        return {"search_budget": budget, "lines": [line]}
 
     def _declared(self, tasks: Sequence[AnyTask]) -> list[Opponents]:
         return [self.declared.get(task.name) or opponents_of(task.name) for task in tasks]
@@ -184,6 +154,49 @@ def evaluate(
     those of `esper.evaluate`. Raises InputError before anything is grown.
     """
     return esper.evaluate(controllers, tasks, out=out, rivals=Opposition(opponents, search_episodes), **options)
+
+
+def oracle(task: AnyTask, plans: Sequence[Runs]) -> Runs:
+    """Return the figures of the best plan of every instance and seed, chosen by J of the other seeds (`best_by_others`).
+
+    On one data set, the other runs are those from all other starts.
+    """
+    # (K, N, R)
+    values = {name: np.stack([stacked(runs, name) for runs in plans]) for name in RecordedFigures._fields}
+    scores = values["objective"]
+    alike = scores if isinstance(task, Mixture) else scores.reshape(len(scores), 1, -1)
+    chosen = best_by_others(alike).reshape(scores.shape[1:])
+    taken = {name: np.take_along_axis(value, chosen[None], 0)[0] for name, value in values.items()}
+    return [[{name: value[:, at] for name, value in taken.items()}] for at in range(len(plans[0]))]
+
+
+def best_by_others(scores: Floats) -> NDArray[np.int64]:
+    """scores (K, P, R) -> (P, R) index of the plan with the highest mean over the other runs of the problem.
+
+    A plan is chosen by other runs than the one whose score it then has, so the mean of the chosen scores is not raised by
+    the choice. R is at least 2.
+    """
+    assert scores.shape[2] > 1, "the choice for a run is made by others"
+    others = np.stack([np.delete(scores, run, 2).mean(2) for run in range(scores.shape[2])], 2)
+    return np.asarray(np.nan_to_num(others, nan=-np.inf).argmax(0))
+
+
+def _facts(found: Found, entered: Entered) -> Record:
+    """Return the plan that was found on a task, and what the search cost."""
+    choice = found.best.choice
+    search = {
+        "plan": found.best.name,
+        "plants": found.best.plants,
+        "entries": [] if isinstance(choice, Placed) else [entry_line(entry) for entry in choice],
+        "permissive_gates": "gates" in found.best.settings,
+        "probe_objective": float(found.objective),
+        "candidates": found.candidates,
+        "tried": found.tried,
+        "instances": found.instances,
+        "episodes": found.episodes,
+        "seconds": round(found.seconds, 3),
+    }
+    return {"search": search, "lines": [*_lines(entered), *search_lines(search)]}
 
 
 def _lines(entered: Entered) -> list[str]:

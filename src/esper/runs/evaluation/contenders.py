@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import Config, build_config, check_controller_settings
 from esper.leyline.data.task import AnyTask, with_steps
 from esper.leyline.errors import InputError, typed_line
-from esper.leyline.lifecycle.view import Floats, Outcome
+from esper.leyline.lifecycle.view import Outcome
 from esper.leyline.protocols import Controller, as_controller
-from esper.simic.rewards import objective
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, play
@@ -46,11 +45,7 @@ class Contender(NamedTuple):
 
 
 def trainings(text: str) -> list[Contender]:
-    """Make contenders from a name or path, or several trainings of one controller from `NAME=PATH,PATH`.
-
-    A path may be a pattern, as in `ppo=runs/ppo-s*`. Raises InputError if there is no such name or path, if a pattern matches
-    nothing, or if a training is given twice.
-    """
+    """Make contenders from a name or path, or of several trainings, by paths or patterns, from `NAME=PATH,PATH`."""
     group, given, rest = text.partition("=")
     if not given or Path(text).exists():
         return [named(text)]
@@ -72,10 +67,9 @@ def named(name_or_path: str) -> Contender:
 
 
 def of_object(controller: Any, taken: Sequence[str] = ()) -> Contender:
-    """Make a contender of a controller object. Every population gets a copy of the object.
+    """Make a contender of a controller object, of which every population gets a copy. taken: names of other contenders.
 
-    taken: names of other contenders; a second object of a class gets a number. Its stored results are not reused, because
-    neither its code nor its state can be compared with those that made them.
+    Its stored results are not reused, because neither its code nor its state can be compared with those that made them.
     """
     as_controller(controller, "a controller of the evaluation is")
     name = type(controller).__name__
@@ -104,7 +98,7 @@ def grow_contender(
 ) -> tuple[VectorizedEngine, Outcome, float]:
     """Grow one population for an episode. Returns the engine, the last outcome, and the duration of the steps [s].
 
-    instance: (E,) keys of the instances; None takes those of the config. observers: they follow the episode.
+    instance: (E,) keys of the instances; None takes those of the config.
     """
     client = contender.make(config)
     engine = VectorizedEngine(task, with_sensors(config, client))
@@ -118,16 +112,6 @@ def grow_contender(
     return engine, outcome, time.perf_counter() - begin
 
 
-def probe_objective(outcome: Outcome, config: Config) -> Floats:
-    """Return J (E,) of the networks as exported, on the probe split."""
-    assert outcome.exported is not None, "the episode must be over"
-    metric, loss, added = outcome.exported
-    value = metric if config.reward.objective == "metric" else -loss
-    reward = config.reward
-    worth = objective(value, added, outcome.host_params, reward.rent, reward.rent_size)
-    return worth if outcome.compute is None else worth - reward.compute_price * outcome.compute[1]
-
-
 def contender_config(
     task: AnyTask,
     contender: Contender,
@@ -139,10 +123,8 @@ def contender_config(
 ) -> Config:
     """Return the config of a contender's run on `envs` instances.
 
-    With early stopping, every contender plays all steps: one that keeps seeds under way would otherwise choose its best state
-    among more steps than one that never grows.
-
-    Raises InputError if the contender sets a key that all contenders must share.
+    With early stopping, every contender plays all steps: one that keeps seeds under way would otherwise choose its best
+    state among more steps than one that never grows.
     """
     ours = {
         "task": task.name,

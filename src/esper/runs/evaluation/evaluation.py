@@ -4,36 +4,249 @@ C contenders, N instances, R seeds, E environments of a population.
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from esper.kasmina.lifecycle import dormant
 from esper.kasmina.network.static import Absent
-from esper.leyline.config.tree import BASELINES, baseline_names, build_config
+from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config
 from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.actions import checked_actions
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import Floats, Outcome
 from esper.leyline.progress import Pace
 from esper.leyline.text import counted
-from esper.runs.evaluation.contenders import ROWS, RULES, Contender, Say, named
-from esper.runs.evaluation.design import Design, Grower, Runs, grow_all, stacked
+from esper.runs.baselines import GrowthResult, grown_of, train_baseline
+from esper.runs.evaluation.contenders import ROWS, RULES, Contender, Say, contender_config, grow_contender, named, tell
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
-from esper.runs.evaluation.work import References, evaluation_work, hired
-from esper.runs.folder.environment import describe_environment
+from esper.runs.evaluation.work import (
+    Arrays,
+    EvaluationActors,
+    EvaluationPart,
+    Kept,
+    References,
+    computed,
+    evaluation_work,
+    hired,
+    play_parts,
+)
+from esper.runs.figures import exported_objective, objective_of, test_splits
+from esper.runs.folder.environment import describe_environment, fingerprint
 from esper.runs.workers.transports import serve_rank
 from esper.runs.workers.workers import ALONE, WorkerOptions
 from esper.store.disk import DiskRetry, remove_unfinished
 from esper.store.files import EVALUATION
 from esper.store.lock import locked_folder
+from esper.tamiyo.catalog import with_sensors
+from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.play import Observer
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import instance_keys
 
 FIGURE, GROWN = "evaluation.png", "grown"
 ROOT = Path("runs/evaluation")
 """The parent of default folders. A default folder is named after the arguments; all of them share the stored populations."""
+ASKED = ("task", "tasks", "controller", "envs", "twin", "baselines", "instances", "first_instance", "models")
+"""Config keys that an evaluation sets itself. Settings must not contain them."""
+
+
+class Design(NamedTuple):
+    """The task, instances, seeds and settings that contenders share."""
+
+    task: AnyTask
+    settings: Sequence[Mapping[str, Any]]  # layers of config over that of the task
+    seeds: tuple[int, ...]
+    part: str  # the part of the task's instances
+    first: int
+    instances: int
+    rows: int  # largest number of environments of a population
+
+    @classmethod
+    def of(
+        cls,
+        task: AnyTask,
+        settings: Sequence[Mapping[str, Any]],
+        seeds: int,
+        part: str,
+        first: int,
+        instances: int,
+        rows: int = ROWS,
+    ) -> "Design":
+        """Return the design with consecutive seeds from that of the config on. Raises InputError if nothing can be evaluated."""
+        if task.test is None:
+            raise InputError(f"task {task.name!r} has no test split, which an evaluation reads; give it one")
+        for name, count in (("instances", instances), ("seeds", seeds)):
+            if count < 1:
+                raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
+        base = build_config(task.defaults, *settings).seed
+        for name in ASKED:
+            if any(name in layer for layer in settings):
+                raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")
+        return cls(task, settings, tuple(range(base, base + seeds)), part, first, instances, rows)
+
+    def check(self, contender: Contender) -> None:
+        """Raise InputError if a contender cannot decide on the task, by one decision in one environment."""
+        instance_keys(self.task, self.config(contender, self.seeds[-1]))
+        config = contender_config(self.task, contender, self.settings, self.seeds[0], self.part, self.first, 1)
+        client = contender.make(config)
+        view = VectorizedEngine(self.task.sealed(), with_sensors(config, client)).reset()
+        checked_actions(client.act(view), 1)
+
+    def config(self, contender: Contender, seed: int) -> Config:
+        """Return the config of a contender on all instances at once."""
+        return contender_config(self.task, contender, self.settings, seed, self.part, self.first, self.instances)
+
+    def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:
+        """Yield every population of a contender: the index of its seed, its first instance, and its config."""
+        for (at, seed), start in itertools.product(enumerate(self.seeds), range(0, self.instances, self.rows)):
+            envs, first = min(self.rows, self.instances - start), self.first + start
+            yield at, start, contender_config(self.task, contender, self.settings, seed, self.part, first, envs)
+
+
+Runs = list[list[Arrays]]
+"""The figures of a contender, by seed and population."""
+
+
+class Grower(NamedTuple):
+    """Names the populations of a design, and has them grown."""
+
+    design: Design  # the task and what contenders share
+    kept: Kept  # the stored results
+    watch: Say | None = None  # called with lines of progress
+    pace: Pace | None = None  # counts what was grown
+    actors: EvaluationActors | None = None  # compute the populations; None computes them in this process
+
+    @classmethod
+    def of(
+        cls,
+        design: Design,
+        folder: Path | None,
+        watch: Say | None,
+        pace: Pace | None,
+        actors: EvaluationActors | None = None,
+    ) -> "Grower":
+        """Return a grower that stores results in a folder, if one is given."""
+        kept = Kept(folder, {} if folder is None else fingerprint(design.task), partial(tell, watch))
+        return cls(design, kept, watch, pace, actors)
+
+    def parts(self, contender: Contender) -> list[EvaluationPart]:
+        """Return every population of a contender, by seed and first instance."""
+        who, compute = [contender.name, contender.content], partial(_figures, contender)
+        return [self.part(who, config, compute, start) for _, start, config in self.design.populations(contender)]
+
+    def part(
+        self, who: Sequence[str], config: Config, compute: Callable[..., Arrays | Absent], start: int
+    ) -> EvaluationPart:
+        """Return the part that computes the figures (E,) of a population, from the instance `start` of the design on."""
+        design = self.design
+        done = f"{start + config.envs} of {counted(design.instances, 'instance')}"
+        said = f"{design.task.name}: {who[0]}, seed {config.seed}, {done}"
+        return EvaluationPart(self.kept, design.task, who, config, RecordedFigures._fields, compute, said)
+
+    def train(self, names: Sequence[str], sizer: Contender, grown: Runs) -> dict[str, Runs | Absent]:
+        """Train the static networks of names for every population that `sizer` grew; Absent are those that the task lacks."""
+        design, populations = self.design, list(self.design.populations(sizer))
+        parts = [
+            self.part(
+                [name, sizer.name, sizer.content],
+                config,
+                partial(_trained, name, grown[at][start // design.rows]),
+                start,
+            )
+            for name in names
+            for at, start, config in populations
+        ]
+        made, found = iter(play_parts(parts, self.actors, self.watch, self.pace)), dict[str, Runs | Absent]()
+        for name in names:
+            trained = list(itertools.islice(made, len(populations)))
+            absent = next((each for each in trained if isinstance(each, Absent)), None)
+            if absent is not None:
+                tell(self.watch, f"{design.task.name}: {name} is absent: {absent.reason}")
+            found[name] = absent or self.by_seed([each for each in trained if not isinstance(each, Absent)])
+        return found
+
+    def by_seed(self, grown: Sequence[Arrays]) -> Runs:
+        """Return the results of the parts of a contender by seed."""
+        each = len(grown) // len(self.design.seeds)
+        return [list(grown[start : start + each]) for start in range(0, len(grown), each)]
+
+
+def grow_all(asked: Sequence[tuple[Grower, Contender]]) -> list[Runs]:
+    """Grow every population of contenders, each by its grower. The populations of all are played together."""
+    parts = [grower.parts(contender) for grower, contender in asked]
+    first, _ = asked[0]
+    made = iter(computed([*itertools.chain(*parts)], actors=first.actors, watch=first.watch, pace=first.pace))
+    return [
+        grower.by_seed(list(itertools.islice(made, len(own)))) for (grower, _), own in zip(asked, parts, strict=True)
+    ]
+
+
+def stacked(runs: Sequence[Sequence[Arrays]], name: str) -> Floats:
+    """Return one figure of a contender, (N, R)."""
+    return np.stack([np.concatenate([chunk[name] for chunk in chunks]) for chunks in runs], 1)
+
+
+_KEPT = ("stage", "blueprint", "blend", "alpha")
+
+
+def _figures(contender: Contender, task: AnyTask, config: Config, *observers: Observer) -> Arrays:
+    """Return the figures (E,) of one population, and its growth as arrays, from which `_trained` makes it again."""
+    engine, outcome, seconds = grow_contender(task.sealed(), contender, config, observers=observers)
+    grown = grown_of(engine)
+    return {
+        **tested(task, config, engine, outcome, seconds)._asdict(),
+        "instance": grown.instance,
+        "params": grown.params,
+        **{f"seeds_{name}": getattr(grown.kept, name) for name in _KEPT},
+    }
+
+
+def tested(
+    task: AnyTask, config: Config, engine: VectorizedEngine, outcome: Outcome, seconds: float
+) -> RecordedFigures:
+    """Return the figures (E,) of a population that grew on `task.sealed()`; no other function reads test data of one.
+
+    outcome: the last one. seconds: duration of the steps.
+    """
+    metric, loss = engine.evaluate(test_splits(engine, task))
+    return RecordedFigures(
+        objective=exported_objective(engine, metric, loss),
+        metric=metric,
+        added_params=(engine.exported_params() - outcome.host_params).astype(np.float64),
+        kept=(outcome.seeds.stage == Stage.FOSSILIZED).sum(1).astype(np.float64),
+        seconds=np.full(config.envs, seconds / config.envs),
+    )
+
+
+def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, *observers: Observer) -> Arrays | Absent:
+    """Train the static networks of one baseline, which no observer sees, and return their figures (E,).
+
+    arrays: of the population that grew, from `_figures`. The figure `kept` is nan for networks without seeds.
+    """
+    seeds = dormant(*arrays["seeds_stage"].shape)._replace(**{each: arrays[f"seeds_{each}"] for each in _KEPT})
+    grown = GrowthResult(arrays["instance"], seeds, arrays["params"])
+    trained = train_baseline(name, task, config, grown, config.steps)
+    if isinstance(trained, Absent):
+        return trained
+    assert trained.seconds is not None
+    host_params = grown.params - arrays["added_params"].astype(np.int64)
+    added = trained.params - host_params
+    kept = (seeds.stage == Stage.FOSSILIZED).sum(1) if name == "same-size" else np.full(config.envs, np.nan)
+    return RecordedFigures(
+        objective=objective_of(trained.metric, trained.loss, added, host_params, config.reward),
+        metric=trained.metric,
+        added_params=added.astype(np.float64),
+        kept=kept.astype(np.float64),
+        seconds=np.full(config.envs, trained.seconds / config.envs),
+    )._asdict()
 
 
 class Entry(NamedTuple):
@@ -45,8 +258,20 @@ class Entry(NamedTuple):
     elsewhere: Sequence[tuple[Grower, Contender]] = ()
     # contenders that take part in `best_of` alone, and the contender whose networks they equal, or None
     plans: Sequence[tuple[Contender, str | None]] = ()
-    best_of: str | None = None  # name of the opponent that takes the best of the plans, chosen by the other seeds
+    # name of an opponent that has figures of the plans and of `rules`, and what chooses them
+    best_of: tuple[str, Callable[[Sequence[Runs]], Runs]] | None = None
     absent: Mapping[str, str] = {}  # names of those that take no part, with the reasons
+    facts: Mapping[str, Any] = {}  # what the record of the task says; its entry "lines" is printed below the tables
+
+
+class Participation(NamedTuple):
+    """What rivals have decided before anything is grown."""
+
+    counts: Sequence[int]  # contenders that grow networks, by task
+    searched: int = 0  # networks that are grown to choose contenders, on all tasks
+    references: References = ()  # the tasks that contenders have for themselves, each with the function that makes it
+    lines: Sequence[str] = ()  # printed before anything is grown
+    summary: Mapping[str, Any] = {}  # what the record says about them on all tasks
 
 
 class Rivals:
@@ -58,36 +283,15 @@ class Rivals:
         """Return names that no controller may have."""
         return ()
 
-    def enter(self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]) -> None:
+    def enter(
+        self, designs: Sequence[Design], controllers: Sequence[Contender], settings: Sequence[Any]
+    ) -> Participation:
         """Decide who takes part in each task. Raises InputError where a contender cannot."""
-
-    def references(self) -> References:
-        """Return the tasks that contenders have for themselves, each with the function that makes it."""
-        return ()
-
-    def count(self, at: int) -> int:
-        """Return how many contenders grow networks on task `at` of the evaluation."""
-        return 0
-
-    def searches(self, at: int) -> int:
-        """Return how many networks are grown on task `at` to choose contenders."""
-        return 0
+        return Participation([0] * len(designs))
 
     def grow(self, at: int, grower: Grower, folder: Path | None) -> Entry:
         """Return the contenders of task `at`, whose searches may grow networks by `grower`."""
         return Entry()
-
-    def facts(self, at: int) -> Record:
-        """Return what the record of task `at` says about them; its entry "lines" is printed below the tables."""
-        return {}
-
-    def told(self) -> list[str]:
-        """Return lines to print before anything is grown."""
-        return []
-
-    def summary(self) -> Record:
-        """Return what the record says about them on all tasks."""
-        return {}
 
 
 def run_evaluation(
@@ -105,15 +309,13 @@ def run_evaluation(
     workers: WorkerOptions = ALONE,
     rivals: Rivals | None = None,
 ) -> Record:
-    """Compare controllers with the rules, static networks and `rivals` on every task.
+    """Compare controllers with the rules, static networks and `rivals` on every task; return a strict JSON object.
 
-    baselines: static networks that are compared too (`esper docs baselines`); the controller never is the twin. They have the
-    sizes of the networks that the first controller grew, or of those of the heuristic if no controller is given. settings:
-    layers of config over that of the tasks, the same for all contenders. folder: stores the results of populations, which are
-    reused. watch: called with lines of progress. workers: the actors that grow the populations; the results do not depend on
-    their number. In a rank of torchrun above 0, this process is one of them until the evaluation ends.
-
-    Returns a strict JSON object. Raises InputError before anything is grown.
+    baselines: static networks, of the sizes that the first controller grew, or the heuristic without one; the
+    controller never is the twin. settings: layers of config over that of the tasks, the same for all contenders.
+    folder: stores the results of populations, which are reused. watch: called with lines of progress. workers: the
+    actors that grow the populations; in a rank of torchrun above 0, this process is one of them until the evaluation
+    ends.
     """
     rivals = Rivals() if rivals is None else rivals
     rules = [named(name) for name in RULES]
@@ -134,11 +336,11 @@ def run_evaluation(
         raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
     static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
     designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
-    rivals.enter(designs, ours, settings)
+    entered = rivals.enter(designs, ours, settings)
     for design in designs:
         for contender in (*rules, *ours):
             design.check(contender)
-    grown = [len(rules) + len(ours) + len(static) + rivals.count(at) for at in range(len(designs))]
+    grown = [len(rules) + len(ours) + len(static) + count for count in entered.counts]
     populations = [len(list(design.populations(rules[0]))) for design in designs]
     most = max(each * (own - len(static)) for each, own in zip(populations, grown, strict=True))
     if workers.any and workers.size > most:
@@ -146,19 +348,19 @@ def run_evaluation(
             f"workers is {workers.size}, but the evaluation has {counted(most, 'population')} to grow, each by one actor; give "
             f"{most} or fewer, or more instances or seeds"
         )
-    references = rivals.references()
     if workers.is_rank:
-        return serve_rank(evaluation_work(workers, tasks, references), workers.devices or (None,))
-    with hired(workers, tasks, references, [*rules, *ours], watch) as actors:
-        _create(folder)
+        return serve_rank(evaluation_work(workers, tasks, entered.references), workers.devices or (None,))
+    with hired(workers, tasks, entered.references, [*rules, *ours], watch) as actors:
+        if folder is not None:
+            _create(folder)
         pace = None
         if watch is not None:
-            networks, search = sum(grown) * instances * seeds, sum(map(rivals.searches, range(len(designs))))
+            networks, search = sum(grown) * instances * seeds, entered.searched
             more = f", and {search:,} in searches on training instances" if search else ""
             watch(
                 f"{counted(networks, 'network')} to grow on {counted(len(tasks), 'task')}, with static networks{more}"
             )
-            for line in rivals.told():
+            for line in entered.lines:
                 watch(line)
             pace = Pace(networks + search, "networks", watch)
         sized_by = ours[0].name if ours else RULES[2]
@@ -169,7 +371,7 @@ def run_evaluation(
             evaluations.append(
                 _compared(grower, [*rules, *entry.rules, *ours], len(rules) + len(entry.rules), entry, static, sized_by)
             )
-            facts.append(rivals.facts(at))
+            facts.append(entry.facts)
         waited = {} if actors is None else {"actors": actors.summary()}
     rows = [contender.group or contender.name for contender in controllers]
     return {
@@ -179,7 +381,7 @@ def run_evaluation(
         "part": part,
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
-        **rivals.summary(),
+        **entered.summary,
         "environment": describe_environment(resolve_device(build_config(tasks[0].defaults, *settings).device)),
         **findings(evaluations, static, rows, rivals.headroom, facts),
         **waited,
@@ -205,13 +407,10 @@ def evaluate(
     """Grow N instances with R seeds under every contender, and evaluate the networks as exported on the test split.
 
     Instance n with seed r has the same initial host, the same order of data and the same initial seeds under every
-    contender. The seeds are consecutive, from that of the config.
-
-    static: names of static networks, which become further contenders. Their sizes are those of the networks that the
-    contender `sized_by` grew on the same instances. folder: stores the results of populations, which are reused. rows:
-    largest number of environments that are grown together; the results do not depend on it.
-
-    Raises InputError before anything is grown.
+    contender. The seeds are consecutive, from that of the config. static: names of static networks, which become
+    further contenders, of the sizes that the contender `sized_by` grew on the same instances. folder: stores the
+    results of populations, which are reused. rows: largest number of environments that are grown together; the results
+    do not depend on it.
     """
     assert contenders
     design = Design.of(task, settings, seeds, part, first, instances, rows)
@@ -230,10 +429,7 @@ def _compared(
     static: Sequence[str],
     sized_by: str | None,
 ) -> Evaluation:
-    """Return the figures of all contenders, of the rivals of an entry, and of the static networks.
-
-    rules: how many of the contenders come before the rivals in the record; the others come after them.
-    """
+    """Return the figures of contenders, the first `rules` of them before the rivals, and of static networks."""
     design, absent = grower.design, dict(entry.absent)
     task = design.task
     episodes = {contender.name: contender.episodes for contender in (*contenders, *entry.opponents)}
@@ -245,9 +441,10 @@ def _compared(
     runs = dict(zip([*own, *others], grown, strict=False))
     against = {name: runs[name] for name in (*(each.name for each in entry.opponents), *others)}
     if entry.best_of is not None:
+        name, choose = entry.best_of
         planned = dict(zip((plan.name for plan in fresh), grown[len(runs) :], strict=True))
         every: list[Runs] = [planned[plan.name] if equal not in own else runs[equal] for plan, equal in entry.plans]
-        against[entry.best_of] = grower.oracle([*every, *(runs[each.name] for each in entry.rules)])
+        against[name] = choose([*every, *(runs[each.name] for each in entry.rules)])
     ours = contenders[rules:] if against else []
     order = [*(each.name for each in contenders if each not in ours), *against, *(each.name for each in ours)]
     runs = {name: (runs | against)[name] for name in dict.fromkeys(order)}
@@ -279,10 +476,9 @@ def _compared(
     )
 
 
-def _create(folder: Path | None) -> None:
+def _create(folder: Path) -> None:
     try:
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot keep figures in {folder}: {error.strerror}; name another folder") from None
 
@@ -291,11 +487,7 @@ def _create(folder: Path | None) -> None:
 def evaluation_folder(
     path: Path, note: Callable[[str], None], *, overwrite: bool = False, shared: bool = False
 ) -> Iterator[Path]:
-    """Make and lock the folder of an evaluation, and give the folder in which results of populations are stored and reused.
-
-    That folder is in the folder of the evaluation, or with `shared` beside it. Raises InputError if another process holds the
-    lock, or a record would be replaced that `overwrite` does not allow to replace.
-    """
+    """Make and lock the folder of an evaluation, and give the one, in or beside it, in which results are stored."""
     retry = DiskRetry(0.0, note, path, lambda: False, further="give the same command again")  # nothing is lost yet
     with locked_folder(path, note, retry):
         if (path / EVALUATION).exists() and not overwrite:
@@ -312,7 +504,7 @@ def evaluation_folder(
 def default_folder(
     controllers: Sequence[Contender], tasks: Sequence[str], settings: Sequence[Mapping[str, Any]], **numbers: int | None
 ) -> Path:
-    """Return the default folder for the arguments of an evaluation, which is a function of the arguments."""
+    """Return the default folder of an evaluation, which is a function of its arguments."""
     asked = [[each.name, each.content, dict(each.settings)] for each in controllers]
     digest = hashlib.sha256(json.dumps([asked, tasks, settings, numbers], sort_keys=True, default=str).encode())
     readable = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in "+".join(tasks))[:40]

@@ -76,7 +76,7 @@ def findings(
     static: Sequence[str],
     named: Sequence[str] = (),
     headroom: tuple[str, str] | None = None,
-    facts: Sequence[Record] = (),
+    facts: Sequence[Mapping[str, Any]] = (),
 ) -> Record:
     """Return the results on every task, and on all tasks together if they have the same metric.
 

@@ -34,26 +34,29 @@ from esper.tolaria.play import Observer
 Arrays = Mapping[str, NDArray[Any]]
 
 
-class Kept:
-    """Stores arrays of populations on `data` in a folder, and reads them.
+class Kept(NamedTuple):
+    """Stores arrays of populations on `data`, the fingerprint of a task, in a folder if there is one; reads them."""
 
-    folder: None stores nothing. data: the fingerprint of the task.
-    """
-
-    def __init__(
-        self, folder: Path | None, data: Mapping[str, str], note: Callable[[str], None] = lambda line: None
-    ) -> None:
-        """`note` is told if the disk is full; `faults.disk_seconds` of a population's config says how long to wait then."""
-        self.folder, self.data, self.note = folder, data, note
+    folder: Path | None
+    data: Mapping[str, str]
+    # told if the disk is full; `faults.disk_seconds` of a population's config says how long to wait then
+    note: Callable[[str], None] = lambda line: None
 
     def look(self, who: Sequence[str], config: Config, needed: Collection[str]) -> Arrays | None:
-        """Return the stored arrays of `who` under a config; None if there are none. `needed` names some that it must have.
-
-        Raises InputError if the stored file is damaged.
-        """
+        """Return the stored arrays of `who` under a config, among which `needed` must be; None if there are none."""
         if self.folder is None or not (path := self._path(self.folder, who, config)).exists():
             return None
-        return _read(path, needed)
+        try:
+            with zipfile.ZipFile(path) as parts:
+                if sum(part.file_size for part in parts.infolist()) > 2**30:
+                    raise ValueError("more than any figures")
+            with np.load(path, allow_pickle=False) as arrays:
+                found = dict(arrays)
+            if set(needed) - set(found):
+                raise KeyError("some figures")
+        except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error):
+            raise InputError(f"{path} cannot be read as kept figures; remove it, and they are grown again") from None
+        return found
 
     def store(self, who: Sequence[str], config: Config, made: Arrays) -> None:
         """Store arrays of `who` under a config, if there is a folder."""
@@ -76,20 +79,6 @@ def disk_retry(config: Config, note: Callable[[str], None], folder: Path) -> Dis
     return DiskRetry(config.faults.disk_seconds, note, folder, lambda: False, further=again)
 
 
-def _read(path: Path, needed: Collection[str]) -> Arrays:
-    try:
-        with zipfile.ZipFile(path) as parts:
-            if sum(part.file_size for part in parts.infolist()) > 2**30:
-                raise ValueError("more than any figures")
-        with np.load(path, allow_pickle=False) as arrays:
-            found = dict(arrays)
-        if set(needed) - set(found):
-            raise KeyError("some figures")
-    except (OSError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error):
-        raise InputError(f"{path} cannot be read as kept figures; remove it, and they are grown again") from None
-    return found
-
-
 class EvaluationPart(NamedTuple):
     """A population of an evaluation or of a search."""
 
@@ -109,9 +98,7 @@ class EvaluationPlayer:
     def __init__(self, tasks: Sequence[SentTask], device: str | None) -> None:
         """Make the tasks in this process. Parts are computed on the device, or on that of their config if it is None."""
         self._tasks, self._device = [sent.task() for sent in tasks], device
-
-    def facts(self) -> Tree:
-        return shared_facts(self._tasks)
+        self.facts = shared_facts(self._tasks)
 
     def load(self, weights: Tree) -> None:
         """Take nothing: each part has its own controller."""
@@ -184,10 +171,7 @@ def hired(
     contenders: Sequence[Contender],
     watch: Say | None,
 ) -> Iterator[EvaluationActors | None]:
-    """Start the actors that were asked for, and end them afterwards; None if none were asked for.
-
-    Raises InputError if an actor cannot start, or if a task or a contender cannot be sent to one.
-    """
+    """Start the actors that were asked for, and end them afterwards; None if none were asked for."""
     if not asked.any:
         try:
             yield None
@@ -259,7 +243,5 @@ def play_parts(
 
 
 def computed(parts: Sequence[EvaluationPart], **how: Any) -> list[Arrays]:
-    """Return the results of parts that cannot be absent, as `play_parts`."""
-    made = play_parts(parts, **how)
-    assert not any(isinstance(each, Absent) for each in made), "only static networks can be absent"
-    return [each for each in made if not isinstance(each, Absent)]
+    """Return the results of parts of which none can be absent, as those of static networks can, by `play_parts`."""
+    return [each for each in play_parts(parts, **how) if not isinstance(each, Absent)]

@@ -32,10 +32,11 @@ VERSIONS = ("esper", "python", "torch", "numpy", "safetensors", "scikit-learn")
 """The software whose versions environment.json records."""
 DATA = "data"
 """The key of environment.json that holds the fingerprints of the tasks by name."""
+COMPARED = ("esper", "torch", "numpy", "python")
+"""The software whose versions must be the same in all processes of a run, and are compared when it is resumed."""
 CODE = "code"
 """The key of environment.json that holds digests of the files of code that the config refers to, by reference."""
 
-_COMPARED = ("esper", "torch", "numpy", "python")
 _SPLITS = ("train", "source", "probe", "validation", "test")
 # attributes of a task that are hashed with its splits
 _BESIDE = ("objective", "pixels", "scaling", "classes", "weights")
@@ -46,10 +47,7 @@ Fingerprint = dict[str, str]
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Return versions, device, git commit of the working directory, and the command line.
-
-    The commit has the suffix '-dirty' for changed files, and is None outside a repository.
-    """
+    """Versions, device, command line, and the git commit of the working directory, with '-dirty' for changed files."""
     git = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
         revision = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
@@ -88,22 +86,18 @@ class Origin(NamedTuple):
 
 
 def origin_of(tasks: Sequence[AnyTask], controller: str = "") -> Origin:
-    """Return the origin of a run on these tasks in this process. The fingerprint of a sealed task lacks the test split.
-
-    controller: that of the config.
-    """
+    """Return the origin of a run in this process. The fingerprint of a sealed task lacks the test split."""
     own = own_code(controller)
     references = [*(task.name for task in tasks if is_reference(task.name)), *([] if own is None else [own[1]])]
     code = {name: known for name in references if (known := digest_of(name)) is not None}
-    return Origin({**describe_versions(_COMPARED), **code}, {task.name: fingerprint(task) for task in tasks})
+    return Origin({**describe_versions(COMPARED), **code}, {task.name: fingerprint(task) for task in tasks})
 
 
 def fingerprint(task: AnyTask) -> Fingerprint:
-    """Return the fingerprint of a task: digests of its splits, its objective, and the scaling of its examples.
+    """Return the digests of the splits of a task, its objective, and the scaling of its examples.
 
-    Of a train split that is read batch by batch, the first examples are hashed, and which examples of the Dataset it has.
-
-    Hashing takes one to four seconds per GB. Of a mixture, only the first instance of each part is hashed, because its data
+    Hashing takes one to four seconds per GB. Of a train split that is read batch by batch, the first examples are
+    hashed, and which examples of the Dataset it has; of a mixture, the first instance of each part, because its data
     follow from keys.
     """
     if isinstance(task, Mixture):
@@ -117,11 +111,10 @@ def fingerprint(task: AnyTask) -> Fingerprint:
 
 
 def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ...] | None:
-    """Compare the recorded origin of a run with the current one.
+    """Compare the recorded origin of a run with the current one, whose data must be the same unless `other_data`.
 
-    Returns sentences about the differences, for changes.json and the events, or None if the recorded origin stays in effect.
-
-    Issues a RunWarning for other versions. Raises InputError for other data, unless `other_data` is set.
+    Returns sentences about the differences, for changes.json and the events, or None if the recorded origin stays in
+    effect.
     """
     known = _recorded(folder)
     if known is None:
@@ -170,7 +163,7 @@ def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
         content = None
     if isinstance(content, dict):
         code = content.get(CODE)
-        versions_then = {name: content[name] for name in _COMPARED if name in content}
+        versions_then = {name: content[name] for name in COMPARED if name in content}
         layers.append({"versions": versions_then | (code if isinstance(code, dict) else {}), DATA: content.get(DATA)})
     layers += [entry.origin for entry in read_trail(folder).entries if entry.origin is not None]
     parts = [[part for layer in layers if isinstance(part := layer.get(name), dict)] for name in ("versions", DATA)]

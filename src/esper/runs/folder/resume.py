@@ -61,10 +61,7 @@ def is_training(config: Config) -> bool:
 
 
 def reward_of(folder: Path, config: Config, given: str | None) -> Callable[[RewardConfig], Reward]:
-    """Return what makes the rewards of a training that is resumed. `given` is the reference to a reward of the user's own.
-
-    Raises InputError if it is not the reward of the run, or if that was an object from Python.
-    """
+    """Return what makes the rewards of a training that is resumed. given: the reference to a reward of one's own."""
     own = own_code(config.controller)
     if config.controller != PAID and own is None:
         raise InputError(
@@ -110,10 +107,7 @@ NEW = Opening()
 
 
 def changed(config: Config, settings: Sequence[str]) -> Config:
-    """Return the config of a run folder with settings, KEY=VALUE, applied to it and to every cohort of a training.
-
-    Raises InputError if a key of FIXED would change.
-    """
+    """Return the config of a run folder with settings, KEY=VALUE, applied to it and to every cohort of a training."""
     layers, trains = [parse_setting(setting) for setting in settings], is_training(config)
     before = cohort_configs(config) if trains else [config]
     after = [build_config(each.model_dump(mode="json"), *layers) for each in before]
@@ -154,10 +148,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
 def take_up(
     folder: Path, config: Config, change: ConfigChange | None, note: Callable[[str], None], retry: Retry
 ) -> tuple[Checkpoints, Checkpoint | None]:
-    """Return the checkpoints of a run, and the one to continue from; None if there is none.
-
-    Raises InputError if the config of the folder is not that of the run.
-    """
+    """Return the checkpoints of a run, and the one to continue from; None if there is none."""
     if read_config(folder) != (config if change is None else change.before):
         raise InputError(
             f"{folder / CONFIG} differs from the config of this run; resume the run with the config that the file holds"

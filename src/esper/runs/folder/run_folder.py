@@ -26,7 +26,7 @@ from esper.nissa.hub import Hub
 from esper.nissa.outputs import Guarded, JsonLines, Output
 from esper.nissa.recovery import Mark, resume_events
 from esper.nissa.rows import CheckpointRow, EnvironmentRow, RunRow
-from esper.runs.folder.environment import CODE, DATA, VERSIONS, compare_origin, origin_of
+from esper.runs.folder.environment import CODE, DATA, VERSIONS, Origin, compare_origin, origin_of
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, change_config, fitting, take_up
 from esper.store.changes import read_trail, record_origin
@@ -143,10 +143,7 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
 
 
 def create_folder(folder: Path, overwrite: bool = False, note: Callable[[str], None] | None = None) -> None:
-    """Create the folder, and with `overwrite` remove the files of an earlier run. Other files and the lock stay.
-
-    note: called with a line that names the other files.
-    """
+    """Create the folder, and with `overwrite` remove the files of an earlier run; `note` is told of other files."""
     check_folder(folder, overwrite)
     make_folder(folder)
     found = list_contents(folder)
@@ -184,11 +181,7 @@ def _unwritable(error: OSError) -> InputError:
 
 
 def exporters(config: Config, folder: Path | None) -> list[Output]:
-    """Make the exporters that a config names. InputError if one of them cannot run.
-
-    They read run folders and load networks as `esper export-events` does. The module of that command stands above this one, so
-    it is found by its name.
-    """
+    """Make the exporters that a config names, which read run folders as `esper export-events` does."""
     names = config.telemetry.exporters
     if not names:
         return []
@@ -226,10 +219,7 @@ class RunFolder:
         tasks: Sequence[AnyTask] = (),
         outputs: Sequence[Output] = (),
     ) -> None:
-        """`config` is that of the run, or the changed config if the `opening` has a change. `tasks` are those of the run.
-
-        outputs: sinks of the user, which get every row after the writer of events.jsonl.
-        """
+        """`config` is the changed one if the `opening` has a change. `outputs` get every row after events.jsonl."""
         self.path, self.config, self.note = path, config, note
         self.opening = opening
         self.retry: Retry = write_once
@@ -247,7 +237,7 @@ class RunFolder:
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None
         self.mark: Mark | None = None  # position in the events at the checkpoint that was found
-        self.origin = origin_of(tasks, config.controller) if path is not None else None
+        self.origin = Origin({}, {}) if path is None else origin_of(tasks, config.controller)
         self.differs: tuple[str, ...] | None = None  # sentences, if the origin is not the recorded one
 
     def __enter__(self) -> Self:
@@ -272,9 +262,10 @@ class RunFolder:
 
     def _leave(self, kind: type[BaseException] | None) -> None:
         """Release the lock once the checkpoint is written."""
-        if self.lock is None or self.store is None:
-            if self.lock is not None:
-                self.lock.release()
+        if self.lock is None:
+            return
+        if self.store is None:
+            self.lock.release()
             return
         try:
             if kind is None or not issubclass(kind, KeyboardInterrupt):
@@ -283,10 +274,7 @@ class RunFolder:
             self.store.leave(self.lock.release)
 
     def _open(self, path: Path, lock: Lock) -> None:
-        """Lock an existing folder, and read the checkpoint from which the run continues.
-
-        A folder that does not exist yet is locked in `begin`.
-        """
+        """Lock a folder, which `begin` does for one that does not exist yet, and read the checkpoint to go on from."""
         opening = self.opening
         if not opening.resume:
             check_folder(path, opening.overwrite)
@@ -294,8 +282,8 @@ class RunFolder:
             self.retry(lock.path, lock.take)
         if opening.resume:
             self.store, self.found = take_up(path, self.config, opening.change, self.note, self.retry)
-        if opening.resume and self.origin is not None and (self.found is not None or (path / ENVIRONMENT).exists()):
-            self.differs = compare_origin(path, self.origin, opening.other_data)
+            if self.found is not None or (path / ENVIRONMENT).exists():
+                self.differs = compare_origin(path, self.origin, opening.other_data)
         if self.found is not None:
             with fitting(self.found):
                 self.hub.seq = operator.index(self.found.state["seq"])
@@ -313,7 +301,7 @@ class RunFolder:
             config, change = self.config, self.opening.change
             if change is not None:
                 self.retry(path / CONFIG, lambda: change_config(path, config, change, steps))
-            if differs is not None and origin is not None:
+            if differs is not None:
                 self.retry(path / CHANGES, lambda: record_origin(path, differs, origin._asdict(), steps))
             if self.opening.resume:
                 self.retry(path / EVENTS, lambda: resume_events(path, self.hub.seq, self.mark, self.note))
@@ -332,9 +320,8 @@ class RunFolder:
                 self._write(path / CONFIG, MARK + dump_config(self.config))
                 self.store = Checkpoints(path, self.config.checkpoint, self.retry)
             if not (path / ENVIRONMENT).exists():  # the process may have been killed before it was written
-                versions, data = ({}, {}) if self.origin is None else self.origin
-                code = {name: known for name, known in versions.items() if is_reference(name)}
-                recorded = {**environment(), DATA: data, **({CODE: code} if code else {})}
+                code = {name: known for name, known in origin.versions.items() if is_reference(name)}
+                recorded = {**environment(), DATA: origin.data, **({CODE: code} if code else {})}
                 self._write(path / ENVIRONMENT, to_json(recorded))
             # changes after the checkpoint: the rows that named them were cut from the events
             entries = [entry for entry in read_trail(path).entries if entry.steps >= steps]
@@ -348,10 +335,7 @@ class RunFolder:
             self.hub.emit(EnvironmentRow(versions=versions, **{name: found[name] for name in names}))
 
     def end(self, row: RunRow, summary: Mapping[str, Any], *, at_once: bool = False) -> None:
-        """Write the last row, with the error of the summary if it has one, and the summary.
-
-        This waits for the last checkpoint, unless `at_once` is set.
-        """
+        """Write the last row and the summary, with its error if any, after the last checkpoint unless `at_once`."""
         if self.store is not None and not at_once:
             self.store.join()
         if self.store is not None:
@@ -367,9 +351,9 @@ class RunFolder:
     def recorded(
         self, row: Callable[[Literal["failed"]], RunRow], asked: Callable[[], Mapping[str, Any]]
     ) -> Iterator[None]:
-        """Write the last row and the summary if the body fails, and raise the error with the command that resumes the run.
+        """If the body fails, write `row("failed")` and the summary, and say in the error how the run is resumed.
 
-        row: returns the last row. asked: returns the summary up to now. On a full disk nothing is written.
+        asked: returns the summary up to now. On a full disk nothing is written.
         """
         try:
             yield
@@ -402,10 +386,7 @@ class RunFolder:
 
 
 def run_row(config: Config, controller: str, space: Space | None, hosts: Any, status: Any) -> RunRow:
-    """Return a row of a run; without a space, of networks that did not fit into memory, its slots and hosts are not known.
-
-    hosts: (E,) parameters of the hosts; empty in a training, whose hosts change every round.
-    """
+    """Return a row of a run. space: None for networks that did not fit into memory. hosts: (E,) their parameters."""
     return RunRow(
         status=status,
         task=config.task,
@@ -429,9 +410,9 @@ def emit_checkpoints(hub: Hub, store: Checkpoints) -> None:
 def save_checkpoint(
     hub: Hub, store: Checkpoints | None, steps: int, state: Callable[[], Mapping[str, Any]], best: bool = False
 ) -> None:
-    """Begin a checkpoint of a state and of the hub after so many steps, unless no step was taken since the last.
+    """Begin a checkpoint of a state and of the hub, unless there is no store, or no step was taken since the last.
 
-    best: whether its validation score is the best so far. Without a store nothing is written.
+    best: whether its validation score is the best so far.
     """
     if store is None or steps == store.last:
         return

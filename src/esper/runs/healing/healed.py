@@ -28,10 +28,7 @@ _STAGED = ".healing.new"  # within the folder of a healing: all of its files, un
 
 
 def check_folder(folder: Path, overwrite: bool = False) -> None:
-    """Raise InputError if a healing may not be written to a folder: it is a file, or holds another one or other files.
-
-    What a killed process left of a healing may be replaced.
-    """
+    """Raise InputError if a healing may not be written to a folder. What a killed process left of one may be replaced."""
     mend = "name another folder with --out"
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; {mend}")
@@ -229,7 +226,7 @@ class Healed:
         return file.getvalue()
 
     def __repr__(self) -> str:
-        rows = list(self._rows())
+        rows = self._rows()
         sizes = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=True)).rstrip() for row in rows]
         seeds = [
@@ -248,25 +245,18 @@ class Healed:
         header = "".join(f"<th>{cell}</th>" for cell in head)
         return f"<table><tr>{header}</tr>{cells}</table><ul>{seeds}</ul><p>{html.escape(self.verdict)}</p>"
 
-    def _rows(self) -> Iterator[list[str]]:
-        labels = any(row.accuracy is not None for row in self.table)
-        yield [
-            "network",
-            "held-out loss",
-            "lower by [95 %]",
-            *(["accuracy"] if labels else []),
-            "trained parameters",
-            "rate",
-            "seconds",
-        ]
+    def _rows(self) -> list[list[str]]:
+        """The cells of the table, headings first, without the accuracy where no network has one."""
+        rows = [["network", "held-out loss", "lower by [95 %]", "accuracy", "trained parameters", "rate", "seconds"]]
         for row in self.table:
             low, high = row.gain - row.half_width, row.gain + row.half_width
-            yield [
-                row.network,
-                f"{row.loss:.4f}",
-                "" if row.network == "nothing" else f"{row.gain:+.4f} [{low:+.4f}, {high:+.4f}]",
-                *(["" if row.accuracy is None else f"{row.accuracy:.4f}"] if labels else []),
-                f"{row.trained:,}",
-                "" if row.rate is None else f"{row.rate:g}",
-                f"{row.seconds:.1f}",
-            ]
+            gain = "" if row.network == "nothing" else f"{row.gain:+.4f} [{low:+.4f}, {high:+.4f}]"
+            accuracy = "" if row.accuracy is None else f"{row.accuracy:.4f}"
+            rate = "" if row.rate is None else f"{row.rate:g}"
+            rows.append(
+                [row.network, f"{row.loss:.4f}", gain, accuracy, f"{row.trained:,}", rate, f"{row.seconds:.1f}"]
+            )
+        if all(row.accuracy is None for row in self.table):
+            for cells in rows:
+                del cells[3]
+        return rows

@@ -81,8 +81,7 @@ class HealingParts(NamedTuple):
 def examples_of(data: Any) -> HealingExamples:
     """Read (x, y), a mapping with x and y, an iterable of (x, y) batches, or the path of a .npz, .pt or .safetensors file.
 
-    Floating-point arrays become torch's default dtype. Raises InputError if there are no examples, x and y differ in length, an
-    input is NaN, or a target NaN or infinite. Inputs may be infinite, as masks of attention are.
+    Floating-point arrays become torch's default dtype. Inputs may be infinite, as masks of attention are.
     """
     found = _content(Path(data)) if isinstance(data, str | Path) else data
     if isinstance(found, Mapping):
@@ -267,9 +266,7 @@ def all_weights(case: Case, rate: float) -> TrainedNetwork:
 def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int) -> TrainedNetwork | None:
     """A frozen copy with LoRA of one rank, at least 1, at every layer at or in a site, of about `size` parameters in all.
 
-    No rank is larger than its matrix.
-
-    None if no layer there has a weight that can be adapted.
+    No rank is larger than its matrix. None if no layer there has a weight that can be adapted.
     """
     network = copy.deepcopy(case.host).requires_grad_(False)
     inside = {id(part): part for site in sites for part in network.get_submodule(site.after).modules()}
@@ -310,9 +307,10 @@ def losses_of(network: nn.Module, examples: HealingExamples, case: Case) -> NDAr
     return losses
 
 
-def rank(trained: TrainedNetwork) -> float:
-    """The loss on the probe, which chooses among rates; one that is not finite comes last."""
-    return trained.probe if math.isfinite(trained.probe) else math.inf
+def probe_loss(network: nn.Module, case: Case) -> float:
+    """The loss on the probe, which chooses among rates; infinite if it is not finite, so that it comes last."""
+    loss = float(losses_of(network, case.parts.probe, case).mean())
+    return loss if math.isfinite(loss) else math.inf
 
 
 def table(
@@ -346,8 +344,8 @@ class _LowRank(nn.Module):
 
 def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
     """The weights that a layer multiplies by, with their names; none for other modules."""
-    named = [(name, weight) for name in WEIGHTS if (weight := part._parameters.get(name)) is not None]
-    return [] if isinstance(part, nn.Embedding) else [(name, weight) for name, weight in named if weight.dim() > 1]
+    own = {} if isinstance(part, nn.Embedding) else part._parameters
+    return [(name, weight) for name in WEIGHTS if (weight := own.get(name)) is not None and weight.dim() > 1]
 
 
 def _probe(network: nn.Module, batches: list[tuple[Any, Any]], loss: Loss) -> Probe:
@@ -361,7 +359,7 @@ def _trained(
     learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
     train(network, optimizer, case, behind, still=still)
-    score = float(losses_of(network, case.parts.probe, case).mean())
+    score = probe_loss(network, case)
     return TrainedNetwork(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
 
 
@@ -372,9 +370,9 @@ def _accuracy(network: nn.Module, examples: HealingExamples) -> float | None:
     with undisturbed(network):
         for x, y in examples.batches():
             output = call(network, x)
-            if not isinstance(output, Tensor) or not isinstance(y, Tensor):
+            if not isinstance(output, Tensor) or not isinstance(y, Tensor) or y.is_floating_point():
                 return None
-            if y.is_floating_point() or output.shape[:-1] != y.shape:
+            if output.shape[:-1] != y.shape:
                 return None
             right.append((output.argmax(-1) == y).double().flatten())
     return float(torch.cat(right).mean())

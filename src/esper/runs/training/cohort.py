@@ -1,67 +1,112 @@
-"""Make the populations of a training: each task's environments, divided into shards. E environments."""
+"""The populations of a training, each task's environments divided into shards, and who plays a round's episodes on them.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+What an episode gives depends on its work item and the policy alone, so any worker can play it, and play it again. E environments.
+"""
 
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.config.tree import Config
+from esper.leyline.config.tree import Config, RewardConfig
 from esper.leyline.data.keys import Purpose, key, scalar
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.protocols import Controller, Reward
+from esper.leyline.reference import is_own_controller
 from esper.leyline.text import counted
+from esper.nissa.events import encode
+from esper.nissa.hub import Hub, Level
+from esper.nissa.rows import EvaluationRow, Row
+from esper.runs.figures import exported_objective
+from esper.runs.workers.workers import SentTask, WorkerOptions, shared_facts
+from esper.simic.client import SimicClient
+from esper.simic.imitation import Apprentice
+from esper.simic.ppo import PPO
+from esper.simic.rewards import make_reward
+from esper.store.tensors import Tree
+from esper.tamiyo.catalog import get_controller
+from esper.tamiyo.policy.controller import Language, Learned, Policy
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.governor import GovernorRecord
+from esper.tolaria.journal import Journal, RowSource
+from esper.tolaria.play import Observer, Step, planted, play
 from esper.tolaria.stacked.population import instance_keys
 
 ENVS_OF_SHARD = 32
 """Number of environments of a shard, where `--workers` is given and `shards` is not."""
+LED = (1.0, 0.75, 0.5, 0.25)
+"""Share of environments that the teacher leads in the first rounds of imitation; further rounds take the last value."""
 
 
 @dataclass(eq=False)
 class Cohort:
-    """The populations of a task, or of one shard of its environments. An engine is made when it is first used."""
+    """The populations of a task, or of one shard of its environments."""
 
     task: AnyTask  # the task without its test split
     config: Config  # config of the population
     whole: Config  # config of the task's training, with the environments of all its shards
     watched: Config | None  # config of the population of validation instances; None where it has no environment
-    made: dict[str, VectorizedEngine] = field(default_factory=dict)  # the engines by name, until `release`
 
-    @property
+    @cached_property
     def engine(self) -> VectorizedEngine:
         """The population of training instances."""
-        return self._engine("training", self.config)
+        return VectorizedEngine(self.task, self.config)
 
-    @property
+    @cached_property
     def validation(self) -> VectorizedEngine:
         """The population of validation instances."""
         assert self.watched is not None, "this shard has no environments in the validation"
-        return self._engine("validation", self.watched)
-
-    def _engine(self, name: str, config: Config) -> VectorizedEngine:
-        if name not in self.made:
-            self.made[name] = VectorizedEngine(self.task, config)
-        return self.made[name]
+        return VectorizedEngine(self.task, self.watched)
 
     def release(self) -> None:
-        """Free the engines."""
-        self.made.clear()
+        """Free the engines; they are made again when they are used again."""
+        for name in ("engine", "validation"):
+            vars(self).pop(name, None)
 
 
 def default_shards(config: Config) -> int:
-    """Return the number of shards of a training with `--workers`: one for each ENVS_OF_SHARD environments, and 2 or more
-    where the groups allow it. It does not depend on the number of workers, and therefore the results do not.
-    """
+    """Return the shards of a training with workers, whatever their number: one for ENVS_OF_SHARD environments."""
+    # at least 2, where the groups allow it
     return min(max(config.envs // ENVS_OF_SHARD, 2), config.envs // config.reward.group_size)
 
 
-def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[Cohort]:
-    """Make the cohorts of a task, one for each shard, and the engines of the first `made` of them; None makes all.
+def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: bool) -> list[Config]:
+    """Return the configs of a training with the shards that its actors play, of which each actor must have one."""
+    chosen = list(configs)
+    if not asked.any:
+        return chosen
+    if not resumed:  # a new run has the shards by default, and the device of the first actor
+        device = {"device": asked.devices[0]} if asked.devices else {}
+        chosen = [
+            config.model_copy(
+                update=device if "shards" in config.model_fields_set else {"shards": default_shards(config), **device}
+            )
+            for config in configs
+        ]
+    shards, envs = sum(config.shards for config in chosen), sum(config.envs for config in chosen)
+    if asked.size > shards:
+        mend = (
+            "the shards of a run cannot change, so give fewer workers"
+            if resumed
+            else f"give {shards} or fewer, or divide the environments further with --set shards=N"
+        )
+        raise InputError(
+            f"workers is {asked.size}, but {counted(envs, 'environment')} in {counted(shards, 'shard')} give work to "
+            f"{counted(shards, 'actor')}; {mend}"
+        )
+    return chosen
 
-    Raises InputError if a controller cannot learn from the task and the config.
-    """
+
+def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[Cohort]:
+    """Make the cohorts of a task, one for each shard, and the engines of the first `made` of them; None makes all."""
     reward, size = config.reward, config.reward.group_size
     groups = config.envs // size
     for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
@@ -124,12 +169,8 @@ def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[C
 
 
 def sample_instances(cohort: Cohort, number: int, group: int) -> NDArray[np.int64]:
-    """Return the keys (E,) of the training instances of a round.
-
-    Each `group` environments with consecutive numbers share an instance.
-    """
-    config = cohort.config
-    keys = cohort.task.keys("training")
+    """Return the keys (E,) of the training instances of a round, of which each `group` consecutive environments share one."""
+    config, keys = cohort.config, cohort.task.keys("training")
     numbers = config.first_instance + np.arange(config.envs)
     drawn = key(config.seed, Purpose.SAMPLE, number, numbers // group) & ((1 << 62) - 1)
     return keys.start + drawn % len(keys)
@@ -148,7 +189,205 @@ def settings_of_policy(config: Config) -> dict[str, Any]:
 
 def by_task(cohorts: Sequence[Cohort]) -> list[list[int]]:
     """Return the indices of the cohorts of each task; the shards of a task follow each other."""
-    places: dict[str, list[int]] = {}
-    for place, cohort in enumerate(cohorts):
-        places.setdefault(cohort.task.name, []).append(place)
-    return list(places.values())
+    of_task = itertools.groupby(range(len(cohorts)), lambda place: cohorts[place].task.name)
+    return [list(places) for _, places in of_task]
+
+
+class WorkItem(NamedTuple):
+    """One episode of one cohort."""
+
+    kind: Literal["training", "imitation", "validation"]
+    cohort: int  # index of the cohort
+    number: int  # number of the round
+    episode: int = 0  # number of the episode, from 0, from which its hosts and data orders follow
+    led: float = 0.0  # share of the environments that the teacher leads, in imitation
+
+
+@dataclass
+class EpisodeStatistics(Observer):
+    """The statistics of an episode of one cohort; those without a meaning before its end are set by `Player.close`."""
+
+    seconds: float  # duration of the episode
+    deciding: float = 0.0  # duration of `act` and `store` [s]
+    germinated: int = 0  # seeds that were planted
+    kept: int = 0  # fossilized seeds at the end
+    rollbacks: int = 0  # rollbacks of environments
+    envs: int = 0  # number of environments
+    found: Sequence[int] = ()  # rollbacks by `Vital`, twins included
+    refused: Sequence[int] = ()  # refused decisions by `Refusal`
+
+    def stepped(self, step: Step) -> None:
+        self.seconds += step.seconds
+        self.deciding += step.deciding
+        self.germinated += planted(step)
+
+
+class Player:
+    """Plays the parts of rounds in this process. Every cohort has a client that learns and one that imitates."""
+
+    def __init__(
+        self, cohorts: Sequence[Cohort], learner: PPO, reward: Callable[[RewardConfig], Reward], hub: Hub
+    ) -> None:
+        self.cohorts, self.learner, self.hub = cohorts, learner, hub
+        configs = [cohort.config for cohort in cohorts]
+        self.clients = [
+            SimicClient(learner, make_reward(reward, each.reward), each.governor.penalty) for each in configs
+        ]
+        self.apprentices = [
+            Apprentice(learner, make_reward(reward, each.reward), _teacher(each), LED[0], each.governor.penalty)
+            for each in configs
+        ]
+
+    def client(self, part: WorkItem) -> SimicClient:
+        """Return the client that plays a part and has its rollout."""
+        return self.apprentices[part.cohort] if part.kind == "imitation" else self.clients[part.cohort]
+
+    def open(self, part: WorkItem) -> EpisodeStatistics:
+        """Begin a part of training or imitation."""
+        begin, cohort = time.perf_counter(), self.cohorts[part.cohort]
+        engine, group = cohort.engine, 1 if part.kind == "imitation" else cohort.config.reward.group_size
+        engine.governor.record = GovernorRecord.empty(len(engine.governor.record.rollbacks))
+        engine.reset(sample_instances(cohort, part.number, group), part.episode)
+        self.hub.raised = 0  # a part's rows do not depend on the part that was played before it
+        return EpisodeStatistics(time.perf_counter() - begin)
+
+    def close(self, part: WorkItem, episode: EpisodeStatistics, *observers: Observer) -> None:
+        """Play the rest of a part that was begun. The statistics are of what was played, if an observer ended it."""
+        cohort = self.cohorts[part.cohort]
+        engine = cohort.engine
+        client = self.client(part)
+        if isinstance(client, Apprentice):
+            client.led = part.led  # not in `open`, which is not called again for a part that is resumed
+        journal = Journal(engine, self.hub, _source(cohort, "training", part.number), lambda: client.paid)
+        play(engine, client, *observers, journal, episode)
+        record, episode.envs = engine.governor.record, cohort.config.envs
+        episode.kept = int((engine.view().seeds.stage == Stage.FOSSILIZED).sum())
+        episode.rollbacks = int(record.rollbacks[: episode.envs].sum())
+        episode.found, episode.refused = record.found.tolist(), record.refused.tolist()
+
+    def validate(self, part: WorkItem, *observers: Observer) -> dict[str, NDArray[Any]]:
+        """Grow validation instances greedily, as episode 0. Returns J on their validation split, and seeds kept."""
+        cohort = self.cohorts[part.cohort]
+        engine = cohort.validation
+        engine.reset(episode=0)
+        self.hub.raised = 0
+        source = _source(cohort, "validation", part.number)
+        play(engine, Learned(self.learner.policy), *observers, Journal(engine, self.hub, source))
+        metric, loss = engine.evaluate(engine.population.data.validation_splits())
+        worth = exported_objective(engine, metric, loss)
+        self.hub.emit(
+            EvaluationRow(**source._asdict(), split="validation", metrics=metric, losses=loss, objectives=worth)
+        )
+        return {"objective": worth, "kept": (engine.view().seeds.stage == Stage.FOSSILIZED).sum(1)}
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return the state of the clients of every cohort, as trees of arrays that share memory."""
+        pairs = zip(self.clients, self.apprentices, strict=True)
+        return [{"client": client.state(), "apprentice": apprentice.state()} for client, apprentice in pairs]
+
+    def load_state(self, state: Sequence[Mapping[str, Any]]) -> None:
+        for client, apprentice, own in zip(self.clients, self.apprentices, state, strict=True):
+            client.load_state(own["client"])
+            apprentice.load_state(own["apprentice"])
+
+
+def _source(cohort: Cohort, name: Literal["training", "validation"], number: int) -> RowSource:
+    """Return the population to which the rows of a cohort belong, with its first environment where there are shards."""
+    first: int | msgspec.UnsetType = msgspec.UNSET
+    if cohort.whole.shards > 1 and name == "training":
+        first = cohort.config.first_instance - cohort.whole.first_instance
+    elif cohort.whole.shards > 1 and cohort.watched is not None:
+        first = cohort.watched.first_instance
+    return RowSource(name, cohort.task.name, number, first)
+
+
+def _teacher(config: Config) -> Controller:
+    """Return the controller that a training imitates. Raises InputError if it cannot be imitated."""
+    if is_own_controller(config.ppo.teacher):  # a key of the config, which `esper resume` reads from a folder
+        raise InputError(
+            f"ppo.teacher is {config.ppo.teacher}, but code of your own cannot be a teacher; give a name of `esper controller`, "
+            "a schedule file, or the run folder of a trained controller"
+        )
+    try:
+        teacher = get_controller(config.ppo.teacher, config)
+    except InputError as error:
+        raise InputError(f"ppo.teacher: {error}") from None
+    if config.ppo.imitation_rounds and type(teacher).proposals is not Controller.proposals:
+        raise InputError(
+            f"ppo.teacher is {config.ppo.teacher}, which tries candidates in copies of the networks, and a training makes no "
+            "copies; give another controller"
+        )
+    if config.ppo.imitation_rounds and teacher.sensors_every and config.probe.sensors_every == 0:
+        raise InputError(
+            f"ppo.teacher is {config.ppo.teacher}, which reads growth sensors, but probe.sensors_every is 0; set it to 1 or more"
+        )
+    return teacher
+
+
+def learner_of(policy: Policy, config: Config) -> PPO:
+    """Return the learner of a training."""
+    group = config.reward.group_size if config.reward.relative_to == "group" else None
+    return PPO(policy, config.ppo, config.seed, group)
+
+
+class _KeptRows(list[bytes]):
+    """An output that keeps rows as lines of JSON."""
+
+    def write(self, row: Row) -> None:
+        self.append(encode(row))
+
+    def close(self) -> None:
+        """No row follows."""
+
+
+class TrainingPlayer:
+    """Plays the parts of a training in an actor."""
+
+    def __init__(
+        self,
+        tasks: Sequence[SentTask],
+        configs: Sequence[Config],
+        reward: Callable[[RewardConfig], Reward],
+        level: Level,
+        engines: int,
+        device: str | None,
+    ) -> None:
+        """device: None is that of the configs. engines: number of cohorts whose populations are kept in memory."""
+        made = [sent.task() for sent in tasks]
+        configs = [each if device is None else each.model_copy(update={"device": device}) for each in configs]
+        cohorts = [
+            each for task, config in zip(made, configs, strict=True) for each in cohorts_of(task, config, made=0)
+        ]
+        first = [next(each for each in cohorts if each.task is task) for task in made]
+        language = Language.of([cohort.engine.space for cohort in first], configs[0].ppo.packages)
+        policy = Policy.fresh(language, configs[0].seed, decisions_per_step=configs[0].ppo.decisions_per_step)
+        for cohort in first:
+            cohort.release()
+        self.facts = shared_facts(made)
+        self._rows, self._most, self._recent = _KeptRows(), engines, list[int]()
+        hub = Hub([self._rows], level, raise_steps=configs[0].telemetry.raise_steps)
+        self.player = Player(cohorts, learner_of(policy, configs[0]), reward, hub)
+
+    def load(self, weights: Tree) -> None:
+        """Take the policy, and the round of learning."""
+        learner = self.player.learner
+        learner.policy.load_state(weights["policy"])
+        learner.round = weights["round"]
+
+    def play(self, part: Tree, *observers: Observer) -> Tree:
+        """Play a `WorkItem`. Returns its statistics, its rollout or its validation, and its rows."""
+        played, player = WorkItem(**part), self.player
+        # Populations that were not used for the longest time are freed, so that there is room for those of this cohort.
+        recent = [played.cohort, *(each for each in self._recent if each != played.cohort)]
+        for each in recent[self._most :]:
+            player.cohorts[each].release()
+        self._recent = recent[: self._most]
+        self._rows.clear()
+        if played.kind == "validation":
+            result: Tree = {"validated": player.validate(played, *observers)}
+        else:
+            statistics, client = player.open(played), player.client(played)
+            player.close(played, statistics, *observers)
+            result = {"played": asdict(statistics), "rollout": client.rollout().tree(), "menu": client.menu}
+            client.clear()
+        return {**result, "rows": np.frombuffer(b"".join(self._rows), np.uint8)}

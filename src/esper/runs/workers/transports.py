@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
@@ -46,8 +46,8 @@ if _SOCKET_FOLDER in os.environ:
 class Work(Protocol):
     """What an actor computes."""
 
-    def facts(self) -> Tree:
-        """Return what must be the same in every actor and in the learner: data and versions."""
+    facts: Tree
+    """What must be the same in every actor and in the learner: data and versions."""
 
     def load(self, weights: Tree) -> None:
         """Take the weights with which the next parts are played."""
@@ -86,7 +86,7 @@ class MessageAnswers:
 
         def begin() -> Tree:
             self._work = self._make()
-            return {"ready": self._work.facts()}
+            return {"ready": self._work.facts}
 
         return self._caught(begin)
 
@@ -146,25 +146,6 @@ def unpickled(content: bytes) -> Any:
         ) from None
 
 
-def received(
-    connections: Mapping[int, Connection], seconds: float, lost: Callable[[int], None]
-) -> list[tuple[int, bytes | None]]:
-    """Return the answers that have come on connections, after waiting at most so long; None where a connection has ended.
-
-    `lost` is called with an actor whose connection has ended.
-    """
-    places = {id(connection): actor for actor, connection in connections.items()}
-    found: list[tuple[int, bytes | None]] = []
-    for connection in wait(list(connections.values()), seconds):
-        actor = places[id(connection)]
-        try:
-            found.append((actor, connections[actor].recv_bytes()))
-        except (EOFError, OSError):
-            lost(actor)
-            found.append((actor, None))
-    return sorted(found, key=lambda each: each[0])
-
-
 def serve_pickled(connection: Connection, content: bytes, device: str | None) -> None:
     """Be an actor of a learner that is at the other end of a connection."""
     serve(connection, lambda: unpickled(content)(device))
@@ -189,14 +170,11 @@ class ProcessTransport:
     """Processes on this machine, which Python's fork server starts."""
 
     def __init__(self, size: int, work: object, devices: Sequence[str | None]) -> None:
-        """work: makes a `Work` from a device. devices: each actor's, taken in turn.
-
-        Raises InputError if `work` cannot be sent to a process.
-        """
+        """work: makes a `Work` from a device. devices: each actor's, taken in turn."""
         self.size, self._devices = size, devices
         self._content = pickled(work)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "esper.runs.training.work_items"])  # what every worker needs
+        self._context.set_forkserver_preload([__name__, "esper.runs.training.cohort"])  # what every worker needs
         self.connections: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
 
@@ -225,11 +203,20 @@ class ProcessTransport:
             self.connections[actor].send_bytes(message)
 
     def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
-        """Wait for answers. An actor whose process has ended is lost."""
-        return received(self.connections, seconds, lambda actor: self.connections.pop(actor).close())
+        """Wait for answers. An actor whose connection has ended, as that of a process that ended, is lost."""
+        connections = self.connections.copy()  # a thread of `TorchrunTransport` adds some
+        ready, found = wait(list(connections.values()), seconds), list[tuple[int, bytes | None]]()
+        for actor, connection in sorted(connections.items()):
+            if connection in ready:
+                try:
+                    found.append((actor, connection.recv_bytes()))
+                except (EOFError, OSError):
+                    self.connections.pop(actor).close()
+                    found.append((actor, None))
+        return found
 
     def close(self) -> None:
-        self._end(list(self._processes))
+        self._end([*self.connections, *self._processes])
 
     def _end(self, actors: Sequence[int]) -> None:
         for actor in actors:
@@ -261,46 +248,28 @@ def _store() -> Any:
     return next(iter(rendezvous("env://")))[0]
 
 
-class TorchrunTransport:
-    """All ranks of torchrun, as rank 0 sees them."""
+class TorchrunTransport(ProcessTransport):
+    """All ranks of torchrun, as rank 0 sees them: actor 0 is a process beside it, and every other rank is an actor itself."""
 
     def __init__(self, work: object, devices: Sequence[str | None], again: str) -> None:
         """again: how the run continues after a rank was lost."""
-        self.size, self._again = world_size(), again
-        self._beside = ProcessTransport(1, work, devices)
+        super().__init__(world_size(), work, devices)
+        self._again = again
         secret = secrets.token_hex(32)
         listener = Listener(("", 0), backlog=self.size, authkey=secret.encode())
         self._store = _store()
         _, port = listener.address  # of a TCP socket
         self._store.set(_KEY, json.dumps([port, secret]))
-        self._connections: dict[int, Connection] = {}
         self._started: set[int] = set()
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()  # a rank may never come
 
     def start(self, actor: int) -> None:
         """Start the actor beside this process; other ranks connect by themselves. Raises ActorError for a rank that was lost."""
         if actor == 0:
-            self._beside.start(0)
+            super().start(0)
         elif actor in self._started:
             raise ActorError(f"rank {actor} was lost, and torchrun does not start a single rank again; {self._again}")
         self._started.add(actor)
-
-    def send(self, actor: int, message: bytes) -> None:
-        if actor == 0:
-            self._beside.send(0, message)
-            return
-        with suppress(OSError):  # of a connection that is broken, as `receive` will say
-            self._connections[actor].send_bytes(message)
-
-    def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
-        return received(self._connections | self._beside.connections, seconds, self._lost)
-
-    def close(self) -> None:
-        """End the connections, which ends the other ranks."""
-        self._beside.close()
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
 
     def _accept(self, listener: Listener) -> None:
         """Take the connections of all other ranks; what does not know the secret is no rank."""
@@ -311,10 +280,7 @@ class TorchrunTransport:
                     connection = listener.accept()
                     rank = int(connection.recv_bytes())
                     ranks.add(rank)
-                    self._connections[rank] = connection
-
-    def _lost(self, actor: int) -> None:
-        (self._beside.connections if actor == 0 else self._connections).pop(actor).close()
+                    self.connections[rank] = connection
 
 
 def serve_rank(make: Callable[[str | None], Work], devices: Sequence[str | None]) -> dict[str, Any]:
@@ -332,10 +298,7 @@ class RayTransport:
     """Ray actors, each with one CPU, and with a GPU where its device is one."""
 
     def __init__(self, size: int, work: object, devices: Sequence[str | None], address: str | None) -> None:
-        """address: of a cluster; None is that of the variable RAY_ADDRESS, or a local cluster that ends with the run.
-
-        Raises InputError if Ray is not installed, or the cluster cannot be reached.
-        """
+        """address: of a cluster; None is that of RAY_ADDRESS, or a local cluster that ends with the run."""
         try:
             import ray
         except ImportError:
@@ -371,20 +334,15 @@ class RayTransport:
     def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
         """Wait for answers. An actor whose process or machine has ended is lost."""
         done, _ = self._ray.wait(list(self._answers), num_returns=1, timeout=seconds)
-        found: list[tuple[int, bytes | None]] = []
-        for future in done:
-            actor = self._answers.pop(future)
-            try:
-                answer = self._ray.get(future)
-            except self._ray.exceptions.RayActorError:
-                if (actor, None) not in found:
-                    found.append((actor, None))
-                for other in [each for each, its in self._answers.items() if its == actor]:
-                    del self._answers[other]
-                continue
-            if answer is not None:  # weights have no answer
-                found.append((actor, answer))
-        return found
+        if not done:
+            return []
+        actor = self._answers.pop(done[0])
+        try:
+            answer = self._ray.get(done[0])
+        except self._ray.exceptions.RayActorError:
+            self._answers = {each: its for each, its in self._answers.items() if its != actor}
+            return [(actor, None)]
+        return [] if answer is None else [(actor, answer)]  # weights have no answer
 
     def close(self) -> None:
         for actor in self._actors.values():

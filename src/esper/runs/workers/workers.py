@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import (
     ActorError,
@@ -24,8 +23,7 @@ from esper.leyline.errors import (
     typed_line,
 )
 from esper.leyline.text import counted
-from esper.runs.folder.environment import describe_versions, fingerprint
-from esper.runs.training.cohort import default_shards
+from esper.runs.folder.environment import COMPARED, describe_versions, fingerprint
 from esper.runs.workers.transports import ProcessTransport, RayTransport, TorchrunTransport, Transport, world_size
 from esper.store.tensors import Tree, pack, unpack
 from esper.tolaria.runtime import resolve_device
@@ -54,16 +52,11 @@ class Workers:
         mend: str = "give fewer workers",
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start the actors, and wait until all are ready. `check` gets what an actor says about itself.
-
-        mend: what to do if actors are lost for good. Raises InputError if an actor cannot start, and KeyboardInterrupt once
-        `asked` says so.
-        """
+        """Start the actors, and wait until all are ready or `asked`. check: gets what an actor says about itself."""
         self.transport, self.note, self._check, self._mend = transport, note, check, mend
         self.size = transport.size
         self.lost = 0  # actors that were lost and started again
         self.waiting = 0.0  # seconds that actors did not play in, over all rounds and actors
-        self.sent = self.received = 0  # bytes
         self._weights = -1  # number of the present weights
         self._idle: set[int] = set()
         self._known: dict[int, int] = {}  # number of the weights that an actor has
@@ -92,11 +85,11 @@ class Workers:
         asked: Callable[[], bool] = lambda: False,
         done: Callable[[int, dict[str, Any]], None] = lambda place, result: None,
     ) -> list[dict[str, Any]]:
-        """Return the results of parts played with weights, in the order of the parts.
+        """Return the results of parts played with weights, in their order; the part of an actor that is lost is played
+        again.
 
-        `done` is called with the place of a part and its result as soon as there is one. A part whose actor is lost is played
-        again. Raises Stop once `asked` says so, ActorError if TRIES actors were lost by a part, and the error of the actor if
-        its code failed.
+        `done` is called with the place of a part and its result as soon as there is one. Raises Stop once `asked` says
+        so.
         """
         self._weights += 1
         message, results = pack({"weights": weights}), dict[int, Any]()
@@ -113,9 +106,9 @@ class Workers:
                 tries[own] += 1
                 self._idle.discard(actor)
                 if self._known.get(actor) != self._weights:
-                    self._send(actor, message)
+                    self.transport.send(actor, message)
                     self._known[actor] = self._weights
-                self._send(actor, pack({"part": parts[own]}))
+                self.transport.send(actor, pack({"part": parts[own]}))
             for actor, answer in self.transport.receive(WAIT):
                 if answer is None:
                     again = busy.pop(actor, None)
@@ -123,7 +116,6 @@ class Workers:
                     if again is not None:
                         left.appendleft(again)
                     continue
-                self.received += len(answer)
                 if actor not in busy:  # it was started again
                     self._started(actor, unpack(answer))
                     continue
@@ -145,10 +137,6 @@ class Workers:
 
     def close(self) -> None:
         self.transport.close()
-
-    def _send(self, actor: int, message: bytes) -> None:
-        self.sent += len(message)
-        self.transport.send(actor, message)
 
     def _started(self, actor: int, tree: Mapping[str, Any]) -> None:
         if "error" in tree and tree["error"]["type"] != OutOfMemory.__name__:
@@ -226,10 +214,7 @@ ALONE = WorkerOptions()
 def worker_options(
     workers: Any = None, devices: Any = None, cluster: Any = None, find: Callable[[str], AnyTask] | None = None
 ) -> WorkerOptions:
-    """Return the actors that arguments ask for. Raises InputError if they cannot be had on this machine.
-
-    workers: a whole number or its text; devices: names, or a text of names separated by commas; cluster: one of CLUSTERS.
-    """
+    """Return the actors that arguments ask for: a number, names of devices or a text of them, and one of CLUSTERS."""
     count = None
     if workers is not None:
         try:
@@ -270,36 +255,6 @@ def worker_options(
     return WorkerOptions(count, names, cluster, find)
 
 
-def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: bool) -> list[Config]:
-    """Return the configs of a training with the shards that its actors play, and check that each actor has one.
-
-    Raises InputError if there are more actors than shards.
-    """
-    if not asked.any:
-        return list(configs)
-    chosen = list(configs)
-    if not resumed:  # a new run has the shards by default, and the device of the first actor
-        device = {"device": asked.devices[0]} if asked.devices else {}
-        chosen = [
-            config.model_copy(
-                update=device if "shards" in config.model_fields_set else {"shards": default_shards(config), **device}
-            )
-            for config in configs
-        ]
-    shards, envs = sum(config.shards for config in chosen), sum(config.envs for config in chosen)
-    if asked.size > shards:
-        mend = (
-            "the shards of a run cannot change, so give fewer workers"
-            if resumed
-            else f"give {shards} or fewer, or divide the environments further with --set shards=N"
-        )
-        raise InputError(
-            f"workers is {asked.size}, but {counted(envs, 'environment')} in {counted(shards, 'shard')} give work to "
-            f"{counted(shards, 'actor')}; {mend}"
-        )
-    return chosen
-
-
 def start_workers(
     asked: WorkerOptions,
     work: Any,
@@ -310,11 +265,10 @@ def start_workers(
     again: str = "continue with esper resume",
     stop: Callable[[], bool] = lambda: False,
 ) -> Workers:
-    """Start the actors that were asked for, and wait until they are ready.
+    """Start the actors that were asked for, and wait until they are ready, or until `stop`: a KeyboardInterrupt.
 
-    facts: of this process, which those of each actor must equal. mend: what to do if actors are lost for good. again: how the run
-    continues after a rank of torchrun was lost. Raises InputError if an actor cannot start, and KeyboardInterrupt if `stop` says
-    so before all are ready.
+    facts: of this process, which those of each actor must equal. mend: what to do if actors are lost for good. again:
+    how the run continues after a rank of torchrun was lost.
     """
     devices: Sequence[str | None] = asked.devices or (None,)
     transport: Transport
@@ -337,10 +291,7 @@ class SentTask(NamedTuple):
 
     @classmethod
     def of(cls, task: AnyTask, find: Callable[[str], AnyTask] | None, *, sealed: bool = True) -> "SentTask":
-        """Pickle a task, without its test split if `sealed`.
-
-        Raises InputError if it can neither be pickled nor be built from its name.
-        """
+        """Pickle a task, without its test split if `sealed`, or take its name if it can be built from that."""
         try:
             return cls(task.name, pickle.dumps(task.sealed() if sealed else task))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -372,7 +323,7 @@ class SentTask(NamedTuple):
 def shared_facts(tasks: Sequence[AnyTask]) -> Tree:
     """Return what must be the same in every worker and in the learner: digests of the data, and versions of the software."""
     data = {task.name: fingerprint(task) for task in tasks}
-    return {"data": data, "versions": describe_versions(("esper", "torch", "numpy", "python"))}
+    return {"data": data, "versions": describe_versions(COMPARED)}
 
 
 def check_facts(own: Tree, ready: Tree) -> None:
