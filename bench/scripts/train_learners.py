@@ -31,9 +31,9 @@ IMITATION, ROUNDS, ALONE = 3, 3, 11
 BIAS = -4.0
 ARMS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {
     "both": (IMITATION, ROUNDS, {}),
-    "ppo": (0, ALONE, {}),
+    "ppo": (0, ALONE, {"undo_bias": 0.0}),
     "both-package": (IMITATION, ROUNDS, {"packages": ["bypass-rank-1"]}),
-    "ppo-package": (0, ALONE, {"packages": ["bypass-rank-1"]}),
+    "ppo-package": (0, ALONE, {"packages": ["bypass-rank-1"], "undo_bias": 0.0}),
     "ppo-bias": (0, ALONE, {"undo_bias": BIAS}),
     "ppo-package-bias": (0, ALONE, {"packages": ["bypass-rank-1"], "undo_bias": BIAS}),
 }

@@ -256,7 +256,7 @@ def work(reward=get_reward, **over):
 
 def weights():
     player = work()(None).player
-    return {"policy": player.learner.policy.state(), "round": 0}
+    return {"policy": player.learner.policy.state(), "round": 0, "begun": -1}
 
 
 def parts(*cohorts):

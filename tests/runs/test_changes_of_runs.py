@@ -188,7 +188,7 @@ VALUES = {
     "lifecycle.targets": "[1.0]",
     "reward.group_size": 2,
     "ppo.packages": "[bypass-rank-1]",
-    "ppo.undo_bias": -4,
+    "ppo.undo_bias": -2,
 }
 
 
@@ -325,7 +325,7 @@ class Asking:
         return self._objective.loss(output, target)
 
 
-def interrupted_in_a_round(folder, at=40):
+def interrupted_in_a_round(folder, at=46):
     """A training that Ctrl-C ended inside a round of learning, with shares of exploration that are all above 0."""
     task = blobs()
     explores = {"rounds": 4, "exploration": 0.4, "op_exploration": 0.2}

@@ -406,3 +406,51 @@ def test_cohorts_with_other_slots_and_menus_are_learnt_from_together(view):
     assert figures[0] == figures[1]
     assert figures[0]["return"] == pytest.approx(np.mean([float(r.reward.sum(0).mean()) for r in rollouts]))
     assert alike(*(everything(learner) for learner in learners))
+
+
+def test_a_round_without_reward_moves_the_policy_by_its_entropy_alone(view):
+    learner = a_learner(view, entropy_weight=0.0)
+    nothing = a_rollout(learner, view, lambda actions: 0.0 * actions.op)
+    noisy = nothing._replace(value=torch.randn_like(nothing.value))  # of a critic that knows nothing
+    before = {name: weight.clone() for name, weight in learner.policy.network.state_dict().items()}
+    figures = updated(learner, view, noisy)
+    after = learner.policy.network.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before if "op_head" in name or "slot_head" in name)
+    assert figures["rewarded"] == 0
+    assert learner.exploration[Head.SLOT] == learner.config.exploration
+
+
+def test_advantages_below_the_floor_are_not_scaled_up(view):
+    learner = a_learner(view, advantage_floor=0.5)
+    rollout = a_rollout(learner, view, lambda actions: 0.01 * (actions.op == Op.GERMINATE))
+    (part,) = learner._prepare([rollout], [menu(view)])
+    assert 0 < float(part.advantage.abs().max()) < 0.1
+    whole = a_learner(view, advantage_floor=1e-6)
+    (part,) = whole._prepare([rollout], [menu(view)])
+    assert float(part.advantage.std(correction=0)) == pytest.approx(1, abs=0.05)
+
+
+def test_the_scale_of_returns_rises_at_once_and_falls_slowly(view):
+    learner, scales = a_learner(view), []
+    for worth in (0.001, 1.0, 0.001):
+        updated(
+            learner, view, a_rollout(learner, view, lambda actions, worth=worth: worth * (actions.op == Op.GERMINATE))
+        )
+        scales.append(float(learner.policy.network.value_scale))
+    assert scales[0] < 0.01
+    assert scales[1] > 0.3
+    assert scales[2] == pytest.approx(0.9 * scales[1], rel=0.02)
+
+
+def test_a_critic_with_a_huge_gradient_leaves_the_step_of_the_policy_as_it_is(view):
+    steps = []
+    for weight in (0.0, 1e6):
+        learner = a_learner(view)
+        network = learner.policy.network
+        learner.optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
+        before = network.op_head[2].weight.detach().clone()
+        loss = network.op_head[2].weight.sum()
+        learner._descend(loss, weight * network.value_head[2].weight.square().sum(), 0)
+        steps.append(network.op_head[2].weight.detach() - before)
+    torch.testing.assert_close(*steps)
+    assert steps[0].abs().sum() > 0

@@ -473,6 +473,7 @@ class FinishedTraining(Summary):
     best_round: NotRequired[int | None]
     best_validation_objective: Value
     last_rounds: dict[str, Value]
+    anomalies: NotRequired[dict[str, dict[str, str | int]]]
     controller_share: Value
     rollbacks: dict[str, Count]
     refused: dict[str, Count]

@@ -392,6 +392,7 @@ class RoundRow(Row, tag="round", kw_only=True):
     round: Annotated[Whole, about("counted from 0; rounds of imitation are below 0")]
     seconds: Annotated[float, about("duration of the round [seconds]")]
     figures: Annotated[Mapping[str, float | None], about("by name (`esper docs training`); null where not measured")]
+    anomalies: Annotated[Mapping[str, str], about("what is wrong with the learner: a sentence by name")] = {}
 
 
 ROWS: tuple[type[Row], ...] = (

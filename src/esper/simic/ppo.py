@@ -133,7 +133,7 @@ class PPO:
         """
         self.policy, self.config, self.seed, self.group = policy, config, seed, group
         self.round = 0  # of `update`
-        self.begun: int | None = None  # the first round whose returns differed by the floor of advantages
+        self.begun = -1  # the first round whose returns differed by the floor of advantages; -1 before it
         self.updates = 0  # calls of `update` and `imitate`
         # The parameters are many and small, and fused Adam updates them in one call.
         self.optimizer = torch.optim.Adam(policy.network.parameters(), lr=config.lr, eps=1e-5, fused=True)
@@ -151,7 +151,7 @@ class PPO:
 
         The learning rate, the exploration and the weight of the entropy are annealed by it.
         """
-        begun = self.round if self.begun is None else self.begun
+        begun = self.round if self.begun < 0 else self.begun
         return (self.round - begun) / max(self.config.rounds - 1 - begun, 1)
 
     def update(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -210,7 +210,7 @@ class PPO:
             figures = dict(zip(names, torch.stack(rows).mean(0).tolist(), strict=True))
         self._update_moments(data)
         self.round += 1
-        return figures | {"kl": moved, "epochs": float(epochs)} | _figures(data)
+        return figures | {"kl": moved, "epochs": float(epochs), "rewarded": float(self.begun >= 0)} | _figures(data)
 
     def imitate(
         self,
@@ -248,7 +248,7 @@ class PPO:
         adam = self.optimizer.state_dict()
         return {
             "round": self.round,
-            "begun": -1 if self.begun is None else self.begun,
+            "begun": self.begun,
             "updates": self.updates,
             "lr": [group["lr"] for group in adam["param_groups"]],
             "moments": {str(index): deepcopy(moments) for index, moments in adam["state"].items()},
@@ -257,7 +257,7 @@ class PPO:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
         self.round, self.updates = state["round"], state["updates"]
-        self.begun = None if state["begun"] < 0 else state["begun"]
+        self.begun = state["begun"]
         adam = self.optimizer.state_dict()
         adam["state"] = {int(index): deepcopy(moments) for index, moments in state["moments"].items()}
         for group, lr in zip(adam["param_groups"], state["lr"], strict=True):
@@ -305,7 +305,7 @@ class PPO:
         earned = torch.cat([self._compared(rollout.reward.sum(0, keepdim=True))[0] for rollout in rollouts])
         if float(earned.max() - earned.min()) <= TOLERANCE:  # of the critic alone
             scaled = [torch.zeros_like(advantage) for advantage in scaled]
-        if self.begun is None and float(earned.std(correction=0)) >= config.advantage_floor:
+        if self.begun < 0 and float(earned.std(correction=0)) >= config.advantage_floor:
             self.begun = self.round
         data = []
         for rollout, gain, advantage, weight, menu in zip(rollouts, gains, scaled, weights, menus, strict=True):
@@ -427,6 +427,7 @@ def _figures(data: Sequence[TrainingBatch]) -> dict[str, float]:
     total = torch.cat([part.rollout.reward.sum(0) for part in data])
     return {
         "return": float(total.mean()),
+        "episodes": float(episodes),
         "explained_variance": float(explained_variance(value, returns)),
         "wait": float((op == Op.WAIT).float().mean()),
         "decisions": float((op != Op.WAIT).sum()) / max(episodes, 1),

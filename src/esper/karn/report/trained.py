@@ -1,7 +1,7 @@
 """The sections of a report on the training of a controller: learning, health, and what the policy does and reads."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -118,23 +118,17 @@ def round_seconds(model: RunModel) -> list[str]:
 
 
 def _health_lines(model: RunModel) -> list[str]:
-    """What is wrong with the learner, if anything is; rounds of imitation are left out."""
-    rounds = [row for row in model.rounds if row.round >= 0]
-    target = (model.config.get("ppo") or {}).get("target_kl")
+    """What was wrong with the learner, if anything was."""
     lines = ["The critic should explain some of the variance of returns (above 0), and the entropy should fall slowly."]
-    checks: Mapping[str, Callable[[RoundRow], bool]] = {
-        "the critic explained no variance": lambda row: _or_nan(row.figures.get("explained_variance")) <= 0,
-        f"the policy moved further than ppo.target_kl, {target}": lambda row: (
-            target is not None and _or_nan(row.figures.get("kl")) > target
-        ),
-        "the entropy was below 0.01": lambda row: _or_nan(row.figures.get("entropy")) < 0.01,
-    }
-    for what, test in checks.items():
-        bad = [row.round for row in rounds if test(row)]
-        if bad:
-            shown = ", ".join(map(str, bad[:8])) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
-            lines.append(f"In {len(bad)} of {counted(len(rounds), 'round')} {what}: {shown}.")
-    return lines
+    found: dict[str, list[RoundRow]] = {}
+    for row in model.rounds:
+        for name in row.anomalies:
+            found.setdefault(name, []).append(row)
+    many = counted(len(model.rounds), "round")
+    for name, rows in found.items():
+        last = rows[-1]
+        lines.append(f"In {len(rows)} of {many}, from {_when(rows[0].round)} to {last.round}: {last.anomalies[name]}.")
+    return lines if found else [*lines, "Nothing was found to be wrong with the learner."]
 
 
 def _policy(model: RunModel) -> ReportSection:

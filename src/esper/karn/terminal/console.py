@@ -62,6 +62,14 @@ def actor_lines(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def learning_lines(summary: Mapping[str, Any]) -> list[str]:
+    """What was wrong with the learner, and what mends it: a line each."""
+    return [
+        f"from round {wrong['first_round'] + 1} on, in {counted(wrong['rounds'], 'round')}: {wrong['sentence']}; {wrong['mend']}"
+        for wrong in summary.get("anomalies", {}).values()
+    ]
+
+
 def print_training(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
     """Print the summary of a training."""
     best, last = summary["best_validation_objective"], summary["last_rounds"]
@@ -73,7 +81,7 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
         place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
         print_line(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
         print_line(console, "J: the metric of the task less rent for added parameters (reward.rent)")
-    for line in trouble_lines(summary):
+    for line in [*trouble_lines(summary), *learning_lines(summary)]:
         print_line(console, line)
     figures = {name: value for name, value in last.items() if value is not None}
     if figures:

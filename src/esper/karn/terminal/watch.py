@@ -300,7 +300,9 @@ class Watch(App[None]):
             return lines
         if not self.model.envs:
             if self.model.planned is not None:
-                return ["A training shows its curves; c shows the next one."]
+                wrong = self.model.rounds[-1].anomalies if self.model.rounds else {}
+                lines = [f"round {self.model.rounds[-1].round}: {printable(sentence)}" for sentence in wrong.values()]
+                return [*lines, "A training shows its curves; c shows the next one."]
             return ["No step yet. With telemetry.level: run there are no step rows, and so no grid."]
         return self.explained() if self.view == "explain" else self.detailed()
 

@@ -386,7 +386,7 @@ class PPOConfig(Section):
     """weight of the uniform distribution when slot, blueprint, blend, tempo and target are sampled, annealed to 0"""
     op_exploration: float = Field(0.01, ge=0, lt=1)
     """weight of the uniform distribution when the operation is sampled, annealed to 0"""
-    undo_bias: float = 0.0
+    undo_bias: float = -4.0
     """bias of the logits of PRUNE and SET_ALPHA in an untrained policy; below 0, it rarely undoes what it planted"""
     imitation_rounds: int = Field(0, ge=0)
     """rounds before the first in which the policy learns to imitate the teacher [rounds]"""

@@ -372,7 +372,7 @@ class TrainingPlayer:
         """Take the policy, and the round of learning."""
         learner = self.player.learner
         learner.policy.load_state(weights["policy"])
-        learner.round = weights["round"]
+        learner.round, learner.begun = weights["round"], weights["begun"]
 
     def play(self, part: Tree, *observers: Observer) -> Tree:
         """Play a `WorkItem`. Returns its statistics, its rollout or its validation, and its rows."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from esper.leyline.config.tree import Config, RewardConfig
+from esper.leyline.config.tree import Config, PPOConfig, RewardConfig
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError, RolledBack, describe_error
 from esper.leyline.lifecycle.view import View
@@ -46,6 +46,7 @@ from esper.runs.training.cohort import (
 )
 from esper.runs.workers.transports import serve_rank
 from esper.runs.workers.workers import ALONE, SentTask, Stop, WorkerOptions, Workers, shared_facts, start_workers
+from esper.simic.anomalies import MENDS, learning_anomalies
 from esper.simic.rewards import get_reward, name_of_reward
 from esper.simic.rollout import Rollout
 from esper.store.checkpoint import Checkpoints
@@ -178,8 +179,11 @@ def _rounds(trainer: "Trainer", run: RunFolder, interrupt: Interrupt, watch: Pro
             save_policy(trainer.best_policy(), run.path / FOLDER, run.retry)
         seconds = time.perf_counter() - begin
         known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        run.hub.emit(RoundRow(round=number, seconds=seconds, figures=known))
+        run.hub.emit(RoundRow(round=number, seconds=seconds, figures=known, anomalies=trainer.wrong))
         watch.round(number, settings.rounds, figures)
+        for name, sentence in trainer.wrong.items():
+            if trainer.history.anomalies[name]["first_round"] == number:
+                watch.note(f"{sentence}; {MENDS[name]}")
         trainer.save(best=better)
         if failed:
             return "failed"
@@ -187,19 +191,35 @@ def _rounds(trainer: "Trainer", run: RunFolder, interrupt: Interrupt, watch: Pro
 
 
 class RoundHistory:
-    """The figures of the last rounds of learning, and the mean of `controller_share` over all rounds."""
+    """The figures of the last rounds of learning, what was wrong in all of them, and the mean of `controller_share`."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: PPOConfig) -> None:
+        self.config = config
+        self.first_entropy = math.nan  # of the first round of learning [nats]
+        self.anomalies: dict[
+            str, dict[str, Any]
+        ] = {}  # by name: the first round, the number of rounds, and the last sentence
         self._last: list[dict[str, float]] = []
         self._share, self._rounds = 0.0, 0  # sum of controller_share, and number of rounds in it
 
-    def add(self, figures: Mapping[str, float]) -> None:
-        """Add the figures of a round. Rounds of imitation, which have no `kl`, do not enter `last_rounds`."""
+    def add(self, number: int, figures: Mapping[str, float]) -> dict[str, str]:
+        """Add the figures of a round, and return what is wrong with the learner (`learning_anomalies`).
+
+        Rounds of imitation, which have no `kl`, do not enter `last_rounds`.
+        """
+        wrong: dict[str, str] = {}
         if "kl" in figures:
+            if not self._last:
+                self.first_entropy = figures["entropy"]
             self._last = [*self._last, dict(figures)][-LAST:]
+            wrong = learning_anomalies(self._last, self.first_entropy, self.config)
+        for name, sentence in wrong.items():
+            known = self.anomalies.get(name, {"first_round": number, "rounds": 0})
+            self.anomalies[name] = {**known, "rounds": known["rounds"] + 1, "sentence": sentence, "mend": MENDS[name]}
         share = figures.get("controller_share", math.nan)
         if math.isfinite(share):
             self._share, self._rounds = self._share + share, self._rounds + 1
+        return wrong
 
     def summary(self) -> dict[str, Any]:
         """Return means over the last rounds of learning, and the share of the total time spent on deciding and learning."""
@@ -207,15 +227,18 @@ class RoundHistory:
         for name in SHOWN:
             finite = [each[name] for each in self._last if math.isfinite(each.get(name, math.nan))]
             last[name] = float(np.mean(finite)) if finite else None
-        return {"last_rounds": last, "controller_share": self._share / self._rounds if self._rounds else None}
+        share = self._share / self._rounds if self._rounds else None
+        return {"last_rounds": last, "anomalies": self.anomalies, "controller_share": share}
 
     def state(self) -> dict[str, Any]:
         """Return the statistics, for a checkpoint."""
-        return {"last": self._last, "controller_share": self._share, "rounds": self._rounds}
+        known = {"first_entropy": self.first_entropy, "anomalies": self.anomalies}
+        return {"last": self._last, "controller_share": self._share, "rounds": self._rounds, **known}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._last = [dict(figures) for figures in state["last"]]
         self._share, self._rounds = state["controller_share"], state["rounds"]
+        self.first_entropy, self.anomalies = state["first_entropy"], dict(state["anomalies"])
 
 
 class Pause(Observer):
@@ -254,7 +277,8 @@ class Trainer:
         self.player = Player(cohorts, self.learner, reward, self.hub)
         self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # the rollouts of the teacher so far, each with its menu
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
-        self.history = RoundHistory()
+        self.history = RoundHistory(config.ppo)
+        self.wrong: dict[str, str] = {}  # with the learner after the last round
         self.number = -config.ppo.imitation_rounds  # number of the present round, or of the next
         self.steps = 0  # steps taken in all rounds by all cohorts
         self.record = GovernorRecord.empty(0)  # of all finished parts
@@ -438,7 +462,7 @@ class Trainer:
 
     def _weights(self) -> dict[str, Any]:
         """Return what a part depends on beside itself: the policy, and the round of learning, which exploration follows."""
-        return {"policy": self.policy.state(), "round": self.learner.round}
+        return {"policy": self.policy.state(), "round": self.learner.round, "begun": self.learner.begun}
 
     def _write_rows(self, results: Sequence[Mapping[str, Any]]) -> None:
         """Write the rows of parts, in the order of the parts."""
@@ -463,6 +487,6 @@ class Trainer:
         if self.actors is not None:
             figures["waiting_seconds"] = self.actors.waited(seconds + updating, growing)
         self.record = self._counted()
-        self.history.add(figures)
+        self.wrong = self.history.add(self.number, figures)
         self.number, self.played = self.number + 1, []
         return figures
