@@ -91,3 +91,13 @@ def test_the_study_of_the_heuristic_sets_its_settings_beside_each_other_and_figu
     run("study_heuristic.py", "heldout", "--out", "figures.json", cwd=tmp_path)
     table = run("study_heuristic.py", "compare", "figures.json", "figures.json", cwd=tmp_path)
     assert "+0.000 [+0.000, +0.000]" in table.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_study_of_ppo_alone_trains_once_and_writes_its_page(tmp_path):
+    run("study_heal_ppo.py", "out", "--page", "alone.md", cwd=tmp_path)
+    before = (tmp_path / "out" / "ppo-s0" / "curve.json").stat().st_mtime_ns
+    page = (tmp_path / "alone.md").read_text()
+    assert "| PPO alone, 1 training | 128 |" in page
+    run("study_heal_ppo.py", "out", cwd=tmp_path)
+    assert (tmp_path / "out" / "ppo-s0" / "curve.json").stat().st_mtime_ns == before

@@ -454,3 +454,12 @@ def test_a_critic_with_a_huge_gradient_leaves_the_step_of_the_policy_as_it_is(vi
         steps.append(network.op_head[2].weight.detach() - before)
     torch.testing.assert_close(*steps)
     assert steps[0].abs().sum() > 0
+
+
+def test_a_head_with_an_entropy_weight_of_its_own_stays_more_uniform(view):
+    entropies = []
+    for weights in ({}, {"op": 1.0}):
+        learner = a_learner(view, rounds=30, lr=3e-3, target_kl=0.3, minibatches=2, entropy_weights=weights)
+        figures = [updated(learner, view, a_rollout(learner, view)) for _ in range(15)]
+        entropies.append(figures[-1]["entropy_op"])
+    assert entropies[1] > entropies[0] + 0.1

@@ -104,7 +104,7 @@ def train(
         list[str] | None,
         Argument(metavar="[TASK]...", help=f"Tasks of `esper tasks`, or {PLACE}; repair.", show_default=False),
     ] = None,
-    preset: Annotated[str, Option(metavar="quick|standard", help="Length of the training.")] = "quick",
+    preset: Annotated[str, Option(metavar="quick|standard|long", help="Length of the training.")] = "quick",
     rounds: Annotated[
         str | None, Option(metavar="N", help="Rounds: one episode of every environment, and one update.")
     ] = None,

@@ -53,8 +53,9 @@ TRAINING: Mapping[str, Any] = MappingProxyType(
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "quick": {"ppo": {"rounds": 60, "imitation_rounds": 8}},
-        "standard": {"ppo": {"rounds": 150, "imitation_rounds": 8}},
+        "quick": {"ppo": {"rounds": 30, "imitation_rounds": 8}},
+        "standard": {"ppo": {"rounds": 470, "imitation_rounds": 8}},
+        "long": {"ppo": {"rounds": 1500, "imitation_rounds": 8}},
     }
 )
 """Lengths of a training by name."""

@@ -170,7 +170,8 @@ class PPO:
             self._rescale(data)
             for group in self.optimizer.param_groups:
                 group["lr"] = anneal(config.lr, self._progress, config.lr / 10)
-            entropy_weight = anneal(config.entropy_weight, self._progress, config.entropy_weight / 10)
+            given = [config.entropy_weights.get(head.name.lower(), config.entropy_weight) for head in Head]
+            entropy_weights = torch.tensor([anneal(weight, self._progress, weight / 10) for weight in given])
             for part in data:
                 with torch.no_grad():
                     off = float((self._judge(part)[0].log_prob - part.rollout.log_prob).abs().max())
@@ -198,7 +199,8 @@ class PPO:
                         (change.exp() - 1 - change) * weight
                     ).sum() / total  # http://joschu.net/blog/kl-approx.html, k3
                     clipped = (((change.exp() - 1).abs() > config.clip_range).float() * weight).sum() / total
-                    norm = self._descend(policy - entropy_weight * entropy, config.value_weight * fit, epoch)
+                    bonus = (judged.entropy @ entropy_weights * weight).sum() / total
+                    norm = self._descend(policy - bonus, config.value_weight * fit, epoch)
                     # The entropy of each head is averaged over the decisions that use it.
                     used = torch.from_numpy(RELEVANT.copy())[part.rollout.actions[Head.OP]] & (weight > 0).unsqueeze(-1)
                     heads = (judged.entropy * used).sum((0, 1)) / used.sum((0, 1)).clamp(min=1)

@@ -10,6 +10,7 @@ makes every superfluous seed cost.
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -50,11 +51,13 @@ class Rung(NamedTuple):
         meaning (str): what has to be learnt
         process (Process): the formulas and the settings
         plans (callable): kind -> plans, each the plantings of an environment, among which brute force finds the optimum
+        taught (Process): where a policy is trained, if that is not where it is scored
     """
 
     meaning: str
     process: Process
     plans: Callable[[int], Sequence[tuple[Planting, ...]]]
+    taught: Process | None = None
 
 
 def _process(
@@ -133,6 +136,14 @@ def _one_place(name: str, meaning: str, slots: int, blueprints: int, *, told: bo
         return [(Planting(*place),) for place in itertools.product(range(slots), range(blueprints))]
 
     return Rung(meaning, _process(name, kinds, slots, blueprints, worth, sense, settings), plans)
+
+
+def _menu() -> Rung:
+    """The rung `blueprint`, whose last blueprint is not in the menu of the training, where a second-best one must do."""
+    meaning = "which of 7 blueprints, one of which was not in the menu of the training"
+    rung = _one_place("menu", meaning, 6, 7, told=True)
+    process = rung.process
+    return rung._replace(taught=replace(process, menu=process.menu[:-1], cost=process.cost[:-1]))
 
 
 def _pair(slots: int = 6) -> Rung:
@@ -216,6 +227,7 @@ RUNGS: Mapping[str, Rung] = {
     "several": _one_place(
         "several", "the same with eight decisions a step", 6, 7, ppo={"decisions_per_step": 8}, **_FULL
     ),
+    "menu": _menu(),
     "pair": _pair(),
     "bait": _bait(),
     "incubation": _incubation(),
@@ -305,7 +317,8 @@ def train(name: str, seed: int, rounds: int, marks: Sequence[int] = (), *layers:
     layers: of config, which override the settings of the rung.
     """
     begin = time.process_time()
-    sandbox = Sandbox(RUNGS[name].process, {"seed": seed, "ppo": {"rounds": rounds}}, *layers)
+    rung = RUNGS[name]
+    sandbox = Sandbox(rung.taught or rung.process, {"seed": seed, "ppo": {"rounds": rounds}}, *layers)
     config = sandbox.config
     policy = Policy.fresh(
         Language.of([sandbox.space]),

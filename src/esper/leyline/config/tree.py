@@ -20,7 +20,7 @@ from esper.leyline.config.input import explain, show, to_sections
 from esper.leyline.config.parsing import NUMBERS, parse_yaml
 from esper.leyline.distribution import TARGETS
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.actions import Head, Op
 from esper.leyline.plugins import OUTPUTS, plugins
 
 LARGE = 10**9
@@ -382,6 +382,8 @@ class PPOConfig(Section):
     """spread of the advantages, in units of J, from which on they are scaled to unit variance; a smaller one is not scaled up"""
     entropy_weight: float = Field(0.02, ge=0)
     """weight of the entropy of the sampled heads, annealed to a tenth"""
+    entropy_weights: Mapping[str, float] = {}
+    """the same for single heads, by name in lower case, such as {op: 0.05}; the others have ppo.entropy_weight"""
     exploration: float = Field(0.2, ge=0, lt=1)
     """weight of the uniform distribution when slot, blueprint, blend, tempo and target are sampled, annealed to 0"""
     op_exploration: float = Field(0.01, ge=0, lt=1)
@@ -404,6 +406,14 @@ class PPOConfig(Section):
     """rounds between greedy evaluations of the policy on validation instances [rounds]"""
     validate_envs: int = Field(64, ge=1)
     """environments of each validation [environments]"""
+
+    @pydantic.field_validator("entropy_weights")
+    @classmethod
+    def _check_entropy_weights(cls, value: Mapping[str, float]) -> Mapping[str, float]:
+        if any(name.upper() not in Head.__members__ or weight < 0 for name, weight in value.items()):
+            names = ", ".join(head.name.lower() for head in Head)
+            raise ValueError(f"give a weight of 0 or more by head: {names}")
+        return dict(value)
 
 
 BASELINES = ("twin", "same-size", "plain", "skips")
