@@ -129,7 +129,7 @@ def opponents_table(found: dict[str, Any], episodes: int) -> list[str]:
         f"| controller | episodes to learn | J on {many} fresh instances | PPO above it, points [95 %] |",
         "|---|---|---|---|",
     ]
-    lines.append(f"| PPO alone, {counted(len(trainings), "training")} | {episodes:,} | {mine.mean():.3f} | |")
+    lines.append(f"| PPO alone, {counted(len(trainings), 'training')} | {episodes:,} | {mine.mean():.3f} | |")
     for name in OPPONENTS:
         theirs = worth[name].mean(-1)
         gain = t_interval((100 * (mine - theirs)).tolist())

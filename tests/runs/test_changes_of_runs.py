@@ -189,6 +189,7 @@ VALUES = {
     "reward.group_size": 2,
     "ppo.packages": "[bypass-rank-1]",
     "ppo.undo_bias": -2,
+    "ppo.advantage_floor": 0.1,
 }
 
 

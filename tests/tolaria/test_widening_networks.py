@@ -135,6 +135,19 @@ class Recurrent(nn.Module):
         return self.leave(self.body(self.embed(tokens))[0])
 
 
+class Tied(nn.Module):
+    """A language model whose last layer has the weight of its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.body = nn.Embedding(20, 6, padding_idx=0), nn.LSTM(6, 6, batch_first=True)
+        self.leave = nn.Linear(6, 20, bias=False)
+        self.leave.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.leave(self.body(self.embed(tokens))[0])
+
+
 def depthwise():
     inner = [nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(), nn.Conv2d(4, 4, 3, groups=4), nn.BatchNorm2d(4)]
     return nn.Sequential(*inner, nn.ReLU6(), nn.Conv2d(4, 6, 1, groups=2), nn.Flatten(), nn.Linear(96, 4))
@@ -190,6 +203,7 @@ NETWORKS = {
     "ResNet, GroupNorm": (lambda: resnet(lambda c: nn.GroupNorm(2, c)), (3, 1, 8, 8), "copies"),
     "U-Net": (UNet, (3, 1, 16), "copies"),
     "LSTM": (lambda: Recurrent(nn.LSTM), TOKENS, "zeros"),
+    "LSTM, tied": (Tied, TOKENS, "zeros"),
     "GRU in both directions": (lambda: Recurrent(nn.GRU, bidirectional=True), TOKENS, "zeros"),
     "depthwise and grouped": (depthwise, (2, 3, 6, 6), "zeros"),
     "ViT": (ViT, (3, 1, 8, 8), "means"),
@@ -290,6 +304,18 @@ class Counted(Own):
         return self.leave(h / h.shape[-1])
 
 
+class Remembering(Counted):
+    """Has a recurrent layer, whose list of weights changes in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LSTM(8, 8)
+
+    def forward(self, x):
+        h = self.norm(self.enter(x))[0]
+        return self.leave(h / h.shape[-1])
+
+
 class Skipping(Own):
     """Adds its input to its features."""
 
@@ -302,17 +328,19 @@ class Skipping(Own):
     [
         (Own, "'Own' multiplies by a weight of its own, as a Own that is not known"),
         (Counted, "the outputs of the wider network are others"),
+        (Remembering, "the outputs of the wider network are others"),
         (Skipping, "the wider network fails on the example"),
     ],
 )
 def test_a_network_that_cannot_be_wider_stays_and_the_reason_is_said(build, reason):
     torch.manual_seed(0)
     model, x = build(), torch.randn(2, 5)
-    shown, state, held = repr(model), copy.deepcopy(model.state_dict()), list(model.parameters())
+    shown, state, held, before = repr(model), copy.deepcopy(model.state_dict()), list(model.parameters()), model(x)
     with pytest.raises(InputError) as caught:
         esper.widen(model, 2, example=x)
     assert reason in str(caught.value)
     assert repr(model) == shown
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
+    assert torch.equal(model(x), before)
     assert WAYS[-1] == "copies"

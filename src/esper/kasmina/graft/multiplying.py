@@ -423,7 +423,8 @@ class Multiplication:
                             for name, own in self._flow.parts[norm]._parameters.items()
                             if own is not None
                         }
-                    self.axes[first] = self.axes[other] = [each._replace(reads=False) for each in one]
+                    # New columns are read by one layer, so that they begin at 0, whatever the other writes by them.
+                    self.axes[first] = self.axes[other] = [each._replace(reads=False, stream=True) for each in one]
 
     def _share(self) -> None:
         """Let layers rather than the norms in front of them make up for the number of features, where they alone read these.
@@ -638,17 +639,34 @@ def _holders(network: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def saved(networks: Sequence[nn.Module]) -> list[tuple[Any, dict[str, Any]]]:
-    """Return the modules of networks, and their configs, with their attributes, for `restore`."""
-    return [
-        (holder, {name: dict(own) if name in TABLES else own for name, own in vars(holder).items()})
-        for network in networks
-        for holder in _holders(network)
-    ]
+class Saved(NamedTuple):
+    """What a module or a config holds."""
+
+    holder: Any
+    attributes: dict[str, Any]
+    lists: list[tuple[list[Any], list[Any]]]  # each list among the attributes, which may change in place, and its items
 
 
-def restore(before: Sequence[tuple[Any, Mapping[str, Any]]]) -> None:
+def saved(networks: Sequence[nn.Module]) -> list[Saved]:
+    """Return the attributes of the modules of networks, and of their configs, for `restore`."""
+    found = []
+    for holder in (holder for network in networks for holder in _holders(network)):
+        lists = [
+            (own, list(own)) for own in vars(holder).values() if isinstance(own, list)
+        ]  # as that of weights of an LSTM
+        found.append(Saved(holder, _with_tables(vars(holder)), lists))
+    return found
+
+
+def restore(before: Sequence[Saved]) -> None:
     """Give modules and configs their attributes of before again."""
-    for holder, state in before:
+    for holder, attributes, lists in before:
         vars(holder).clear()
-        vars(holder).update({name: dict(own) if name in TABLES else own for name, own in state.items()})
+        vars(holder).update(_with_tables(attributes))
+        for own, items in lists:
+            own[:] = items
+
+
+def _with_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return attributes with copies of the tables of a module."""
+    return {name: dict(own) if name in TABLES else own for name, own in attributes.items()}

@@ -132,8 +132,10 @@ def widen(
             )
         if left_out and (isinstance(to, Mapping) or not widths):
             name, reason = next(iter(left_out.items()))
+            whole = "" if name == type(model).__name__ else left_out.get(type(model).__name__, "")
+            also = f", and the network as a whole cannot be wider: {whole}" if whole else ""
             raise InputError(
-                f"the features of {name!r} cannot be more: {reason}; leave that layer out, and nothing was changed"
+                f"the features of {name!r} cannot be more: {reason}{also}; leave that layer out, and nothing was changed"
             )
         undone.pop_all()
     if optimizer is not None:
