@@ -282,6 +282,7 @@ def test_the_first_update_leaves_no_trace_when_it_fails(view):
     rollout, before = a_rollout(learner, view), everything(learner)
     with pytest.raises(LearningError):
         updated(learner, view, damaged(rollout, "reward", 1e30))
+    assert learner.begun == -1
     assert alike(everything(learner), before)
     twin = a_learner(view)
     assert updated(learner, view, rollout) == updated(twin, view, rollout)

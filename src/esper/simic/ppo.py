@@ -269,13 +269,13 @@ class PPO:
     @contextmanager
     def _restored_on_failure(self) -> Iterator[None]:
         """Restore the policy and the optimizer where the body raises LearningError."""
-        policy, normaliser = self.policy, self.policy.normaliser
+        policy, normaliser, begun = self.policy, self.policy.normaliser, self.begun
         weights, moments = deepcopy(policy.network.state_dict()), deepcopy(self.optimizer.state_dict())
         try:
             yield
         except LearningError:
             policy.network.load_state_dict(weights)
-            policy.normaliser = normaliser
+            policy.normaliser, self.begun = normaliser, begun
             self.optimizer.load_state_dict(moments)
             raise
 
