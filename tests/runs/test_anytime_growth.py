@@ -181,3 +181,30 @@ def test_what_cannot_be_is_refused_in_a_sentence():
     other = esper.AnytimeGrowth(wide, torch.optim.AdamW(wide.parameters()), example=TOKENS)
     with pytest.raises(InputError, match="build the same model at its first size"):
         other.load_state_dict(run[3].state_dict())
+
+
+def test_a_step_that_raises_leaves_no_scaled_rate_behind():
+    model, optimizer, _, growth = trained(made(), 0, 3)
+    (rate,) = (group["lr"] for group in optimizer.param_groups)
+
+    def fails():
+        raise MemoryError
+
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            optimizer.step(fails)
+    F.cross_entropy(model(TOKENS)[:, :, :3].flatten(0, 1), TOKENS.flatten() % 3).backward()
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [rate]
+    assert growth.why
+
+
+def test_a_state_of_another_network_is_refused_before_anything_is_wider():
+    state = trained(made(), 0, 40)[3].state_dict()
+    assert state["growths"]
+    _, _, _, growth = made()
+    size, average = growth.parameters, dict(state["average"])
+    del average[next(reversed(average))]
+    with pytest.raises(InputError, match="the state is of another network"):
+        growth.load_state_dict({**state, "average": average})
+    assert growth.parameters == size

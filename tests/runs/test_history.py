@@ -5,19 +5,21 @@ import json
 import numpy as np
 import pytest
 
+from esper.leyline.config.tree import PPOConfig
 from esper.runs.configuration import training_configs
 from esper.runs.training.train import LAST, SHOWN, RoundHistory, train
 from populations import blobs
 
 
 def figures(number):
-    return {**dict.fromkeys(SHOWN, number / 3), "kl": 0.1, "controller_share": 1 / (number + 2)}
+    known = {"kl": 0.1, "controller_share": 1 / (number + 2), "value_loss": 0.5, "clip_fraction": 0.1, "rewarded": 1.0}
+    return {**dict.fromkeys(SHOWN, number / 3), **known, "epochs": 4.0, "episodes": 8.0}
 
 
 def after(rounds):
-    history = RoundHistory()
+    history = RoundHistory(PPOConfig())
     for number in range(rounds):
-        history.add(figures(number))
+        history.add(number, figures(number))
     return history
 
 
@@ -28,15 +30,19 @@ def test_the_state_is_as_large_after_1000_rounds_as_after_20():
 
 def test_the_summary_is_of_the_last_rounds_of_learning_and_of_the_time_of_all():
     history = after(30)
-    history.add({"controller_share": 0.5, "log_likelihood": 1.0})  # of imitation
+    history.add(-1, {"controller_share": 0.5, "log_likelihood": 1.0})  # of imitation
     summary = history.summary()
     assert summary["last_rounds"]["kept"] == pytest.approx(np.mean([number / 3 for number in range(30 - LAST, 30)]))
     assert summary["controller_share"] == pytest.approx(np.mean([*(1 / (n + 2) for n in range(30)), 0.5]))
-    assert RoundHistory().summary() == {"last_rounds": dict.fromkeys(SHOWN), "controller_share": None}
+    assert RoundHistory(PPOConfig()).summary() == {
+        "last_rounds": dict.fromkeys(SHOWN),
+        "anomalies": {},
+        "controller_share": None,
+    }
 
 
 def test_a_state_gives_the_same_summary():
-    history, resumed = after(30), RoundHistory()
+    history, resumed = after(30), RoundHistory(PPOConfig())
     resumed.load_state(json.loads(json.dumps(history.state())))
     assert resumed.summary() == history.summary()
 

@@ -106,3 +106,35 @@ def test_what_cannot_be_deeper_stays_and_the_reason_is_said(build, given, settin
     assert sentence in str(caught.value)
     assert repr(model) == shown
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+class Windowed(nn.Module):
+    """Two blocks that share a norm, and a number that counts tokens, not blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.block_size, self.n_block = 2, 2
+        norm = nn.LayerNorm(4)
+        self.blocks = nn.ModuleList(nn.Sequential(norm, nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_blocks_that_share_a_norm_are_added_and_only_what_counts_blocks_follows():
+    model = Windowed()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
+    assert esper.deepen(model, 1, example=torch.randn(3, 4), optimizer=optimizer) == {"blocks": (2, 3)}
+    assert (model.block_size, model.n_block) == (2, 3)
+    (group,) = optimizer.param_groups
+    assert {id(each) for each in group["params"]} == {id(each) for each in model.parameters()}
+    assert len(group["params"]) == len(group["param_names"])
+
+
+def test_frozen_blocks_are_refused():
+    model = Windowed().requires_grad_(False)
+    with pytest.raises(InputError, match=r"'blocks\.1' is frozen, and so would its copies be"):
+        esper.deepen(model, 1, example=torch.randn(3, 4))
+    assert len(model.blocks) == 2

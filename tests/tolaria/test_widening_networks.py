@@ -344,3 +344,49 @@ def test_a_network_that_cannot_be_wider_stays_and_the_reason_is_said(build, reas
     assert all(one is other for one, other in zip(held, model.parameters(), strict=True))
     assert torch.equal(model(x), before)
     assert WAYS[-1] == "copies"
+
+
+class PlainResidual(nn.Module):
+    """A residual branch without norms, whose layer writes the features that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.branch, self.leave = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.enter(x))
+        return self.leave(x + torch.relu(self.branch(x)))
+
+
+@pytest.mark.parametrize("to", [2, 1.5, {"branch": 12}, {"enter": 12}])
+def test_a_plain_residual_branch_is_wider_by_any_factor(to):
+    torch.manual_seed(0)
+    model, x = PlainResidual().double(), torch.randn(4, 5, dtype=torch.float64)
+    before = model(x)
+    esper.widen(model, to, example=x)
+    assert torch.allclose(model(x), before, rtol=0, atol=1e-9)
+    assert model.branch.weight.shape in ((16, 16), (12, 12))
+    model(x).square().sum().backward()
+    assert model.leave.weight.grad.abs().min() > 0
+
+
+def test_the_row_of_padding_stays_zero():
+    model = Recurrent(nn.LSTM)
+    esper.widen(model, 2, example=TOKENS)
+    assert not model.embed.weight[0].any()
+    assert model.embed.weight[1:, 1::2].any()
+
+
+class Chunked(SharedKeys):
+    """Attention whose numbers of tokens are those of its features or heads by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.chunk_size, self.lookahead, self.num_class_heads = 16, 4, 4
+
+
+def test_numbers_that_count_no_features_stay():
+    model = Chunked()
+    before = model.chunk_size, model.lookahead, model.num_class_heads
+    esper.widen(model, 2, example=torch.randn(2, 6, 5))
+    assert (model.chunk_size, model.lookahead, model.num_class_heads) == before

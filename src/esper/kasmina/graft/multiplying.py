@@ -50,10 +50,17 @@ NOISE = 0.5
 _BY_FEATURE = (nn.modules.batchnorm._NormBase,)
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
-_HEADS = re.compile(r"head(?!.*(dim|size|mask|group))", re.I)
+_HEADS = re.compile(
+    r"^(n|num|number_of)?_?((en|de)coder_)?(self_)?(attn|attention|query|q|key_value|kv|k|v)?_?heads?(_q|_k|_kv)?$",
+    re.I,
+)
 _HEAD_SIZES = re.compile(r"head_?(dim|size)|d_head|dim_head|d_k$", re.I)
 _WIDTHS = re.compile(r"emb|dim|hidden|width|channel|feature|d_model|units|inner|split|planes|intermediate|size", re.I)
-_NO_WIDTHS = re.compile(r"vocab|block|context|position|length|image|patch|kernel|window|batch|num_embeddings", re.I)
+_NO_WIDTHS = re.compile(
+    r"vocab|block|context|position|length|image|patch|kernel|window|batch|num_embeddings|chunk|codebook|class|stride|input|output"
+    r"|segment|frame",
+    re.I,
+)
 """Names of attributes of a person's modules, and of their configs, that count attention heads, or features."""
 
 
@@ -558,6 +565,9 @@ class Multiplication:
                     value = _scaled(value, axes[0], factor, self.scales[name])
                 else:
                     value = _multiplied(value, axes, way, factor, generator) / (factor if divided else 1)
+                row = getattr(part, "padding_idx", None)
+                if isinstance(row, int) and not bool(old[row].any()):
+                    value[row] = 0  # of an embedding, which never learns there
                 if entry in part._buffers:
                     part._buffers[entry] = value
                     continue

@@ -112,6 +112,8 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ap
             read = weight.shape[axes.reads]
             raise InputError(f"{path!r} reads {read} features, which is no multiple of the {old} of {first!r}")
         values = _zeros(weight, axes.reads, positions * (width - old))
+        if path in hidden.writers:  # of a residual branch, whose new units are there already
+            values = _zeros(values, axes.writes, width)
         found.append(AppendedValues(path, "weight", axes.reads, values, (axes.read, positions * width)))
     for path in sorted(hidden.norms):
         for name, value in _NORM:

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.grafted import undisturbed
-from esper.leyline.errors import InputError, is_out_of_memory
+from esper.leyline.errors import InputError, first_line, is_out_of_memory
 from esper.leyline.text import counted
 from esper.tolaria.live.groups import unwrapped
 from esper.tolaria.live.probe import Batches, Loss, Probe
@@ -204,13 +204,21 @@ class AnytimeGrowth:
             raise InputError(
                 "this run has begun already; load the state into a fresh model, optimizer and AnytimeGrowth"
             )
+        model, average = copy.deepcopy(self.model), copy.deepcopy(self.average)  # a refusal changes nothing
         for each in state["growths"]:
-            if each["before"] != self.parameters:
+            size = sum(parameter.numel() for parameter in model.parameters())
+            if each["before"] != size:
                 raise InputError(
                     f"the state is of a network of {each['before']:,} parameters at this point, and this one has "
-                    f"{self.parameters:,}; build the same model at its first size"
+                    f"{size:,}; build the same model at its first size"
                 )
-            self._widen(each["factor"], each["seed"], [each["way"]] if each["way"] else None)
+            widen(model, each["factor"], example=self._example, ema=average, seed=each["seed"], **_ways(each["way"]))
+        try:
+            average.load_state_dict(state["average"])
+        except RuntimeError as error:  # torch raises it for missing names and other shapes
+            raise InputError(f"the state is of another network: {first_line(error)}") from None
+        for each in state["growths"]:
+            self._widen(each["factor"], each["seed"], each["way"])
         self.average.load_state_dict(state["average"])
         self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before = state["numbers"]
         self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
@@ -223,17 +231,9 @@ class AnytimeGrowth:
         for mine, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             mine.copy_(buffer)
 
-    def _widen(self, factor: int, seed: int, ways: Sequence[Any] | None) -> Any:
-        settings = {} if ways is None else {"ways": ways}
-        return widen(
-            self.model,
-            factor,
-            example=self._example,
-            optimizer=self._optimizer,
-            ema=self.average,
-            seed=seed,
-            **settings,
-        )
+    def _widen(self, factor: int, seed: int, way: Any) -> Any:
+        settings = {"example": self._example, "optimizer": self._optimizer, "ema": self.average, "seed": seed}
+        return widen(self.model, factor, **settings, **_ways(way))
 
     def _grow(self) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
@@ -255,9 +255,10 @@ class AnytimeGrowth:
         try:
             widened = self._widen(self.factor, seed, None)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not (is_out_of_memory(error) or isinstance(error, InputError)):
                 raise
-            self.why, self._look_at = "the wider network does not fit into the memory", math.inf
+            short = "the wider network does not fit into the memory"
+            self.why, self._look_at = short if is_out_of_memory(error) else str(error), math.inf
             return False
         self._loss_before, self._since = measured, 0
         self.growths.append(
@@ -282,10 +283,17 @@ class AnytimeGrowth:
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         scale = math.prod(each["factor"] for each in self.growths) ** -self.rate_power
         scale *= min(1.0, (self._since + 1) / (self.warmup + 1))
+        self._restore_rates(optimizer)  # those of a step that raised
         self._rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * scale
 
     def _restore_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
+        self._rates = []
+
+
+def _ways(way: Any) -> dict[str, Any]:
+    """The setting of `widen` that takes one way alone; none where it was not needed."""
+    return {"ways": [way]} if way else {}

@@ -18,7 +18,7 @@ from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.tolaria.live.groups import unwrapped
 from esper.tolaria.live.widening import averages, check_growable, check_optimizer
 
-_DEPTHS = re.compile(r"layer|depth|block", re.I)
+_DEPTHS = re.compile(r"(layer|depth|block)(?!.*(size|idx|index|id$|norm|drop|width|dim|scale|decay))", re.I)
 """Names of attributes that count blocks."""
 _PLACES = re.compile(r"layer_?(idx|index|id|number)$", re.I)
 """Names of attributes of a block that say which one it is."""
@@ -78,6 +78,11 @@ def deepen(
         check_optimizer(optimizer, parameters)
     path = at if at is not None else max(stacks, key=lambda each: _size(model.get_submodule(each)))
     start, stop = stacks[path]
+    last = f"{path}.{stop - 1}" if path else str(stop - 1)
+    if not any(parameter.requires_grad for parameter in model.get_submodule(last).parameters()):
+        raise InputError(
+            f"{last!r} is frozen, and so would its copies be; let its parameters require gradients until the blocks are added"
+        )
     with undisturbed(*networks), torch.no_grad():
         _add(networks, path, stop, blocks, example, stop - start)
     if optimizer is not None:
@@ -200,6 +205,9 @@ def _insert(network: nn.Module, path: str, place: int, blocks: int, silenced: li
             continue
         for _, holder in ((path, part), *configs(part, "")):
             for name, value in list(vars(holder).items()):
+                other = any(side in name and side[:3] not in path for side in ("encoder", "decoder"))
+                if other:  # the blocks of another stack
+                    continue
                 if type(value) is int and value == count and _DEPTHS.search(name) and not _PLACES.search(name):
                     vars(holder)[name] = count + blocks
                 elif isinstance(value, list) and len(value) == count and _DEPTHS.search(name):
@@ -208,12 +216,15 @@ def _insert(network: nn.Module, path: str, place: int, blocks: int, silenced: li
 
 def _join(optimizer: torch.optim.Optimizer, model: nn.Module, made: list[str], copied: str) -> None:
     """Put the parameters of new blocks into the groups of those that they are copies of."""
-    parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters())
+    parameters: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     for group in optimizer.param_groups:
         held = {id(parameter) for parameter in group["params"]}
         for prefix in made:
-            group["params"] += [
-                parameter
+            added = {
+                id(parameter): (name, parameter)  # a copy may hold one parameter under two names
                 for name, parameter in parameters.items()
                 if name.startswith(prefix) and id(parameters[copied + name.removeprefix(prefix)]) in held
-            ]
+            }
+            group["params"] += [parameter for _, parameter in added.values()]
+            if "param_names" in group:
+                group["param_names"] += [name for name, _ in added.values()]
