@@ -390,3 +390,18 @@ def test_numbers_that_count_no_features_stay():
     before = model.chunk_size, model.lookahead, model.num_class_heads
     esper.widen(model, 2, example=torch.randn(2, 6, 5))
     assert (model.chunk_size, model.lookahead, model.num_class_heads) == before
+
+
+class Masked(PlainResidual):
+    """Has a token in the place of masked features, and a head that is not used here."""
+
+    def __init__(self):
+        super().__init__()
+        self.mask_token, self.other = nn.Parameter(torch.zeros(8)), nn.BatchNorm1d(8)
+
+
+def test_what_takes_no_part_on_the_example_and_is_as_wide_is_named():
+    widened = esper.widen(Masked(), 2, example=torch.randn(4, 5))
+    assert {"mask_token", "other.weight", "other.bias"} <= set(widened.left_out)
+    assert "took no part on the example and has 8 features" in widened.left_out["mask_token"]
+    assert "mask_token stays: it took no part" in repr(widened)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
-from esper.kasmina.graft.grafted import undisturbed
+from esper.kasmina.graft.grafted import call, undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
+from esper.kasmina.graft.recording import floats
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import InputError
@@ -23,7 +24,8 @@ class Widened(Mapping[str, tuple[int, int]]):
     """Maps the first layer of each hidden width that changed to the width before and after; prints as one line each.
 
     Attributes:
-        left_out (dict[str, str]): for each other layer that returns hidden features, why their width stays
+        left_out (dict[str, str]): for each other layer that returns hidden features, why their width stays; and parameters with
+            as many features that took no part on the example
         way (str or None): how the function is kept where norms count features: zeros, means or copies; None where none does
     """
 
@@ -102,6 +104,7 @@ def widen(
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**62:
         raise InputError(f"seed is {seed!r}; give a whole number from 0 on")
     found_hidden, idle = find_hidden(model, example)
+    unused = _unused(model, example)
     groups = {min(hidden.writers): hidden for hidden in found_hidden}
     asked = _asked(model, groups, to)
     before = dict(model.named_parameters())
@@ -138,6 +141,12 @@ def widen(
                 f"the features of {name!r} cannot be more: {reason}{also}; leave that layer out, and nothing was changed"
             )
         undone.pop_all()
+    old_widths = {old for old, _ in widths.values()}
+    for name, parameter in unused.items():
+        if model.get_parameter(name) is parameter and (same := old_widths.intersection(parameter.shape)):
+            left_out[name] = (
+                f"it took no part on the example and has {min(same)} features; give an example on which it does"
+            )
     if optimizer is not None:
         follow(optimizer, before, dict(model.named_parameters()))
     return Widened(widths, left_out, way)
@@ -230,6 +239,17 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> N
     own = {id(parameter) for parameter in parameters.values()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise InputError("the optimizer holds no parameter of the model; make it with model.parameters()")
+
+
+def _unused(model: nn.Module, example: Any) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients and get none from the outputs on the example."""
+    own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    with undisturbed(model), torch.enable_grad():
+        outputs = [value.sum() for value in floats(call(model, example)) if value.requires_grad]
+        if not (own and outputs):
+            return {}
+        gradients = torch.autograd.grad(sum(outputs), list(own.values()), allow_unused=True)  # type: ignore[arg-type]
+    return {name: own[name] for name, gradient in zip(own, gradients, strict=True) if gradient is None}
 
 
 def _check_idle(model: nn.Module, idle: Sequence[str], width: int) -> None:
