@@ -138,3 +138,51 @@ def test_frozen_blocks_are_refused():
     with pytest.raises(InputError, match=r"'blocks\.1' is frozen, and so would its copies be"):
         esper.deepen(model, 1, example=torch.randn(3, 4))
     assert len(model.blocks) == 2
+
+
+class Factor(nn.Module):
+    """A branch behind a factor that begins at 0 (ReZero), or behind another branch."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.factor = nn.Linear(4, 4) if product else nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        return self.inner(x) * (self.factor(x) if isinstance(self.factor, nn.Module) else self.factor)
+
+
+class Gated(Windowed):
+    def __init__(self, product):
+        super().__init__()
+        self.blocks = nn.ModuleList(Factor(product) for _ in range(2))
+
+
+def test_a_block_learns_whose_factor_is_zero_and_one_with_two_such_factors_is_refused():
+    model, x = Gated(product=False), torch.randn(3, 4)
+    before = model(x)
+    esper.deepen(model, 1, example=x)
+    assert torch.equal(model(x), before)
+    model(x).square().sum().backward()
+    assert model.blocks[2].factor.grad
+    assert [float(block.factor) for block in model.blocks] == [0, 0, 0]
+    with pytest.raises(InputError, match="would never learn, because two factors of what it adds are 0"):
+        esper.deepen(Gated(product=True), 1, example=x)
+
+
+def test_blocks_in_front_of_a_head_of_zeros_are_added():
+    head = nn.Linear(4, 2)
+    nn.init.zeros_(head.weight)
+    model = nn.Sequential(Windowed(), head)
+    assert esper.deepen(model, 1, example=torch.randn(3, 4), at="0.blocks") == {"0.blocks": (2, 3)}
+    assert not head.weight.any()
+
+
+def test_a_plain_stack_behind_a_zero_head_is_refused():
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]
+    head = nn.Linear(4, 2)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    with pytest.raises(InputError):
+        esper.deepen(nn.Sequential(*layers, head), 1, example=torch.randn(3, 4))
+    assert not head.weight.any()

@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,15 +122,27 @@ def _size(module: nn.Module) -> int:
 
 
 def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, example: Any, count: int) -> None:
-    """Add blocks at a place of a container of every network. InputError if the outputs change; nothing is changed then."""
-    before = saved(networks)
-    ran = list[nn.Module]()
+    """Add blocks at a place of a container of every network. InputError if the outputs change; nothing is changed then.
+
+    Weights that are all 0 are drawn during the trial, but not those of the new blocks: nothing would be seen behind them.
+    """
+    before, ran = saved(networks), list[nn.Module]()
+    blank = {id(each): each for each in networks[0].parameters() if each.numel() and not each.any()}
+    last = networks[0].get_submodule(f"{path}.{place - 1}" if path else str(place - 1))
+    blank_inside = [name for name, each in last.named_parameters() if id(each) in blank]
+    generator = torch.Generator().manual_seed(0)
+    for each in blank.values():
+        each.copy_(torch.randn(each.shape, generator=generator).mul_(0.1))
     problem = InputError(f"{path!r} has no layer that writes what a new block adds; give another stack by at=")
     try:
         expected = [value.clone() for value in floats(call(networks[0], example))]
-        for silenced in _silenced(networks[0], f"{path}.{place - 1}" if path else str(place - 1), example):
-            for network in networks:
-                _insert(network, path, place, blocks, silenced, count)
+        as_it_is = (
+            [list[str]()] if blank_inside else []
+        )  # a factor that is 0 may be enough, as in ReZero before training
+        for silenced in chain(
+            as_it_is, _silenced(networks[0], f"{path}.{place - 1}" if path else str(place - 1), example)
+        ):
+            _insert(networks[0], path, place, blocks, [*silenced, *blank_inside], count)
             ran.clear()
             container: Any = networks[0].get_submodule(path)
             handles = [
@@ -146,7 +159,17 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
                 if len(ran) < blocks:
                     problem = InputError(f"the forward pass of the network does not run a new block of {path!r}")
                 elif len(output) == len(expected) and all(map(unchanged, expected, output)):
-                    return
+                    if _learns(networks[0], container[place : place + blocks], example):
+                        restore(before)
+                        for parameter in blank.values():
+                            parameter.zero_()
+                        for network in networks:
+                            _insert(network, path, place, blocks, silenced, count)
+                        return
+                    problem = InputError(
+                        f"a new block of {path!r} would never learn, because two factors of what it adds are 0; train the "
+                        "network first, so that one of them is not"
+                    )
                 else:
                     problem = InputError(
                         f"a new block of {path!r} changes the outputs, as what it returns is not added to its input"
@@ -158,7 +181,23 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
         raise problem
     except BaseException:
         restore(before)
+        for each in blank.values():
+            each.zero_()
         raise
+
+
+def _learns(network: nn.Module, made: Any, example: Any) -> bool:
+    """Whether a parameter of each new block has a gradient on the example."""
+    with torch.enable_grad():
+        outputs = [
+            value.square().sum() + value.sum() for value in floats(call(network, example)) if value.requires_grad
+        ]
+        for block in made:
+            own = [parameter for parameter in block.parameters() if parameter.requires_grad]
+            found = torch.autograd.grad(sum(outputs), own, retain_graph=True, allow_unused=True)  # type: ignore[arg-type]
+            if not any(gradient is not None and bool(gradient.any()) for gradient in found):
+                return False
+    return True
 
 
 def _silenced(model: nn.Module, block: str, example: Any) -> Iterator[list[str]]:
