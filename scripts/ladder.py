@@ -83,8 +83,9 @@ def measured(name: str, arguments: argparse.Namespace, layers: list[Mapping[str,
     for seed, each in zip(seeds, climbed, strict=True):
         cells = " | ".join(f"{each.curve[mark]:.2f}" for mark in marks)
         print(f"| {seed} | {cells} | {each.met:.1%} | {each.seconds:.0f} |")
-    intervals = (t_interval([each.curve[mark] for each in climbed]) for mark in marks)
-    print("| mean | " + " | ".join(f"{interval:.2f}" for interval in intervals) + " | | |", flush=True)
+    if len(climbed) > 1:
+        intervals = (t_interval([each.curve[mark] for each in climbed]) for mark in marks)
+        print("| mean | " + " | ".join(f"{interval:.2f}" for interval in intervals) + " | | |", flush=True)
     return {
         "rung": name,
         "rounds": rounds,

@@ -13,6 +13,7 @@ HEALTHY = {
     "epochs": 4.0,
     "explained_variance": 0.3,
     "episodes": 64.0,
+    "kept": 1.0,
 }
 
 
@@ -37,6 +38,7 @@ def test_nothing_is_wrong_with_a_healthy_learner():
         ("ratios_out_of_range", {"clip_fraction": 0.62}, "the probability of 62% of the decisions"),
         ("kl_stopped", {"epochs": 1.0}, "each of the last 10 updates ended after its first pass"),
         ("critic_blind", {"explained_variance": -0.2}, "explained none of the variance of returns in 10 rounds"),
+        ("nothing_kept", {"kept": 0.0}, "no seed was kept in 10 rounds, so that no network grew"),
         ("return_unchanged", {"return": 0.25}, "the mean return was 0.25 in each of 10 rounds, 640 episodes"),
     ],
 )
@@ -57,3 +59,8 @@ def test_what_must_last_is_not_said_after_nine_rounds_or_where_one_differs(figur
 
 def test_an_entropy_that_fell_after_a_reward_is_no_anomaly():
     assert found(rounds(entropy=0.2)) == {}
+
+
+def test_a_critic_that_is_left_out_is_not_blamed():
+    rows = rounds(value_loss=37.0, explained_variance=-0.2)
+    assert learning_anomalies(rows, 3.0, PPOConfig(value_weight=0)) == {}

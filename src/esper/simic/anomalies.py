@@ -15,6 +15,7 @@ MENDS: Mapping[str, str] = {
     "ratios_out_of_range": "lower ppo.lr or ppo.update_epochs",
     "kl_stopped": "lower ppo.lr, or raise ppo.minibatches",
     "critic_blind": "raise ppo.value_weight, or set it to 0 where groups give the baseline",
+    "nothing_kept": "raise steps, so that a seed can pass its gates, or loosen them (`esper docs lifecycle`)",
     "return_unchanged": "nothing that the policy does is rewarded; check the reward and the gates, or raise ppo.exploration",
 }
 """What can be wrong, by name, and what mends it."""
@@ -25,7 +26,7 @@ def learning_anomalies(
 ) -> dict[str, str]:
     """Return what is wrong after the last of some rounds of learning: a sentence by its name in `MENDS`.
 
-    rounds: figures of the last rounds (`PPO.update`), the newest at the end. first_entropy: of the first round [nats].
+    rounds: figures of the last rounds (`esper docs training`), the newest at the end. first_entropy: of the first round [nats].
     """
     newest, found = rounds[-1], {}
     entropy, loss, clipped = newest["entropy"], newest["value_loss"], newest["clip_fraction"]
@@ -34,7 +35,7 @@ def learning_anomalies(
             f"the entropy fell from {first_entropy:.2f} to {entropy:.2f} nats before any round had returns that differ by "
             f"ppo.advantage_floor, {config.advantage_floor:g}: the policy has stopped exploring without a reward"
         )
-    if loss > VALUE_LOSS:
+    if config.value_weight and loss > VALUE_LOSS:
         found["value_loss_exploded"] = (
             f"the loss of the critic is {loss:.3g} times the variance of returns, above {VALUE_LOSS:g}: returns are far from "
             "all that it expected"
@@ -51,8 +52,10 @@ def learning_anomalies(
             f"each of the last {ROUNDS} updates ended after its first pass, which moved the policy by more than "
             f"ppo.target_kl, {config.target_kl:g}"
         )
-    if all(each["explained_variance"] <= 0 for each in last):
+    if config.value_weight and all(each["explained_variance"] <= 0 for each in last):
         found["critic_blind"] = f"the critic has explained none of the variance of returns in {ROUNDS} rounds"
+    if all(each["kept"] == 0 for each in last):
+        found["nothing_kept"] = f"no seed was kept in {ROUNDS} rounds, so that no network grew"
     returns = [each["return"] for each in last]
     if all(map(math.isfinite, returns)) and max(returns) - min(returns) <= 1e-6:
         episodes = int(sum(each["episodes"] for each in last))

@@ -661,9 +661,8 @@ def saved(networks: Sequence[nn.Module]) -> list[Saved]:
     """Return the attributes of the modules of networks, and of their configs, for `restore`."""
     found = []
     for holder in (holder for network in networks for holder in _holders(network)):
-        lists = [
-            (own, list(own)) for own in vars(holder).values() if isinstance(own, list)
-        ]  # as that of weights of an LSTM
+        # An LSTM keeps its weights in a list too.
+        lists = [(own, list(own)) for own in vars(holder).values() if isinstance(own, list)]
         found.append(Saved(holder, _with_tables(vars(holder)), lists))
     return found
 

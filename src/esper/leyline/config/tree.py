@@ -7,6 +7,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -68,6 +69,13 @@ class Section(BaseModel):
                 if abs(number) > LARGE:
                     raise ValueError(f"{name} is {show(value)}; give a whole number up to {LARGE:,}")
         return data
+
+
+def _by_name(value: Mapping[str, float], known: type[IntEnum], wanted: str) -> dict[str, float]:
+    """Return numbers of at least 0 by names of an enumeration in lower case; ValueError says what is wanted."""
+    if any(name.upper() not in known.__members__ or number < 0 for name, number in value.items()):
+        raise ValueError(f"give {wanted}: {', '.join(each.name.lower() for each in known)}")
+    return dict(value)
 
 
 class DataConfig(Section):
@@ -227,10 +235,7 @@ class RewardConfig(Section):
     @pydantic.field_validator("fees")
     @classmethod
     def _check_fees(cls, value: Mapping[str, float]) -> Mapping[str, float]:
-        if any(name.upper() not in Op.__members__ or fee < 0 for name, fee in value.items()):
-            names = ", ".join(op.name.lower() for op in Op)
-            raise ValueError(f"give a price of 0 or more by operation: {names}")
-        return dict(value)
+        return _by_name(value, Op, "a price of 0 or more by operation")
 
 
 class TelemetryConfig(Section):
@@ -410,10 +415,7 @@ class PPOConfig(Section):
     @pydantic.field_validator("entropy_weights")
     @classmethod
     def _check_entropy_weights(cls, value: Mapping[str, float]) -> Mapping[str, float]:
-        if any(name.upper() not in Head.__members__ or weight < 0 for name, weight in value.items()):
-            names = ", ".join(head.name.lower() for head in Head)
-            raise ValueError(f"give a weight of 0 or more by head: {names}")
-        return dict(value)
+        return _by_name(value, Head, "a weight of 0 or more by head")
 
 
 BASELINES = ("twin", "same-size", "plain", "skips")

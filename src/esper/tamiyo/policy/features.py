@@ -305,10 +305,12 @@ def prospects(seen: Seen) -> Floats:
     space = seen.view.space
     shape = len(seen.view.host_params), len(space.slots)
     values = np.full((*shape, len(space.blueprints), len(PROSPECTS)), np.nan)
+    told = {name for info in space.blueprints for name in info.sensors}.intersection(space.sensors)
+    read_once = {name: sensor_feature(name).read(seen) for name in told}  # many blueprints share their sensors
     for k, info in enumerate(space.blueprints):
         for column, name in enumerate(info.sensors):
-            if name in space.sensors:
-                values[:, :, k, column] = sensor_feature(name).read(seen)
+            if name in read_once:
+                values[:, :, k, column] = read_once[name]
     return values
 
 
