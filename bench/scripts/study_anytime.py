@@ -10,21 +10,23 @@ growth waits for the loss on 1,000 held-out rows; batches of 64; 32 units, up to
 average of the weights over about the last tenth of the compute, at 12 stops over a 30-fold range of budgets. The static networks
 have each of these widths, the same average and warm-up. Each arm has the best of three rates by its mean over the stops, found
 with seed 99 (of both texts on the first). Restarts: each width anew for its share, the best so far kept. Halving: a quarter of
-the budget is shared by all widths, the rest is for the best.
+the budget is shared by all widths, the rest is for the best. "Grown, in seconds" has cost='seconds'.
 
-Gap: bits per byte, or test error in percent, above the best static width for each stop, mean over stops; in FLOPs, and in CPU
-seconds by interpolation.
+Gap: bits per byte, or test error in percent, above the best static width for each stop, mean over stops; in FLOPs, and in
+seconds by interpolation. As the machine has other work, a step of each width has the seconds that are measured first, for all
+widths in turn; what growth itself takes is added as it is measured.
 """
 
 import argparse
 import json
 import math
+import statistics
 import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -101,7 +103,7 @@ class Setting(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A stop: FLOPs and CPU seconds of training, and the figure of the averaged network on the test (less is better)."""
+    """A stop: FLOPs and seconds of training, and the figure of the averaged network on the test (less is better)."""
 
     flops: float
     seconds: float
@@ -167,38 +169,90 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
 
-def train(setting: Setting, data: Data, width: int, most_width: int, rate: float, seed: int) -> list[Point]:
-    """Train one network, which grows up to a width; returns its stops."""
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed + 1000)
-    inputs, labels = data.train
-    model = setting.build(width)
+def adam(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    """Adam, with twice the rate for tables."""
     named = dict(model.named_parameters())
     tables = [named.pop(name) for name in ("bytes.weight", "positions") if name in named]
     groups = [{"params": tables, "lr": 2 * rate}] * bool(tables) + [{"params": list(named.values())}]
-    optimizer = torch.optim.Adam(groups, rate, (0.9, 0.98))
-    most = sum(each.numel() for each in setting.build(most_width).parameters())
-    probe = {} if data.probe is None else {"probe": [data.probe], "loss": loss}
-    example = data.test[0][:2]
-    growth = esper.AnytimeGrowth(model, optimizer, example=example, most_parameters=most, seed=seed, **probe)
-    flops = seconds = 0.0
-    found: list[Point] = []
-    for stop in setting.stops:
-        begun = time.process_time()
-        while flops < stop:
-            if labels is None:
-                at = torch.randint(len(inputs) - LENGTH - 1, (setting.batch, 1), generator=generator)
-                windows = inputs[at + torch.arange(LENGTH + 1)]
-                x, y = windows[:, :-1], windows[:, 1:]
-            else:
-                at = torch.randint(len(inputs), (setting.batch,), generator=generator)
-                x, y = inputs[at], labels[at]
+    return torch.optim.Adam(groups, rate, (0.9, 0.98))
+
+
+def batch_of(setting: Setting, data: Data, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw a batch of examples, or of windows of a text."""
+    inputs, labels = data.train
+    if labels is None:
+        at = torch.randint(len(inputs) - LENGTH - 1, (setting.batch, 1), generator=generator)
+        windows = inputs[at + torch.arange(LENGTH + 1)]
+        return windows[:, :-1], windows[:, 1:]
+    at = torch.randint(len(inputs), (setting.batch,), generator=generator)
+    return inputs[at], labels[at]
+
+
+def parameters(model: nn.Module) -> int:
+    """Number of parameters."""
+    return sum(each.numel() for each in model.parameters())
+
+
+def prices(setting: Setting, data: Data, turns: int = 200) -> dict[int, float]:
+    """CPU seconds of a step by the parameters of the network: the median of turns, in each of which every width takes a step."""
+    generator = torch.Generator().manual_seed(0)
+    models = [setting.build(width) for width in setting.widths]
+    loops = []
+    for model in models:
+        optimizer = adam(model, 1e-3)
+        loops.append((model, optimizer, esper.AnytimeGrowth(model, optimizer, example=data.test[0][:2], ratio=1e12)))
+    taken: dict[int, list[float]] = {parameters(model): [] for model in models}
+    for turn in range(turns + 10):
+        for model, optimizer, growth in loops:
+            begun = time.process_time()
+            x, y = batch_of(setting, data, generator)
             loss(model(x), y).backward()
-            flops += cost(model, y.numel())
             optimizer.step()
             optimizer.zero_grad()
             growth.step(y)
-        seconds += time.process_time() - begun
+            if turn >= 10:
+                taken[parameters(model)].append(time.process_time() - begun)
+    return {size: statistics.median(each) for size, each in taken.items()}
+
+
+def train(
+    setting: Setting,
+    data: Data,
+    width: int,
+    most_width: int,
+    rate: float,
+    seed: int,
+    price: Mapping[int, float],
+    counted: Literal["parameters", "seconds"] = "parameters",
+) -> list[Point]:
+    """Train one network, which grows up to a width; returns its stops."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + 1000)
+    model = setting.build(width)
+    optimizer = adam(model, rate)
+    growth = esper.AnytimeGrowth(
+        model,
+        optimizer,
+        example=batch_of(setting, data, torch.Generator().manual_seed(0))[0],
+        most_parameters=parameters(setting.build(most_width)),
+        cost=counted,
+        seed=seed,
+        probe=None if data.probe is None else [data.probe],
+        loss=None if data.probe is None else loss,
+    )
+    flops = seconds = 0.0
+    found: list[Point] = []
+    for stop in setting.stops:
+        while flops < stop:
+            x, y = batch_of(setting, data, generator)
+            loss(model(x), y).backward()
+            flops += cost(model, y.numel())
+            seconds += price[growth.parameters]
+            optimizer.step()
+            optimizer.zero_grad()
+            begun = time.process_time()
+            if growth.step(y):
+                seconds += time.process_time() - begun
         x, y = data.test
         with torch.no_grad():
             output = growth.average(x)
@@ -246,31 +300,37 @@ def halving(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.flo
 
 
 def in_seconds(arms: Mapping[str, list[Point]]) -> dict[str, float]:
-    """Gap of each arm to the best static width at equal CPU seconds, mean over 12 of them that all arms reach."""
+    """Gap of each arm to the best static width at equal seconds, mean over 12 of them that all arms reach."""
     low = max(points[0].seconds for points in arms.values())
     high = min(points[-1].seconds for points in arms.values())
     at = np.log(np.geomspace(low, max(high, 1.01 * low), 12))
     timed = {arm: np.interp(at, np.log([p.seconds for p in points]), figures(points)) for arm, points in arms.items()}
-    best = np.min([found for arm, found in timed.items() if arm != "grown"], 0)
+    best = np.min([found for arm, found in timed.items() if not arm.startswith("grown")], 0)
     return {arm: float((found - best).mean()) for arm, found in timed.items()}
 
 
-def study(name: str, seeds: int, rates: Mapping[int, float]) -> dict[str, list[list[float]]]:
+def study(name: str, seeds: int, rates: Mapping[int, float], head: Sequence[str]) -> dict[str, list[list[float]]]:
     """Print the table of a setting. rates: by width, and of the grown network by 0. Returns the figures of each arm and seed."""
     setting = SETTINGS[name]
     data, widths = setting.load(), setting.widths
+    price = prices(setting, data)
+    print("seconds of a step:", ", ".join(f"{size:,} parameters {1e3 * each:.2f} ms" for size, each in price.items()))
     arms: dict[str, list[NDArray[np.float64]]] = {}
     timed: dict[str, list[float]] = {}
     for seed in range(100, 100 + seeds):
-        runs = {width: train(setting, data, width, width, rates[width], seed) for width in widths}
-        grown = train(setting, data, widths[0], widths[-1], rates[0], seed)
-        both = {"grown": grown, **{f"width {width}": points for width, points in runs.items()}}
+        runs = {width: train(setting, data, width, width, rates[width], seed, price) for width in widths}
+        both = {
+            "grown": train(setting, data, widths[0], widths[-1], rates[0], seed, price),
+            "grown, in seconds": train(setting, data, widths[0], widths[-1], rates[0], seed, price, "seconds"),
+            **{f"width {width}": points for width, points in runs.items()},
+        }
         for arm, gap in in_seconds(both).items():
             timed.setdefault(arm, []).append(gap)
         static = {arm: figures(points) for arm, points in both.items()}
         for arm, found in (static | {"restarts": restarts(setting, runs), "halving": halving(setting, runs)}).items():
             arms.setdefault(arm, []).append(found)
     hindsight = np.min([np.mean(arms[f"width {width}"], 0) for width in widths], 0)  # for each stop, over seeds
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for arm, each in arms.items():
         shown = [f"{name}, {setting.unit}", arm, *(f"{value:.3f}" for value in np.mean(each, 0)[1::2])]
         shown.append(f"{t_interval([float((own - hindsight).mean()) for own in each]):+.3f}")
@@ -285,9 +345,10 @@ def tuned(name: str) -> dict[int, float]:
     """The rate of each width, and of the grown network by 0, with the best mean over the stops of one seed."""
     setting = SETTINGS[name]
     data, rates = setting.load(), {}
+    price = prices(setting, data)
     for width in (0, *setting.widths):
         first, last = width or setting.widths[0], width or setting.widths[-1]
-        tried = {rate: float(figures(train(setting, data, first, last, rate, 99)).mean()) for rate in RATES}
+        tried = {rate: float(figures(train(setting, data, first, last, rate, 99, price)).mean()) for rate in RATES}
         rates[width] = min(tried, key=lambda rate: tried[rate])
         shown = ", ".join(f"{rate:g}: {figure:.3f}" for rate, figure in tried.items())
         print(f"{name}, {f'width {width}' if width else 'grown'}: {shown}", flush=True)
@@ -313,8 +374,7 @@ def main() -> None:
         rates = given or tuned("stdlib" if name == "headers" else name)
         stops = [f"{stop / 1e9:.0f} GF" for stop in setting.stops[1::2]]
         head = ["setting", "arm", *stops, "above the best for each stop", "behind grown", "in seconds"]
-        print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
-        results[name] = study(name, asked.seeds, rates)
+        results[name] = study(name, asked.seeds, rates, head)
     if asked.json:
         asked.json.write_text(json.dumps(results))
 

@@ -26,7 +26,9 @@ def made(**settings):
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
-    growth = esper.AnytimeGrowth(model, optimizer, example=TOKENS, **{"ratio": RATIO, "warmup": 4, **settings})
+    growth = esper.AnytimeGrowth(
+        model, optimizer, example=texts(0)[:, :-1], **{"ratio": RATIO, "warmup": 4, **settings}
+    )
     return model, optimizer, schedule, growth
 
 
@@ -151,6 +153,47 @@ def test_a_limit_and_a_loss_that_does_not_fall_keep_a_network_small_and_are_name
     assert growth.why.startswith("the loss on the probe is 3, and was 3 at the last growth")
 
 
+def test_with_a_cost_in_seconds_growth_waits_until_they_are_known_and_then_needs_fewer_targets_the_less_they_rise():
+    run = trained(made(cost="seconds", ratio=1e-9), 0, 20)
+    growth = run[3]
+    assert (growth.growths, growth.why) == ([], "the seconds of a step are known after 21 steps")
+    size = growth.parameters
+    trained(run, 20, 21)
+    (only,) = growth.growths
+    assert (only["step"], only["parameters"] > size, only["slower"] >= 1.0) == (21, True, True)
+    state = growth.state_dict()
+    *_, resumed = made(cost="seconds", ratio=1e-9)
+    resumed.load_state_dict(state)
+    assert (resumed.summary(), resumed.state_dict()["seconds"]) == (growth.summary(), state["seconds"])
+    run = trained(made(cost="seconds", ratio=1e12, most_parameters=6 * size), 0, 30)
+    beside, slower, elasticity = run[3].state_dict()["seconds"]
+    if run[3].growths:  # a wider step took no longer
+        assert "would exceed most_parameters" in run[3].why
+    else:
+        assert (beside >= 0, slower > 1, 0 < elasticity <= 1) == (True, True, True)
+        assert f"takes {slower:.2f} times the seconds" in run[3].why
+
+
+def test_passes_that_are_timed_draw_nothing_from_generators_of_torch_and_leave_the_network_alone():
+    drawn, found = [], []
+    for cost in ("parameters", "seconds"):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        growth = esper.AnytimeGrowth(
+            model, optimizer, example=torch.ones(4, 3), cost=cost, ratio=1e12, most_parameters=60
+        )
+        for _ in range(21):
+            model(torch.randn(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            grown = growth.step(4)
+        drawn.append(torch.rand(3))
+        found.append([*model.buffers(), *growth.average.buffers()] if not grown else [])
+    assert torch.equal(*drawn)
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=False))
+
+
 def test_what_cannot_be_is_refused_in_a_sentence():
     model = GPT()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -158,6 +201,7 @@ def test_what_cannot_be_is_refused_in_a_sentence():
         ({"factor": 1.5}, "factor is 1.5; give a whole number from 2 on"),
         ({"ratio": 0}, "ratio is 0; give a finite number above 0"),
         ({"warmup": -1}, "warmup is -1"),
+        ({"cost": "hours"}, "cost is 'hours'; give 'parameters' or 'seconds'"),
         ({"most_parameters": "1e6"}, "most_parameters is '1e6'"),
         ({"probe": [(TOKENS, TOKENS)]}, "probe is given without loss"),
     ):
@@ -171,6 +215,9 @@ def test_what_cannot_be_is_refused_in_a_sentence():
     for given in (0, "32", None, True):
         with pytest.raises(InputError, match="targets is "):
             growth.step(given)
+    *_, growth = trained(made(cost="seconds"), 0, 20)
+    with pytest.raises(InputError, match=r"example has the shape \(.*with cost='seconds', give a batch of the loop"):
+        growth.step(torch.zeros(77))
     with pytest.raises(InputError, match=r"give what growth\.state_dict"):
         growth.load_state_dict({"format": 0})
     run = trained(made(), 0, 30)

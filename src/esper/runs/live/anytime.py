@@ -1,23 +1,33 @@
 """Grow a whole network in a training loop whose length nobody knows: small first, wider as it has seen more."""
 
 import copy
+import itertools
 import math
-from collections.abc import Mapping
-from typing import Any
+import operator
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from esper.kasmina.graft.find_sites import check_module
-from esper.kasmina.graft.grafted import undisturbed
+from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.recording import floats, tensors
 from esper.leyline.errors import InputError, first_line, is_out_of_memory
 from esper.leyline.text import counted
 from esper.tolaria.live.groups import unwrapped
 from esper.tolaria.live.probe import Batches, Loss, Probe
-from esper.tolaria.live.widening import check_growable, check_optimizer, widen
+from esper.tolaria.live.widening import Widened, check_growable, check_optimizer, widen
 
-FORMAT = 1
+Cost = Literal["parameters", "seconds"]
+
+FORMAT = 2
 """Version of the state; other versions are refused."""
+SETTLED = 20
+"""Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
+TIMED = 7
+"""Passes of which the shortest is the seconds of a pass."""
 WORTH = 0.01
 """Share by which the loss on the probe must have fallen since the last growth."""
 AGAIN = 1.1
@@ -47,11 +57,21 @@ class AnytimeGrowth:
     `average` is a running average of the weights over about the last tenth of the compute, which needs no end to be known.
     Statistics of BatchNorm in it are the latest ones.
 
+    With cost='seconds' a network becomes wider the sooner, the less a wider one slows this machine down. Where twice the widths
+    multiply the parameters by p and the seconds of a step by p^e, growth comes after e^3 * `ratio` targets for each parameter: at
+    once where a wider step costs nothing. So a network starts at the largest size that is nearly free, however small it was
+    built. The seconds are those of the first 20 steps of the loop, and of passes of the network and of a wider copy on
+    `example`; a run can be repeated only as closely as these. (With a loss of A / N^a + B / D^b after D targets and a cost of a
+    target that rises as N^e, the best N for a given cost is where a A / N^a = e b B / D^b, so D is in proportion to e^(1/b) N for
+    like powers, which are about 1/3: Hoffmann et al., "Training compute-optimal large language models", 2022.)
+
     Args:
         model: the network at its first size, before DistributedDataParallel, `fully_shard` and torch.compile
         optimizer: that of the loop
-        example: an input of the model on which every layer runs; a tuple or list holds its arguments, a mapping its named ones
+        example: an input of the model on which every layer runs; a tuple or list holds its arguments, a mapping its named ones.
+            With cost='seconds', a batch as large as those of the loop
         ratio: targets seen, such as tokens or labels, for each parameter, when the network becomes wider
+        cost: what a larger network costs more of, 'parameters' or 'seconds'
         factor: by how much, a whole number
         most_parameters: largest number of parameters; None where there is no limit
         warmup: steps of each linear warm-up of the learning rates
@@ -64,7 +84,8 @@ class AnytimeGrowth:
     Attributes:
         model (nn.Module): the network
         average (nn.Module): the network with averaged weights
-        growths (list[dict]): each growth so far: `step`, `seen`, `parameters` behind it, `factor`, `way`
+        growths (list[dict]): each growth so far: `step`, `seen`, `parameters` behind it, `factor`, `way`, and by how much the
+            seconds of a step were multiplied (`slower`; None where they were not measured)
         why (str): why the network is not larger
 
     Raises:
@@ -78,6 +99,7 @@ class AnytimeGrowth:
         *,
         example: Any,
         ratio: float = 60.0,
+        cost: Cost = "parameters",
         factor: int = 2,
         most_parameters: int | None = None,
         warmup: int = 100,
@@ -96,6 +118,8 @@ class AnytimeGrowth:
         for name, number, open_at in (("ratio", ratio, 0.0), ("rate_power", rate_power, -math.inf)):
             if isinstance(number, bool) or not isinstance(number, int | float) or not open_at < number < math.inf:
                 raise InputError(f"{name} is {number!r}; give a finite number" + " above 0" * (open_at == 0))
+        if cost not in get_args(Cost):
+            raise InputError(f"cost is {cost!r}; give 'parameters' or 'seconds'")
         if (probe is None) != (loss is None):
             raise InputError("probe is given without loss, or loss without probe; give both or none")
         self.model, self._optimizer, self._example = model, unwrapped(optimizer), example
@@ -107,7 +131,7 @@ class AnytimeGrowth:
             raise InputError(
                 f"{type(model).__name__} cannot become wider as a whole: the features of {layer!r} stay, as {reason}"
             )
-        self.ratio, self.factor, self.most_parameters = float(ratio), factor, most_parameters
+        self.ratio, self.factor, self.most_parameters, self.cost = float(ratio), factor, most_parameters, cost
         self.warmup, self.rate_power, self.seed = warmup, float(rate_power), seed
         device = next(model.parameters()).device
         self._probe = None if probe is None or loss is None else Probe(probe, loss, device)
@@ -116,6 +140,10 @@ class AnytimeGrowth:
         self.steps = self.seen = self._since = 0
         self._compute = 0.0
         self._look_at, self._loss_before = 0.0, math.inf
+        self._times: list[float] = []  # at the first steps, where seconds are measured
+        self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
+        self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
+        self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
         self._rates: list[Any] = []
         self._handles = [
@@ -143,11 +171,18 @@ class AnytimeGrowth:
         compute = float(size * count)
         self._compute += compute
         self._average(min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
-        needed = math.ceil(self.ratio * size)
+        if self._look_at == math.inf or (self.cost == "seconds" and not self._timed(targets)):
+            return False
+        needed = math.ceil(self.ratio * self._elasticity**3 * size)
         if self.seen < needed:
             self.why = (
-                f"{self.seen:,} targets were seen, and {self.ratio:g} for each of {size:,} parameters are {needed:,}"
+                f"{self.seen:,} targets were seen, and {self.ratio * self._elasticity**3:.3g} for each of {size:,} parameters "
+                f"are {needed:,}"
             )
+            if self._slower is not None:
+                self.why += (
+                    f", as a step of a network {self.factor} times as wide takes {self._slower:.2f} times the seconds"
+                )
         if self.seen < max(needed, self._look_at):
             return False
         return self._grow()
@@ -185,6 +220,7 @@ class AnytimeGrowth:
         return {
             "format": FORMAT,
             "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
+            "seconds": [self._beside, self._slower, self._elasticity],
             "growths": [dict(each) for each in self.growths],
             "average": {name: value.detach().clone() for name, value in self.average.state_dict().items()},
             "why": self.why,
@@ -221,6 +257,7 @@ class AnytimeGrowth:
             self._widen(each["factor"], each["seed"], each["way"])
         self.average.load_state_dict(state["average"])
         self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before = state["numbers"]
+        self._beside, self._slower, self._elasticity = state["seconds"]
         self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
 
     @torch.no_grad()
@@ -231,16 +268,39 @@ class AnytimeGrowth:
         for mine, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             mine.copy_(buffer)
 
-    def _widen(self, factor: int, seed: int, way: Any) -> Any:
+    def _widen(self, factor: int, seed: int, way: Any) -> Widened:
         settings = {"example": self._example, "optimizer": self._optimizer, "ema": self.average, "seed": seed}
         return widen(self.model, factor, **settings, **_ways(way))
+
+    def _wider(self) -> nn.Module | None:
+        """Return a copy of the network as it would be behind the next growth, or None where that cannot be, which `why` says."""
+        wider = copy.deepcopy(self.model)
+        if self._tried(lambda: widen(wider, self.factor, example=self._example)) is None:
+            return None
+        size = sum(parameter.numel() for parameter in wider.parameters())
+        if self.most_parameters is not None and size > self.most_parameters:
+            self._end(f"{size:,} parameters would exceed most_parameters={self.most_parameters:,}")
+            return None
+        return wider
+
+    def _tried(self, widening: Callable[[], Widened]) -> Widened | None:
+        """Return what a widening returns, or None where it cannot be."""
+        try:
+            return widening()
+        except Exception as error:
+            if not (is_out_of_memory(error) or isinstance(error, InputError)):
+                raise
+            self._end("the wider network does not fit into the memory" if is_out_of_memory(error) else str(error))
+            return None
+
+    def _end(self, why: str) -> None:
+        """Leave the network as large as it is from now on."""
+        self.why, self._look_at = why, math.inf
 
     def _grow(self) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
         before, measured = self.parameters, math.inf
-        if self.most_parameters is not None and self._size_behind() > self.most_parameters:
-            self.why = f"{self._size_behind():,} parameters would exceed most_parameters={self.most_parameters:,}"
-            self._look_at = math.inf
+        if self._wider() is None:
             return False
         if self._probe is not None:
             with undisturbed(self.average):
@@ -252,15 +312,11 @@ class AnytimeGrowth:
                 self._look_at = AGAIN * self.seen
                 return False
         seed = self.seed + len(self.growths)
-        try:
-            widened = self._widen(self.factor, seed, None)
-        except Exception as error:
-            if not (is_out_of_memory(error) or isinstance(error, InputError)):
-                raise
-            short = "the wider network does not fit into the memory"
-            self.why, self._look_at = short if is_out_of_memory(error) else str(error), math.inf
+        widened = self._tried(lambda: self._widen(self.factor, seed, None))
+        if widened is None:
             return False
         self._loss_before, self._since = measured, 0
+        slower, self._slower = self._slower, None
         self.growths.append(
             {
                 "step": self.steps,
@@ -270,15 +326,59 @@ class AnytimeGrowth:
                 "factor": self.factor,
                 "seed": seed,
                 "way": widened.way,
+                "slower": slower,
             }
         )
         return True
 
-    def _size_behind(self) -> int:
-        """Return how many parameters the network would have behind the next growth."""
-        wider = copy.deepcopy(self.model)
-        widen(wider, self.factor, example=self._example)
-        return sum(parameter.numel() for parameter in wider.parameters())
+    def _timed(self, targets: Tensor | int) -> bool:
+        """Return whether it is known how much slower a step becomes by the next growth; measure it if the time has come."""
+        if self._slower is not None:
+            return True
+        if math.isnan(self._beside):
+            self._times.append(time.perf_counter())
+            if len(self._times) <= SETTLED:
+                self.why = f"the seconds of a step are known after {counted(SETTLED + 1, 'step')}"
+                return False
+        shape = next((each.shape for each in tensors(self._example)), ())
+        if (
+            isinstance(targets, Tensor)
+            and targets.dim()
+            and len(targets) not in itertools.accumulate(shape, operator.mul)
+        ):
+            raise InputError(
+                f"example has the shape {tuple(shape)}, and the targets of the step {tuple(targets.shape)}; with cost='seconds', "
+                "give a batch of the loop as example, so that the seconds of a wider network are those of the loop"
+            )
+        wider = self._wider()
+        if wider is None:
+            return False
+        own, other = self._seconds(copy.deepcopy(self.model), wider)
+        if math.isnan(self._beside):
+            steps = [later - sooner for sooner, later in itertools.pairwise(self._times)]
+            self._beside, self._times = max(min(steps) - own, 0.0), []
+        self._slower = max((self._beside + other) / (self._beside + own), 1.0)
+        larger = sum(each.numel() for each in wider.parameters()) / self.parameters
+        self._elasticity = min(math.log(self._slower) / math.log(larger), 1.0)
+        return True
+
+    def _seconds(self, *networks: nn.Module) -> list[float]:
+        """Return the seconds of a forward and backward pass on the example, for each network; they take turns."""
+        taken: list[list[float]] = [[] for _ in networks]
+        device = next(networks[0].parameters()).device
+        on_cuda = device.type == "cuda"
+        with torch.random.fork_rng([device] if on_cuda else []):
+            for turn, (network, each) in itertools.product(range(TIMED + 2), zip(networks, taken, strict=True)):
+                if on_cuda:
+                    torch.cuda.synchronize(device)
+                begun = time.perf_counter()
+                parts = [part.float().sum() for part in floats(call(network, self._example)) if part.requires_grad]
+                torch.stack(parts).sum().backward()
+                if on_cuda:
+                    torch.cuda.synchronize(device)
+                if turn > 1:  # the first two warm up
+                    each.append(time.perf_counter() - begun)
+        return [min(each) for each in taken]
 
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         scale = math.prod(each["factor"] for each in self.growths) ** -self.rate_power
