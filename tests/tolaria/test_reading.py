@@ -1,6 +1,7 @@
 """Batches that are read ahead: the same bits however they are read, a sentence for what goes wrong, and nothing left behind."""
 
 import gc
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -121,6 +122,21 @@ def test_windows_of_a_file_are_read_ahead_to_the_bits_of_those_in_memory(tmp_pat
         engine.reset()
     kept, streamed = (played(engine, 3) for engine in engines)
     assert kept == streamed
+
+
+@pytest.mark.campaign
+def test_a_training_with_actors_and_workers_has_the_controller_of_one_in_one_thread(tmp_path):
+    ppo = {"rounds": 2, "imitation_rounds": 0, "update_epochs": 1, "validate_envs": 2, "validate_every": 1}
+    settings = {"envs": 4, "steps": 3, "data": {"batch_size": 16, "batches_per_step": 2}, "reward": {"group_size": 2}}
+    digests = []
+    for name, workers, actors, ahead in (("alone", 0, None, 0), ("thread", 0, None, 2), ("both", 2, 2, 2)):
+        data = {**settings["data"], "read_ahead": ahead}
+        task = task_of(Examples(), workers)
+        config = {**settings, "data": data, "ppo": ppo}
+        esper.train(task, config, run=tmp_path / name, workers=actors, progress=False)
+        (controller,) = (tmp_path / name / "controller").glob("*.safetensors")
+        digests.append(hashlib.sha256(controller.read_bytes()).hexdigest())
+    assert digests[0] == digests[1] == digests[2]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
