@@ -129,7 +129,9 @@ def grow(
                 summary = _close(episode, journal, interrupt, status)
         except KeyboardInterrupt:
             # a further SIGINT, which ends the process at once
-            episode.broken()
+            if episode.unsaved:
+                watch.answer("interrupted again: the last whole step is saved; another Ctrl-C leaves that out")
+                episode.broken()
             run.hub.emit(row("interrupted"))
             watch.answer("interrupted again: the run ends at once, without a summary")
             raise
@@ -274,12 +276,18 @@ class Episode(Observer):
         rollbacks = int(self.engine.governor.record.found.sum())
         self.watch.step(step.after, self.engine.rows * self.steps / self.seconds, rollbacks)
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether the last whole step is known and no checkpoint has it."""
+        return self.whole is not None and self.store is not None and self.whole[0] > self.store.last
+
     def broken(self) -> None:
         """Write a checkpoint of the last whole step, if it is known."""
-        store = self.store
-        if self.whole is None or store is None or self.whole[0] == store.last:
+        if not self.unsaved:
             return
-        steps, copied = self.whole
+        assert self.whole is not None, "it is not saved"
+        assert self.store is not None, "nothing is saved without"
+        (steps, copied), store = self.whole, self.store
         try:
             self.run.hub.flush()
             store.write(steps, unflatten(*copied))

@@ -118,7 +118,7 @@ class Orders:
         offset (E, 1, 1): what `at` adds to the examples of each row; None for nothing.
         """
         self.sizes, self._instance, self._seed, self._batch_size = sizes, instance, seed, batch_size
-        self._place, self._offset, self._episode = place, offset, episode
+        self._offset, self._episode = offset, episode
         self.batches_per_epoch = sizes // batch_size  # (E,)
         epochs = np.maximum(AHEAD // self.batches_per_epoch, 1)
         # (E,) batches whose order is drawn at once: a period
@@ -126,6 +126,7 @@ class Orders:
         self._alike = bool((self._batches == self._batches[0]).all())
         # The batches of a period, row by row.
         self._order = torch.zeros(len(sizes), int(self._batches.max()), batch_size, dtype=torch.int64, device=place)
+        self._place = self._order.device
         self._first = np.arange(len(sizes)) * self._order.shape[1]  # (E,) the index of the first batch of each row
         self._period = np.full(len(sizes), -1)
         self._known = range(0)  # the batches of which every row has its order
