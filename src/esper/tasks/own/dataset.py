@@ -187,7 +187,7 @@ class DatasetSource:
         try:
             values, names = read_target(labels.reshape(-1) if positions else labels, self.kind, self.classes)
         except InputError as error:
-            raise InputError(f"of a batch of the {self.name} with example {index[0]}: {error}") from None
+            raise InputError(f"a batch of the {self.name} with example {index[0]} cannot be used: {error}") from None
         values = values.reshape(labels.shape) if positions else values
         bad = nonfinite(Split(x, values))
         self._refuse(bad, index, "holds a NaN or infinite number; replace it in the Dataset, or leave the example out")
