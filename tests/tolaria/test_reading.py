@@ -173,6 +173,23 @@ def test_no_batch_behind_the_end_is_read_and_no_thread_is_left():
     assert threading.active_count() <= before
 
 
+def test_the_workers_end_with_the_last_batch_of_an_episode():
+    gc.collect()
+    before = multiprocessing.active_children()
+    engine = VectorizedEngine(task_of(Examples(), 2), config_of(2))
+    engine.reset()
+    played(engine, 8)
+    workers = [each for each in multiprocessing.active_children() if each not in before]
+    assert len(workers) == 2
+    played(engine, 1)
+    assert engine.over
+    for worker in workers:
+        worker.join(20)
+    assert not any(worker.is_alive() for worker in workers)
+    engine.reset()
+    played(engine, 1)
+
+
 def test_a_population_that_is_dropped_in_mid_run_ends_its_workers():
     gc.collect()
     before = multiprocessing.active_children()

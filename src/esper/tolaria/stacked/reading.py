@@ -87,6 +87,8 @@ class BatchReader:
             self.forget()
             raise
         reading.next += 1
+        if reading.next == self._last:
+            self.forget()  # nothing follows, and the workers end
         self.waits.add(perf_counter() - begin)
         return found
 
