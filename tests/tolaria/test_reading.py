@@ -5,6 +5,7 @@ import hashlib
 import multiprocessing
 import os
 import signal
+import sqlite3
 import threading
 import time
 
@@ -385,6 +386,29 @@ def test_a_dataset_that_cannot_be_sent_to_workers_is_a_sentence(tmp_path):
     dataset.lock = None
     resumed = esper.resume(tmp_path / "run", task=task_of(dataset), progress=False)
     assert resumed["status"] == "finished"
+
+
+def test_a_dataset_that_must_stay_in_its_thread_is_told_how_and_trains_there(straight):
+    class Table(Examples):
+        def __init__(self):
+            super().__init__()
+            self.table = sqlite3.connect(":memory:")
+            self.table.execute("CREATE TABLE examples (place INTEGER PRIMARY KEY)")
+            self.table.executemany("INSERT INTO examples VALUES (?)", [(place,) for place in range(len(self.x))])
+
+        def __getitem__(self, index):
+            ((place,),) = self.table.execute("SELECT place FROM examples WHERE place = ?", (int(index),)).fetchall()
+            return super().__getitem__(place)
+
+    engine = VectorizedEngine(task_of(Table()), config_of(2))
+    engine.reset()
+    with pytest.raises(
+        UserCodeError, match=r"; set data\.read_ahead to 0 if it must be read in the thread that made it$"
+    ):
+        played(engine, 1)
+    engine = VectorizedEngine(task_of(Table()), config_of(0))
+    engine.reset()
+    assert played(engine, 8) == straight[0]
 
 
 @pytest.mark.parametrize(("ahead", "workers"), [(0, 0), (2, 0), (2, 2)])

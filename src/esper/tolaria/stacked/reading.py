@@ -17,7 +17,7 @@ from torch import Tensor
 from esper.leyline.data.batches import Batch, map_leaves
 from esper.leyline.data.task import Source, Split
 from esper.leyline.data.workers import read_by_workers
-from esper.leyline.errors import RunWarning, warn
+from esper.leyline.errors import RunWarning, UserCodeError, warn
 from esper.leyline.text import counted
 from esper.store.background import Background
 from esper.tolaria.runtime import Waits
@@ -170,7 +170,13 @@ def _batches(
 
     def read(places: NDArray[np.int64]) -> Split:
         with _READING:
-            return source.read(places)
+            try:
+                return source.read(places)
+            except UserCodeError as error:
+                if "thread" not in str(error):
+                    raise
+                mend = "set data.read_ahead to 0 if it must be read in the thread that made it"
+                raise UserCodeError(f"{error}; {mend}") from error.__cause__
 
     def done(count: int) -> str:
         return counted(count, "batch", "batches")
