@@ -1,6 +1,7 @@
-"""Count the operations that make the host wait for the device, by the line that called them."""
+"""Count the operations that make the host wait for the device, by the line that called them. Other threads are not counted."""
 
 import os
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ OPERATORS = frozenset(
 HOME = str(Path(esper.__file__).parent) + os.sep
 METHODS = ("numpy", "tolist", "cpu", "__array__", "item", "__bool__", "__float__", "__int__", "__index__")
 """Methods of a tensor that return its numbers to Python or NumPy."""
+STAGED = 64 * 2**10
+"""Largest tensor that CUDA copies without a wait where it is not in pinned memory, if the copy does not block [bytes]."""
 
 
 class Read(NamedTuple):
@@ -65,10 +68,15 @@ class Reads(TorchDispatchMode):
         ):
             self.note("index by a mask")
         if name in ("_to_copy", "copy_"):
-            source = (args[1] if name == "copy_" else args[0]).device.type
+            copied = args[1] if name == "copy_" else args[0]
+            source = copied.device.type
             target = args[0].device.type if name == "copy_" else torch.device(kwargs.get("device") or source).type
             if source != "cpu" and target == "cpu":
                 self.note("copy to the host")
+            if source == "cpu" and target != "cpu":
+                free = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+                if not free or (target == "cuda" and copied.nbytes > STAGED and not copied.is_pinned()):
+                    self.note("copy to the device that blocks")
         return func(*args, **kwargs)
 
 
@@ -76,11 +84,12 @@ class Reads(TorchDispatchMode):
 def counted_reads() -> Iterator[list[Read]]:
     """Yield a list to which every read inside the block is appended."""
     mode = Reads()
-    originals = {name: getattr(Tensor, name) for name in METHODS}
+    originals, thread = {name: getattr(Tensor, name) for name in METHODS}, threading.get_ident()
 
     def watched(name: str) -> Any:
         def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            mode.note(name)
+            if threading.get_ident() == thread:
+                mode.note(name)
             return originals[name](self, *args, **kwargs)
 
         return method

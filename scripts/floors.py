@@ -131,11 +131,11 @@ class BareStack:
         feed = SharedBatchIterator(
             [p.train for p in problems], row, instance, 0, self.batch, task.inputs, device, scaling=scaling
         )
-        self.x, self.y, self.sizes = feed.x, feed.y.to(torch.int64), feed.sizes
-        batch = np.arange(self.batches)[:, None] % feed.batches_per_epoch
+        self.x, self.y, self.sizes = feed.x, feed.y.to(torch.int64), feed.orders.sizes
+        batch = np.arange(self.batches)[:, None] % feed.orders.batches_per_epoch
         place = batch[..., None] * self.batch + np.arange(self.batch)
         self.place = torch.from_numpy(place).to(device)  # (batches, R, B)
-        self.offset = torch.from_numpy(row * int(feed.sizes.max())).to(device)[:, None]
+        self.offset = torch.from_numpy(row * int(feed.orders.sizes.max())).to(device)[:, None]
         self.examples = stack_splits([p.probe for p in problems], row, task.inputs, device, scaling=scaling)
         self.generator = np.random.default_rng(0)
 

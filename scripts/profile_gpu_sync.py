@@ -1,7 +1,8 @@
 """How often a step makes the host wait for the device, and which line asks for it.
 
-Counted by intercepting the calls that would wait, on any device. On CUDA `torch.cuda.set_sync_debug_mode` counts as well: there a
-step should have no wait that it names, because the one read waits for an event; copies to the device that wait are named too.
+Counted by intercepting the calls that would wait, on any device, copies to a GPU that block among them, but not those of threads
+that read ahead. On CUDA `torch.cuda.set_sync_debug_mode` counts as well: there a step should have no wait that it names, because
+the one read waits for an event. `streamed` are examples of a Dataset that are read batch by batch.
 
     python scripts/profile_gpu_sync.py [--quick] [--json FILE] [--device cpu]
     python scripts/profile_gpu_sync.py --device cuda --mode error    # ends at the first wait, with its traceback
@@ -20,8 +21,11 @@ from typing import Any
 
 import torch
 from device_reads import HOME, Read, counted_reads
+from torch.utils.data import TensorDataset
 
+import esper
 from esper.leyline.config.tree import build_config
+from esper.leyline.data.task import Task
 from esper.tamiyo.rules.baselines import Never, RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
@@ -31,6 +35,7 @@ CASES: tuple[tuple[str, int, Mapping[str, Any]], ...] = (
     ("digits-narrow", 8, {"amp": "fp16"}),
     ("digits-image-narrow", 8, {}),
     ("stdlib-text", 2, {}),
+    ("streamed", 8, {}),
 )
 """Tasks, environments, and settings."""
 ON_CUDA: tuple[tuple[str, int, Mapping[str, Any]], ...] = (("digits-narrow", 8, {"compile": "on"}),)
@@ -62,6 +67,13 @@ def counted_waits(cuda: bool, mode: str) -> Iterator[Counter[str]]:
                 torch.cuda.set_sync_debug_mode("default")
 
 
+def streamed() -> Task:
+    """A task whose training examples stay in a Dataset."""
+    x = torch.randn(4000, 64, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x[:, :10].argmax(1))
+    return esper.task("streamed", data, host=esper.mlp(inputs=64, width=16, classes=10), classes=10, stream=True)
+
+
 def measure(
     task: str, envs: int, settings: Mapping[str, Any], steps: int, device: str, mode: str = "warn"
 ) -> dict[str, Any]:
@@ -70,7 +82,7 @@ def measure(
     With compiled passes nothing is planted, so that one plan is compiled, and torch's own count is the only one: torch compiles
     nothing while calls are intercepted.
     """
-    chosen = get_task(task)
+    chosen = streamed() if task == "streamed" else get_task(task)
     config = build_config(
         chosen.defaults,
         {"task": task, "envs": envs, "steps": steps, "device": device, "twin": False},

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-CLOCKED = ("time", "seconds", "phase_seconds", "env_steps_per_second", "controller_share")
+CLOCKED = ("time", "seconds", "phase_seconds", "reading_p95", "env_steps_per_second", "controller_share")
 """Fields in which a clock has a part."""
 COVERED = ("covered", "device_reads")
 """Fields of `phases` rows, the first of which after a resume covers only the steps since then."""

@@ -103,6 +103,14 @@ def test_the_benchmark_of_images_sets_the_engine_beside_a_bare_loop(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_reading_compares_examples_in_memory_with_those_that_are_read(tmp_path):
+    run("benchmark_reading.py", "--workers", "1", "--kinds", "waits", "windows", "--out", "page.md", cwd=tmp_path)
+    text = (tmp_path / "page.md").read_text()
+    assert text.count("## Examples: ") == 2
+    assert text.count("| in memory | ") == text.count("| read ahead by 1 workers | ") == 2
+
+
+@pytest.mark.slow
 def test_a_step_under_random_decisions_reads_the_device_no_more_than_twice(tmp_path):
     run("profile_gpu_sync.py", "--json", "reads.json", cwd=tmp_path)
     (result,) = json.loads((tmp_path / "reads.json").read_text())["results"]

@@ -1,5 +1,6 @@
-"""The second signal, while the disk keeps whoever writes a checkpoint."""
+"""The second signal, while the disk keeps whoever writes a checkpoint, and while an example that is never read keeps training."""
 
+import json
 import signal
 import sys
 import time
@@ -62,3 +63,68 @@ def test_a_second_signal_leaves_at_once_though_a_checkpoint_is_being_written(tmp
     checkpoint = Checkpoints(Path("run"), CheckpointConfig()).read(pytest.fail)
     assert checkpoint is not None
     assert checkpoint.number == 1
+
+
+BLOCKED = """
+import os, time
+from pathlib import Path
+import torch
+import esper
+
+
+class Blocked(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x = torch.randn(600, 6, generator=torch.Generator().manual_seed(0))
+        self.left = 3000
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.left < 0 and not Path("mended").exists():
+            Path("stuck").touch()
+            time.sleep(1e6)
+        return self.x[index], int(self.x[index, :3].argmax())
+
+
+def task():
+    host = esper.mlp(inputs=6, width=8, classes=3)
+    return esper.task("t", Blocked(), host=host, classes=3, stream=True, workers=int(os.environ["WORKERS"]))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_second_signal_while_an_example_is_read_saves_the_last_whole_step_and_leaves_no_worker(
+    tmp_path, monkeypatch, workers
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORKERS", str(workers))
+    Path("blocked.py").write_text(BLOCKED)
+    settings = ["--envs", "2", "--steps", "40", "--models", "none", "--baselines", "none"]
+    settings += ["--set", "data.batch_size=32", "--set", "data.batches_per_step=4"]
+    esper = [sys.executable, "-m", "esper"]
+    with begun([*esper, "grow", "blocked.py:task", *settings, "--run", "run"]) as process:
+        while not Path("stuck").exists():
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        time.sleep(1)  # training has come to the batch that is not read
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)  # which ends when no worker holds the pipes any more
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    checkpoint = Checkpoints(Path("run"), CheckpointConfig()).read(pytest.fail)
+    assert checkpoint is not None
+    assert checkpoint.number > 1
+    Path("mended").touch()
+    for command in (["resume", "run", "--task", "blocked.py:task"], ["grow", "blocked.py:task", *settings]):
+        command += [] if command[0] == "resume" else ["--run", "straight"]
+        with begun([*esper, *command]) as process:
+            _, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    ends = [json.loads((Path(name) / "summary.json").read_text()) for name in ("run", "straight")]
+    assert ends[0]["test_loss"] == ends[1]["test_loss"]
+    assert ends[0]["steps_done"] == ends[1]["steps_done"]

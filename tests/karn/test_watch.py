@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 from textual.widgets import Static
+from torch.utils.data import TensorDataset
 
 import esper
 from esper.cli import main
@@ -56,6 +59,16 @@ def test_the_window_shows_state_grid_curve_and_the_chosen_environment(run):
     for env in range(10):
         (line,) = [line for line in lines if line[:5] == f"{env:>4} "]
         assert [line[5 + 3 * slot] for slot in range(stages.shape[1])] == [signs[stage] for stage in stages[env]]
+
+
+def test_the_head_says_how_long_training_waits_for_examples_that_are_read_ahead(tmp_path):
+    x = torch.randn(500, 6, generator=torch.Generator().manual_seed(0))
+    host = esper.mlp(inputs=6, width=8, classes=3)
+    task = esper.task("t", TensorDataset(x, x[:, :3].argmax(1)), host=host, classes=3, stream=True)
+    settings = {"envs": 2, "steps": 3, "models": "none", "baselines": [], "data": {"batches_per_step": 2}}
+    esper.grow(task, settings, run=tmp_path / "run", progress=False)
+    screen = "\n".join(driven(tmp_path / "run"))
+    assert re.search(r"seeds: \d+ planted, .*; reading \d+ %, p95 [\d.e-]+ ms", screen)
 
 
 def test_keys_move_through_the_population_and_change_what_is_shown(run):

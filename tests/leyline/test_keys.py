@@ -1,12 +1,14 @@
 """Keyed randomness: the published hash, the same numbers in NumPy and torch, and what a key depends on."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.leyline.data.keys import Purpose, key, mix, permutations, scalar, uniform
+from esper.leyline.data.keys import Purpose, key, mix, permutations, permuted, scalar, uniform
 
 CPU = torch.device("cpu")
 GAMMA = 0x9E3779B97F4A7C15
@@ -129,3 +131,25 @@ def test_a_permutation_does_not_depend_on_how_long_others_are():
         alone = permutations(keys[row : row + 1], np.array([size]), CPU)[0]
         assert torch.equal(mixed[row, :size], alone)
         assert sorted(alone.tolist()) == list(range(size))
+
+
+@given(st.integers(1, 300), INT64)
+@settings(max_examples=60, deadline=None)
+def test_a_computed_permutation_takes_every_index_to_another(size, seed):
+    assert sorted(permuted(key(seed), size, np.arange(size)).tolist()) == list(range(size))
+
+
+def test_computed_permutations_are_those_of_each_key_and_index_alone():
+    keys, index = key(np.arange(3))[:, None], np.array([0, 5, 99_999])
+    together = permuted(keys, 100_000, index)
+    assert all(together[i, j] == permuted(keys[i], 100_000, index[j : j + 1])[0] for i in range(3) for j in range(3))
+
+
+def test_the_images_of_two_indices_are_uniform_and_independent_over_keys():
+    keys, cells, size = key(np.arange(40_000)), 20, 70_000
+    images = [permuted(keys, size, np.array(index)) for index in (0, 1, 264, 265, size - 1)]
+    for one, other in itertools.combinations(images, 2):
+        counts = np.histogram2d(one, other, bins=cells, range=[[0, size]] * 2)[0]
+        expected = len(keys) / cells**2
+        chi_square = ((counts - expected) ** 2 / expected).sum()  # 399 degrees of freedom: 399 +- 28
+        assert 399 - 5 * 28 < chi_square < 399 + 5 * 28

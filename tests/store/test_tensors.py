@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from esper.store.tensors import to_parts
+from esper.store.tensors import flatten, to_parts
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 DTYPES += [torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool]
@@ -71,3 +71,15 @@ def test_the_values_are_not_copied():
 def test_a_dtype_that_no_file_holds_is_named():
     with pytest.raises(TypeError, match=r"^weird is of torch\.complex64"):
         to_parts({"weird": torch.zeros(3, dtype=torch.complex64)})
+
+
+def test_a_second_copy_takes_the_memory_of_the_first_where_it_fits_and_none_of_what_it_copies():
+    tree = {"same": torch.arange(4.0), "longer": torch.zeros(2), "expanded": torch.ones(1).expand(3)}
+    first, _ = flatten(tree, into={})
+    held = {name: tensor.data_ptr() for name, tensor in first.items()}
+    tree = {"same": torch.ones(4), "longer": torch.ones(3), "expanded": torch.zeros(1).expand(3), "new": torch.ones(1)}
+    second, plain = flatten(tree, into=first)
+    assert all(torch.equal(second[name], tensor) for name, tensor in tree.items())
+    assert [name for name in held if second[name].data_ptr() == held[name]] == ["same", "expanded"]
+    assert all(second[name].data_ptr() != tensor.data_ptr() for name, tensor in tree.items())
+    assert plain == flatten(tree)[1]

@@ -281,8 +281,8 @@ def test_an_example_that_cannot_be_used_is_named_when_it_is_read(event, kind, wo
         ),
         (
             labelled(),
-            {"classes": 3, "workers": 2},
-            "workers was given, but a task with stream=True reads examples batch by",
+            {"classes": 3, "workers": -1},
+            "workers is -1; give a number of processes, or 0 to read in this one",
         ),
         (labelled(), {"classes": 3, "stream": 1}, "stream is 1; give True or False"),
         (labelled(), {"classes": 3, "length": 8}, "length is 8, but no tokens are cut into windows; leave length out"),

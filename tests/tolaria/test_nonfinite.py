@@ -122,7 +122,7 @@ def test_of_a_mixture_the_instance_is_named_and_loses_its_example_alone():
         VectorizedEngine(mixture(), asked())
     with pytest.warns(DataWarning, match=r"^the train split of instance 2 of three holds"):
         engine = VectorizedEngine(mixture(), asked("skip"))
-    assert engine.population.feed.sizes.tolist() == [40, 40, 39]
+    assert engine.population.feed.orders.sizes.tolist() == [40, 40, 39]
 
 
 def test_a_task_of_ones_own_leaves_them_out_where_its_defaults_say_so():

@@ -3,8 +3,12 @@
 import pytest
 import torch
 from device_reads import counted_reads
+from torch.utils.data import TensorDataset
 
-from esper.leyline.lifecycle.actions import Op
+import esper
+from esper.leyline.lifecycle.actions import Actions, Op
+from esper.tasks.hosts.factories import MLP
+from esper.tolaria.engine import VectorizedEngine
 from populations import Journalled, Script, blobs, small_config
 
 
@@ -61,3 +65,27 @@ def test_the_counter_sees_a_read():
         torch.arange(4).nonzero()
         float(torch.ones(()))
     assert {"nonzero", "__float__"} <= {what for what, _ in reads}
+
+
+def test_the_counter_sees_a_copy_to_a_device_that_blocks_and_none_that_does_not():
+    held = torch.empty(4, device="meta")
+    with counted_reads() as reads:
+        torch.ones(4).to("meta", non_blocking=True)
+        held.copy_(torch.ones(4), non_blocking=True)
+    assert reads == []
+    with counted_reads() as reads:
+        torch.ones(4).to("meta")
+        held.copy_(torch.ones(4))
+    assert [what for what, _ in reads] == ["copy to the device that blocks"] * 2
+
+
+def test_a_step_on_examples_that_are_read_ahead_reads_the_device_once():
+    x = torch.randn(700, 6, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, x[:, :3].argmax(1))
+    task = esper.task("t", data, host=MLP(6, 8, (3, 5), 3), classes=3, stream=True)
+    engine = VectorizedEngine(task, small_config())
+    engine.reset()
+    for _ in range(2):  # more batches than are read ahead
+        with counted_reads() as reads:
+            engine.step(Actions.wait(3))
+        assert [site for _, site in reads] == ["runtime.py:read_packet"]

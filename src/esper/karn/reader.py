@@ -463,6 +463,7 @@ class Grown(Summary):
     seconds: float
     env_steps_per_second: Value
     phase_seconds: NotRequired[dict[str, float]]
+    reading_p95: NotRequired[float]
 
 
 class FinishedTraining(Summary):

@@ -393,6 +393,9 @@ class RunModel:
         # The history of the episode.
         self._steps: list[tuple[Any, ...]] = []  # the fields of Population but the last
         self._changes: list[LifecycleRow] = []  # of that episode, and of later ones
+        # of the last row of phases: share of the time in which training waited for batches, and 95th percentile of these waits
+        # [seconds]; None where all examples are in memory
+        self.reading: tuple[float, float] | None = None
         self._measured_episode = -1  # of the next four
         self._measured: list[tuple[int, Floats]] = []  # step, contributions
         self._worth: dict[str, Floats] = {}  # the last Shapley values and interactions
@@ -533,6 +536,9 @@ class RunModel:
         """Measurements, sensors and times of a step, which comes before or after the row of that step."""
         if isinstance(row, MeasurementRow) and row.contribution_means is not None and row.contribution_ses is not None:
             self._contributions, self._errors = _floats(row.contribution_means), _floats(row.contribution_ses)
+        if isinstance(row, PhasesRow) and row.reading_p95 is not None:
+            whole = sum(row.phase_seconds.values())
+            self.reading = row.phase_seconds.get("reading", 0.0) / whole if whole else NAN, row.reading_p95
         if not self.history:
             return
         if row.episode != self._measured_episode:

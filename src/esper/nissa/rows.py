@@ -284,10 +284,17 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
     phase_seconds: Annotated[
         Mapping[str, float],
         about(
-            "by phase: its time in all of these steps, to 4 digits; deciding is the controller, and writing the wait "
-            "for the rows of the step before [seconds]"
+            "by phase: its time in all of these steps, to 4 digits; deciding is the controller, reading the wait of training "
+            "for batches that are not in memory, and writing the wait for the rows of the step before [seconds]"
         ),
     ]
+    reading_p95: Annotated[
+        float | None,
+        about(
+            "the wait for a batch that 95 % of those of these steps did not exceed, up to 5 % too high; null where all "
+            "examples are in memory [seconds]"
+        ),
+    ] = None
     device_reads: Annotated[
         Count,
         about("reads of the device in all of these steps: 1 a step, and 1 more where an environment was restored"),

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from esper.leyline.lifecycle.view import View
 from esper.leyline.progress import ProgressWatch, Silent
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
+from esper.nissa.events import digits
 from esper.nissa.outputs import Output
 from esper.runs.baselines import BaselineResult, as_record, cut_off, grown_of, train_baselines
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
@@ -48,7 +50,7 @@ from esper.tolaria.early_stopping import UNDER_WAY, stopping_figures
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, play
-from esper.tolaria.runtime import PhaseTimer, resolve_device
+from esper.tolaria.runtime import PhaseTimer, Waits, resolve_device
 from esper.tolaria.stacked.population import check_place
 
 
@@ -80,6 +82,7 @@ def grow(
     with (
         Interrupt(watch.answer) as interrupt,
         RunFolder(folder, config, watch.note, interrupt, opening, [task], outputs) as run,
+        ExitStack() as readers,
     ):
         try:
             what = f"{counted(config.envs * (1 + config.twin), 'network')} at data.batch_size {config.data.batch_size}"
@@ -87,6 +90,7 @@ def grow(
             timer = PhaseTimer(resolve_device(config.device), what)
             with timer.memory("while the data and the networks were set up", lower):
                 engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
+                readers.callback(engine.population.close)
                 episode = Episode(task, config, client, engine, run, watch, started)
                 journal = Journal(engine, run.hub)
                 # checked now, so that the run does not fail at its end
@@ -125,6 +129,9 @@ def grow(
                 summary = _close(episode, journal, interrupt, status)
         except KeyboardInterrupt:
             # a further SIGINT, which ends the process at once
+            if episode.unsaved:
+                watch.answer("interrupted again: the last whole step is saved; another Ctrl-C leaves that out")
+                episode.broken()
             run.hub.emit(row("interrupted"))
             watch.answer("interrupted again: the run ends at once, without a summary")
             raise
@@ -175,7 +182,7 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
             *unfinished(episode.view, config.gates, episode.attempts.allowed_last),
             *thin_splits(task),
         ]
-    phases = {**engine.timer.seconds, "writing": run.hub.seconds}
+    phases, waits = {**engine.timer.seconds, "writing": run.hub.seconds}, engine.population.waits
     summary = {
         **episode.settings(),
         "status": status,
@@ -196,6 +203,7 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
         "seconds": round(seconds, 3),
         "env_steps_per_second": round(engine.rows * episode.steps / episode.seconds, 1) if episode.steps else None,
         "phase_seconds": {name: round(seconds, 4) for name, seconds in phases.items()},
+        **({} if waits is None or not episode.steps else {"reading_p95": digits(Waits.p95(waits.counts))}),
     }
     if status == "failed":
         summary["error"] = describe_error(RolledBack(engine.governor.record.counts()["rollbacks"]))
@@ -219,8 +227,8 @@ class Episode(Observer):
     steps: int = 0
     seconds: float = 0.0  # duration of the steps alone
     before: float = 0.0  # duration of the run before it was resumed [seconds]
-    # a copy of the state after the last step, as `flatten` returned it, and the steps until then, if examples are read by batch:
-    # reading may fail within a step
+    # the steps so far and a copy of the state after them, as `flatten` returned it, if examples are read by batch: reading may
+    # fail within a step
     whole: tuple[int, tuple[dict[str, Tensor], Any]] | None = None
 
     def begin(self) -> None:
@@ -252,7 +260,9 @@ class Episode(Observer):
         if store is not None and store.due(self.steps):
             self.save()
         if store is not None and self.engine.population.data.problems[0].source is not None:
-            self.whole = self.steps, flatten({**self.run.hub.state(), **self._state()})
+            earlier, self.whole = self.whole, None  # which is no whole state while it is written over
+            into = {} if earlier is None else earlier[1][0]
+            self.whole = self.steps, flatten({**self.run.hub.state(), **self._state()}, into=into)
         return True
 
     def stepped(self, step: Step) -> None:
@@ -266,12 +276,18 @@ class Episode(Observer):
         rollbacks = int(self.engine.governor.record.found.sum())
         self.watch.step(step.after, self.engine.rows * self.steps / self.seconds, rollbacks)
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether the last whole step is known and no checkpoint has it."""
+        return self.whole is not None and self.store is not None and self.whole[0] > self.store.last
+
     def broken(self) -> None:
         """Write a checkpoint of the last whole step, if it is known."""
-        store = self.store
-        if self.whole is None or store is None or self.whole[0] == store.last:
+        if not self.unsaved:
             return
-        steps, copied = self.whole
+        assert self.whole is not None, "it is not saved"
+        assert self.store is not None, "nothing is saved without"
+        (steps, copied), store = self.whole, self.store
         try:
             self.run.hub.flush()
             store.write(steps, unflatten(*copied))

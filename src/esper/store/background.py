@@ -4,8 +4,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
+from typing import Any, TypeVar
 
-Job = tuple[Callable[[], None], Future[None]]
+Result = TypeVar("Result")
+Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class Background:
@@ -19,13 +21,13 @@ class Background:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name="background", daemon=True)
-        self._newest: Future[None] | None = None
+        self._newest: Future[Any] | None = None
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
-        """Run a job after the earlier ones. The future holds the error that it raises. Not allowed after `close`."""
+    def submit(self, job: Callable[[], Result]) -> Future[Result]:
+        """Run a job after the earlier ones. The future holds its result or error. Not allowed after `close`."""
         if self._newest is None:
             self._thread.start()
-        done: Future[None] = Future()
+        done: Future[Result] = Future()
         self._newest = done
         self._jobs.put((job, done))
         return done
@@ -43,9 +45,7 @@ def _work(jobs: "SimpleQueue[Job | None]") -> None:
     while (entry := jobs.get()) is not None:
         job, done = entry
         try:
-            job()
+            done.set_result(job())
         except BaseException as error:
             done.set_exception(error)  # raised by Future.result
-        else:
-            done.set_result(None)
         del entry, job, done  # they hold large arrays

@@ -61,8 +61,11 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def flatten(tree: Any, name: str = "") -> tuple[dict[str, Tensor], Any]:
+def flatten(tree: Any, name: str = "", into: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], Any]:
     """The arrays and tensors of a tree by dotted name, copied to the CPU, and the tree as JSON with names in their place.
+
+    With `into`, tensors of an earlier call, copies of tensors stay on their device, and take the memory of the earlier ones where
+    shape and dtype are the same. This does not wait for the device.
 
     `unflatten` is the bitwise inverse, except that tuples become lists. TypeError if a leaf is not allowed in a `Tree`.
     """
@@ -75,6 +78,10 @@ def flatten(tree: Any, name: str = "") -> tuple[dict[str, Tensor], Any]:
 
     def walk(value: Any, name: str) -> Any:
         match value:
+            case Tensor() if into is not None:
+                old, new = into.get(name), value.detach()
+                fits = old is not None and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+                return put(old.copy_(new) if old is not None and fits else new.clone(), name, _TENSOR)
             case Tensor():
                 return put(value.detach().to("cpu", copy=True).contiguous(), name, _TENSOR)
             case np.ndarray():

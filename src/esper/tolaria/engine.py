@@ -321,8 +321,12 @@ class Engine(Generic[P]):
         refused = self.apply(actions, reasons)
         while further is not None and (more := further(self.view(), refused)) is not None:
             refused = self._carry_out(*more)
+        waits = self.population.waits
+        waited = 0.0 if waits is None else waits.seconds
         with self.timer.phase("train"):
             self.population.train(self.state.seeds, parameter_norms=self.parameter_norms)
+        if waits is not None:
+            self.timer.move(waits.seconds - waited, "train", "reading")
         self.parameter_norms = False
         return self.close()
 
@@ -593,6 +597,7 @@ class VectorizedEngine(Engine[StackedPopulation]):
         value = state.scores.metric if config.objective == "metric" else -state.scores.loss
         compute = state.step - begin + state.compute.seeds[envs] - before
         self.state.trial = np.bincount(proposed.env, compute, len(self._env)).astype(np.float64)
+        copies.population.close()
         return objective(value[envs], view.added_params, view.host_params, config.rent, config.rent_size)
 
     def __repr__(self) -> str:

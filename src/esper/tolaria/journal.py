@@ -41,6 +41,7 @@ from esper.tolaria.engine import Engine, Trace
 from esper.tolaria.measure.coalitions import attribute
 from esper.tolaria.play import Decision, Observer, Step
 from esper.tolaria.population import Population
+from esper.tolaria.runtime import Waits
 from esper.tolaria.seed_history import GATES
 
 _SAMPLES = 30  # rows of sensors and of phases in an episode, if the config says nothing else
@@ -74,6 +75,8 @@ class Journal(Observer):
         self._spent: dict[str, float] = {}  # seconds by phase before the step
         self._phases: dict[str, float] = {}  # seconds by phase of the steps since the last row
         self._covered = self._reads = 0  # number of these steps, and their reads of the device
+        self._waits_before = self._counts()  # waits for batches before the step
+        self._waits = np.zeros_like(self._waits_before)  # those in the steps since the last row
         self._written = hub.seconds  # of the outputs, up to the last step
         telemetry, config = engine.config.telemetry, engine.config
         self._every = telemetry.sensor_rows_every or math.ceil(config.steps / _SAMPLES)
@@ -82,7 +85,7 @@ class Journal(Observer):
 
     def going(self, view: View) -> bool:
         """Note the time before a step, and ask for the norms of each parameter if the row of this step is to have them."""
-        self._spent = dict(self.engine.timer.seconds)
+        self._spent, self._waits_before = dict(self.engine.timer.seconds), self._counts()
         full = self.hub.level == "debug" and self.hub.wants(GradientsRow)
         self.engine.parameter_norms = full and self._gradients_due(view.step + 1, full)
         return True
@@ -141,10 +144,15 @@ class Journal(Observer):
         for name, seconds in {"deciding": step.deciding, "writing": writing, **spent}.items():
             self._phases[name] = self._phases.get(name, 0.0) + seconds
         self._covered, self._reads = self._covered + 1, self._reads + trace.reads
+        self._waits += self._counts() - self._waits_before
         if full or number % self._every == 0 or outcome.terminal:
             phases = {name: float(f"{seconds:.4g}") for name, seconds in self._phases.items()}
-            yield PhasesRow(**place, covered=self._covered, phase_seconds=phases, device_reads=self._reads)
+            p95 = digits(Waits.p95(self._waits)) if self._waits.any() else None
+            yield PhasesRow(
+                **place, covered=self._covered, phase_seconds=phases, reading_p95=p95, device_reads=self._reads
+            )
             self._phases, self._covered, self._reads = {}, 0, 0
+            self._waits[:] = 0
         if self._gradients_due(number, full):
             host, seeds = (
                 {name: rounded(norms[:envs]) for name, norms in by_name.items()} or None
@@ -157,6 +165,11 @@ class Journal(Observer):
                 host_parameter_gradients=host,
                 seed_parameter_gradients=seeds,
             )
+
+    def _counts(self) -> NDArray[np.int64]:
+        """The waits for batches so far, by their length; empty where all examples are in memory."""
+        waits = self.engine.population.waits
+        return np.zeros(0, np.int64) if waits is None else waits.counts.copy()
 
     def _gradients_due(self, number: int, full: bool) -> bool:
         """Whether a step has a row of gradients. number: of the step, counted from 1; full: whether the level is debug."""

@@ -17,6 +17,7 @@ from esper.leyline.config.tree import Config
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, Space
 from esper.tolaria.measure.coalitions import Coalitions
+from esper.tolaria.runtime import Waits
 
 Indices = NDArray[np.int64]
 
@@ -100,6 +101,10 @@ class Population(Protocol):
     space: Space  # costs, widths and bounds of all rows; known once an episode has begun
     host_params: Indices  # (R,) parameters of the hosts; known once an episode has begun
     label: str  # the population in words, for messages
+
+    @property
+    def waits(self) -> Waits | None:
+        """The waits of training for batches to be read; None where all examples are in memory."""
 
     @property
     def fresh(self) -> Sequence[Indices]:

@@ -87,6 +87,10 @@ class FormulaPopulation:
         )
         self._draw_for(instance, 0)
 
+    @property
+    def waits(self) -> None:
+        """None: nothing is read."""
+
     def begin(self, instance: Indices, episode: int) -> None:
         """Draw an episode of these instances (R,)."""
         self.space = self.space._replace(instance=instance)

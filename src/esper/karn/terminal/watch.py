@@ -265,6 +265,10 @@ class Watch(App[None]):
             hours, minutes = divmod(minutes, 60)
             short = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
             ahead = f", about {f'{hours} h {minutes} min' if hours else short} left"
+        reading = ""
+        if model.reading is not None:
+            share_of_time, p95 = model.reading
+            reading = f"; reading {100 * share_of_time:.0f} %, p95 {1000 * p95:.3g} ms"
         assert model.last is not None
         failed = f": {printable(model.last.error)}" if model.last.error else ""
         planted, kept, pruned = (model.counts[f"seeds/{fate}"] for fate in ("planted", "kept", "pruned"))
@@ -272,7 +276,7 @@ class Watch(App[None]):
             f"{name}: {printable(head.task)}, {printable(head.controller)}, {counted(head.envs, 'environment')}, "
             f"{head.device}: {self.state}{failed}\n"
             f"[{bar}] {unit} {done} of {whole}{ahead}\n"
-            f"seeds: {planted} planted, {kept} kept, {pruned} pruned; {counted(len(model.rollbacks), 'rollback')}"
+            f"seeds: {planted} planted, {kept} kept, {pruned} pruned; {counted(len(model.rollbacks), 'rollback')}{reading}"
         )
 
     def curve(self, width: int, height: int) -> str:

@@ -59,7 +59,7 @@ class Rows:
     def state(self, envs: Indices) -> dict[str, Any]:
         """Return what is saved of environments (n,)."""
         index = torch.from_numpy(envs)
-        columns = {name: column[index.to(column.device)] for name, column in self.columns.items()}
+        columns = {name: column[index.to(column.device, non_blocking=True)] for name, column in self.columns.items()}
         return {"columns": columns, "steps": self.steps[envs]}
 
     def load_state(self, state: dict[str, Any], stack: Stack, envs: Indices) -> None:

@@ -88,6 +88,9 @@ class DataConfig(Section):
     microbatch: int = Field(0, ge=0)
     """largest number of examples of a batch whose activations are in memory at one time; 0 takes the whole batch (`esper docs
     precision`) [examples]"""
+    read_ahead: int = Field(2, ge=0, le=1024)
+    """batches of a task with stream=True that are read before training needs them, by a thread or by the workers of the task; 0
+    reads each batch when it is needed (`esper docs tasks`) [batches]"""
     nonfinite: Literal["stop", "skip"] = "stop"
     """examples that hold NaN or an infinite value: stop ends the run and names them, skip leaves them out"""
 

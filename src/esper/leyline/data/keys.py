@@ -5,6 +5,8 @@ Adding environments, workers or telemetry therefore cannot change an existing tr
 NumPy and torch share bit for bit, on every device.
 """
 
+import math
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -105,3 +107,37 @@ def permutations(keys: NDArray[np.int64], sizes: NDArray[np.int64], device: torc
     place = torch.arange(length, device=device)
     sent, ends = (torch.from_numpy(values).to(device, non_blocking=True)[:, None] for values in (keys, sizes))
     return mix(sent ^ mix(place)[None]).masked_fill(place >= ends, last).argsort(dim=1)
+
+
+ROUNDS = 4
+"""Rounds of the network of `permuted`, from which on it cannot be told from a random permutation (Luby and Rackoff, 1988)."""
+
+
+_POSITIVE = np.int64((1 << 63) - 1)
+
+
+def permuted(keys: NDArray[np.int64], size: int, index: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where a permutation of range(size), one for each key, takes an index, without computing the others.
+
+    A Feistel network permutes the pairs of range(width), width = ceil(sqrt(size)), of which there are at most 2 width more than
+    indices: index = left * width + right, and each round takes
+
+        (left, right) -> (right, (left + hash(key, round, right)) mod width)
+
+    An image of `size` or more is permuted again, until it is smaller (J. Black and P. Rogaway, "Ciphers with arbitrary finite
+    domains", CT-RSA 2002). keys, index: integers that broadcast; returns int64 of their common shape.
+    """
+    width = math.isqrt(size - 1) + 1
+    keys, index = np.broadcast_arrays(keys, index)
+    rounds = [mix(keys ^ number) for number in range(ROUNDS)]
+
+    def network(rounds: Sequence[NDArray[np.int64]], index: NDArray[np.int64]) -> NDArray[np.int64]:
+        left, right = np.divmod(index, width)
+        for own in rounds:
+            left, right = right, (left + (mix(own ^ right) & _POSITIVE) % width) % width
+        return left * width + right
+
+    image = network(rounds, index)
+    while (outside := image >= size).any():
+        image[outside] = network([own[outside] for own in rounds], image[outside])
+    return image

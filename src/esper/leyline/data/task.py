@@ -38,7 +38,18 @@ class Split(NamedTuple):
 
 
 class Source(Protocol):
-    """The examples of a train split by their place in it, read when a batch needs them. A place always holds the same example."""
+    """The examples of a train split by their place in it, read batch by batch. A place always holds the same example.
+
+    One thread of a process calls `read` at a time, and not always the same one.
+    """
+
+    @property
+    def workers(self) -> int:
+        """Processes that read the batches of a training ahead of it; with 0 a thread of its process does."""
+
+    @property
+    def name(self) -> str:
+        """What messages call the examples."""
 
     def __len__(self) -> int:
         """The number of training examples."""

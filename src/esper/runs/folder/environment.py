@@ -199,7 +199,7 @@ def _feed(digest: "hashlib._Hash", value: Any, depth: int) -> None:
             _feed(digest, value.state_dict(), depth)
         case _ if is_dataclass(value) and depth and not isinstance(value, type):
             digest.update(f"<{type(value).__qualname__}".encode())
-            for part in fields(value):
+            for part in (each for each in fields(value) if each.compare):
                 _feed(digest, getattr(value, part.name), depth - 1)
         case _:
             digest.update(f"<{getattr(value, '__qualname__', type(value).__qualname__)}".encode())

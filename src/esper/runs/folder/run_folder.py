@@ -371,14 +371,13 @@ class RunFolder:
                 if number is None
                 else f"continues after step {number:,}, that of the last checkpoint"
             )
-            if isinstance(error, OutOfMemory | DataFault | UserCodeError):
+            if isinstance(error, OutOfMemory | DataFault | UserCodeError | InputError):
                 raise type(error)(f"{error}; {command} {place}") from error.__cause__
-            if not isinstance(error, InputError):
-                error.add_note(
-                    f"The run in {self.path} has the status failed. Correct the error; then `{command}` {place}. If the task or "
-                    f"the controller was an object made in Python, call {resume_call(self.path, (), ('task', 'controller'))} "
-                    "instead."
-                )
+            error.add_note(
+                f"The run in {self.path} has the status failed. Correct the error; then `{command}` {place}. If the task or "
+                f"the controller was an object made in Python, call {resume_call(self.path, (), ('task', 'controller'))} "
+                "instead."
+            )
             raise
 
     def _write(self, path: Path, content: str) -> None:

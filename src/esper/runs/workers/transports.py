@@ -146,8 +146,9 @@ def unpickled(content: bytes) -> Any:
         ) from None
 
 
-def serve_pickled(connection: Connection, content: bytes, device: str | None) -> None:
-    """Be an actor of a learner that is at the other end of a connection."""
+def serve_pickled(connection: Connection, content: bytes, device: str | None, method: str) -> None:
+    """Be an actor of a learner at the other end of a connection. Processes that it starts, as to read, begin by `method`."""
+    multiprocessing.set_start_method(method, force=True)
     serve(connection, lambda: unpickled(content)(device))
 
 
@@ -183,7 +184,9 @@ class ProcessTransport:
         ours, theirs = self._context.Pipe()
         device = self._devices[actor % len(self._devices)]
         process = self._context.Process(
-            target=serve_pickled, args=(theirs, self._content, device), name=f"actor-{actor}"
+            target=serve_pickled,
+            args=(theirs, self._content, device, multiprocessing.get_start_method()),
+            name=f"actor-{actor}",
         )
         # For the fork server, if it is started now. Some libraries make their threads when they are imported.
         variables = {"OMP_NUM_THREADS": "1", _SOCKET_FOLDER: get_temp_dir()}

@@ -103,7 +103,8 @@ def task_from(
     fractions, seed: fractions of the examples in these splits, and the seed by which they are dealt, stratified by class.
     standardize: True: hosts read and return (value - mean) / deviation over the train split; 'features' leaves targets alone.
     summary, defaults: a line for `esper tasks`, and nested config of the task, over which the user's own takes precedence.
-    workers: processes of torch's DataLoader that read a Dataset; 0 reads it in this process, to the same result.
+    workers: processes of torch's DataLoader that read a Dataset, or with stream=True its batches before training needs them; 0
+    reads it in this process, to the same result.
     length: positions of a window of tokens; None takes that of a transformer host.
     stream: True leaves training examples in the Dataset or memmap, to be read when a batch needs them.
     plain: plain(parameters) returns a factory of hosts of at least that size, for the baseline `plain`; None derives one.

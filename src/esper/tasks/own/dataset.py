@@ -1,21 +1,21 @@
 """Datasets: a user's, read once and in full or batch by batch, and windows of tokens. N examples, L positions of a window."""
 
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from esper.leyline.data.arrays import as_tensor, real
 from esper.leyline.data.batches import Batch, leaf_names, leaves, map_leaves, shapes
 from esper.leyline.data.task import Label, Split, nonfinite
-from esper.leyline.errors import InputError, UserCodeError, first_line, typed_line
+from esper.leyline.data.workers import read_by_workers
+from esper.leyline.errors import InputError, UserCodeError, typed_line
 from esper.tasks.hosts.factories import GRU, Transformer
 from esper.tasks.hosts.feedforward import is_size
 from esper.tasks.own.labels import Kind, read_target, read_y
@@ -85,69 +85,17 @@ def _stacked(indices: Sequence[int], examples: Iterable[Example]) -> tuple[Batch
 def _by_workers(dataset: Dataset[Any], count: int, workers: int) -> Iterator[Example]:
     """Every example in order, read by worker processes. InputError if a worker cannot be started, or ends."""
     chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
-    loader = DataLoader(
-        _Chunks(dataset, torch.get_default_dtype()),
-        batch_size=None,
-        sampler=chunks,
-        num_workers=workers,
-        collate_fn=_identity,
-        generator=torch.Generator(),  # seeds the workers without a draw from the caller's random state
-    )
-    done = 0
-    try:
-        for chunk in loader:
-            if isinstance(chunk, str):
-                raise InputError(chunk)
-            if isinstance(chunk, tuple):
-                sentence, trace = chunk
-                raise UserCodeError(sentence) from RuntimeError(f"in the worker:\n{trace}")
-            yield from pytree.tree_map(_Packed.tensor, chunk, is_leaf=lambda node: isinstance(node, _Packed))
-            done += len(chunk)
-    except (InputError, UserCodeError):
-        raise
-    except Exception as error:  # a worker ended, or could not be started
-        raise InputError(
-            f"a worker ended while it read the {type(dataset).__name__}, after {done} of {count} examples: {first_line(error)}; "
-            "give workers=0 to see which example it is, or fewer workers where memory ran out"
-        ) from error
+    read = partial(_pairs, dataset, torch.get_default_dtype())
+
+    def done(chunks: int) -> str:
+        return f"{min(chunks * CHUNK, count)} of {count} examples"
+
+    for pairs in read_by_workers(read, chunks, workers, type(dataset).__name__, done):
+        yield from pairs
 
 
-class _Packed(NamedTuple):
-    """A tensor as bytes, which are sent through a pipe. Tensors would need shared memory and open file descriptors."""
-
-    content: NDArray[np.uint8]
-    dtype: torch.dtype
-    shape: torch.Size
-
-    def tensor(self) -> Tensor:
-        return torch.from_numpy(self.content).view(self.dtype).reshape(self.shape)
-
-
-class _Chunks(Dataset[Any]):
-    """A Dataset that a worker reads several indices at a time.
-
-    An item is a list of packed pairs; or the text of an error, and for an error of the Dataset its traceback too, because some
-    exceptions cannot be pickled.
-    """
-
-    def __init__(self, dataset: Dataset[Any], dtype: torch.dtype) -> None:
-        self.dataset, self.dtype = dataset, dtype
-
-    def __getitem__(self, indices: Sequence[int]) -> list[Any] | str | tuple[str, str]:
-        try:
-            pairs = [_pair(self.dataset, index, self.dtype) for index in indices]
-        except InputError as error:
-            return str(error)
-        except UserCodeError as error:
-            return str(error), "".join(traceback.format_exception(error.__cause__))
-        packed: list[Any] = pytree.tree_map(
-            lambda tensor: _Packed(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape), pairs
-        )
-        return packed
-
-
-def _identity(chunk: Any) -> Any:
-    return chunk
+def _pairs(dataset: Dataset[Any], dtype: torch.dtype, indices: Iterable[int]) -> list[Example]:
+    return [_pair(dataset, index, dtype) for index in indices]
 
 
 def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> Example:
@@ -214,6 +162,13 @@ class DatasetSource:
     like: Split | None = (
         None  # examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
     )
+    # processes that read the batches of a training ahead of it; no part of what the examples are, and not compared in a resume
+    workers: int = field(default=0, compare=False)
+
+    @property
+    def name(self) -> str:
+        """What messages call the Dataset."""
+        return type(self.dataset).__name__
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -229,7 +184,10 @@ class DatasetSource:
         labels = read_y(y)
         # A few rows of labels for positions can look one-hot, which the first examples did not.
         positions = self.classes is not None and self.like is not None and self.like.y.dim() > 1
-        values, names = read_target(labels.reshape(-1) if positions else labels, self.kind, self.classes)
+        try:
+            values, names = read_target(labels.reshape(-1) if positions else labels, self.kind, self.classes)
+        except InputError as error:
+            raise InputError(f"a batch of the {self.name} with example {index[0]} cannot be used: {error}") from None
         values = values.reshape(labels.shape) if positions else values
         bad = nonfinite(Split(x, values))
         self._refuse(bad, index, "holds a NaN or infinite number; replace it in the Dataset, or leave the example out")
@@ -244,11 +202,11 @@ class DatasetSource:
     def _refuse(self, bad: Tensor, index: NDArray[np.int64], reason: str) -> None:
         """Raise InputError for the first example that is marked in bad (n,) bool."""
         if bad.any():
-            raise InputError(f"example {index[int(bad.nonzero()[0])]} of the {type(self.dataset).__name__} {reason}")
+            raise InputError(f"example {index[int(bad.nonzero()[0])]} of the {self.name} {reason}")
 
     def _as_like(self, x: Batch, y: Tensor, like: Split, index: NDArray[np.int64]) -> Split:
         """Examples in the dtypes of others. InputError if shapes differ, or fractions would be whole numbers."""
-        of = f"example {index[0]} of the {type(self.dataset).__name__}"
+        of = f"example {index[0]} of the {self.name}"
         if shapes(x) != shapes(like.x) or y.shape[1:] != like.y.shape[1:]:
             raise InputError(
                 f"{of} has features of shape {shapes(x)} and y of shape {tuple(y.shape[1:])}, and others have {shapes(like.x)} "

@@ -68,6 +68,8 @@ def read_examples(given: Given, host: Any, length: int | None) -> Examples:
     """Read, check and split examples. InputError if they cannot be used. Tokens without labels are cut into windows first."""
     if not isinstance(given.stream, bool):
         raise InputError(f"stream is {given.stream!r}; give True or False")
+    if isinstance(given.workers, bool) or not isinstance(given.workers, int) or given.workers < 0:
+        raise InputError(f"workers is {given.workers!r}; give a number of processes, or 0 to read in this one")
     if given.splits is not None:
         _check_split_names(given.splits)
     alone = given.splits.values() if given.x is None and given.splits is not None else [given.x]
@@ -81,8 +83,6 @@ def read_examples(given: Given, host: Any, length: int | None) -> Examples:
 def _in_memory(given: Given) -> Examples:
     """Read all examples at once, and split them by fractions, by indices, or as they come in four splits."""
     x, y, splits, workers = given.x, given.y, given.splits, given.workers
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
-        raise InputError(f"workers is {workers!r}; give a number of processes, or 0 to read in this one")
     parts: tuple[Indices, ...] | None = None
     if splits is None or x is not None:
         features, labels = _read(x, y, workers)
@@ -271,9 +271,12 @@ def _of_tokens(given: Given, host: Any, length: int | None) -> Examples:
         if splits is None and data.tokens.ndim == 1:
             parts = torch.arange(len(data)).split(list(_sizes(given, data)))
             splits = dict(zip(Splits._fields, parts, strict=True))
-    for name, value in (("sample_weights", given.sample_weights), ("workers", given.workers or None)):
-        if value is not None:
-            raise InputError(f"{name} was given, but windows of tokens take none; leave {name} out")
+    if given.sample_weights is not None:
+        raise InputError("sample_weights was given, but windows of tokens take none; leave sample_weights out")
+    if given.workers and not given.stream:
+        raise InputError(
+            f"workers is {given.workers}, but windows of tokens in memory need none; leave workers out, or set stream=True"
+        )
     x = None if given.x is None else data
     made = _streamed(given._replace(x=x, splits=splits, classes=data.vocabulary, kind="classification"))
     if not given.stream:  # the windows are known to be whole, and there is nothing else to check
@@ -285,10 +288,9 @@ def _of_tokens(given: Given, host: Any, length: int | None) -> Examples:
 
 def _streamed(given: Given) -> Examples:
     """Splits of Datasets, of which the train split stays in its Dataset. InputError for what needs all examples at once."""
-    if given.sample_weights is not None or given.workers:
-        name = "sample_weights" if given.sample_weights is not None else "workers"
+    if given.sample_weights is not None:
         raise InputError(
-            f"{name} was given, but a task with stream=True reads examples batch by batch; leave {name} out"
+            "sample_weights was given, but a task with stream=True reads examples batch by batch; leave sample_weights out"
         )
     regression = given.kind == "regression" and given.classes is None
     if given.classes is None and not regression:
@@ -320,7 +322,8 @@ def _streamed(given: Given) -> Examples:
     splits = Splits(train, *(source.read(np.arange(len(source))) for source in sources[1:]))
     for split in splits:
         check_examples(split.x, split.y, None if names is None else len(names))
-    return Examples(splits, names, sum(map(len, sources)), source=sources[0])
+    source = replace(sources[0], workers=given.workers)
+    return Examples(splits, names, sum(map(len, sources)), source=source)
 
 
 def _sizes(given: Given, dataset: Dataset[Any]) -> tuple[int, int, int, int]:

@@ -98,6 +98,10 @@ class LivePopulation:
             frozen=np.zeros(1, bool),  # set when growth begins
         )
 
+    @property
+    def waits(self) -> None:
+        """None: the loop reads its own batches."""
+
     def begin(self, instance: Indices, episode: int) -> None:
         """The network as it is, which has no seeds yet."""
         assert not self.grafts.planted(), "an episode begins without seeds"

@@ -4,6 +4,7 @@ E rows, n of them in a part, I data sets, N examples of the largest, B batch. Im
 channels last in memory, and as bytes if they were given as bytes.
 """
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,16 +16,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.data.batches import Batch, Shape, Shapes, cast, leaves, map_leaves, picked
-from esper.leyline.data.keys import Purpose, key, mix, permutations
+from esper.leyline.data.keys import Purpose, key, mix, permutations, permuted
 from esper.leyline.data.task import Pixels, Scaling, Source, Split, nonfinite, one_tensor
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
+from esper.tolaria.stacked.reading import BatchReader
 
 Indices = NDArray[np.int64]
 
 AHEAD = 16
 """Batches for which the orders of a row are drawn at once where they fit several epochs: hashing and sorting many short
 orders together takes a fraction of the time of one order after another."""
+LISTED = 2**16
+"""Most examples whose order of an epoch is drawn as a whole, which takes 8 bytes for each example and row."""
 
 
 class RowExamples(NamedTuple):
@@ -91,12 +95,88 @@ def stack_splits(
     return RowExamples(x, pooled.y.index_select(0, index), counts.to(dtype), real, pixels)
 
 
+class Orders:
+    """The order in which each row sees its examples, batch by batch.
+
+    It is a permutation keyed by (seed, instance, episode, epoch). Rows of one instance therefore share it, and it does not
+    depend on the number of rows. Each epoch gives a row the same number of full batches; the examples that are left over differ
+    from epoch to epoch. More than `LISTED` examples have an order that is computed for each batch and not held.
+    """
+
+    def __init__(
+        self,
+        sizes: Indices,
+        instance: Indices,
+        seed: int,
+        batch_size: int,
+        place: torch.device,
+        offset: Tensor | None = None,
+        episode: int = 0,
+    ) -> None:
+        """sizes (E,): examples of each row. instance (E,): key of its order. place: the device that receives the orders.
+
+        offset (E, 1, 1): what `at` adds to the examples of each row; None for nothing.
+        """
+        self.sizes, self._instance, self._seed, self._batch_size = sizes, instance, seed, batch_size
+        self._offset, self._episode = offset, episode
+        self.batches_per_epoch = sizes // batch_size  # (E,)
+        epochs = np.maximum(AHEAD // self.batches_per_epoch, 1)
+        # (E,) batches whose order is drawn at once: a period
+        self._batches = np.where(sizes > LISTED, AHEAD, epochs * self.batches_per_epoch)
+        self._alike = bool((self._batches == self._batches[0]).all())
+        # The batches of a period, row by row.
+        self._order = torch.zeros(len(sizes), int(self._batches.max()), batch_size, dtype=torch.int64, device=place)
+        self._place = self._order.device
+        self._first = np.arange(len(sizes)) * self._order.shape[1]  # (E,) the index of the first batch of each row
+        self._period = np.full(len(sizes), -1)
+        self._known = range(0)  # the batches of which every row has its order
+
+    def at(self, batch: int) -> Tensor:
+        """Return the examples (E, B) of every row in a batch; they are overwritten when the next period is drawn."""
+        if batch not in self._known:
+            period = batch // self._batches
+            stale = np.flatnonzero(period != self._period)
+            self._draw(stale, period[stale])
+            self._known = range(batch, int(((period + 1) * self._batches).min()))
+        if self._alike:
+            return self._order[:, batch % int(self._batches[0])]
+        place = torch.from_numpy(self._first + batch % self._batches).to(self._place, non_blocking=True)
+        return self._order.flatten(0, 1).index_select(0, place)
+
+    def of(self, rows: Indices, batches: Indices) -> Tensor:
+        """Return the examples (n, k, B) of some rows (n,) of one size, in batches (n, k) of their own."""
+        size, per_epoch = int(self.sizes[rows[0]]), int(self.batches_per_epoch[rows[0]])
+        epoch, position = np.divmod(batches, per_epoch)
+        if size > LISTED:
+            keys = self._keys(rows, epoch)[:, :, None]
+            place = position[:, :, None] * self._batch_size + np.arange(self._batch_size)
+            return torch.from_numpy(permuted(keys, size, place)).to(self._place, non_blocking=True)
+        first, last = int(epoch.min()), int(epoch.max())
+        keys = self._keys(rows, np.arange(first, last + 1)[None]).reshape(-1)
+        drawn = permutations(keys, np.full(len(keys), size), self._place)[:, : per_epoch * self._batch_size]
+        orders = drawn.reshape(len(rows), -1, self._batch_size)  # of whole epochs
+        index = torch.from_numpy(batches - first * per_epoch).to(self._place, non_blocking=True)
+        return orders.gather(1, index[:, :, None].expand(-1, -1, self._batch_size))
+
+    def _keys(self, rows: Indices, epoch: Indices) -> Indices:
+        return key(self._seed, Purpose.ORDER, self._instance[rows, None], self._episode, epoch)
+
+    def _draw(self, rows: Indices, period: Indices) -> None:
+        """Draw the orders of rows (n,) that begin a period (n,), those of one size at once."""
+        for size in np.unique(self.sizes[rows]).tolist():
+            same = self.sizes[rows] == size
+            own = rows[same]
+            length = int(self._batches[own[0]])
+            orders = self.of(own, period[same, None] * length + np.arange(length))
+            at = torch.from_numpy(own).to(self._place, non_blocking=True)
+            self._order[at, :length] = orders if self._offset is None else orders + self._offset[at]
+        self._period[rows] = period
+
+
 class SharedBatchIterator:
     """Batches for all rows at once, from train splits on the device, or from a source of which each batch is read.
 
-    The order of a row is a permutation keyed by (seed, instance, episode, epoch). Rows of one instance therefore share
-    it, and it does not depend on the number of rows. Each epoch gives a row the same number of full batches; the examples
-    that are left over differ from epoch to epoch. The position is one counter, `batch`; a resume only sets this counter.
+    `Orders` says which examples a row has in a batch. The position is one counter, `batch`; a resume only sets this counter.
     """
 
     x: Batch  # leaves (I N, ...) of all data sets
@@ -116,29 +196,42 @@ class SharedBatchIterator:
         weights: Sequence[Tensor] | None = None,
         dtype: torch.dtype | None = None,
         source: Source | None = None,
+        read_ahead: int = 0,
+        batches: int = sys.maxsize,
     ) -> None:
         """row (E,) names the split of each row, instance (E,) the key of its order.
 
-        Floating-point tensors have `dtype`, or torch's default dtype. With a `source`, each batch is read from it, and
-        the one split holds only its first examples. Raises InputError if a split has fewer examples than a batch.
+        Floating-point tensors have `dtype`, or torch's default dtype. With a `source`, each batch is read from it, up to
+        `read_ahead` batches before it is needed and none after the `batches` of an episode, and the one split holds only its
+        first examples. Raises InputError if a split has fewer examples than a batch.
         """
         splits, places = distinct_splits(splits)
         row = places[row]
-        self.sizes = np.array([len(split.y) if source is None else len(source) for split in splits])[row]
-        if self.sizes.min() < batch_size:
-            least = int(self.sizes.min())
+        sizes = np.array([len(split.y) if source is None else len(source) for split in splits])[row]
+        if sizes.min() < batch_size:
+            least = int(sizes.min())
             raise InputError(
                 f"the train split has {counted(least, 'example')}, fewer than data.batch_size ({batch_size}); "
                 f"set data.batch_size to {least} or less, or bring more data"
             )
         self._dtype = dtype or torch.get_default_dtype()
-        self._device, self._source = device, source
-        self._pool = partial(_pool, inputs=inputs, device=device, scaling=scaling, dtype=self._dtype)
+        self._device = device
+        pool = partial(_pool, inputs=inputs, scaling=scaling, dtype=self._dtype)
         longest = max(len(split.y) for split in splits)
-        self._hold(splits, longest)
+        self.x, self.y = _flat(pool(splits, longest, device=device))
+        self._types, self._type = map_leaves(lambda leaf: leaf.dtype, self.x), self.y.dtype
+        self.reader = None
         if source is None:
             # Whole numbers of 64 bits, such as tokens, are held in 32 bits where they fit; batches have 64.
             self.x, self.y = map_leaves(_narrowed, self.x), _narrowed(self.y)
+        else:
+            self.reader = BatchReader(
+                source,
+                lambda split: _flat(pool([split], len(split.y), device=torch.device("cpu"))),
+                ahead=read_ahead,
+                batches=batches,
+                pinned=device.type == "cuda",
+            )
         self._weights = None
         if weights is not None:
             assert source is None, "examples that are read by batch have no weights"
@@ -148,60 +241,47 @@ class SharedBatchIterator:
         if pixels is not None:
             self._canvas = torch.tensor(pixels.mean).round().to(torch.uint8).to(device)  # (C,) the border
         self._set, self._sets = row, len(splits)
-        self._offset = torch.from_numpy(row * longest).to(device)[:, None, None] if len(splits) > 1 else None
+        offset = torch.from_numpy(row * longest).to(device)[:, None, None] if len(splits) > 1 else None
         self._instance, self._seed = instance, seed
         self.batch_size = batch_size
-        self.batches_per_epoch = self.sizes // batch_size  # (E,)
-        self._epochs = np.maximum(AHEAD // self.batches_per_epoch, 1)  # (E,) whose orders are drawn at once: a period
-        self._batches = self._epochs * self.batches_per_epoch  # (E,) of a period
-        self._alike = bool((self._batches == self._batches[0]).all())
         # The order of a source is on the CPU, where the examples of a batch are read.
-        place, rows = self._device if self._source is None else torch.device("cpu"), len(self.sizes)
-        # The batches of a period, row by row: indices of examples among those of all rows.
-        self._order = torch.zeros(rows, int(self._batches.max()), batch_size, dtype=torch.int64, device=place)
-        self._first = np.arange(rows) * self._order.shape[1]  # (E,) the index of the first batch of each row
-        self._period = np.full(rows, -1)
+        place = device if source is None else torch.device("cpu")
+        self._orders = partial(Orders, sizes, instance, seed, batch_size, place, offset)
+        self._offset = offset
         self.reset(0)
 
     def reset(self, episode: int) -> None:
+        if self.reader is not None:
+            self.reader.forget()
         self._episode, self.batch = episode, 0
-        self._period[:] = -1
-        self._known = range(0)  # the batches of which every row has its order
+        self.orders = self._orders(episode=episode)
+
+    def close(self) -> None:
+        """End the thread and the workers that read; no batch can be taken any more."""
+        if self.reader is not None:
+            self.reader.close()
 
     def __next__(self) -> tuple[Batch, Tensor]:
         """Return the next batch of every row: leaves x (E, B, ...), y (E, B, ...)."""
         self.advance()
-        return self.of(slice(0, len(self._order)))
+        return self.of(slice(0, len(self._set)))
 
     def advance(self) -> None:
         """Go on to the next batch, which `of` then returns."""
-        if self.batch not in self._known:
-            period = self.batch // self._batches
-            stale = np.flatnonzero(period != self._period)
-            self._shuffle(stale, period[stale])
-            self._known = range(self.batch, int(((period + 1) * self._batches).min()))
-        if self._alike:
-            self._index = self._order[:, self.batch % int(self._batches[0])]
-        else:
-            place = torch.from_numpy(self._first + self.batch % self._batches)
-            place = place.to(self._order.device, non_blocking=True)
-            self._index = self._order.flatten(0, 1).index_select(0, place)
-        if (
-            self._source is not None
-        ):  # the examples in memory become those of this batch; one that several rows need is read once
-            places, index = np.unique(self._index.numpy(), return_inverse=True)
-            self._hold([self._source.read(places)], len(places))
-            self._index = torch.from_numpy(index.reshape(self._index.shape)).to(self._device, non_blocking=True)
+        if self.reader is None:
+            self._index = self.orders.at(self.batch)
+        else:  # the examples in memory become those of this batch
+            found = self.reader.take(self.batch, self.orders.at)
+            self.x = map_leaves(self._sent, found.x)
+            self.y, self._index = self._sent(found.y), self._sent(found.place)
         if self.pixels is not None and self.pixels.varies:
             keys = key(self._seed, Purpose.AUGMENT, self._instance, self._episode, self.batch)
             self._drawn = draws(keys, self.batch_size, self._device)
         self.batch += 1
 
-    def _hold(self, splits: Sequence[Split], length: int) -> None:
-        pooled = self._pool(splits, length)
-        self.x = map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x)
-        self.y = pooled.y.flatten(0, 1)
-        self._types, self._type = map_leaves(lambda leaf: leaf.dtype, self.x), self.y.dtype
+    def _sent(self, read: Tensor) -> Tensor:
+        """What was read, on the device; the copy does not block if its memory is pinned."""
+        return read.to(self._device, non_blocking=True)
 
     def of(self, part: slice) -> tuple[Batch, Tensor]:
         """Return the present batch of some rows: leaves x (n, B, ...), y (n, B, ...)."""
@@ -225,10 +305,10 @@ class SharedBatchIterator:
         return self._weights.index_select(0, index.reshape(-1)).view(index.shape)
 
     def finite(self) -> Tensor:
-        """Return (E,) bool, on the device: whether all resident data of each row are finite."""
-        sound = torch.ones(self._sets, dtype=torch.bool, device=self._order.device)
+        """Return (E,) bool, on the device: whether all resident data of each row are finite. Those of a source always are."""
+        sound = torch.ones(self._sets, dtype=torch.bool, device=self._device)
         for resident in (*leaves(self.x), self.y):
-            if resident.is_floating_point():
+            if self.reader is None and resident.is_floating_point():
                 sound &= resident.reshape(self._sets, -1).isfinite().all(1)
         return sound.index_select(0, torch.from_numpy(self._set).to(sound.device, non_blocking=True))
 
@@ -238,40 +318,18 @@ class SharedBatchIterator:
         Resident data were finite when they were loaded, and a source is checked batch by batch. This method reads the
         device, and is called only for rows that failed.
         """
-        if self._source is not None:
+        if self.reader is not None:
             return []
-        found, device, size = [], self._order.device, self.batch_size
+        found = []
         numbers = np.arange(max(self.batch - batches, 0), self.batch)
         for row in rows.tolist() if len(numbers) else ():
-            epoch, position = np.divmod(numbers, self.batches_per_epoch[row])
-            keys = key(self._seed, Purpose.ORDER, self._instance[row], self._episode, np.unique(epoch))
-            orders = permutations(keys, np.full(len(keys), self.sizes[row]), device)
-            place = orders[:, : self.batches_per_epoch[row] * size].unflatten(1, (-1, size))
-            shown = place[
-                torch.from_numpy(epoch - epoch.min()).to(device), torch.from_numpy(position).to(device)
-            ].unique()
+            shown = self.orders.of(np.array([row]), numbers[None]).unique()
             index = shown if self._offset is None else shown + self._offset[row].view(())
             there: Batch = map_leaves(lambda leaf, index=index: leaf.index_select(0, index), self.x)
             bad = shown[nonfinite(Split(there, self.y.index_select(0, index)))]
             if len(bad):
                 found.append((row, bad.cpu().numpy()))
         return found
-
-    def _shuffle(self, rows: Indices, period: Indices) -> None:
-        """Draw the orders of rows (n,) that begin a period (n,), those of one size at once."""
-        for size in np.unique(self.sizes[rows]).tolist():
-            same = self.sizes[rows] == size
-            own = rows[same]
-            epochs, used = int(self._epochs[own[0]]), size // self.batch_size * self.batch_size
-            epoch = period[same, None] * epochs + np.arange(epochs)
-            keys = key(self._seed, Purpose.ORDER, self._instance[own, None], self._episode, epoch).reshape(-1)
-            drawn = permutations(keys, np.full(len(keys), size), self._order.device)
-            orders = drawn[:, :used].reshape(len(own), -1, self.batch_size)
-            at = torch.from_numpy(own).to(self._order.device, non_blocking=True)
-            if self._offset is not None:
-                orders = orders + self._offset[at]
-            self._order[at, : orders.shape[1]] = orders
-        self._period[rows] = period
 
 
 def draws(keys: Indices, count: int, device: torch.device) -> Tensor:
@@ -332,6 +390,11 @@ def _pool(
         return x.movedim(-1, 2) if x.dim() == 5 else x
 
     return Split(map_leaves(stacked, *xs), torch.stack(ys).to(device))
+
+
+def _flat(pooled: Split) -> Split:
+    """(I, N, ...) -> (I N, ...)."""
+    return Split(map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x), pooled.y.flatten(0, 1))
 
 
 def _narrowed(x: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from esper.tolaria.measure.probe import ProbeTensors, passed, probe, samples, se
 from esper.tolaria.measure.sensors import SENSORS, IntactStreams
 from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
 from esper.tolaria.runtime import (
+    Waits,
     check_modules,
     hold_freed_memory,
     products_in,
@@ -98,7 +99,18 @@ class ResidentData:
         weights = [each.weights for each in self.problems if each.weights is not None]
         assert len(weights) in (0, len(trains)), "either all instances have weights or none"
         seed, size, read = config.seed, config.data.batch_size, (pixels, scaling, weights or None, dtype, source)
-        self.feed = SharedBatchIterator(trains, row, instance, seed, size, task.inputs, device, *read)
+        self.feed = SharedBatchIterator(
+            trains,
+            row,
+            instance,
+            seed,
+            size,
+            task.inputs,
+            device,
+            *read,
+            read_ahead=config.data.read_ahead,
+            batches=config.steps * config.data.batches_per_step,
+        )
         self.fresh, self.set_aside = None, [np.zeros(0, np.int64)] * len(row)
         if config.gates.certify is not None:
             parts = [set_aside(each.probe, config.gates.certify_share, config.seed) for each in self.problems]
@@ -407,6 +419,14 @@ class StackedPopulation:
             return None
         counts = asdict(self.passes.counts)
         return {**counts, "seconds": round(self.passes.counts.seconds, 3), "recompiled": self.passes.recompiled}
+
+    @property
+    def waits(self) -> Waits | None:
+        return None if self.feed.reader is None else self.feed.reader.waits
+
+    def close(self) -> None:
+        """End the thread and the workers that read batches; the population trains no more."""
+        self.feed.close()
 
     # Evaluation and export at the end of an episode.
 

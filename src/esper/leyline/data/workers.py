@@ -1,0 +1,128 @@
+"""Read by worker processes of torch's DataLoader: tensors come back as bytes, and errors as text."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
+
+from esper.leyline.errors import InputError, UserCodeError, first_line, typed_line
+
+
+def read_by_workers(
+    read: Callable[[Any], Any], requests: Iterable[Any], workers: int, name: str, done: Callable[[int], str]
+) -> Iterator[Any]:
+    """Yield what `read` returns for each request, a tree of tensors, in the order of the requests.
+
+    Two requests for each worker are taken before their results are asked for. `name` is that of the Dataset in messages, and
+    `done` says in words how much so many results are. Closing the iterator ends the workers.
+
+    Raises the InputError or UserCodeError that `read` raised, and InputError if a worker cannot be started, or ends.
+    """
+    loader = DataLoader(
+        _Requested(read),
+        batch_size=None,
+        sampler=requests,
+        num_workers=workers,
+        collate_fn=_identity,
+        generator=torch.Generator(),  # seeds the workers without a draw from the caller's random state
+        worker_init_fn=partial(_begin, torch.get_default_dtype()),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's about what cannot be pickled, which the sentence says
+            results = iter(loader)
+    except Exception as error:
+        raise InputError(
+            f"the workers for the {name} could not be started: {typed_line(error)}; define the Dataset at the top of a module "
+            "and open its files in __getitem__, or give workers=0"
+        ) from error
+    # Once any loader of the process has begun in its main thread, torch raises the error of a worker that ended there, wherever
+    # the main thread is. Without its number only the loop below raises it.
+    signal_handling._remove_worker_pids(id(results))  # type: ignore[attr-defined]
+    results._worker_pids_set = False  # type: ignore[attr-defined]
+    count = 0
+    try:
+        for result in results:
+            if isinstance(result, _Failure):
+                if result.trace is None:
+                    raise InputError(result.sentence)
+                raise UserCodeError(result.sentence) from RuntimeError(f"in the worker:\n{result.trace}")
+            yield pytree.tree_map(_Packed.tensor, result, is_leaf=lambda node: isinstance(node, _Packed))
+            count += 1
+    except (InputError, UserCodeError):
+        raise
+    except Exception as error:
+        raise InputError(
+            f"a worker ended while it read the {name}, after {done(count)}: {first_line(error)}; "
+            "give workers=0 to see which example it is, or fewer workers where memory ran out"
+        ) from error
+
+
+class _Packed(NamedTuple):
+    """A tensor as bytes, which are sent through a pipe. Tensors would need shared memory and open file descriptors."""
+
+    content: NDArray[np.uint8]
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def tensor(self) -> Tensor:
+        return torch.from_numpy(self.content).view(self.dtype).reshape(self.shape)
+
+
+class _Failure(NamedTuple):
+    """An error as text, because some exceptions cannot be pickled."""
+
+    sentence: str
+    trace: str | None = None  # of the user's code; None where the input is bad
+
+
+class _Requested(Dataset[Any]):
+    """A function as a Dataset, whose items are its packed results."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+
+    def __getitem__(self, request: Any) -> Any:
+        try:
+            found = self.read(request)
+        except InputError as error:
+            return _Failure(str(error))
+        except UserCodeError as error:
+            return _Failure(str(error), "".join(traceback.format_exception(error.__cause__)))
+
+        def packed(tensor: Tensor) -> _Packed:
+            return _Packed(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+
+        return pytree.tree_map(packed, found)
+
+
+def _begin(dtype: torch.dtype, worker: int) -> None:
+    """Let a worker read in the dtype of the caller, leave Ctrl-C to it, and end with it."""
+    torch.set_default_dtype(dtype)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+
+
+def _end_with_caller() -> None:
+    """End a worker whose caller was killed, even where it reads an example: torch looks between two requests."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None, "a worker was started by another process"
+    caller.join()
+    os._exit(1)
+
+
+def _identity(result: Any) -> Any:
+    return result

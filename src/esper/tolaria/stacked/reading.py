@@ -1,0 +1,188 @@
+"""Read the batches of a train split before training needs them: in a thread, or in worker processes. E rows, B batch."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, wait
+from functools import partial
+from threading import Event, Lock
+from time import perf_counter
+from typing import NamedTuple
+from weakref import finalize
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline.data.batches import Batch, map_leaves
+from esper.leyline.data.task import Source, Split
+from esper.leyline.data.workers import read_by_workers
+from esper.leyline.errors import RunWarning, UserCodeError, warn
+from esper.leyline.text import counted
+from esper.store.background import Background
+from esper.tolaria.runtime import Waits
+
+Order = Callable[[int], Tensor]
+
+SLOW = 10.0
+"""How long training waits for a batch before a warning says what it waits for [seconds]."""
+
+_READING = Lock()
+"""Held by the thread that reads: a Dataset need not be made for several threads, and the copies of a trial read the same one."""
+
+
+class SourceBatch(NamedTuple):
+    """A batch of every row, on the CPU."""
+
+    x: Batch  # leaves (n, ...) of the examples that the rows need, each once
+    y: Tensor  # (n, ...)
+    place: Tensor  # (E, B) int64, the place of each row's examples among them
+
+
+class BatchReader:
+    """Reads batches in order, some of them ahead of the one that is taken.
+
+    A thread reads, or receives what the workers of the source read. With `ahead` 0 the thread that trains reads each batch, when
+    it takes it. An error of a batch is raised when the batch is taken, not before.
+    """
+
+    def __init__(
+        self, source: Source, lay_out: Callable[[Split], Split], *, ahead: int, batches: int, pinned: bool
+    ) -> None:
+        """lay_out: makes of examples what the device receives. batches: number of an episode, after which none is read.
+
+        pinned: whether batches are in pinned memory, from which copies to a GPU do not block.
+        """
+        self.waits = Waits()
+        self._ahead, self._last = ahead, batches
+        self._batches = partial(_batches, source, lay_out, pinned, batches)
+        self._name = source.name
+        self._thread = Background()
+        self._readings: list[_Reading] = []  # the present one, if any
+        self._told = False
+        # holds what the workers are reached by, which otherwise could be collected in any order with a reader in a cycle
+        self._end = finalize(self, _end, self._thread, self._readings)
+        self._end.atexit = False
+
+    def take(self, batch: int, order: Order) -> SourceBatch:
+        """Return a batch, and begin to read those that follow it. Warns once if one takes longer than `SLOW`.
+
+        order: from the number of a batch to the examples (E, B) of every row, as places in the source. One thread calls it at a
+        time, with numbers that rise. Before another order is given, `forget` must be called.
+        """
+        assert batch < self._last, "the episode has no such batch"
+        begin = perf_counter()
+        if not self._readings or self._readings[0].next != batch:
+            self.forget()
+            self._readings.append(_Reading(self._batches(order, batch), batch))
+        (reading,) = self._readings
+        try:
+            if self._ahead:
+                while len(reading.jobs) <= min(self._ahead, self._last - 1 - batch):
+                    reading.jobs.append(self._thread.submit(reading.read))
+                found = self._awaited(reading.jobs.popleft(), batch)
+            else:
+                found = self._watched(reading.read, batch)
+        except BaseException:
+            self.forget()
+            raise
+        reading.next += 1
+        if reading.next == self._last:
+            self.forget()  # nothing follows, and the workers end
+        self.waits.add(perf_counter() - begin)
+        return found
+
+    def forget(self) -> None:
+        """Forget what was read ahead; the workers end. Does not wait for a batch that is being read."""
+        _forget(self._thread, self._readings)
+
+    def close(self) -> None:
+        """End the thread and the workers."""
+        self._end()
+
+    def _awaited(self, batch: "Future[SourceBatch]", number: int) -> SourceBatch:
+        """Wait for a batch that the thread reads."""
+        if not self._told and not wait((batch,), SLOW).done:
+            self._tell(number)
+        return batch.result()
+
+    def _watched(self, read: Callable[[], SourceBatch], number: int) -> SourceBatch:
+        """Read a batch, while the thread watches the time."""
+        done = Event()
+
+        def watch() -> None:
+            if not (self._told or done.wait(SLOW)):
+                self._tell(number)
+
+        self._thread.submit(watch)
+        try:
+            return read()
+        finally:
+            done.set()
+
+    def _tell(self, batch: int) -> None:
+        self._told = True
+        warn(
+            f"training has waited {SLOW:.0f} seconds for batch {batch} of the {self._name}, and goes on when it is read; "
+            "if reading is slow throughout, give the task more workers",
+            RunWarning,
+        )
+
+
+class _Reading:
+    """Batches that are read one after the other, in one thread at a time."""
+
+    def __init__(self, batches: Generator[SourceBatch, None, None], first: int) -> None:
+        self.batches, self.next = batches, first  # `next` is the number of the batch that is taken next
+        self.jobs: deque[Future[SourceBatch]] = deque()
+        self.stopped = False
+
+    def read(self) -> SourceBatch:
+        if self.stopped:
+            raise RuntimeError("the batch was forgotten")
+        return next(self.batches)
+
+
+def _forget(thread: Background, readings: list[_Reading]) -> None:
+    while readings:
+        reading = readings.pop()
+        reading.stopped = True
+        thread.submit(reading.batches.close)
+
+
+def _end(thread: Background, readings: list[_Reading]) -> None:
+    _forget(thread, readings)
+    thread.close(lambda: None)
+
+
+def _batches(
+    source: Source, lay_out: Callable[[Split], Split], pinned: bool, last: int, order: Order, first: int
+) -> Generator[SourceBatch, None, None]:
+    """Read batches from number `first` on; an example that several rows need is read once."""
+    indices: deque[Tensor] = deque()
+
+    def requests() -> Iterator[NDArray[np.int64]]:
+        for batch in range(first, last):
+            wanted = order(batch)
+            places, index = np.unique(wanted.numpy(), return_inverse=True)
+            indices.append(torch.from_numpy(index.reshape(wanted.shape)))
+            yield places
+
+    def read(places: NDArray[np.int64]) -> Split:
+        with _READING:
+            try:
+                return source.read(places)
+            except UserCodeError as error:
+                if "thread" not in str(error):
+                    raise
+                mend = "set data.read_ahead to 0 if it must be read in the thread that made it"
+                raise UserCodeError(f"{error}; {mend}") from error.__cause__
+
+    def done(count: int) -> str:
+        return counted(count, "batch", "batches")
+
+    wanted, workers = requests(), source.workers
+    splits = read_by_workers(source.read, wanted, workers, source.name, done) if workers else map(read, wanted)
+    for split in splits:
+        batch = SourceBatch(*lay_out(split), indices.popleft())
+        yield SourceBatch(*(map_leaves(Tensor.pin_memory, each) for each in batch)) if pinned else batch
