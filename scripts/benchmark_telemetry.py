@@ -4,11 +4,15 @@
     python scripts/benchmark_telemetry.py --out docs/benchmarks/telemetry.md
     python scripts/benchmark_telemetry.py --sizes --out FILE   # add the bytes of runs of 1,000 steps to the page, by kind of row
     python scripts/benchmark_telemetry.py --journal 2000000    # how fast rows are written, and whether all of them are there
+    python scripts/benchmark_telemetry.py --outputs --out FILE # add what an output of 20 ms a row costs
 
 One population per level grows at the same time: every step is taken by all of them in turn, each time in another order, so that
 whatever else the machine does falls on all levels alike. A step is that of the engine and the writing of its rows; the time of
 the controller is left out. It is measured by the clock and in seconds of the processor that the process spends, which other
 processes disturb less. All populations must come to the same parameters, bit for bit.
+
+With `--outputs` whole episodes are played in turn: without an output, with one that sleeps and that the step waits for, with one
+in its queue, and with one whose queue is too short.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import resource
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +34,8 @@ from device_reads import counted_reads
 import esper
 from esper.nissa.events import read_events
 from esper.nissa.hub import Hub, Level
-from esper.nissa.outputs import JsonLines
-from esper.nissa.rows import LifecycleRow
+from esper.nissa.outputs import QUEUED, Guarded, JsonLines, Output
+from esper.nissa.rows import LifecycleRow, Row
 from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
@@ -60,7 +64,7 @@ class Turn(NamedTuple):
     own: list[float]  # of the processor
 
 
-class Row(NamedTuple):
+class LevelFigures(NamedTuple):
     """The figures of one level on one task."""
 
     task: str
@@ -83,6 +87,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the page to write")
     parser.add_argument("--quick", action="store_true", help="three environments of iris for four steps")
     parser.add_argument("--sizes", action="store_true", help="runs of 1,000 steps, and nothing else")
+    parser.add_argument("--outputs", action="store_true", help="what a slow output costs, and nothing else")
     parser.add_argument(
         "--journal", type=int, metavar="ROWS", help="write so many rows, 64 at a time, and nothing else"
     )
@@ -90,16 +95,16 @@ def main() -> None:
     if arguments.journal is not None:
         journal(arguments.journal)
         return
-    if arguments.sizes:
-        table = "\n".join(["", *sizes(arguments.tasks)])
+    torch.set_num_threads(1)
+    if arguments.quick:
+        arguments.tasks, arguments.envs, arguments.steps = ("iris",), 3, 4
+    if arguments.sizes or arguments.outputs:
+        table = "\n".join(["", *(sizes(arguments.tasks) if arguments.sizes else slow_outputs(arguments))])
         print(table)
         if arguments.out is not None:
             with arguments.out.open("a", encoding="utf-8") as file:
                 file.write(table)
         return
-    if arguments.quick:
-        arguments.tasks, arguments.envs, arguments.steps = ("iris",), 3, 4
-    torch.set_num_threads(1)
     before = os.getloadavg()[0]
     rows = [row for name in arguments.tasks for row in measured(name, arguments)]
     text = page(rows, arguments, before)
@@ -147,7 +152,7 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
+def measured(name: str, arguments: argparse.Namespace) -> list[LevelFigures]:
     """The figures of every level on a task."""
     with tempfile.TemporaryDirectory() as folder:
         turns = {
@@ -166,7 +171,7 @@ def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
             seconds, own = np.array(turn.seconds), np.array(turn.own)
             size = turn.path.stat().st_size if turn.path.exists() else 0
             rows.append(
-                Row(
+                LevelFigures(
                     name,
                     level,
                     float(np.median(seconds)) * 1000,
@@ -181,16 +186,19 @@ def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
         return rows
 
 
-def begun(name: str, level: Level, envs: int, steps: int, controller: str, folder: Path) -> Turn:
-    """A population of a task at the start of an episode."""
+def begun(
+    name: str, level: Level, envs: int, steps: int, controller: str, folder: Path, outputs: Sequence[Output] = ()
+) -> Turn:
+    """A population of a task at the start of an episode. outputs: beside the file of the events."""
     task = esper.get_task(name)
     asked = {"envs": envs, "steps": steps, "baselines": [], "telemetry": {"level": level}}
     config = esper.build_config(task.defaults, asked)
     client = get_controller(controller, config)
     engine = VectorizedEngine(task, with_sensors(config, client))
     path = folder / f"{name}-{level}-{envs}.jsonl"
+    path.unlink(missing_ok=True)
     engine.reset()
-    return Turn(engine, client, Journal(engine, Hub([JsonLines(path)], level)), path, [], [])
+    return Turn(engine, client, Journal(engine, Hub([JsonLines(path), *outputs], level)), path, [], [])
 
 
 def take(turn: Turn) -> None:
@@ -242,7 +250,79 @@ def sizes(names: Sequence[str], steps: int = 1000, envs: int = 8) -> list[str]:
     return [*lines, ""]
 
 
-def page(rows: list[Row], arguments: argparse.Namespace, load: float) -> str:
+class Sleeps:
+    """An output that takes as long for each row as a service on a network."""
+
+    def __init__(self, seconds: float = 0.02) -> None:
+        self.seconds, self.seen = seconds, list[int]()
+
+    def write(self, row: Row) -> None:
+        time.sleep(self.seconds)
+        self.seen.append(row.seq)
+
+    def close(self) -> None:
+        pass
+
+
+OUTPUTS: dict[str, Callable[[Sleeps], list[Output]]] = {
+    "none": lambda sleeps: [],
+    "the step waits for it": lambda sleeps: [sleeps],
+    f"a queue of {QUEUED:,} rows": lambda sleeps: [Guarded(sleeps)],
+    "a queue of 8 rows": lambda sleeps: [Guarded(sleeps, most=8)],
+}
+
+
+def slow_outputs(arguments: argparse.Namespace) -> list[str]:
+    """A table of the time of an episode with an output of 20 ms a row, beside an episode without one."""
+    lines = [
+        "What an output that sleeps 20 ms a row costs (`--outputs`): "
+        f"{arguments.envs} environments and their twins, {arguments.steps} steps, medians of {REPEATS} episodes that were "
+        "played in turn; the ratio is that to the episode without an output in the same turn, by the clock and in seconds of "
+        f"the processor. Every output got every row in order, once; load average {os.getloadavg()[0]:.1f} before the start.\n",
+        "| task | output | loop [s] | ratio | ratio, processor | rows | waits for room | waited [s] | at the end [s] |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in arguments.tasks:
+        found: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in OUTPUTS}
+        with tempfile.TemporaryDirectory() as folder:
+            for _ in range(REPEATS):
+                for kind, make in OUTPUTS.items():
+                    found[kind].append(episode(name, arguments, Path(folder), make))
+        alone = np.array(found["none"])
+        for kind, figures in found.items():
+            loop, _, rows, waits, waited, after = np.median(figures, 0).tolist()
+            ratios = " | ".join(f"{ratio:.2f}" for ratio in np.median(np.array(figures)[:, :2] / alone[:, :2], 0))
+            lines.append(
+                f"| {name} | {kind} | {loop:.2f} | {ratios} | {rows:.0f} | {waits:.0f} | {waited:.2f} | {after:.2f} |"
+            )
+    return [*lines, ""]
+
+
+REPEATS = 5
+
+
+def episode(
+    name: str, arguments: argparse.Namespace, folder: Path, make: Callable[[Sleeps], list[Output]]
+) -> tuple[float, ...]:
+    """Play an episode.
+
+    Returns its seconds, those of the processor, its rows, the waits for room and their seconds, and the seconds of closing.
+    """
+    sleeps = Sleeps()
+    turn = begun(name, "step", arguments.envs, arguments.steps, arguments.controller, folder, make(sleeps))
+    begin, own = time.perf_counter(), time.process_time()
+    for _ in range(arguments.steps):
+        take(turn)
+    looped, own, hub = time.perf_counter(), time.process_time() - own, turn.journal.hub
+    waits = hub.waits() or {"waits": 0, "waiting_seconds": 0.0}
+    hub.close()
+    closed = time.perf_counter()
+    if len(hub.outputs) > 1:
+        assert sleeps.seen == list(range(hub.seq)), "a row is missing, or came twice or too early"
+    return looped - begin, own, hub.seq, waits["waits"], waits["waiting_seconds"], closed - looped
+
+
+def page(rows: list[LevelFigures], arguments: argparse.Namespace, load: float) -> str:
     """The page with the table of levels."""
     lines = [
         f"| {row.task} | {row.level} | {row.median:.1f} | {row.ratio:.3f} | {row.p95:.3f} | {row.own_ratio:.3f} "

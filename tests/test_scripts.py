@@ -135,6 +135,22 @@ def test_the_benchmark_of_telemetry_reads_the_device_once_at_every_level(tmp_pat
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_telemetry_gives_a_slow_output_every_row_with_and_without_a_queue(tmp_path):
+    lines = [
+        line for line in run("benchmark_telemetry.py", "--outputs", cwd=tmp_path).splitlines() if "| iris |" in line
+    ]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [cell[1] for cell in cells] == [
+        "none",
+        "the step waits for it",
+        "a queue of 4,096 rows",
+        "a queue of 8 rows",
+    ]
+    assert len({cell[5] for cell in cells}) == 1
+    assert cells[2][6] == "0"
+
+
+@pytest.mark.slow
 def test_the_operators_of_a_step_are_listed(tmp_path):
     run("profile_hot_path_operations.py", "--json", "operators.json", cwd=tmp_path)
     operators = json.loads((tmp_path / "operators.json").read_text())["operators"]

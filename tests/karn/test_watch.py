@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 from textual.widgets import Static
@@ -13,6 +14,7 @@ import esper
 from esper.cli import main
 from esper.karn.terminal.watch import Watch, plot
 from esper.leyline.errors import InputError
+from esper.nissa.outputs import Guarded
 from pages import EVIL
 
 
@@ -56,6 +58,21 @@ def test_the_window_shows_state_grid_curve_and_the_chosen_environment(run):
     for env in range(10):
         (line,) = [line for line in lines if line[:5] == f"{env:>4} "]
         assert [line[5 + 3 * slot] for slot in range(stages.shape[1])] == [signs[stage] for stage in stages[env]]
+
+
+def test_the_window_says_that_a_run_waits_for_its_outputs(run, tmp_path, monkeypatch):
+    class Slow:
+        def write(self, row):
+            time.sleep(0.01)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(Guarded.__init__, "__defaults__", (None, 0))
+    settings = {"envs": 2, "steps": 4, "models": "none", "baselines": []}
+    esper.grow("iris", settings, controller="random-valid", run=tmp_path / "r", outputs=[Slow()], progress=False)
+    assert "because an output was slower" in "\n".join(driven(tmp_path / "r", size=(400, 24)))
+    assert "because an output was slower" not in "\n".join(driven(run, size=(400, 24)))
 
 
 def test_keys_move_through_the_population_and_change_what_is_shown(run):

@@ -389,6 +389,9 @@ class RunModel:
         self._seeds: dict[tuple[int, str], str | None] = {}
         self._logs: dict[int, deque[str]] = {}
         self._times: deque[float] = deque(maxlen=TIMED)
+        self.waited = self.timed = (
+            0.0  # seconds for full queues of outputs, and of all steps or rounds that told of theirs
+        )
 
         # The history of the episode.
         self._steps: list[tuple[Any, ...]] = []  # the fields of Population but the last
@@ -451,6 +454,8 @@ class RunModel:
     def _write_round(self, row: RoundRow) -> CurvePoint:
         self.rounds.append(row)
         self._times.append(row.time)
+        if (waited := row.figures.get("output_wait_seconds")) is not None:
+            self.waited, self.timed = self.waited + waited, self.timed + row.seconds
         values = {}
         for name, value in row.figures.items():
             if value is not None:
@@ -533,6 +538,11 @@ class RunModel:
         """Measurements, sensors and times of a step, which comes before or after the row of that step."""
         if isinstance(row, MeasurementRow) and row.contribution_means is not None and row.contribution_ses is not None:
             self._contributions, self._errors = _floats(row.contribution_means), _floats(row.contribution_ses)
+        if isinstance(row, PhasesRow) and row.output_wait_seconds is not None:
+            self.waited, self.timed = (
+                self.waited + row.output_wait_seconds,
+                self.timed + sum(row.phase_seconds.values()),
+            )
         if not self.history:
             return
         if row.episode != self._measured_episode:

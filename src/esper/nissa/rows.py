@@ -292,6 +292,13 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
         Count,
         about("reads of the device in all of these steps: 1 a step, and 1 more where an environment was restored"),
     ]
+    output_waits: Annotated[
+        Count | None,
+        about("how often the run waited in these steps because the queue of an output was full; null without one"),
+    ] = None
+    output_wait_seconds: Annotated[float | None, about("how long it waited so; null without an output [seconds]")] = (
+        None
+    )
 
 
 class RewardRow(AtStepRow, tag="reward", kw_only=True):

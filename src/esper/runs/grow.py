@@ -322,6 +322,7 @@ class Episode(Observer):
             "seed": config.seed,
             "device": str(self.engine.device),
             "rows": self.engine.rows,
+            **({} if (waits := self.run.hub.waits()) is None else {"outputs": waits}),
         }
 
 

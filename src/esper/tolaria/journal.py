@@ -75,6 +75,7 @@ class Journal(Observer):
         self._phases: dict[str, float] = {}  # seconds by phase of the steps since the last row
         self._covered = self._reads = 0  # number of these steps, and their reads of the device
         self._written = hub.seconds  # of the outputs, up to the last step
+        self._waited = hub.waits()  # up to the last row of phases
         telemetry, config = engine.config.telemetry, engine.config
         self._every = telemetry.sensor_rows_every or math.ceil(config.steps / _SAMPLES)
         measured = config.probe.sensors_every or 1
@@ -143,7 +144,12 @@ class Journal(Observer):
         self._covered, self._reads = self._covered + 1, self._reads + trace.reads
         if full or number % self._every == 0 or outcome.terminal:
             phases = {name: float(f"{seconds:.4g}") for name, seconds in self._phases.items()}
-            yield PhasesRow(**place, covered=self._covered, phase_seconds=phases, device_reads=self._reads)
+            waits: dict[str, Any] = {}
+            if self._waited is not None and (now := self.hub.waits()) is not None:
+                waits["output_waits"] = now["waits"] - self._waited["waits"]
+                waits["output_wait_seconds"] = round(now["waiting_seconds"] - self._waited["waiting_seconds"], 3)
+                self._waited = now
+            yield PhasesRow(**place, covered=self._covered, phase_seconds=phases, device_reads=self._reads, **waits)
             self._phases, self._covered, self._reads = {}, 0, 0
         if self._gradients_due(number, full):
             host, seeds = (
