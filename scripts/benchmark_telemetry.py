@@ -285,9 +285,10 @@ def slow_outputs(arguments: argparse.Namespace) -> list[str]:
     for name in arguments.tasks:
         found: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in OUTPUTS}
         with tempfile.TemporaryDirectory() as folder:
-            for _ in range(REPEATS):
-                for kind, make in OUTPUTS.items():
-                    found[kind].append(episode(name, arguments, Path(folder), make))
+            for turn in range(REPEATS):
+                for at in range(len(OUTPUTS)):
+                    kind = list(OUTPUTS)[(turn + at) % len(OUTPUTS)]  # each in another order
+                    found[kind].append(episode(name, arguments, Path(folder), OUTPUTS[kind]))
         alone = np.array(found["none"])
         for kind, figures in found.items():
             loop, _, rows, waits, waited, after = np.median(figures, 0).tolist()
@@ -298,7 +299,7 @@ def slow_outputs(arguments: argparse.Namespace) -> list[str]:
     return [*lines, ""]
 
 
-REPEATS = 5
+REPEATS = 8
 
 
 def episode(

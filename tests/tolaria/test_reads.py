@@ -3,6 +3,7 @@
 import pytest
 import torch
 from device_reads import counted_reads
+from profile_gpu_sync import measure
 
 from esper.leyline.lifecycle.actions import Op
 from populations import Journalled, Script, blobs, small_config
@@ -54,6 +55,15 @@ def test_a_step_that_germinates_prunes_and_ends_the_episode_reads_no_more():
     assert outcome.terminal
     assert outcome.accepted.all()
     assert [site for _, site in reads] == ["runtime.py:read_packet"]
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_a_steady_step_has_one_read_and_on_a_gpu_nothing_that_torch_reports_as_a_wait(device):
+    found = measure("digits-narrow", 2, {}, 4, device, "error")  # on CUDA, a wait is an error from the second step on
+    assert found["reads_per_step"] == {"least": 1, "most": 1}
+    assert found["sites"] == {"runtime.py:read_packet (numpy)": 4}
 
 
 def test_the_counter_sees_a_read():

@@ -285,7 +285,8 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
         Mapping[str, float],
         about(
             "by phase: its time in all of these steps, to 4 digits; deciding is the controller, and writing the wait "
-            "for the rows of the step before [seconds]"
+            "for the rows of the step before; on CUDA the other phases are timed by the device, and the last of a step may "
+            "be counted with the next [seconds]"
         ),
     ]
     device_reads: Annotated[

@@ -125,7 +125,7 @@ def train(
         row = partial(run_row, config, PAID, spaces[0], ())
         cohorts = {each.task: each.model_dump(mode="json") for each in configs}
         device = resolve_device(config.device)
-        run.begin(lambda: {**describe_environment(device), "cohorts": cohorts}, row("running"))
+        run.begin(lambda: {**describe_environment(device, config), "cohorts": cohorts}, row("running"))
         trainer.store = run.store
         # The timer says, where memory runs out, what is in memory.
         timer = (
