@@ -22,7 +22,7 @@ import resource
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,9 +47,11 @@ HEAD = """# Benchmark: telemetry
 
 What `telemetry.level` costs, measured by `scripts/benchmark_telemetry.py`, which explains the method. Ratios compare a level
 with `off`: the median of the ratios of single steps, and the ratio of the 95th percentiles, by the clock and in seconds of the
-processor. MB is the size of `events.jsonl`, scaled from these few steps, in which most seeds are planted, to 1,000 steps of
-8 environments; the second table (`--sizes`) has whole runs of 1,000 steps. Reads are reads of the device in a step. Whatever the
-level, the populations have the same parameters, bit for bit.
+processor. *Rows* are the seconds of the processor in which rows are made and written, as a share of the steps at level `off`: a
+sum over the episode, which noise disturbs less than the ratios; `scripts/check_speed.py` fails above 2 % at level `step`. MB is
+the size of `events.jsonl`, scaled from these few steps, in which most seeds are planted, to 1,000 steps of 8 environments; the
+second table (`--sizes`) has whole runs of 1,000 steps. Reads are reads of the device in a step. Whatever the level, the
+populations have the same parameters, bit for bit.
 """
 
 
@@ -62,6 +64,7 @@ class Turn(NamedTuple):
     path: Path
     seconds: list[float]  # by the clock
     own: list[float]  # of the processor
+    journal_own: list[float]  # those of them that making and writing the rows took
 
 
 class LevelFigures(NamedTuple):
@@ -74,6 +77,7 @@ class LevelFigures(NamedTuple):
     p95: float
     own_ratio: float  # of seconds of the processor
     own_p95: float
+    journal: float  # its share of a step at level off, of seconds of the processor
     megabytes: float
     reads: float
 
@@ -165,6 +169,7 @@ def measured(name: str, arguments: argparse.Namespace) -> list[LevelFigures]:
         states = {level: fingerprint(turn.engine) for level, turn in turns.items()}
         assert len(set(states.values())) == 1, f"levels differ in their results: {states}"
         off, own_off = np.array(turns["off"].seconds), np.array(turns["off"].own)
+        shares = journal_shares(turns)
         share = 1000 / arguments.steps * 8 / arguments.envs
         rows = []
         for level, turn in turns.items():
@@ -179,11 +184,30 @@ def measured(name: str, arguments: argparse.Namespace) -> list[LevelFigures]:
                     float(np.percentile(seconds, 95) / np.percentile(off, 95)),
                     float(np.median(own / own_off)),
                     float(np.percentile(own, 95) / np.percentile(own_off, 95)),
+                    shares[level],
                     size * share / 1e6,
                     reads(name, level, arguments.controller, Path(folder)),
                 )
             )
         return rows
+
+
+def journal_shares(turns: Mapping[Level, Turn]) -> dict[Level, float]:
+    """By level, the seconds of the processor that rows take in an episode, beside those of its steps at level off."""
+    whole, least = sum(turns["off"].own), sum(turns["off"].journal_own)
+    return {level: (sum(turn.journal_own) - least) / whole for level, turn in turns.items()}
+
+
+def share_of_rows(name: str, envs: int, steps: int) -> float:
+    """What the rows of level step take, as `journal_shares` returns it."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        levels: tuple[Level, ...] = ("off", "step")
+        turns = {level: begun(name, level, envs, steps, "heuristic", Path(folder)) for level in levels}
+        for _ in range(steps):
+            for turn in turns.values():
+                take(turn)
+        return journal_shares(turns)["step"]
 
 
 def begun(
@@ -198,7 +222,7 @@ def begun(
     path = folder / f"{name}-{level}-{envs}.jsonl"
     path.unlink(missing_ok=True)
     engine.reset()
-    return Turn(engine, client, Journal(engine, Hub([JsonLines(path), *outputs], level)), path, [], [])
+    return Turn(engine, client, Journal(engine, Hub([JsonLines(path), *outputs], level)), path, [], [], [])
 
 
 def take(turn: Turn) -> None:
@@ -207,9 +231,13 @@ def take(turn: Turn) -> None:
     decision = decide(turn.client, view)
     begin, own = time.perf_counter(), time.process_time()
     turn.journal.going(view)
+    stepping = time.process_time()
     after, outcome = turn.engine.step(decision.actions, decision.reasons)
+    stepped = time.process_time()
     turn.journal.stepped(Step(view, outcome, after, 0.0, 0.0, decision))
-    turn.own.append(time.process_time() - own)
+    done = time.process_time()
+    turn.journal_own.append(done - stepped + stepping - own)
+    turn.own.append(done - own)
     turn.seconds.append(time.perf_counter() - begin)
     turn.client.store(outcome)
 
@@ -327,7 +355,7 @@ def page(rows: list[LevelFigures], arguments: argparse.Namespace, load: float) -
     """The page with the table of levels."""
     lines = [
         f"| {row.task} | {row.level} | {row.median:.1f} | {row.ratio:.3f} | {row.p95:.3f} | {row.own_ratio:.3f} "
-        f"| {row.own_p95:.3f} | {row.megabytes:.2f} | {row.reads:g} |"
+        f"| {row.own_p95:.3f} | {row.journal:.2%} | {row.megabytes:.2f} | {row.reads:g} |"
         for row in rows
     ]
     return "\n".join(
@@ -337,8 +365,8 @@ def page(rows: list[LevelFigures], arguments: argparse.Namespace, load: float) -
             f"{torch.__version__} with one thread on {os.cpu_count()} cores; load average {load:.1f} before the start and "
             f"{os.getloadavg()[0]:.1f} at the end; above 1 the ratios hold the noise of the other processes.\n",
             "| task | level | median step [ms] | median ratio | p95 ratio | median ratio, processor | p95 ratio, processor "
-            "| MB | reads |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| rows, processor | MB | reads |",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *lines,
             "",
         ]

@@ -136,6 +136,7 @@ def test_the_benchmark_of_telemetry_reads_the_device_once_at_every_level(tmp_pat
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [cell[1] for cell in cells] == ["off", "run", "step", "debug"]
     assert {cell[-1] for cell in cells} == {"1"}
+    assert cells[0][-3] == "0.00%"
     sizes = [float(cell[-2]) for cell in cells]
     assert sizes[0] == 0 < sizes[1] < sizes[2] < sizes[3]
 
@@ -277,6 +278,12 @@ def test_the_check_of_speed_fails_only_if_three_tries_are_a_fifth_slower(ratios,
     assert check("a case", lambda: next(left), recorded=1.0) is passed
     assert len(ratios) - len(list(left)) == tried
     assert ("SLOWER" in capsys.readouterr().out) is not passed
+
+
+@pytest.mark.slow
+def test_what_the_rows_of_a_step_take_is_measured(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    assert 0 < importlib.import_module("benchmark_telemetry").share_of_rows("iris", 2, 4) < 1
 
 
 @pytest.mark.slow
