@@ -127,8 +127,16 @@ def test_a_backlog_holds_a_caller_while_its_jobs_are_too_large_in_sum():
     backlog.wait_for_room()
     assert (backlog.size, backlog.waits, backlog.waited) == (5, 0, 0.0)
     backlog.submit(lambda: done.append("third"), 2)
-    threading.Timer(0.02, go.set).start()
+
+    def go_when_it_waits():
+        while not backlog.waits:
+            time.sleep(0.001)
+        go.set()
+
+    thread = threading.Thread(target=go_when_it_waits)
+    thread.start()
     backlog.wait_for_room()
+    thread.join()
     assert backlog.size <= 5
     assert (backlog.waits, backlog.waited > 0) == (1, True)
     backlog.finish()
