@@ -262,6 +262,8 @@ def test_a_resumed_run_hands_its_further_rows_to_outputs(tmp_path):
 def test_a_training_hands_its_rows_to_outputs():
     memory = Memory()
     settings = {"envs": 8, "steps": 4, "ppo": {"rounds": 1, "imitation_rounds": 0, "validate_envs": 2}}
-    esper.train("iris", settings, outputs=[memory], progress=False)
-    assert [row.round for row in memory.rows if isinstance(row, RoundRow)] == [0]
+    summary = esper.train("iris", settings, outputs=[memory], progress=False)
+    (row,) = [row for row in memory.rows if isinstance(row, RoundRow)]
+    assert (row.round, row.figures["output_wait_seconds"]) == (0, 0.0)
+    assert summary["outputs"] == {"waits": 0, "waiting_seconds": 0.0}
     assert isinstance(memory.rows[-1], RunRow)

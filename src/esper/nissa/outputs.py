@@ -46,7 +46,7 @@ class Guarded:
     def __init__(self, output: Output, note: Callable[[str], None] | None = None, most: int = QUEUED) -> None:
         self.output: Output | None = output
         self.backlog = Backlog(most)
-        self._note = note
+        self._name, self._note = type(output).__name__, note
         self._failure: str | None = None  # set by the thread
 
     def write(self, row: Row) -> None:
@@ -69,9 +69,7 @@ class Guarded:
             self.backlog.finish(_PATIENCE)
         except TimeoutError:
             if self._note is not None:
-                self._note(
-                    f"waiting for the output {type(self.output).__name__}, which has {self.backlog.size:,} rows to take"
-                )
+                self._note(f"waiting for the output {self._name}, which has {self.backlog.size:,} rows to take")
             self.backlog.finish()
         finally:
             self.backlog.close()
@@ -92,9 +90,9 @@ class Guarded:
         try:
             getattr(self.output, name)(*rows)
         except Exception as error:  # whatever the user's code raises
-            known, self.output = type(self.output).__name__, None
+            self.output = None
             self._failure = (
-                f"{name} of the output {known} raised {typed_line(error)}; the run goes on without this output"
+                f"{name} of the output {self._name} raised {typed_line(error)}; the run goes on without this output"
             )
 
     def _report(self) -> None:
