@@ -29,13 +29,14 @@ from device_reads import counted_reads
 from floors import SEED, BareStack, plain_step, torch_loss
 
 import esper
-from esper.leyline.config.tree import build_config
+from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.tasks.catalog import get_task
 from esper.tasks.small import digits_narrow
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.runtime import describe_gpu
 
 BATCHES, BATCH = 16, 64
 SELDOM = 10**6
@@ -288,6 +289,7 @@ def machine(device: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "esper": esper.__version__,
+        **describe_gpu(torch.device(device), Config()),  # a case says what it sets otherwise
     }
 
 

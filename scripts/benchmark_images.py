@@ -29,14 +29,14 @@ from device_reads import counted_reads
 from scipy.special import stdtrit  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from esper.leyline.config.tree import build_config
+from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import Split, Task
 from esper.leyline.lifecycle.actions import Actions
 from esper.tasks.hosts.factories import CNN, MAP_MENU
 from esper.tasks.images import digits_image_narrow, standardizing
 from esper.tasks.objectives import Classification
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.runtime import hold_freed_memory, multiplies_bfloat16
+from esper.tolaria.runtime import describe_gpu, hold_freed_memory, multiplies_bfloat16
 
 BATCH, LR = 64, 5e-3
 
@@ -241,6 +241,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if arguments.device.startswith("cuda") else "cpu, one thread",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **describe_gpu(torch.device(arguments.device), Config()),  # a way says what it sets otherwise
         "results": results,
     }
     if arguments.json:

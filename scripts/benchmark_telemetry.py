@@ -4,11 +4,15 @@
     python scripts/benchmark_telemetry.py --out docs/benchmarks/telemetry.md
     python scripts/benchmark_telemetry.py --sizes --out FILE   # add the bytes of runs of 1,000 steps to the page, by kind of row
     python scripts/benchmark_telemetry.py --journal 2000000    # how fast rows are written, and whether all of them are there
+    python scripts/benchmark_telemetry.py --outputs --out FILE # add what an output of 20 ms a row costs
 
 One population per level grows at the same time: every step is taken by all of them in turn, each time in another order, so that
 whatever else the machine does falls on all levels alike. A step is that of the engine and the writing of its rows; the time of
 the controller is left out. It is measured by the clock and in seconds of the processor that the process spends, which other
 processes disturb less. All populations must come to the same parameters, bit for bit.
+
+With `--outputs` whole episodes are played in turn: without an output, with one that sleeps and that the step waits for, with one
+in its queue, and with one whose queue is too short.
 """
 
 import argparse
@@ -18,7 +22,7 @@ import resource
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +34,8 @@ from device_reads import counted_reads
 import esper
 from esper.nissa.events import read_events
 from esper.nissa.hub import Hub, Level
-from esper.nissa.outputs import JsonLines
-from esper.nissa.rows import LifecycleRow
+from esper.nissa.outputs import QUEUED, Guarded, JsonLines, Output
+from esper.nissa.rows import LifecycleRow, Row
 from esper.tamiyo.catalog import get_controller, with_sensors
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
@@ -43,9 +47,11 @@ HEAD = """# Benchmark: telemetry
 
 What `telemetry.level` costs, measured by `scripts/benchmark_telemetry.py`, which explains the method. Ratios compare a level
 with `off`: the median of the ratios of single steps, and the ratio of the 95th percentiles, by the clock and in seconds of the
-processor. MB is the size of `events.jsonl`, scaled from these few steps, in which most seeds are planted, to 1,000 steps of
-8 environments; the second table (`--sizes`) has whole runs of 1,000 steps. Reads are reads of the device in a step. Whatever the
-level, the populations have the same parameters, bit for bit.
+processor. *Rows* are the seconds of the processor in which rows are made and written, as a share of the steps at level `off`: a
+sum over the episode, which noise disturbs less than the ratios; `scripts/check_speed.py` fails above 2 % at level `step`. MB is
+the size of `events.jsonl`, scaled from these few steps, in which most seeds are planted, to 1,000 steps of 8 environments; the
+second table (`--sizes`) has whole runs of 1,000 steps. Reads are reads of the device in a step. Whatever the level, the
+populations have the same parameters, bit for bit.
 """
 
 
@@ -58,9 +64,10 @@ class Turn(NamedTuple):
     path: Path
     seconds: list[float]  # by the clock
     own: list[float]  # of the processor
+    journal_own: list[float]  # those of them that making and writing the rows took
 
 
-class Row(NamedTuple):
+class LevelFigures(NamedTuple):
     """The figures of one level on one task."""
 
     task: str
@@ -70,6 +77,7 @@ class Row(NamedTuple):
     p95: float
     own_ratio: float  # of seconds of the processor
     own_p95: float
+    journal: float  # its share of a step at level off, of seconds of the processor
     megabytes: float
     reads: float
 
@@ -83,6 +91,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the page to write")
     parser.add_argument("--quick", action="store_true", help="three environments of iris for four steps")
     parser.add_argument("--sizes", action="store_true", help="runs of 1,000 steps, and nothing else")
+    parser.add_argument("--outputs", action="store_true", help="what a slow output costs, and nothing else")
     parser.add_argument(
         "--journal", type=int, metavar="ROWS", help="write so many rows, 64 at a time, and nothing else"
     )
@@ -90,16 +99,16 @@ def main() -> None:
     if arguments.journal is not None:
         journal(arguments.journal)
         return
-    if arguments.sizes:
-        table = "\n".join(["", *sizes(arguments.tasks)])
+    torch.set_num_threads(1)
+    if arguments.quick:
+        arguments.tasks, arguments.envs, arguments.steps = ("iris",), 3, 4
+    if arguments.sizes or arguments.outputs:
+        table = "\n".join(["", *(sizes(arguments.tasks) if arguments.sizes else slow_outputs(arguments))])
         print(table)
         if arguments.out is not None:
             with arguments.out.open("a", encoding="utf-8") as file:
                 file.write(table)
         return
-    if arguments.quick:
-        arguments.tasks, arguments.envs, arguments.steps = ("iris",), 3, 4
-    torch.set_num_threads(1)
     before = os.getloadavg()[0]
     rows = [row for name in arguments.tasks for row in measured(name, arguments)]
     text = page(rows, arguments, before)
@@ -147,7 +156,7 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
+def measured(name: str, arguments: argparse.Namespace) -> list[LevelFigures]:
     """The figures of every level on a task."""
     with tempfile.TemporaryDirectory() as folder:
         turns = {
@@ -160,13 +169,14 @@ def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
         states = {level: fingerprint(turn.engine) for level, turn in turns.items()}
         assert len(set(states.values())) == 1, f"levels differ in their results: {states}"
         off, own_off = np.array(turns["off"].seconds), np.array(turns["off"].own)
+        shares = journal_shares(turns)
         share = 1000 / arguments.steps * 8 / arguments.envs
         rows = []
         for level, turn in turns.items():
             seconds, own = np.array(turn.seconds), np.array(turn.own)
             size = turn.path.stat().st_size if turn.path.exists() else 0
             rows.append(
-                Row(
+                LevelFigures(
                     name,
                     level,
                     float(np.median(seconds)) * 1000,
@@ -174,6 +184,7 @@ def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
                     float(np.percentile(seconds, 95) / np.percentile(off, 95)),
                     float(np.median(own / own_off)),
                     float(np.percentile(own, 95) / np.percentile(own_off, 95)),
+                    shares[level],
                     size * share / 1e6,
                     reads(name, level, arguments.controller, Path(folder)),
                 )
@@ -181,16 +192,37 @@ def measured(name: str, arguments: argparse.Namespace) -> list[Row]:
         return rows
 
 
-def begun(name: str, level: Level, envs: int, steps: int, controller: str, folder: Path) -> Turn:
-    """A population of a task at the start of an episode."""
+def journal_shares(turns: Mapping[Level, Turn]) -> dict[Level, float]:
+    """By level, the seconds of the processor that rows take in an episode, beside those of its steps at level off."""
+    whole, least = sum(turns["off"].own), sum(turns["off"].journal_own)
+    return {level: (sum(turn.journal_own) - least) / whole for level, turn in turns.items()}
+
+
+def share_of_rows(name: str, envs: int, steps: int) -> float:
+    """What the rows of level step take, as `journal_shares` returns it."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        levels: tuple[Level, ...] = ("off", "step")
+        turns = {level: begun(name, level, envs, steps, "heuristic", Path(folder)) for level in levels}
+        for _ in range(steps):
+            for turn in turns.values():
+                take(turn)
+        return journal_shares(turns)["step"]
+
+
+def begun(
+    name: str, level: Level, envs: int, steps: int, controller: str, folder: Path, outputs: Sequence[Output] = ()
+) -> Turn:
+    """A population of a task at the start of an episode. outputs: beside the file of the events."""
     task = esper.get_task(name)
     asked = {"envs": envs, "steps": steps, "baselines": [], "telemetry": {"level": level}}
     config = esper.build_config(task.defaults, asked)
     client = get_controller(controller, config)
     engine = VectorizedEngine(task, with_sensors(config, client))
     path = folder / f"{name}-{level}-{envs}.jsonl"
+    path.unlink(missing_ok=True)
     engine.reset()
-    return Turn(engine, client, Journal(engine, Hub([JsonLines(path)], level)), path, [], [])
+    return Turn(engine, client, Journal(engine, Hub([JsonLines(path), *outputs], level)), path, [], [], [])
 
 
 def take(turn: Turn) -> None:
@@ -199,9 +231,13 @@ def take(turn: Turn) -> None:
     decision = decide(turn.client, view)
     begin, own = time.perf_counter(), time.process_time()
     turn.journal.going(view)
+    stepping = time.process_time()
     after, outcome = turn.engine.step(decision.actions, decision.reasons)
+    stepped = time.process_time()
     turn.journal.stepped(Step(view, outcome, after, 0.0, 0.0, decision))
-    turn.own.append(time.process_time() - own)
+    done = time.process_time()
+    turn.journal_own.append(done - stepped + stepping - own)
+    turn.own.append(done - own)
     turn.seconds.append(time.perf_counter() - begin)
     turn.client.store(outcome)
 
@@ -242,11 +278,84 @@ def sizes(names: Sequence[str], steps: int = 1000, envs: int = 8) -> list[str]:
     return [*lines, ""]
 
 
-def page(rows: list[Row], arguments: argparse.Namespace, load: float) -> str:
+class Sleeps:
+    """An output that takes as long for each row as a service on a network."""
+
+    def __init__(self, seconds: float = 0.02) -> None:
+        self.seconds, self.seen = seconds, list[int]()
+
+    def write(self, row: Row) -> None:
+        time.sleep(self.seconds)
+        self.seen.append(row.seq)
+
+    def close(self) -> None:
+        pass
+
+
+OUTPUTS: dict[str, Callable[[Sleeps], list[Output]]] = {
+    "none": lambda sleeps: [],
+    "the step waits for it": lambda sleeps: [sleeps],
+    f"a queue of {QUEUED:,} rows": lambda sleeps: [Guarded(sleeps)],
+    "a queue of 8 rows": lambda sleeps: [Guarded(sleeps, most=8)],
+}
+
+
+def slow_outputs(arguments: argparse.Namespace) -> list[str]:
+    """A table of the time of an episode with an output of 20 ms a row, beside an episode without one."""
+    lines = [
+        "What an output that sleeps 20 ms a row costs (`--outputs`): "
+        f"{arguments.envs} environments and their twins, {arguments.steps} steps, medians of {REPEATS} episodes that were "
+        "played in turn; the ratio is that to the episode without an output in the same turn, by the clock and in seconds of "
+        f"the processor. Every output got every row in order, once; load average {os.getloadavg()[0]:.1f} before the start.\n",
+        "| task | output | loop [s] | ratio | ratio, processor | rows | waits for room | waited [s] | at the end [s] |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in arguments.tasks:
+        found: dict[str, list[tuple[float, ...]]] = {kind: [] for kind in OUTPUTS}
+        with tempfile.TemporaryDirectory() as folder:
+            for turn in range(REPEATS):
+                for at in range(len(OUTPUTS)):
+                    kind = list(OUTPUTS)[(turn + at) % len(OUTPUTS)]  # each in another order
+                    found[kind].append(episode(name, arguments, Path(folder), OUTPUTS[kind]))
+        alone = np.array(found["none"])
+        for kind, figures in found.items():
+            loop, _, rows, waits, waited, after = np.median(figures, 0).tolist()
+            ratios = " | ".join(f"{ratio:.2f}" for ratio in np.median(np.array(figures)[:, :2] / alone[:, :2], 0))
+            lines.append(
+                f"| {name} | {kind} | {loop:.2f} | {ratios} | {rows:.0f} | {waits:.0f} | {waited:.2f} | {after:.2f} |"
+            )
+    return [*lines, ""]
+
+
+REPEATS = 8
+
+
+def episode(
+    name: str, arguments: argparse.Namespace, folder: Path, make: Callable[[Sleeps], list[Output]]
+) -> tuple[float, ...]:
+    """Play an episode.
+
+    Returns its seconds, those of the processor, its rows, the waits for room and their seconds, and the seconds of closing.
+    """
+    sleeps = Sleeps()
+    turn = begun(name, "step", arguments.envs, arguments.steps, arguments.controller, folder, make(sleeps))
+    begin, own = time.perf_counter(), time.process_time()
+    for _ in range(arguments.steps):
+        take(turn)
+    looped, own, hub = time.perf_counter(), time.process_time() - own, turn.journal.hub
+    waits = hub.waits() or {"waits": 0, "waiting_seconds": 0.0}
+    hub.close()
+    closed = time.perf_counter()
+    if len(hub.outputs) > 1:
+        assert sleeps.seen == list(range(hub.seq)), "a row is missing, or came twice or too early"
+    return looped - begin, own, hub.seq, waits["waits"], waits["waiting_seconds"], closed - looped
+
+
+def page(rows: list[LevelFigures], arguments: argparse.Namespace, load: float) -> str:
     """The page with the table of levels."""
     lines = [
         f"| {row.task} | {row.level} | {row.median:.1f} | {row.ratio:.3f} | {row.p95:.3f} | {row.own_ratio:.3f} "
-        f"| {row.own_p95:.3f} | {row.megabytes:.2f} | {row.reads:g} |"
+        f"| {row.own_p95:.3f} | {row.journal:.2%} | {row.megabytes:.2f} | {row.reads:g} |"
         for row in rows
     ]
     return "\n".join(
@@ -256,8 +365,8 @@ def page(rows: list[Row], arguments: argparse.Namespace, load: float) -> str:
             f"{torch.__version__} with one thread on {os.cpu_count()} cores; load average {load:.1f} before the start and "
             f"{os.getloadavg()[0]:.1f} at the end; above 1 the ratios hold the noise of the other processes.\n",
             "| task | level | median step [ms] | median ratio | p95 ratio | median ratio, processor | p95 ratio, processor "
-            "| MB | reads |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| rows, processor | MB | reads |",
+            "|---|---|---|---|---|---|---|---|---|---|",
             *lines,
             "",
         ]

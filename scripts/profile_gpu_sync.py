@@ -24,11 +24,12 @@ from device_reads import HOME, Read, counted_reads
 from torch.utils.data import TensorDataset
 
 import esper
-from esper.leyline.config.tree import build_config
+from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import Task
 from esper.tamiyo.rules.baselines import Never, RandomValid
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.runtime import describe_gpu
 
 CASES: tuple[tuple[str, int, Mapping[str, Any]], ...] = (
     *((task, envs, {}) for task in ("digits-narrow", "repair") for envs in (1, 8, 64)),
@@ -147,6 +148,7 @@ def main() -> None:
             "device": arguments.device,
             "machine": platform.machine(),
             "torch": torch.__version__,
+            **describe_gpu(torch.device(arguments.device), Config()),  # a case says what it sets otherwise
             "results": results,
         }
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from esper.leyline.config.tree import build_config
+from esper.leyline.config.tree import Config, build_config
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, among
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.runtime import describe_gpu
 
 
 def grown(envs: int, live: int, device: str) -> VectorizedEngine:
@@ -86,6 +87,7 @@ def main() -> None:
     print(f"{calls:.0f} operator calls a step in all")
     if arguments.json:
         report = {"machine": platform.machine(), "torch": torch.__version__, "envs": envs, "live": arguments.live}
+        report |= describe_gpu(torch.device(arguments.device), Config())
         report |= {"phases": phases, "operators": table, "calls_per_step": calls}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

@@ -73,6 +73,14 @@ class Refusals:
 esper.grow("iris", settings, controller="random-valid", outputs=[Refusals()])
 ```
 
+One thread calls the object and nothing else, so that a step does not wait for it. What must be used in the thread that made it,
+such as a connection of sqlite3, is therefore opened at the first row. The object gets the rows in order, each once. A run that
+ends, is interrupted or fails waits until the object has all of them, unless a further Ctrl-C comes; a process that is killed
+loses those in the queue. All of them are in `events.jsonl`. Where the object falls behind by more than 4,096 rows, the run waits
+for it, and `outputs` of the summary and the [`phases`](#phases) rows count how often and how long. If that is more than 3 % of
+its time, a sentence in `esper watch` and at the end of the run says so. [The benchmark](benchmarks/telemetry.md) measures what a
+slow object costs.
+
 `esper.train` and `esper.resume` take `outputs` too. If `write` or `close` raises an error, a `RunWarning` is issued, and the run
 goes on without the object. `esper.nissa.events.encode(row)` is the row as a line of JSON.
 

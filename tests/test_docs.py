@@ -166,7 +166,7 @@ def test_every_program_that_a_page_runs_is_there():
     assert not [each for each in named if not (ROOT / each[1]).exists()]
 
 
-@pytest.mark.parametrize("name", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["docs/architecture.md", "docs/names.md", "CONTRIBUTING.md"])
 def test_every_place_in_the_code_that_a_page_names_is_there(name):
     named = re.findall(r"`([\w/]+\.py)(?:::([\w.]+))?`", (ROOT / name).read_text(encoding="utf-8"))
     assert len(named) > 10
@@ -177,6 +177,20 @@ def test_every_place_in_the_code_that_a_page_names_is_there(name):
             found = [node for node in body if part in names_of(node)]
             assert found, f"{path}::{place}"
             body = getattr(found[0], "body", [])
+
+
+def test_every_name_of_the_founding_design_leads_to_a_place_in_the_code_or_to_a_config_key():
+    lines = (ROOT / "docs" / "names.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "name there"]
+    assert len(rows) > 50
+    assert all(len(row) == 3 and all(row) for row in rows)
+    keys = {key for key, *_ in reference()}
+    for _, here, _ in rows:
+        named = here.split(", ")
+        assert all(each.startswith("`") and each.endswith("`") for each in named), here
+        # the test above looks the places up
+        assert all(".py::" in each or each.strip("`") in keys for each in named), here
 
 
 def names_of(node):

@@ -118,17 +118,23 @@ def test_a_step_under_random_decisions_reads_the_device_no_more_than_twice(tmp_p
     assert list(result["sites"]) == ["runtime.py:read_packet (numpy)"]
 
 
-@pytest.mark.slow
-def test_the_benchmark_for_a_gpu_has_the_tables_that_are_asked_for_on_a_cpu_too(tmp_path):
-    asked = ["--device", "cpu", "--table", "cifar", "shares", "memory"]
-    out = run("benchmark_gpu.py", *asked, "--json", "figures.json", cwd=tmp_path)
-    tables = json.loads((tmp_path / "figures.json").read_text())["tables"]
-    (cifar,) = tables["cifar"]
+@pytest.mark.campaign
+def test_the_benchmark_for_a_gpu_makes_every_table_on_a_cpu_too(tmp_path):
+    out = run("benchmark_gpu.py", "--device", "cpu", "--json", "figures.json", cwd=tmp_path)
+    report = json.loads((tmp_path / "figures.json").read_text())
+    assert not {"driver", "cuda", "amp", "compile"} & set(report)  # what is known of a GPU alone
+    tables = report["tables"]
+    assert list(tables) == ["populations", "processes", "images", "cifar", "shares", "compiled", "waits", "memory"]
+    assert {row["way"] for row in tables["populations"]} >= {"bare stack", "engine auto", "plain loop"}
+    assert all(row["EPS"] > 0 for name in ("populations", "processes", "images") for row in tables[name])
+    (compiled,), (waits,), (cifar,) = tables["compiled"], tables["waits"], tables["cifar"]
+    assert compiled["compiled passes"] > 0 == compiled["eager passes"] == compiled["recompiles"]
+    assert (waits["least"], waits["most"], waits["waits that CUDA names"]) == (1, 1, None)
     assert cifar["steps of an environment a second"] > 0
     assert cifar["images"].startswith("random bytes")
     assert all(row["TFLOP/s"] > 0 and 0 < row["of the copy"] < 1 for row in tables["shares"])
     assert [row["births and prunes"] for row in tables["memory"]] == [0, 4]
-    assert out.count("\n## ") == 3
+    assert out.count("\n## ") == 8
 
 
 @pytest.mark.slow
@@ -138,8 +144,25 @@ def test_the_benchmark_of_telemetry_reads_the_device_once_at_every_level(tmp_pat
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert [cell[1] for cell in cells] == ["off", "run", "step", "debug"]
     assert {cell[-1] for cell in cells} == {"1"}
+    assert cells[0][-3] == "0.00%"
     sizes = [float(cell[-2]) for cell in cells]
     assert sizes[0] == 0 < sizes[1] < sizes[2] < sizes[3]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_telemetry_gives_a_slow_output_every_row_with_and_without_a_queue(tmp_path):
+    lines = [
+        line for line in run("benchmark_telemetry.py", "--outputs", cwd=tmp_path).splitlines() if "| iris |" in line
+    ]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert [cell[1] for cell in cells] == [
+        "none",
+        "the step waits for it",
+        "a queue of 4,096 rows",
+        "a queue of 8 rows",
+    ]
+    assert len({cell[5] for cell in cells}) == 1
+    assert cells[2][6] == "0"
 
 
 @pytest.mark.slow
@@ -263,6 +286,12 @@ def test_the_check_of_speed_fails_only_if_three_tries_are_a_fifth_slower(ratios,
     assert check("a case", lambda: next(left), recorded=1.0) is passed
     assert len(ratios) - len(list(left)) == tried
     assert ("SLOWER" in capsys.readouterr().out) is not passed
+
+
+@pytest.mark.slow
+def test_what_the_rows_of_a_step_take_is_measured(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    assert 0 < importlib.import_module("benchmark_telemetry").share_of_rows("iris", 2, 4) < 1
 
 
 @pytest.mark.slow

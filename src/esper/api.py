@@ -101,7 +101,8 @@ def grow(
     `RunWarning` is issued.
 
     `outputs` are objects with the methods `write(row)` and `close()`, which get every row of the events that `telemetry.level`
-    keeps, also without `run`. If one raises an error, a `RunWarning` is issued, and the run goes on without it.
+    keeps, also without `run`. A thread calls each of them, so that a step does not wait; the run ends when they have all rows.
+    If one raises an error, a `RunWarning` is issued, and the run goes on without it.
     """
     task = to_task(task)
     check_outputs(outputs)

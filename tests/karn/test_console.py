@@ -1,6 +1,6 @@
 import io
 import math
-from contextlib import nullcontext
+import threading
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from rich.console import Console
 
 from esper.karn.terminal import console
 from esper.karn.terminal.console import grown_lines, print_summary
-from esper.karn.terminal.progress import Bar, Lines, figures, live
+from esper.karn.terminal.progress import Aside, Bar, Lines, figures, live
 from esper.leyline.intervals import mean_and_error
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Measurements, Seeds, View
@@ -268,9 +268,41 @@ def test_a_terminal_gets_a_bar_and_a_pipe_gets_lines():
         def isatty(self) -> bool:
             return True
 
-    assert isinstance(live(Console(file=Terminal(), _environ={"TERM": "xterm"}), 3, "accuracy"), Bar)
-    assert isinstance(live(Console(file=Terminal(), _environ={"TERM": "dumb"}), 3, "accuracy"), nullcontext)
-    assert isinstance(live(Console(file=io.StringIO(), force_terminal=True), 3, "accuracy"), nullcontext)
+    assert isinstance(live(Console(file=Terminal(), _environ={"TERM": "xterm"}), 3, "accuracy").shown, Bar)
+    assert isinstance(live(Console(file=Terminal(), _environ={"TERM": "dumb"}), 3, "accuracy").shown, Lines)
+    assert isinstance(live(Console(file=io.StringIO(), force_terminal=True), 3, "accuracy").shown, Lines)
+
+
+def test_progress_that_is_slow_holds_no_step_and_shows_the_first_the_last_and_every_line():
+    class Stopped(io.StringIO):
+        """A terminal that takes nothing until it goes on."""
+
+        def __init__(self):
+            super().__init__()
+            self.goes_on = threading.Event()
+
+        def write(self, text):
+            assert self.goes_on.wait(60)
+            return super().write(text)
+
+    file = Stopped()
+    with Aside(Lines(Console(file=file), 40, "accuracy", seconds=0.0)) as progress:
+        for step in range(40):
+            progress.step(GROWING._replace(step=step + 1), 10.0, 0)
+            if step == 20:
+                progress.note("exporting")
+        assert file.getvalue() == ""
+        file.goes_on.set()
+    shown = [line.split()[1] if line.startswith("step") else line for line in file.getvalue().splitlines()]
+    assert shown == ["1/40", "21/40", "exporting", "40/40"]
+
+
+def test_waits_for_outputs_are_mentioned_where_they_are_long():
+    waits = {"outputs": {"waits": 7, "waiting_seconds": 3.0}}
+    assert "the run waited 3.0 s, 8% of its time, because an output was slower" in printed(
+        SUMMARY, **waits, seconds=40.0
+    )
+    assert "because an output" not in printed(SUMMARY, **waits, seconds=400.0)
 
 
 def test_the_bar_shows_figures_and_notes():

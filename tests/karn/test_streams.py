@@ -92,11 +92,11 @@ def test_no_terminal_is_so_narrow_that_a_figure_is_cut(width):
 
 
 def test_progress_goes_on_where_its_output_is_gone():
-    with broken_pipe() as pipe, live(Console(file=pipe), 3, "accuracy") as lines:
-        assert isinstance(lines, Lines)
-        lines.step(GROWING._replace(step=1), 10.0, 0)
-        lines.note("exporting")
-        assert lines._console.file.lost.errno == errno.EPIPE
+    with broken_pipe() as pipe, live(Console(file=pipe), 3, "accuracy") as progress:
+        assert isinstance(lines := progress.shown, Lines)
+        progress.step(GROWING._replace(step=1), 10.0, 0)
+        progress.note("exporting")
+    assert lines._console.file.lost.errno == errno.EPIPE
 
 
 def test_a_log_on_the_full_disk_does_not_shorten_the_waiting_for_room(tmp_path, full_device, monkeypatch):

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import esper
 from esper.cli import main
 from esper.karn.terminal.watch import Watch, plot
 from esper.leyline.errors import InputError
+from esper.nissa.outputs import Guarded
 from pages import EVIL
 
 
@@ -69,6 +71,21 @@ def test_the_head_says_how_long_training_waits_for_examples_that_are_read_ahead(
     esper.grow(task, settings, run=tmp_path / "run", progress=False)
     screen = "\n".join(driven(tmp_path / "run"))
     assert re.search(r"seeds: \d+ planted, .*; reading \d+ %, p95 [\d.e-]+ ms", screen)
+
+
+def test_the_window_says_that_a_run_waits_for_its_outputs(run, tmp_path, monkeypatch):
+    class Slow:
+        def write(self, row):
+            time.sleep(0.01)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(Guarded.__init__, "__defaults__", (None, 0))
+    settings = {"envs": 2, "steps": 4, "models": "none", "baselines": []}
+    esper.grow("iris", settings, controller="random-valid", run=tmp_path / "r", outputs=[Slow()], progress=False)
+    assert "because an output was slower" in "\n".join(driven(tmp_path / "r", size=(400, 24)))
+    assert "because an output was slower" not in "\n".join(driven(run, size=(400, 24)))
 
 
 def test_keys_move_through_the_population_and_change_what_is_shown(run):

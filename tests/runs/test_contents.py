@@ -21,7 +21,7 @@ from esper.store.files import MARK, is_run
 from esper.tamiyo.catalog import get_controller
 from populations import blobs, small_config
 
-ENVIRONMENT = json.dumps(describe_environment(torch.device("cpu")))
+ENVIRONMENT = json.dumps(describe_environment(torch.device("cpu"), Config()))
 
 
 def make_run(folder):

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from esper.store.background import Background
+from esper.store.background import Background, Backlog
 
 
 def test_jobs_are_done_one_after_another_by_one_thread():
@@ -118,3 +118,46 @@ def test_what_a_job_held_is_let_go_when_it_is_done():
     background.submit(lambda: None).result(60)
     gc.collect()
     assert there() is None
+
+
+def test_a_backlog_holds_a_caller_while_its_jobs_are_too_large_in_sum():
+    backlog, go, done = Backlog(5), threading.Event(), []
+    backlog.submit(lambda: go.wait(60) and None, 3)
+    backlog.submit(lambda: done.append("second"), 2)
+    backlog.wait_for_room()
+    assert (backlog.size, backlog.waits, backlog.waited) == (5, 0, 0.0)
+    backlog.submit(lambda: done.append("third"), 2)
+
+    def go_when_it_waits():
+        while not backlog.waits:
+            time.sleep(0.001)
+        go.set()
+
+    thread = threading.Thread(target=go_when_it_waits)
+    thread.start()
+    backlog.wait_for_room()
+    thread.join()
+    assert backlog.size <= 5
+    assert (backlog.waits, backlog.waited > 0) == (1, True)
+    backlog.finish()
+    backlog.close()
+    assert (done, backlog.size) == (["second", "third"], 0)
+
+
+def test_a_backlog_raises_the_error_of_a_job_where_it_is_waited_for():
+    backlog = Backlog(5)
+    backlog.submit(lambda: [][0])
+    with pytest.raises(IndexError):
+        backlog.finish()
+    backlog.finish()
+    backlog.close()
+
+
+def test_a_backlog_that_is_not_done_in_time_says_so():
+    backlog, go = Backlog(5), threading.Event()
+    backlog.submit(lambda: go.wait(60) and None)
+    with pytest.raises(TimeoutError):
+        backlog.finish(0.01)
+    go.set()
+    backlog.finish()
+    backlog.close()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from device_reads import counted_reads
+from profile_gpu_sync import counted_waits
 from torch.utils.data import TensorDataset
 
 import esper
@@ -12,11 +13,11 @@ from esper.tolaria.engine import VectorizedEngine
 from populations import Journalled, Script, blobs, small_config
 
 
-def grown(envs, slots, live, incubation="shadow"):
+def grown(envs, slots, live, incubation="shadow", device="cpu"):
     """An engine whose environments have `live` seeds each at the next decision, and a client that waits."""
     menu = ("bypass-mlp", "mlp-small", "bypass-linear")
     lifecycle = {"max_seeds": 8, "max_training_seeds": 8, "incubation": incubation}
-    config = small_config(envs=envs, steps=40, lifecycle=lifecycle, probe={"sensors_every": 1})
+    config = small_config(envs=envs, steps=40, lifecycle=lifecycle, probe={"sensors_every": 1}, device=device)
     engine = Journalled(blobs(hidden=(3,) * slots, menu=menu), config)
     decisions = {}
     for env in range(envs):
@@ -58,6 +59,18 @@ def test_a_step_that_germinates_prunes_and_ends_the_episode_reads_no_more():
     assert outcome.terminal
     assert outcome.accepted.all()
     assert [site for _, site in reads] == ["runtime.py:read_packet"]
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_a_steady_step_reads_the_device_in_one_place_and_on_a_gpu_waits_nowhere_else(device):
+    engine, client, view = grown(4, 2, 2, device=device)
+    view, _ = engine.step(client.act(view))  # brings constants to the device
+    actions = client.act(view)
+    with counted_reads() as reads, counted_waits(device == "cuda", "error"):
+        engine.step(actions)
+    assert {site for _, site in reads} == {"runtime.py:read_packet"}
 
 
 def test_the_counter_sees_a_read():

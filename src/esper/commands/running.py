@@ -139,7 +139,7 @@ def train(
     """
     use_one_thread()
     from esper.karn.terminal.console import print_training
-    from esper.karn.terminal.progress import Rounds
+    from esper.karn.terminal.progress import Aside, Rounds
     from esper.runs.configuration import load_config_file, training_configs
     from esper.runs.folder.resume import Opening
     from esper.runs.training.train import train as train_controller
@@ -165,7 +165,7 @@ def train(
     options |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
     configs = training_configs(chosen, preset, *read_layers("train", from_file, settings, options))
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
-    with beside(folder, watch), Rounds(console_beside(watch)) as progress:
+    with beside(folder, watch), Aside(Rounds(console_beside(watch))) as progress:
         opening = Opening(overwrite=overwrite)
         summary = train_controller(chosen, configs, folder, progress, opening, reward=paid, asked=asked)
     finish(summary, folder, json_, print_training)

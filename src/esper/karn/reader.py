@@ -410,11 +410,17 @@ class _Actors(TypedDict):
     waiting_seconds: float
 
 
+class _Outputs(TypedDict):
+    waits: Count
+    waiting_seconds: float
+
+
 class Summary(TypedDict, total=False):
     """summary.json of any run."""
 
     error: _Failure
     actors: _Actors
+    outputs: _Outputs
     explanations: list[str]
 
 

@@ -389,6 +389,9 @@ class RunModel:
         self._seeds: dict[tuple[int, str], str | None] = {}
         self._logs: dict[int, deque[str]] = {}
         self._times: deque[float] = deque(maxlen=TIMED)
+        self.waited = self.timed = (
+            0.0  # seconds for full queues of outputs, and of all steps or rounds that told of theirs
+        )
 
         # The history of the episode.
         self._steps: list[tuple[Any, ...]] = []  # the fields of Population but the last
@@ -454,6 +457,8 @@ class RunModel:
     def _write_round(self, row: RoundRow) -> CurvePoint:
         self.rounds.append(row)
         self._times.append(row.time)
+        if (waited := row.figures.get("output_wait_seconds")) is not None:
+            self.waited, self.timed = self.waited + waited, self.timed + row.seconds
         values = {}
         for name, value in row.figures.items():
             if value is not None:
@@ -539,6 +544,11 @@ class RunModel:
         if isinstance(row, PhasesRow) and row.reading_p95 is not None:
             whole = sum(row.phase_seconds.values())
             self.reading = row.phase_seconds.get("reading", 0.0) / whole if whole else NAN, row.reading_p95
+        if isinstance(row, PhasesRow) and row.output_wait_seconds is not None:
+            self.waited, self.timed = (
+                self.waited + row.output_wait_seconds,
+                self.timed + sum(row.phase_seconds.values()),
+            )
         if not self.history:
             return
         if row.episode != self._measured_episode:

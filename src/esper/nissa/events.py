@@ -317,11 +317,19 @@ class _Head(msgspec.Struct):
 def _short(values: Any) -> list[Any]:
     """Lists of numbers, with None for a list of nothing, and integers, which take less room, for whole numbers."""
     array = np.asarray(values, np.float64)
-    if array.ndim < 2:
-        return [int(value) if value.is_integer() else value for value in array.tolist()]
-    if not array.size:
-        return array.tolist()
-    return [None if np.isnan(part).all() else _short(part) for part in array]
+    lists: list[Any] = array.tolist()
+    return _shortened(lists) if array.size else lists
+
+
+def _shortened(values: list[Any]) -> list[Any]:
+    # in Python: a call of NumPy for each short list takes longer than its numbers
+    if isinstance(values[0], float):
+        return [int(value) if value.is_integer() else value for value in values]
+    return [None if _nothing(part) else _shortened(part) for part in values]
+
+
+def _nothing(values: list[Any]) -> bool:
+    return all(value != value if isinstance(value, float) else _nothing(value) for value in values)
 
 
 def _shape(values: Any, depth: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
-from esper.nissa.outputs import JsonLines, Output
+from esper.nissa.outputs import Guarded, JsonLines, Output
 from esper.nissa.rows import GateRow, GradientsRow, MeasurementRow, PhasesRow, RewardRow, Row, SensorsRow, StepRow
 
 Level = Literal["off", "run", "step", "debug"]
@@ -16,10 +16,11 @@ _HIGHER: dict[Level, Level] = {"run": "step", "step": "debug"}
 class Hub:
     """The object to which the engine and the run write rows.
 
-    There is no queue and no second thread: when `emit` returns, every output has the row, so a run that is killed loses none,
-    and memory is bounded; `emit` raises the error of an output. `seconds` is the time that the outputs took, for which the
-    training waited. `seq` is the number of the next row. `level` says which rows are kept. After a restoration the level
-    'run' counts as 'step', and 'step' as 'debug', for `raise_steps` steps, of which `raised` are left.
+    When `emit` returns, every output has the row, so a run that is killed loses none in its file, and `emit` raises the error
+    of an output. Only a `Guarded` output, one of the user's, has the row in its queue instead; `emit` waits while that is
+    full. `seconds` is the time that all this took, for which the training waited. `seq` is the number of the next row. `level`
+    says which rows are kept. After a restoration the level 'run' counts as 'step', and 'step' as 'debug', for `raise_steps`
+    steps, of which `raised` are left.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Hub:
     ) -> None:
         self.outputs = tuple(outputs)
         self._files = [output for output in self.outputs if isinstance(output, JsonLines)]
+        self._queued = [output for output in self.outputs if isinstance(output, Guarded)]
         self.asked: Level = level
         self.seq = seq
         self.raise_steps, self.raised = raise_steps, 0
@@ -70,13 +72,23 @@ class Hub:
             row.seq, row.time = self.seq + place, now
         begin = time.perf_counter()
         for output in self.outputs:
-            if isinstance(output, JsonLines):
+            if isinstance(output, JsonLines | Guarded):
                 output.write_all(kept)
             else:
                 for row in kept:
                     output.write(row)
+        self.seq += len(kept)  # before the wait, which an interrupt may end
+        for queued in self._queued:
+            queued.wait_for_room()
         self.seconds += time.perf_counter() - begin
-        self.seq += len(kept)
+
+    def waits(self) -> dict[str, Any] | None:
+        """How often and how long the run has waited for full queues, as in its summary; None if no output has a queue."""
+        if not self._queued:
+            return None
+        backlogs = [output.backlog for output in self._queued]
+        seconds = sum(backlog.waited for backlog in backlogs)
+        return {"waits": sum(backlog.waits for backlog in backlogs), "waiting_seconds": round(seconds, 3)}
 
     def flush(self) -> None:
         for output in self._files:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from esper.leyline.errors import RunWarning, typed_line, warn
 from esper.nissa.events import encode
 from esper.nissa.recovery import Mark, free_path
 from esper.nissa.rows import Row
+from esper.store.background import Backlog
 from esper.store.disk import DiskFull, Retry, Unwritable, write_atomic, write_once
 
 
@@ -27,16 +29,59 @@ class Output(Protocol):
         """Free resources; no row follows."""
 
 
-class Guarded:
-    """An output of the user's. When it raises an error, a RunWarning is issued, and it is not called again; the run goes on."""
+QUEUED = 4096
+"""How many rows may wait for an output of the user's before the training waits for it [rows]."""
+_PATIENCE = 2.0  # how long an output may take for its last rows before a line says what the run waits for [seconds]
 
-    def __init__(self, output: Output) -> None:
+
+class Guarded:
+    """An output of the user's, which a thread of its own calls, so that a step does not wait for it.
+
+    The thread hands over the rows in order, each once. `wait_for_room` lets the training wait while more than `most` rows are
+    in the queue, and `close` until all rows and the output's `close` are done; a KeyboardInterrupt leaves the rest to the
+    thread. When the output raises an error, it is not called again, and the next call here issues a RunWarning: in the thread
+    that trains, whose stack names the line of the user's code. `note` is told of a long wait in `close`.
+    """
+
+    def __init__(self, output: Output, note: Callable[[str], None] | None = None, most: int = QUEUED) -> None:
         self.output: Output | None = output
+        self.backlog = Backlog(most)
+        self._name, self._note = type(output).__name__, note
+        self._failure: str | None = None  # set by the thread
 
     def write(self, row: Row) -> None:
-        self._call("write", row)
+        self.write_all((row,))
+
+    def write_all(self, rows: Sequence[Row]) -> None:
+        """Put rows into the queue."""
+        if self.output is not None:
+            self.backlog.submit(partial(self._hand_over, rows), len(rows))
+
+    def wait_for_room(self) -> None:
+        """Wait while the queue is full, and report an error of the output."""
+        self.backlog.wait_for_room()
+        self._report()
 
     def close(self) -> None:
+        """Wait until the output has all rows, and close it."""
+        self.backlog.submit(self._close, 0)
+        try:
+            self.backlog.finish(_PATIENCE)
+        except TimeoutError:
+            if self._note is not None:
+                self._note(f"waiting for the output {self._name}, which has {self.backlog.size:,} rows to take")
+            self.backlog.finish()
+        finally:
+            self.backlog.close()
+        self._report()
+
+    # The thread calls the next three.
+
+    def _hand_over(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._call("write", row)
+
+    def _close(self) -> None:
         self._call("close")
 
     def _call(self, name: str, *rows: Row) -> None:
@@ -45,11 +90,15 @@ class Guarded:
         try:
             getattr(self.output, name)(*rows)
         except Exception as error:  # whatever the user's code raises
-            known, self.output = type(self.output).__name__, None
-            warn(
-                f"{name} of the output {known} raised {typed_line(error)}; the run goes on without this output",
-                RunWarning,
+            self.output = None
+            self._failure = (
+                f"{name} of the output {self._name} raised {typed_line(error)}; the run goes on without this output"
             )
+
+    def _report(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            warn(failure, RunWarning)
 
 
 class JsonLines:

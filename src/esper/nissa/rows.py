@@ -285,7 +285,8 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
         Mapping[str, float],
         about(
             "by phase: its time in all of these steps, to 4 digits; deciding is the controller, reading the wait of training "
-            "for batches that are not in memory, and writing the wait for the rows of the step before [seconds]"
+            "for batches that are not in memory, and writing the wait for the rows of the step before; on CUDA the other phases "
+            "are timed by the device, and the last of a step may be counted with the next [seconds]"
         ),
     ]
     reading_p95: Annotated[
@@ -299,6 +300,13 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
         Count,
         about("reads of the device in all of these steps: 1 a step, and 1 more where an environment was restored"),
     ]
+    output_waits: Annotated[
+        Count | None,
+        about("how often the run waited in these steps because the queue of an output was full; null without one"),
+    ] = None
+    output_wait_seconds: Annotated[float | None, about("how long it waited so; null without an output [seconds]")] = (
+        None
+    )
 
 
 class RewardRow(AtStepRow, tag="reward", kw_only=True):

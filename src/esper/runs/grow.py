@@ -99,13 +99,13 @@ def grow(
         except OutOfMemory:
             # the folder is made, so that the same run can be started by `esper resume` when there is room
             row = partial(run_row, config, config.controller, None, ())
-            run.begin(lambda: describe_environment(resolve_device(config.device)), row("running"))
+            run.begin(lambda: describe_environment(resolve_device(config.device), config), row("running"))
             names = {"task": config.task, "controller": config.controller, "envs": config.envs, "seed": config.seed}
             with run.recorded(row, lambda: {**names, "steps": config.steps, "steps_done": 0}):
                 raise
         hosts = engine.population.body.table.host_params[: config.envs]
         row = partial(run_row, config, config.controller, engine.space, hosts)
-        run.begin(lambda: describe_environment(engine.device), row("running"))
+        run.begin(lambda: describe_environment(engine.device, config), row("running"))
         try:
             with run.recorded(row, episode.settings), engine.timer.memory("between steps", users=False):
                 play(engine, client, Until(lambda: interrupt.asked), journal, episode, first=episode.decided)
@@ -338,6 +338,7 @@ class Episode(Observer):
             "seed": config.seed,
             "device": str(self.engine.device),
             "rows": self.engine.rows,
+            **({} if (waits := self.run.hub.waits()) is None else {"outputs": waits}),
         }
 
 

@@ -1,6 +1,8 @@
 """A thread that runs jobs one after the other in the background."""
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -39,6 +41,55 @@ class Background:
         else:
             last()
         self._jobs.put(None)
+
+
+class Backlog:
+    """A `Background` with bounded work: a caller that is ahead by more than `most` waits, and the waits are counted.
+
+    Each job has a size, and `size` is the sum of those that are not done. An error of a job is raised by `wait_for_room` or
+    `finish`, in the thread that calls these.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.size = most, 0
+        self.waits, self.waited = 0, 0.0  # how often and how long `wait_for_room` waited [seconds]
+        self._background = Background()
+        self._jobs = deque[tuple[Future[None], int]]()  # those whose end was not noticed yet
+
+    def submit(self, job: Callable[[], None], size: int = 1) -> None:
+        """Run a job after the earlier ones; returns at once, so that an interrupt loses no job."""
+        self.size += size
+        self._jobs.append((self._background.submit(job), size))
+
+    def wait_for_room(self) -> None:
+        """Wait while the jobs that are not done have more than `most` in sum."""
+        self._notice()
+        if self.size <= self.most:
+            return
+        begin = time.perf_counter()
+        self.waits += 1
+        try:
+            while self.size > self.most:
+                self._jobs[0][0].exception()  # returns when the job is done
+                self._notice()
+        finally:
+            self.waited += time.perf_counter() - begin
+
+    def finish(self, seconds: float | None = None) -> None:
+        """Wait until all jobs are done. Raises TimeoutError after some seconds."""
+        if self._jobs:
+            self._jobs[-1][0].exception(seconds)
+        self._notice()
+
+    def close(self) -> None:
+        """End the thread after its jobs, without waiting for them."""
+        self._background.close(lambda: None)
+
+    def _notice(self) -> None:
+        while self._jobs and self._jobs[0][0].done():
+            job, size = self._jobs.popleft()
+            self.size -= size
+            job.result()
 
 
 def _work(jobs: "SimpleQueue[Job | None]") -> None:

@@ -78,6 +78,7 @@ class Journal(Observer):
         self._waits_before = self._counts()  # waits for batches before the step
         self._waits = np.zeros_like(self._waits_before)  # those in the steps since the last row
         self._written = hub.seconds  # of the outputs, up to the last step
+        self._waited = hub.waits()  # up to the last row of phases
         telemetry, config = engine.config.telemetry, engine.config
         self._every = telemetry.sensor_rows_every or math.ceil(config.steps / _SAMPLES)
         measured = config.probe.sensors_every or 1
@@ -147,10 +148,14 @@ class Journal(Observer):
         self._waits += self._counts() - self._waits_before
         if full or number % self._every == 0 or outcome.terminal:
             phases = {name: float(f"{seconds:.4g}") for name, seconds in self._phases.items()}
-            p95 = digits(Waits.p95(self._waits)) if self._waits.any() else None
-            yield PhasesRow(
-                **place, covered=self._covered, phase_seconds=phases, reading_p95=p95, device_reads=self._reads
-            )
+            more: dict[str, Any] = {}
+            if self._waits.any():
+                more["reading_p95"] = digits(Waits.p95(self._waits))
+            if self._waited is not None and (now := self.hub.waits()) is not None:
+                more["output_waits"] = now["waits"] - self._waited["waits"]
+                more["output_wait_seconds"] = round(now["waiting_seconds"] - self._waited["waiting_seconds"], 3)
+                self._waited = now
+            yield PhasesRow(**place, covered=self._covered, phase_seconds=phases, device_reads=self._reads, **more)
             self._phases, self._covered, self._reads = {}, 0, 0
             self._waits[:] = 0
         if self._gradients_due(number, full):

@@ -5,10 +5,11 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from esper.leyline.config.tree import Config
 from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory, raised_in_user_code, requested_memory
 
 
@@ -101,6 +103,28 @@ def use_deterministic_kernels(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
+def describe_gpu(device: torch.device, config: Config) -> dict[str, str]:
+    """Return driver, CUDA version and capability of a GPU, and `amp` and `compile` of the config; empty for a CPU."""
+    if device.type != "cuda":
+        return {}
+    major, minor = torch.cuda.get_device_capability(device)
+    said = Path("/proc/driver/nvidia/version")
+    driver = driver_version(said.read_text()) if said.exists() else None
+    return {
+        **({} if driver is None else {"driver": driver}),
+        "cuda": str(torch.version.cuda),
+        "capability": f"{major}.{minor}",
+        "amp": config.amp,
+        "compile": config.compile,
+    }
+
+
+def driver_version(text: str) -> str | None:
+    """Return the version of the driver in the content of /proc/driver/nvidia/version; None if it is not there."""
+    found = re.search(r"Kernel Module.*?\s(\d[\d.]*)\s", text)
+    return None if found is None else found[1]
+
+
 def available_memory(device: torch.device) -> int:
     """Return the bytes that the process can still allocate; all of a machine's memory if its system does not say."""
     if device.type == "cuda":
@@ -155,13 +179,62 @@ LOWER = {
 """The settings that the memory of a phase grows with, by phase."""
 
 
+class Moment(Protocol):
+    """A moment in the work of a device, which may be ahead: the part of `torch.cuda.Event` that a `PhaseTimer` needs."""
+
+    def query(self) -> bool:
+        """Return whether the device has come to it; does not wait."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return the time until a later moment [ms]. The device must have come to both."""
+
+
+class HostMoment:
+    """A moment in the work of the process, which is past when it is made."""
+
+    def __init__(self) -> None:
+        self.time = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: "HostMoment") -> float:
+        return (end_event.time - self.time) * 1e3
+
+
 class PhaseTimer:
-    """Measures the seconds of each phase as seen by the process; on CUDA the device may still be working when one ends."""
+    """Measures the seconds of each phase: on a CPU those of the process, on CUDA those of the device.
+
+    On CUDA the device may still be working on a phase when the process has ended it. Its begin and end are therefore events in
+    the stream of the device. They are read when the device has passed them, without waiting: at the latest after the packet of
+    the next step, for which the process waits anyhow. So `seconds` may lack the last phases of a step until then.
+    """
 
     def __init__(self, device: torch.device, population: str = "") -> None:
         """`population` describes in words what is in memory, for the message of OutOfMemory."""
-        self.seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        # what the device has still to come to: a moment, and the seconds to add then, by phase
+        self._open = deque[tuple[Moment, Callable[[], dict[str, float]]]]()
         self._device, self._population = device, population
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """By name, the seconds of all phases that the device has passed."""
+        self._read()
+        return self._seconds
+
+    def _read(self) -> None:
+        while self._open and self._open[0][0].query():  # in the order of the stream
+            for name, seconds in self._open.popleft()[1]().items():
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def moment(self) -> Moment:
+        """Return the end of the work that the device was given until now."""
+        if self._device.type != "cuda":
+            return HostMoment()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     @contextmanager
     def memory(self, where: str, lower: str = "envs", *, users: bool = True) -> Iterator[None]:
@@ -184,17 +257,19 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of a block to a phase. Raises OutOfMemory if memory runs out in the block."""
-        begin = time.perf_counter()
+        begin = self.moment()
         try:
             with self.memory(f"in the phase {name}", LOWER.get(name, "envs")):
                 yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            end = self.moment()
+            self._open.append((end, lambda: {name: begin.elapsed_time(end) / 1e3}))
+            self._read()
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Count a part of the time of a phase as that of another."""
-        self.seconds[source] -= seconds
-        self.seconds[target] = self.seconds.get(target, 0.0) + seconds
+        """Count a part of the time of a phase that has ended as that of another."""
+        self._open.append((self.moment(), lambda: {source: -seconds, target: seconds}))
+        self._read()
 
 
 class Waits:

@@ -62,6 +62,19 @@ def actor_lines(summary: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def output_lines(waited: float, whole: float) -> list[str]:
+    """What to do where a run of `whole` seconds waited long for full queues of outputs [seconds]."""
+    if waited <= _LONG_WAIT * whole:
+        return []
+    return [
+        f"the run waited {waited:,.1f} s, {waited / whole:.0%} of its time, because an output was slower than its rows came; "
+        "give it fewer (telemetry.level=run), or make its write faster"
+    ]
+
+
+_LONG_WAIT = 0.03  # share of a run that the wait for outputs may have without being mentioned
+
+
 def learning_lines(summary: Mapping[str, Any]) -> list[str]:
     """What was wrong with the learner, and what mends it: a line each."""
     return [
@@ -90,7 +103,7 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
         )
     if summary["controller_share"] is not None:
         print_line(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
-    for line in actor_lines(summary):
+    for line in [*actor_lines(summary), *_waits(summary)]:
         print_line(console, line)
     if best is not None and folder is not None:
         print_line(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
@@ -137,7 +150,7 @@ def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list
     found = [
         reading,
         grew,
-        "; ".join([seeds, *trouble_lines(summary)]),
+        "; ".join([seeds, *trouble_lines(summary), *_waits(summary)]),
         f"why: {why[0]}{others}" if why else "",
         "; ".join(absent),
         "; ".join(warnings),
@@ -351,6 +364,11 @@ def trouble_lines(summary: Mapping[str, Any]) -> list[str]:
         many = f"; environment {worst} skipped {counts[worst]:,} of {updates:,}, so set amp to bf16 or off"
         lines.append(line + many * (counts[worst] > updates / 2))
     return lines
+
+
+def _waits(summary: Mapping[str, Any]) -> list[str]:
+    outputs = summary.get("outputs")
+    return [] if outputs is None else output_lines(outputs["waiting_seconds"], summary["seconds"])
 
 
 def estimate(values: Sequence[float | None] | None, form: str) -> str:

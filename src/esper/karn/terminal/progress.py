@@ -2,9 +2,11 @@
 
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -20,6 +22,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import View
 from esper.leyline.progress import Pace, Progress, ProgressWatch, Silent
 from esper.leyline.text import counted, printable
+from esper.store.background import Backlog
 
 Shown = Literal["auto"] | bool
 """Whether progress is shown on stderr: "auto" shows it where stderr is a terminal, and in a notebook."""
@@ -47,7 +50,7 @@ def growth_progress(shown: Any, steps: int, metric: str) -> AbstractContextManag
 def training_progress(shown: Any) -> AbstractContextManager[Progress]:
     """The progress display of a training, to be entered while the run lasts."""
     console = Console(stderr=True)
-    return Rounds(console) if is_shown(shown, console) else nullcontext(Silent())
+    return Aside(Rounds(console)) if is_shown(shown, console) else nullcontext(Silent())
 
 
 def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
@@ -162,6 +165,63 @@ class Rounds:
             self._status.stop()
 
 
+class Aside:
+    """Shows progress in a thread, so that a step does not wait for a terminal that is slow or stopped.
+
+    Of the steps that come while another is shown, the thread shows the newest. It shows every line and every round; where more
+    than `LINES` of them are not shown yet, the run waits.
+    """
+
+    LINES = 1000
+
+    def __init__(self, shown: "Bar | Lines | Rounds") -> None:
+        self.shown = shown
+        self._backlog = Backlog(self.LINES)
+        self._left: Callable[[], None] | None = None  # shows the newest step, if it came while another was shown
+        self._lock = threading.Lock()  # the thread that answers Ctrl-C shows lines too
+
+    def step(self, view: View, speed: float, rollbacks: int) -> None:
+        assert not isinstance(self.shown, Rounds)
+        show = partial(self.shown.step, view, speed, rollbacks)
+        with self._lock:
+            self._backlog.wait_for_room()
+            if self._backlog.size:
+                self._left = show
+            else:
+                self._left = None
+                self._backlog.submit(show)
+
+    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
+        assert isinstance(self.shown, Rounds)
+        self._show(partial(self.shown.round, number, rounds, dict(figures)))
+
+    def note(self, text: str) -> None:
+        self._show(partial(self.shown.note, text))
+
+    answer = note
+
+    def _show(self, *jobs: Callable[[], None]) -> None:
+        with self._lock:
+            left, self._left = self._left, None
+            for job in (*([] if left is None else [left]), *jobs):
+                self._backlog.submit(job)
+            self._backlog.wait_for_room()
+
+    def __enter__(self) -> Self:
+        if not isinstance(self.shown, Lines):
+            self.shown.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._show()
+            self._backlog.finish()
+        finally:
+            self._backlog.close()
+            if not isinstance(self.shown, Lines):
+                self.shown.__exit__(*error)
+
+
 def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
     """One line with return, speed, entropy and other figures of a round."""
     shown = [
@@ -186,7 +246,7 @@ def live(console: Console, steps: int, metric: str) -> AbstractContextManager[Pr
     if not console.is_jupyter:
         console.file = steady(console.file)
     bar = console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal)
-    return Bar(console, steps, metric) if bar else nullcontext(Lines(console, steps, metric))
+    return Aside(Bar(console, steps, metric) if bar else Lines(console, steps, metric))
 
 
 def figures(view: View, speed: float, metric: str, rollbacks: int = 0) -> str:

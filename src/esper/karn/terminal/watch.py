@@ -14,6 +14,7 @@ from rich.text import Text
 
 from esper.karn.reader import OpenRun, Tail
 from esper.karn.run_model import LISTED, RunModel
+from esper.karn.terminal.console import output_lines
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
@@ -235,7 +236,8 @@ class Watch(App[None]):
         self._say("#names", " " * MARGIN + "".join(f"{slot % 100:<{CELL}}" for slot in range(len(self.model.slots))))
         room = self.query_one("#curve", Static).content_size
         self._say("#curve", self.curve(room.width or 40, room.height or 8))
-        self._say("#words", "\n".join(map(printable, self.words())))
+        waits = output_lines(self.model.waited, self.model.timed)
+        self._say("#words", "\n".join(map(printable, [*waits, *self.words()])))
 
     def _say(self, part: str, words: str) -> None:
         """Write a text if it has changed. Only the last part takes the height that its text needs."""

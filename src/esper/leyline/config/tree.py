@@ -130,7 +130,8 @@ class LifecycleConfig(Section):
     proximal: float = Field(1.0, ge=0)
     """weight of |change|^2 / |stream|^2 in the objective of an incubating seed, for ste"""
     isolation: Literal["open", "isolated"] = "open"
-    """isolated stops the gradient from a live seed to what it reads until the seed is fossilized; open does not"""
+    """isolated stops the gradient from a live seed to what it reads until the seed is fossilized; open does not, and grew
+    networks as good or better (`esper docs lifecycle`)"""
     ramp: Literal["linear", "cosine", "sigmoid"] = "linear"
     """curve along which alpha moves from its present value to its target"""
     tempos: tuple[int, ...] = Field((0, 1, 2, 4, 8), min_length=1)

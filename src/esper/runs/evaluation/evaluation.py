@@ -374,6 +374,7 @@ def run_evaluation(
             facts.append(entry.facts)
         waited = {} if actors is None else {"actors": actors.summary()}
     rows = [contender.group or contender.name for contender in controllers]
+    config = build_config(tasks[0].defaults, *settings)
     return {
         "named": list(dict.fromkeys(rows)),
         "instances": instances,
@@ -382,7 +383,7 @@ def run_evaluation(
         "first_instance": first,
         "settings": [dict(layer) for layer in settings],
         **entered.summary,
-        "environment": describe_environment(resolve_device(build_config(tasks[0].defaults, *settings).device)),
+        "environment": describe_environment(resolve_device(config.device), config),
         **findings(evaluations, static, rows, rivals.headroom, facts),
         **waited,
     }

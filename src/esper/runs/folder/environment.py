@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from esper.leyline.config.parsing import parse_json
+from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.distribution import installed_version
 from esper.leyline.errors import InputError, RunWarning, warn
@@ -27,6 +28,7 @@ from esper.store.changes import read_trail
 from esper.store.disk import read_kept
 from esper.store.files import ENVIRONMENT
 from esper.store.tensors import bytes_of
+from esper.tolaria.runtime import describe_gpu
 
 VERSIONS = ("esper", "python", "torch", "numpy", "safetensors", "scikit-learn")
 """The software whose versions environment.json records."""
@@ -46,18 +48,23 @@ Fingerprint = dict[str, str]
 """The first 16 hexadecimal digits of the sha256 of each part of a task, such as 'train' or 'objective'."""
 
 
-def describe_environment(device: torch.device) -> dict[str, Any]:
-    """Versions, device, command line, and the git commit of the working directory, with '-dirty' for changed files."""
+def describe_environment(device: torch.device, config: Config) -> dict[str, Any]:
+    """Versions, device, command line, and the git commit of the working directory, with '-dirty' for changed files.
+
+    With a GPU, `gpu` holds its driver, its CUDA version and what of the config changes its arithmetic.
+    """
     git = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
         revision = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
     except (OSError, subprocess.SubprocessError):
         revision = None
+    gpu = describe_gpu(device, config)
     return {
         **describe_versions(),
         "platform": platform.platform(),
         "device": str(device),
         "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        **({"gpu": gpu} if gpu else {}),
         "threads": torch.get_num_threads(),
         "git_revision": revision,
         "command": sys.argv,

@@ -180,8 +180,11 @@ def _unwritable(error: OSError) -> InputError:
     return InputError(f"cannot write to {error.filename}: {error.strerror}; name another folder (--run, run=)")
 
 
-def exporters(config: Config, folder: Path | None) -> list[Output]:
-    """Make the exporters that a config names, which read run folders as `esper export-events` does."""
+def exporters(config: Config, folder: Path | None, note: Callable[[str], None]) -> list[Output]:
+    """Make the exporters that a config names, which read run folders as `esper export-events` does.
+
+    An exporter has a thread that reads the file of the events, and needs no queue; an output of another package gets one.
+    """
     names = config.telemetry.exporters
     if not names:
         return []
@@ -197,7 +200,8 @@ def exporters(config: Config, folder: Path | None) -> list[Output]:
             check_installed(name)
     exporter = import_module("esper.commands.exporting").exporter
     return [
-        Guarded(load_plugin(OUTPUTS, name)(folder)) if name in of_packages else exporter(folder, name) for name in names
+        Guarded(load_plugin(OUTPUTS, name)(folder), note) if name in of_packages else exporter(folder, name)
+        for name in names
     ]
 
 
@@ -224,15 +228,13 @@ class RunFolder:
         self.opening = opening
         self.retry: Retry = write_once
         kept: list[Output] = []
-        outputs = [*outputs, *exporters(config, path)]
+        others = [*(Guarded(output, note) for output in outputs), *exporters(config, path, note)]
         if path is not None:
             names = config.tasks or (config.task,)
             seconds = config.faults.disk_seconds
             self.retry = DiskRetry(seconds, note, path, lambda: interrupt.asked, names, config.controller)
             kept.append(JsonLines(path / EVENTS, self.retry, note))
-        self.hub = Hub(
-            [*kept, *map(Guarded, outputs)], config.telemetry.level, raise_steps=config.telemetry.raise_steps
-        )
+        self.hub = Hub([*kept, *others], config.telemetry.level, raise_steps=config.telemetry.raise_steps)
         self.lock = Lock(path, note) if path is not None else None
         self.store: Checkpoints | None = None
         self.found: Checkpoint | None = None

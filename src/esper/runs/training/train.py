@@ -125,7 +125,7 @@ def train(
         row = partial(run_row, config, PAID, spaces[0], ())
         cohorts = {each.task: each.model_dump(mode="json") for each in configs}
         device = resolve_device(config.device)
-        run.begin(lambda: {**describe_environment(device), "cohorts": cohorts}, row("running"))
+        run.begin(lambda: {**describe_environment(device, config), "cohorts": cohorts}, row("running"))
         trainer.store = run.store
         # The timer says, where memory runs out, what is in memory.
         timer = (
@@ -284,6 +284,7 @@ class Trainer:
         self.record = GovernorRecord.empty(0)  # of all finished parts
         self.played: list[EpisodeStatistics] = []  # of the cohorts whose episode of the round is over
         self.episode: EpisodeStatistics | None = None  # the episode of the next cohort, if it has begun
+        self.waited = 0.0  # for full queues of outputs, up to the end of the last round [seconds]
 
     def learn(self, number: int, interrupt: Interrupt) -> dict[str, float]:
         """Run one round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
@@ -375,6 +376,7 @@ class Trainer:
             **self._counted().counts(),
             "policy_inputs": {name: round(value, 4) for name, value in self.policy.input_weights().items()},
             **({} if self.actors is None else {"actors": self.actors.summary()}),
+            **({} if (waits := self.hub.waits()) is None else {"outputs": waits}),
             "seconds": round(time.perf_counter() - self.started, 3),
         }
 
@@ -486,6 +488,9 @@ class Trainer:
         }
         if self.actors is not None:
             figures["waiting_seconds"] = self.actors.waited(seconds + updating, growing)
+        if (waits := self.hub.waits()) is not None:
+            figures["output_wait_seconds"] = waits["waiting_seconds"] - self.waited
+            self.waited = waits["waiting_seconds"]
         self.record = self._counted()
         self.wrong = self.history.add(self.number, figures)
         self.number, self.played = self.number + 1, []
