@@ -40,6 +40,11 @@ class Background:
             last()
         self._jobs.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread after `close`, at most so long."""
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
 
 def _work(jobs: "SimpleQueue[Job | None]") -> None:
     while (entry := jobs.get()) is not None:
