@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 
@@ -172,6 +174,24 @@ def test_no_batch_behind_the_end_is_read_and_no_thread_is_left():
             break
         time.sleep(0.05)
     assert threading.active_count() <= before
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_process_ends_well_while_a_batch_is_read_within_torch(workers):
+    code = (
+        "import sys, torch\nsys.path[:0] = ['tests', 'tests/tolaria']\n"
+        "from test_reading import *\n"
+        "class Busy(Examples):\n"
+        "    def __getitem__(self, index):\n"
+        "        torch.ones(200, 200) @ torch.ones(200, 200)\n"
+        "        return super().__getitem__(index)\n"
+        "torch.set_num_threads(1)\n"
+        f"engine = VectorizedEngine(task_of(Busy(), {workers}), config_of(5))\n"
+        "engine.reset()\nplayed(engine, 2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_workers_end_with_the_last_batch_of_an_episode():

@@ -42,6 +42,11 @@ class Background:
             last()
         self._jobs.put(None)
 
+    def join(self, seconds: float) -> None:
+        """Wait for the end of the thread after `close`, at most so long."""
+        if self._thread.is_alive():
+            self._thread.join(seconds)
+
 
 class Backlog:
     """A `Background` with bounded work: a caller that is ahead by more than `most` waits, and the waits are counted.

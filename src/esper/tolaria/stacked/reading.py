@@ -1,5 +1,6 @@
 """Read the batches of a train split before training needs them: in a thread, or in worker processes. E rows, B batch."""
 
+import atexit
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
@@ -7,7 +8,7 @@ from functools import partial
 from threading import Event, Lock
 from time import perf_counter
 from typing import NamedTuple
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 import numpy as np
 import torch
@@ -29,6 +30,12 @@ SLOW = 10.0
 
 _READING = Lock()
 """Held by the thread that reads: a Dataset need not be made for several threads, and the copies of a trial read the same one."""
+
+
+_READERS: "WeakSet[BatchReader]" = WeakSet()
+_THREADS: WeakSet[Background] = WeakSet()
+PATIENCE = 5.0
+"""How long the exit of the process waits for a batch that is being read [seconds]."""
 
 
 class SourceBatch(NamedTuple):
@@ -62,7 +69,9 @@ class BatchReader:
         self._told = False
         # holds what the workers are reached by, which otherwise could be collected in any order with a reader in a cycle
         self._end = finalize(self, _end, self._thread, self._readings)
-        self._end.atexit = False
+        self._end.atexit = False  # `_leave` comes then
+        _READERS.add(self)
+        _THREADS.add(self._thread)
 
     def take(self, batch: int, order: Order) -> SourceBatch:
         """Return a batch, and begin to read those that follow it. Warns once if one takes longer than `SLOW`.
@@ -127,6 +136,15 @@ class BatchReader:
             "if reading is slow throughout, give the task more workers",
             RunWarning,
         )
+
+
+@atexit.register
+def _leave() -> None:
+    """Let the threads end before the interpreter, which aborts where it ends one within torch."""
+    for reader in list(_READERS):
+        reader.close()
+    for thread in list(_THREADS):
+        thread.join(PATIENCE)
 
 
 class _Reading:
