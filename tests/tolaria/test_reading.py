@@ -205,7 +205,7 @@ def test_the_workers_end_with_the_last_batch_of_an_episode():
     played(engine, 1)
     assert engine.over
     for worker in workers:
-        worker.join(20)
+        worker.join(60)
     assert not any(worker.is_alive() for worker in workers)
     engine.reset()
     played(engine, 1)
@@ -222,7 +222,7 @@ def test_a_population_that_is_dropped_in_mid_run_ends_its_workers():
     del engine
     gc.collect()
     for worker in workers:
-        worker.join(20)
+        worker.join(60)
     assert not any(worker.is_alive() for worker in workers)
 
 
