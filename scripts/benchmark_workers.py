@@ -1,7 +1,7 @@
 """What workers bring: two beside one, what their time goes to, and many workers whose environments sleep.
 
-    python scripts/benchmark_workers.py ratio [--task repair] [--envs 64] [--shards 2] [--rounds 4] [--turns 3]
-    python scripts/benchmark_workers.py sleep [--task repair] [--workers 8,64] [--envs-of-shard 8] [--sleep 1.0]
+    python scripts/benchmark_workers.py ratio [--task repair] [--envs 64] [--shards 2] [--rounds 4]
+    python scripts/benchmark_workers.py sleep [--task repair] [--workers 8,64] [--steps 6] [--sleep 4]
     python scripts/benchmark_workers.py eval [--task repair] [--instances 8] [--seeds 2] [--turns 3]
 
 `ratio` trains with one worker and with two in turns, on the same shards, and prints the median seconds of a round of each,
@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--envs", type=int, default=64)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, help="steps of an episode; by default those of the task")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--workers", default="8,64")
     parser.add_argument("--envs-of-shard", type=int, default=8)
@@ -94,6 +95,8 @@ def trained(asked: argparse.Namespace, envs: int, shards: int, workers: int) -> 
     clock, task = Clock(), get_task(asked.task)
     ppo = {"rounds": asked.rounds, "imitation_rounds": 0, "validate_every": 10**6}
     over = {"envs": envs, "shards": shards, "ppo": ppo, "telemetry": {"level": "off"}}
+    if asked.steps is not None:
+        over["steps"] = asked.steps
     config = training_configs([task], "quick", over)[0]
     train([task], [config], None, clock, asked=WorkerOptions(workers, find=get_task))
     return clock
@@ -165,7 +168,7 @@ def sleep(asked: argparse.Namespace) -> None:
     """Print what the time of many workers goes to."""
     os.environ[SLEEP] = str(asked.sleep)
     vars(cohort)["VectorizedEngine"] = SleepingEngine
-    steps = training_configs([get_task(asked.task)], "quick", {})[0].steps
+    steps = asked.steps or training_configs([get_task(asked.task)], "quick", {})[0].steps
     for workers in map(int, asked.workers.split(",")):
         clock = trained(asked, workers * asked.envs_of_shard, workers, workers)
         playing, gradients = clock.share("playing_share"), clock.share("gradients_share")

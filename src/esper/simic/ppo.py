@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,51 +121,41 @@ def value_loss(value: Tensor, target: Tensor, scale: Tensor) -> Tensor:
     return 0.5 * ((value - target) / scale).square().sum()
 
 
+MEASURED = ("advantage", "target", "returns", "residual", "wait", "total", "earned", "ends")
+"""The quantities whose moments a round has. Over decisions: the advantage where there was a choice, the target of the critic, the
+return, the return less the value, and whether it is WAIT. Over environments: the total reward, that less those of the group, and
+the number of ends of sequences."""
+
+
 class Statistics(NamedTuple):
     """What is known of a round over all of its shards.
 
     Attributes:
-        moments (Moments): of the `MEASURED`
+        number, mean, spread (by name): of the values of the `MEASURED`; `spread` is the standard deviation
         seen (Normaliser): moments of the observations
-        lowest, highest (float): total reward of an environment, less that of its group
+        range (float): from the lowest to the highest `earned`
         reach (float): largest magnitude of a target of the critic
         off (float): largest difference between a log-probability of the rollouts and that of the present weights [nats]
-        waits, ends (int): decisions that are WAIT, and ends of sequences
     """
 
-    moments: Moments
+    number: Mapping[str, float]
+    mean: Mapping[str, float]
+    spread: Mapping[str, float]
     seen: Normaliser
-    lowest: float
-    highest: float
+    range: float
     reach: float
     off: float
-    waits: int
-    ends: int
-
-    def mean(self, name: str) -> float:
-        """Return the mean of a quantity of `MEASURED`."""
-        return float(self.moments.mean[MEASURED.index(name)])
-
-    def spread(self, name: str) -> float:
-        """Return the standard deviation of a quantity of `MEASURED`."""
-        return float(np.sqrt(self.moments.var[MEASURED.index(name)]))
 
     def figures(self) -> dict[str, float]:
         """Return the figures of the round."""
-        decided = self.moments.n[MEASURED.index("target")]
-        known = self.spread("returns")
+        episodes, spread = self.mean["ends"] * self.number["ends"], self.spread["returns"]
         return {
-            "return": self.mean("total"),
-            "episodes": float(self.ends),
-            "explained_variance": 1 - (self.spread("residual") / known) ** 2 if known > 0 else float("nan"),
-            "wait": float(self.waits / decided),
-            "decisions": float(decided - self.waits) / max(self.ends, 1),
+            "return": self.mean["total"],
+            "episodes": episodes,
+            "explained_variance": 1 - (self.spread["residual"] / spread) ** 2 if spread > 0 else float("nan"),
+            "wait": self.mean["wait"],
+            "decisions": (1 - self.mean["wait"]) * self.number["wait"] / max(episodes, 1),
         }
-
-
-MEASURED = ("advantage", "target", "returns", "residual", "total", "earned")
-"""The quantities whose moments a round has, over its decisions: the advantage where there was a choice, the target of the
-critic, the return, the return less the value; and over its environments: the total reward, also less that of the group."""
 
 
 def anneal(start: float, progress: float, end: float) -> float:
@@ -366,67 +357,42 @@ class PPO:
         self, played: Sequence[ShardedRollout], data: Sequence[Mapping[int, TrainingBatch]], *, judging: bool = False
     ) -> Statistics:
         """Exchange the statistics of each shard. judging: whether log-probabilities are compared with those of the rollouts."""
-        rows, columns, features = dict[int, NDArray[np.float64]](), len(MEASURED), [0]
+        rows, features = dict[int, NDArray[np.float64]](), [0]
         for shard, part in ((shard, part) for parts in data for shard, part in parts.items()):
-            decided, op = part.rollout.decided, part.rollout.decided(part.rollout.actions[Head.OP])
-            target, returns = decided(part.gains.target), decided(part.gains.returns)
-            total = part.rollout.reward.sum(0)
-            earned = self._compared(total.unsqueeze(0))[0]
-            measured = (
-                part.advantage[part.weight > 0],
-                target,
-                returns,
-                returns - decided(part.rollout.value),
-                total,
-                earned,
-            )
-            seen = Normaliser.of(Observation(*(decided(field).numpy() for field in part.rollout.observation)))
+            rollout, decided = part.rollout, part.rollout.decided
+            target, returns, total = decided(part.gains.target), decided(part.gains.returns), rollout.reward.sum(0)
+            earned, waits = self._compared(total.unsqueeze(0))[0], decided(rollout.actions[Head.OP]) == Op.WAIT
+            residual, ends = returns - decided(rollout.value), rollout.end.sum(0)
+            measured = (part.advantage[part.weight > 0], target, returns, residual, waits, total, earned, ends)
+            seen = Normaliser.of(Observation(*(decided(field).numpy() for field in rollout.observation)))
             moments = [*(Moments.of(values.unsqueeze(-1).numpy()) for values in measured), *seen]
-            features = np.cumsum([columns, *(len(each.n) for each in seen)]).tolist()
+            features = np.cumsum([0, *(len(each.n) for each in moments)]).tolist()
             off = 0.0
             if judging:
                 with torch.no_grad():
-                    off = float((self._judge(part)[0].log_prob - part.rollout.log_prob).abs().max())
-            others = [
-                earned.min(),
-                earned.max(),
-                target.abs().max(),
-                off,
-                (op == Op.WAIT).sum(),
-                part.rollout.end.sum(),
-            ]
-            rows[shard] = np.concatenate(
-                [*(np.concatenate(field) for field in zip(*moments, strict=True)), np.array(others, np.float64)]
-            )
+                    off = float((self._judge(part)[0].log_prob - rollout.log_prob).abs().max())
+            extremes = [float(earned.max()), -float(earned.min()), float(target.abs().max()), off]
+            rows[shard] = np.concatenate([*(np.concatenate(field) for field in zip(*moments, strict=True)), extremes])
         table = self.exchange.table(rows, 1 + max(shard for each in played for shard in each.envs))
         whole = Moments.prior([0.0] * features[-1])
         for row in table:
-            whole = whole.merged(Moments(*row[: 3 * features[-1]].reshape(3, -1)))
-        within = [slice(*ends) for ends in zip([0, *features[:-1]], features, strict=True)]
-        own, *seen_parts = (Moments(*(field[part] for field in whole)) for part in within)
-        lowest, highest, reach, off, waits, ends = table[:, 3 * features[-1] :].T
-        return Statistics(
-            own,
-            Normaliser(*seen_parts),
-            lowest=float(lowest.min()),
-            highest=float(highest.max()),
-            reach=float(reach.max()),
-            off=float(off.max()),
-            waits=int(waits.sum()),
-            ends=int(ends.sum()),
-        )
+            whole = whole.merged(Moments(*row[:-4].reshape(3, -1)))
+        columns = [slice(*ends) for ends in pairwise(features[len(MEASURED) :])]
+        observed = Normaliser(*(Moments(*(field[place] for field in whole)) for place in columns))
+        mean, var, number = (dict(zip(MEASURED, field.tolist(), strict=False)) for field in whole)
+        highest, lowest, reach, off = table[:, -4:].max(0).tolist()
+        spread = {name: value**0.5 for name, value in var.items()}
+        return Statistics(number, mean, spread, observed, highest + lowest, reach, off)
 
     def _scaled(
         self, data: Sequence[Mapping[int, TrainingBatch]], statistics: Statistics
     ) -> list[dict[int, TrainingBatch]]:
         """Return the batches with normalised advantages."""
-        centre = statistics.mean("advantage") if self.group is None else 0.0
+        centre = statistics.mean["advantage"] if self.group is None else 0.0
         # A round in which hardly anything was earned has advantages that are the error of the critic. Scaled to unit variance
         # they would lead the policy into habits before it has met a reward, so they are never scaled up from below the floor.
-        spread = max(statistics.spread("advantage"), self.config.advantage_floor)
-        rate = (
-            1 / spread if statistics.highest - statistics.lowest > TOLERANCE else 0.0
-        )  # else they are of the critic alone
+        spread = max(statistics.spread["advantage"], self.config.advantage_floor)
+        rate = 1 / spread if statistics.range > TOLERANCE else 0.0  # otherwise they are the error of the critic alone
         return [
             {shard: part._replace(advantage=(part.advantage - centre) * rate) for shard, part in parts.items()}
             for parts in data
@@ -534,9 +500,9 @@ class PPO:
 
         A scale that lags behind the first rewards would make the loss of the critic a thousand times too large.
         """
-        if not statistics.moments.n[MEASURED.index("advantage")]:
+        if not statistics.number["advantage"]:
             raise LearningError("only WAIT was valid at every step of the round; give the task slots")
-        if self.begun < 0 and statistics.spread("earned") >= self.config.advantage_floor:
+        if self.begun < 0 and statistics.spread["earned"] >= self.config.advantage_floor:
             self.begun = self.round
         network, reach = self.policy.network, statistics.reach
         if not reach**2 <= torch.finfo(torch.float32).max:
@@ -544,8 +510,8 @@ class PPO:
                 f"the returns of the round reach {reach:.3g}, whose square is not finite; check the reward"
             )
         mean, spread = (
-            torch.tensor(statistics.mean("target")),
-            torch.tensor(statistics.spread("target")).clamp(min=1e-3),
+            torch.tensor(statistics.mean["target"]),
+            torch.tensor(statistics.spread["target"]).clamp(min=1e-3),
         )
         rate = 1.0 if self.updates == 0 or bool(spread > network.value_scale) else 0.1
         network.rescale(torch.lerp(network.value_mean, mean, rate), torch.lerp(network.value_scale, spread, rate))

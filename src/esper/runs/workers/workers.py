@@ -53,14 +53,6 @@ class Stop(Exception):
     """An interrupt ended a round early."""
 
 
-class _Unstarted(Exception):
-    """A worker ended while it was started."""
-
-    def __init__(self, worker: int) -> None:
-        super().__init__(worker)
-        self.worker = worker
-
-
 class Workers:
     """Worker processes that answer messages."""
 
@@ -80,13 +72,11 @@ class Workers:
         self.lost = 0  # workers that were lost and started again
         self._idle: set[int] = set()
         try:
-            self._start(transport.numbers)
-        except _Unstarted as error:
-            transport.close()
-            raise InputError(
-                f"worker {error.worker} ended while it was started, and its own output above says why; a script that calls "
-                "Esper with workers needs its calls under if __name__ == '__main__':"
-            ) from None
+            if (gone := self._start(transport.numbers)) is not None:
+                raise InputError(
+                    f"worker {gone} ended while it was started, and its own output above says why; a script that calls Esper "
+                    "with workers needs its calls under if __name__ == '__main__':"
+                )
         except BaseException:
             transport.close()
             raise
@@ -104,7 +94,9 @@ class Workers:
         """End the workers."""
         self.transport.close()
 
-    def _start(self, numbers: Sequence[int]) -> None:
+    def _start(self, numbers: Sequence[int]) -> int | None:
+        """Start workers, and return the number of one that ended while it was started, if any."""
+        self._idle.clear()
         for worker in numbers:
             self.transport.start(worker)
         while len(self._idle) < len(numbers):
@@ -112,8 +104,9 @@ class Workers:
                 raise KeyboardInterrupt("interrupted while the workers were started")
             for worker, message in self.transport.receive(WAIT):
                 if message is None:
-                    raise _Unstarted(worker)
+                    return worker
                 self._ready(worker, message)
+        return None
 
     def _ready(self, worker: int, message: bytes) -> None:
         tree = unpack(message)
@@ -236,34 +229,23 @@ class Peers(Workers):
 
     def restart(self) -> None:
         """Start all workers again after one was lost. Raises the error of a worker that failed, or WorkerError."""
-        gone: int | None = self._lost_worker()
-        while gone is not None:
-            first, gone = gone, None
-            self.lost += 1
-            self._losses += 1
-            self._give_up(first, self._losses, "the round was lost with each")
-            self.note(f"worker {first} was lost; the workers are started again, and the round is played again")
-            self._idle.clear()
-            try:
-                self._start([first, *(worker for worker in self.transport.numbers if worker != first)])
-            except _Unstarted as error:
-                gone = error.worker
-
-    def _lost_worker(self) -> int:
-        """Return the number of a worker that was lost. Raises the error of a worker, if that was the reason."""
-        gone, told = self._gone, set[int]()
-        while gone is None:
+        told = set[int]()  # those that have heard of the loss
+        while self._gone is None:
+            if self._asked():
+                raise KeyboardInterrupt("interrupted after a worker was lost")
             for worker, answer in self.transport.receive(WAIT):
                 tree = {} if answer is None else unpack(answer)
-                if answer is None:
-                    gone = worker
-                elif "error" in tree and tree["error"]["type"] != ExchangeError.__name__:
+                if "error" in tree and tree["error"]["type"] != ExchangeError.__name__:
                     _checked(tree)
                 told.add(worker)
-            if gone is None and len(told) == len(self.transport.numbers):  # the connection between them was lost
-                gone = min(told)
-        self._gone = None
-        return gone
+                if answer is None or len(told) == len(self.transport.numbers):  # else the connection itself was lost
+                    self._gone = worker
+        while self._gone is not None:
+            self.lost += 1
+            self._losses += 1
+            self._give_up(self._gone, self._losses, "the round was lost with each")
+            self.note(f"worker {self._gone} was lost; the workers are started again, and the round is played again")
+            self._gone = self._start(sorted(self.transport.numbers, key=lambda worker: worker != self._gone))
 
 
 def _checked(tree: Mapping[str, Any]) -> Mapping[str, Any]:
