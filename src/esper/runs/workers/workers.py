@@ -405,13 +405,13 @@ class SentTask(NamedTuple):
 
 
 def shared_facts(tasks: Sequence[AnyTask]) -> Tree:
-    """Return what must be the same in every worker and in the learner: digests of the data, and versions of the software."""
+    """Return what must be the same in all workers and in the process that started them: digests of the data, and versions."""
     data = {task.name: fingerprint(task) for task in tasks}
     return {"data": data, "versions": describe_versions(COMPARED)}
 
 
 def check_facts(own: Tree, ready: Tree) -> None:
-    """Raise InputError if a worker has other data or other versions than the learner."""
+    """Raise InputError if a worker has other data or other versions than the process that started it."""
     for name, parts in own["data"].items():
         if ready["data"].get(name) != parts:
             raise InputError(
