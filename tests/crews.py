@@ -1,4 +1,4 @@
-"""Workers in the process of a test, and a task that no actor can import."""
+"""Workers in the process of a test, and a task that no worker can import."""
 
 from esper.runs.workers.transports import MessageAnswers
 
@@ -17,21 +17,20 @@ def task():
 
 
 class Beside:
-    """A crew of real actors in this process, some of which are lost instead of giving a certain answer."""
+    """A crew of real workers in this process, some of which are lost instead of giving a certain answer."""
 
     def __init__(self, size, work, losses=()):
-        self.size, self.work, self.losses = size, work, list(losses)
-        self.actors, self.answers, self.starts, self.closed = {}, [], 0, False
+        self.numbers, self.work, self.losses = range(size), work, list(losses)
+        self.workers, self.answers, self.starts, self.closed = {}, [], 0, False
 
-    def start(self, actor):
+    def start(self, worker):
         self.starts += 1
-        self.actors[actor] = MessageAnswers(lambda: self.work(None))
-        self.answers.append((actor, self.actors[actor].ready()))
+        self.workers[worker] = MessageAnswers(lambda: self.work(None))
+        self.answers.append((worker, self.workers[worker].ready()))
 
-    def send(self, actor, message):
-        answer = self.actors[actor].answer(message)
-        if answer is not None:
-            self.answers.append((actor, None if self.losses and self.losses.pop(0) else answer))
+    def send(self, worker, message):
+        answer = self.workers[worker].answer(message)
+        self.answers.append((worker, None if self.losses and self.losses.pop(0) else answer))
 
     def receive(self, seconds):
         found, self.answers = self.answers[-1:], self.answers[:-1]  # the last first

@@ -128,7 +128,7 @@ def test_a_training_by_a_reward_by_its_place_is_that_by_the_function_and_is_resu
     assert code == 0
 
 
-def test_what_actors_get_of_a_reward_by_its_place_is_the_place():
+def test_what_workers_get_of_a_reward_by_its_place_is_the_place():
     reward = load_reward("study.py:frugal")
     sent = pickle.dumps(reward)
     assert b"study.py:frugal" in sent

@@ -180,8 +180,8 @@ def test_a_killed_training_with_workers_goes_on_with_as_many_and_its_waiting_is_
     (tmp_path / "config.yaml").touch()
     assert victim.next(tmp_path)[-2:] == ["--workers", "2"]
     timeless = runpy.run_path(str(SCRIPTS / "faults" / "runs.py"))["timeless"]
-    assert timeless({"actors": {"workers": 2, "lost": 0, "waiting_seconds": 1.5}}) == {
-        "actors": {"workers": 2, "lost": 0}
+    assert timeless({"workers": {"number": 2, "lost": 0, "waiting_seconds": 1.5}}) == {
+        "workers": {"number": 2, "lost": 0}
     }
 
 

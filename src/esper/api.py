@@ -60,7 +60,7 @@ from esper.runs.folder.resume import (
 )
 from esper.runs.grow import grow as grow_run
 from esper.runs.training.train import train as train_run
-from esper.runs.workers.transports import ACTOR
+from esper.runs.workers.transports import WORKER
 from esper.runs.workers.workers import ALONE, WorkerOptions, worker_options
 from esper.simic.rewards import get_reward, load_reward
 from esper.store.disk import find_folder, write_atomic
@@ -147,10 +147,10 @@ def train(
     `progress`, `on_interrupt` and `outputs` are as in `grow`.
 
     With `workers`, that many processes play the environments, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
-    `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs actors`). Results do not depend on the number of workers.
+    `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs workers`). Results do not depend on the number of workers.
     """
     check_outputs(outputs)
-    actors = worker_options(workers, devices, cluster, get_task)
+    hired = worker_options(workers, devices, cluster, get_task)
     chosen = [to_task(task) for task in (tasks if isinstance(tasks, list | tuple) else [tasks])]
     check_switch(overwrite, "overwrite")
     if isinstance(reward, str):
@@ -164,7 +164,7 @@ def train(
     configs = training_configs(chosen, preset, asked)
     with training_progress(progress) as watch:
         summary = train_run(
-            chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward, outputs=outputs, asked=actors
+            chosen, configs, folder, watch, Opening(overwrite=overwrite), reward=reward, outputs=outputs, asked=hired
         )
     return end_of(summary, folder, on_interrupt)
 
@@ -243,7 +243,7 @@ def go_on(
     """Continue a run and return its summary. Arguments are as in `resume`; `settings` are in the form of `--set`."""
     before = read_config(folder)
     if asked.any and not is_training(before):
-        raise InputError(f"{folder} is a growth, which no actors play; leave workers, devices and cluster out")
+        raise InputError(f"{folder} is a growth, which no workers play; leave workers, devices and cluster out")
     config = changed(before, settings) if settings else before
     change = None if config == before else ConfigChange(before, tuple(settings))
     known = finished(folder) if change is None else None
@@ -312,7 +312,7 @@ def evaluate(
     With `out`, the record, the figure, the report and the grown networks are written to that folder, and a later call uses the
     networks again; `overwrite` allows to replace a record there. `ready` gets the record before it is written, as a disk may be
     full. With `workers`, that many processes grow the populations, and with `devices`, such as ("cuda:0", "cuda:1"), one on each;
-    `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs actors`). Results do not depend on the number of workers.
+    `cluster` is "ray", a "ray://" address, or "torchrun" (`esper docs workers`). Results do not depend on the number of workers.
     Returns the record, the object that `esper eval --json` prints. Raises InputError before anything is grown.
     """
     if isinstance(controllers, list | tuple) and not controllers:
@@ -425,7 +425,7 @@ def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterru
 
     Issues a RunWarning if the run failed.
     """
-    if summary["status"] == ACTOR:
+    if summary["status"] == WORKER:
         return summary
     if folder is not None:
         report_at_end(folder)

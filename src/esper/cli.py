@@ -21,7 +21,6 @@ from esper.commands.viewing import compare, report, serve, watch
 from esper.karn.streams import lost_output, plug_closed_streams, steady_output
 from esper.leyline.distribution import DISTRIBUTION, installed_version, warn_of_conflict
 from esper.leyline.errors import (
-    ActorError,
     DataFault,
     DataWarning,
     InputError,
@@ -29,6 +28,7 @@ from esper.leyline.errors import (
     OutOfMemory,
     RunWarning,
     UserCodeError,
+    WorkerError,
     is_out_of_memory,
     raised_in_user_code,
     requested_memory,
@@ -179,8 +179,8 @@ def _run(arguments: Sequence[str] | None) -> None:
         fail(error, 1)
     except (OutOfMemory, DataFault, LearningError, DiskFull, Unwritable) as error:
         fail(error, 1)
-    except ActorError as error:
-        for note in getattr(error, "__notes__", ()):  # the traceback of the actor, and how the run is resumed
+    except WorkerError as error:
+        for note in getattr(error, "__notes__", ()):  # the traceback of the worker, and how the run is resumed
             typer.echo(note, err=True)
         fail(error, 1)
     except Exception as error:  # outside a run, which says more, or of the user's code

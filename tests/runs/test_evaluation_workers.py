@@ -1,4 +1,4 @@
-"""Evaluations whose populations are grown by actors: the same record for any number of them, also if some are killed."""
+"""Evaluations whose populations are grown by workers: the same record for any number of them, also if some are killed."""
 
 import json
 import multiprocessing
@@ -15,10 +15,10 @@ import pytest
 import esper
 from crews import SHY, Beside
 from esper.cli import main
-from esper.leyline.errors import ActorError, InputError
+from esper.leyline.errors import InputError, WorkerError
 from esper.runs.evaluation.contenders import Contender
 from esper.runs.evaluation.evaluation import run_evaluation
-from esper.runs.workers.workers import WorkerOptions, Workers, check_facts
+from esper.runs.workers.workers import WorkerOptions, check_facts
 from esper.store.files import EVALUATION
 from esper.tamiyo.rules.baselines import Never
 from esper.tasks.catalog import get_task
@@ -43,7 +43,7 @@ def compare(task, **over):
 def content(record):
     """A record without what a clock says."""
     kept = json.loads(json.dumps(record))
-    kept.pop("actors", None)
+    kept.pop("workers", None)
     for each in kept["tasks"]:
         for part in (*each["controllers"], *each["runs"].values()):
             del part["seconds"]
@@ -52,18 +52,18 @@ def content(record):
 
 @pytest.fixture(scope="module")
 def alone(task):
-    """The record of an evaluation without actors."""
+    """The record of an evaluation without workers."""
     return content(compare(task))
 
 
 def beside(monkeypatch, losses=()):
-    """Let actors be in this process, where they begin without waiting."""
+    """Let workers be in this process, where they begin without waiting."""
     crews = []
 
-    def start_workers(asked, work, note, facts, *, mend, again, stop):
+    def start_workers(kind, asked, work, note, facts, *, mend, again, stop):
         assert again in mend
         crews.append(Beside(asked.size, work, losses))
-        return Workers(crews[-1], note, lambda ready: check_facts(facts, ready), mend)
+        return kind(crews[-1], note, lambda ready: check_facts(facts, ready), mend)
 
     monkeypatch.setattr("esper.runs.evaluation.work.start_workers", start_workers)
     return crews
@@ -75,13 +75,13 @@ def test_the_record_does_not_depend_on_the_number_of_workers_or_on_losses(alone,
     crews = beside(monkeypatch, losses)
     record = compare(task, workers=WorkerOptions(workers))
     assert content(record) == alone
-    assert (record["actors"]["workers"], record["actors"]["lost"]) == (workers, sum(losses))
+    assert (record["workers"]["number"], record["workers"]["lost"]) == (workers, sum(losses))
     assert crews[0].starts == workers + sum(losses)
 
 
-def test_what_was_grown_before_actors_were_lost_for_good_is_not_grown_again(alone, task, tmp_path, monkeypatch):
+def test_what_was_grown_before_workers_were_lost_for_good_is_not_grown_again(alone, task, tmp_path, monkeypatch):
     beside(monkeypatch, [False] * 6 + [True] * 9)
-    with pytest.raises(ActorError, match=r"give fewer workers; what was grown is stored .* the same command goes on"):
+    with pytest.raises(WorkerError, match=r"give fewer workers; what was grown is stored .* the same command goes on"):
         compare(task, workers=WorkerOptions(2), folder=tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert len(before) >= 5
@@ -96,20 +96,20 @@ def test_processes_make_the_same_record_although_one_is_killed_at_a_random_momen
 
     def kill():
         time.sleep(moment)
-        actors = sorted(multiprocessing.active_children(), key=lambda each: each.name)
-        if len(actors) == 2:  # else the evaluation is over
-            os.kill(actors[victim].pid, signal.SIGKILL)
+        workers = sorted(multiprocessing.active_children(), key=lambda each: each.name)
+        if len(workers) == 2:  # else the evaluation is over
+            os.kill(workers[victim].pid, signal.SIGKILL)
 
     def watch(line):
         lines.append(line)
-        if len(lines) == 1:  # the actors have started
+        if len(lines) == 1:  # the workers have started
             thread.start()
 
     thread = threading.Thread(target=kill)
     record = compare(task, workers=WorkerOptions(2), watch=watch)
     thread.join()
     assert content(record) == alone
-    assert record["actors"]["lost"] == len([line for line in lines if "was lost; another" in line]) <= 1
+    assert record["workers"]["lost"] == len([line for line in lines if "was lost; another" in line]) <= 1
     assert not multiprocessing.active_children()
 
 
@@ -124,10 +124,10 @@ def test_the_command_grows_on_each_device_and_says_what_was_lost_in_waiting(tmp_
         main([*COMMAND, "--devices", "cpu,cpu"])
     assert not leaving.value.code
     out = capsys.readouterr().out
-    assert "2 actors, " in out
+    assert "2 workers, " in out
     assert "s lost in waiting, together" in out
     record = json.loads((tmp_path / "out" / EVALUATION).read_text())
-    assert (record["actors"]["workers"], record["settings"][-1]) == (2, {"device": "cpu"})
+    assert (record["workers"]["number"], record["settings"][-1]) == (2, {"device": "cpu"})
 
 
 @pytest.mark.parametrize(
@@ -135,13 +135,13 @@ def test_the_command_grows_on_each_device_and_says_what_was_lost_in_waiting(tmp_
     [
         (
             {"workers": 5},
-            "workers is 5, but the evaluation has 3 populations to grow, each by one actor; give 3 or fewer",
+            "workers is 5, but the evaluation has 3 populations to grow, each by one worker; give 3 or fewer",
         ),
         ({"devices": "cpu,cuda:77"}, "devices is 'cpu,cuda:77': device 'cuda:77' was asked for, but torch sees"),
         ({"devices": "tpu"}, "'tpu' is not a device"),
     ],
 )
-def test_actors_that_cannot_be_had_are_refused_before_anything_is_written(tmp_path, how, said):
+def test_workers_that_cannot_be_had_are_refused_before_anything_is_written(tmp_path, how, said):
     few = FEW | {"instances": 1, "seeds": 1, "settings": SHORT}
     with pytest.raises(InputError) as caught:
         esper.evaluate(tasks="iris", **few, out=tmp_path / "out", progress=False, **how)
@@ -151,12 +151,12 @@ def test_actors_that_cannot_be_had_are_refused_before_anything_is_written(tmp_pa
 
 def test_a_controller_that_cannot_be_sent_is_refused_by_name(task):
     mine = Contender("mine", {}, lambda config: Never())
-    with pytest.raises(InputError, match="the controller 'mine' cannot be sent to an actor"):
+    with pytest.raises(InputError, match="the controller 'mine' cannot be sent to a worker"):
         run_evaluation([mine], [task], **FEW, workers=WorkerOptions(2))
 
 
 @pytest.mark.slow
-def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):
+def test_a_worker_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):
     (tmp_path / "shy.py").write_text(SHY)
     command = [sys.executable, "-m", "esper", *COMMAND, "--tasks", "shy.py:task", "--workers", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 import esper
-from esper.leyline.errors import ActorError, InputError
+from esper.leyline.errors import InputError, WorkerError
 from esper.runs.workers import transports, workers
 from esper.runs.workers.workers import Workers
 
@@ -35,9 +35,9 @@ def answers(crew):
 
 
 def test_a_stranger_is_refused_and_a_lost_rank_is_not_started_again(store):
-    crew = transports.TorchrunTransport(None, (None,), "give the same command again")
+    crew = transports.TorchrunTransport(range(2), None, (None,), "give the same command again")
     crew.start(1)
-    port, secret = json.loads(store.get("esper/actors"))
+    port, secret = json.loads(store.get("esper/workers"))
     with pytest.raises(AuthenticationError):
         Client(("localhost", port), authkey=b"guessed")
     rank = Client(("localhost", port), authkey=secret.encode())
@@ -46,7 +46,7 @@ def test_a_stranger_is_refused_and_a_lost_rank_is_not_started_again(store):
     assert answers(crew) == [(1, b"ready")]
     rank.close()
     assert answers(crew) == [(1, None)]
-    with pytest.raises(ActorError, match=r"rank 1 was lost, .* single rank again; give the same command again"):
+    with pytest.raises(WorkerError, match=r"rank 1 was lost, .* single rank again; give the same command again"):
         crew.start(1)
     crew.close()
 
@@ -55,12 +55,12 @@ def test_waiting_for_ranks_that_do_not_come_ends_when_it_is_asked_to(store):
     class Beside(transports.TorchrunTransport):
         """Without the process beside this one."""
 
-        def start(self, actor):
-            self._started.add(actor)
+        def start(self, worker):
+            self._started.add(worker)
 
     asked = iter([False, True])
-    with pytest.raises(KeyboardInterrupt, match="while the actors were started"):
-        Workers(Beside(None, (None,), ""), print, asked=lambda: next(asked))
+    with pytest.raises(KeyboardInterrupt, match="while the workers were started"):
+        Workers(Beside(range(2), None, (None,), ""), print, asked=lambda: next(asked))
 
 
 def test_an_evaluation_that_torchrun_ends_while_its_ranks_start_leaves_no_lock(store, monkeypatch, tmp_path, capsys):
@@ -69,19 +69,19 @@ def test_an_evaluation_that_torchrun_ends_while_its_ranks_start_leaves_no_lock(s
     class Ending(transports.TorchrunTransport):
         """Is sent, before any rank has come, what torchrun sends."""
 
-        def start(self, actor):
-            if actor == 0:
+        def start(self, worker):
+            if worker == 0:
                 locked.append((tmp_path / "out" / "lock").exists())
                 os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(workers, "TorchrunTransport", Ending)
     few = {"instances": 2, "seeds": 1, "baselines": (), "settings": {"steps": 1}}
-    with pytest.raises(KeyboardInterrupt, match="while the actors were started"):
+    with pytest.raises(KeyboardInterrupt, match="while the workers were started"):
         esper.evaluate(tasks="iris", **few, out=tmp_path / "out", cluster="torchrun", progress=True)
     assert locked == [True]
     assert not (tmp_path / "out").exists()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert "interrupted while the actors were started; " in capsys.readouterr().err
+    assert "interrupted while the workers were started; " in capsys.readouterr().err
 
 
 def test_an_evaluation_has_no_more_ranks_than_populations(store, monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from esper.leyline.protocols import Controller
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward, total, worths
+from esper.simic.rollout import ShardedRollout
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.policy.distribution import judge
 from esper.tolaria.engine import VectorizedEngine
@@ -232,7 +233,8 @@ def test_cohorts_of_other_shapes_share_one_learner():
     for _ in range(2):
         play(engine, client)
         play(other, second)
-        figures = client.learner.update([client.rollout(), second.rollout()], [client.menu, second.menu])
+        both = enumerate((client, second))
+        figures = client.learner.update([ShardedRollout.whole(each.rollout(), each.menu, n) for n, each in both])
         assert all(np.isfinite(value) for value in figures.values())
         client.clear()
         second.clear()

@@ -18,7 +18,7 @@ from esper.simic.client import SimicClient
 from esper.simic.imitation import Apprentice
 from esper.simic.ppo import PPO, advantages
 from esper.simic.rewards import get_reward
-from esper.simic.rollout import Rollout
+from esper.simic.rollout import Rollout, ShardedRollout
 from esper.tamiyo.policy.controller import Language, Learned, Policy, load_policy, save_policy
 from esper.tamiyo.policy.distribution import GREEDY, judge
 from esper.tolaria.engine import VectorizedEngine
@@ -132,15 +132,14 @@ def test_advantages_and_returns_are_those_without_the_idle_entries():
 
 def test_ppo_learns_from_further_decisions(own):
     learner = copy.deepcopy(own.learner)
-    figures = learner.update(
-        [own.client.rollout()], [MENU]
-    )  # raises if the log-probabilities are not those of the rollout
+    # raises if the log-probabilities are not those of the rollout
+    figures = learner.update([ShardedRollout.whole(own.client.rollout(), MENU)])
     assert np.isfinite([figures["policy_loss"], figures["value_loss"], figures["kl"]]).all()
 
 
 def test_the_gradient_of_packed_sequences_is_that_of_the_whole_rollout(own):
     learner, rollout = own.learner, own.client.rollout()
-    (data,) = learner._prepare([rollout], [MENU])
+    data = learner._batch(rollout, MENU)
     assert len(data.weight) == (~rollout.idle).sum(0).max() < len(rollout.value)
     network, inputs = learner.policy.network, learner.policy.normalised(rollout.observations())
 
@@ -159,17 +158,15 @@ def test_the_gradient_of_packed_sequences_is_that_of_the_whole_rollout(own):
 def test_idle_entries_are_not_learnt_from(own):
     rollout = own.client.rollout()
     learners = copy.deepcopy(own.learner), copy.deepcopy(own.learner)
-    learners[0].update([rollout], [MENU])
-    learners[1].update([rollout.padded(len(rollout.value) + 5)], [MENU])
+    longer = rollout._map(lambda field: torch.cat([field, field.new_zeros(5, *field.shape[1:])]))
+    longer.idle[-5:] = True
+    for may in longer.valid:
+        may[-5:] = True
+    longer.valid[Head.OP][-5:] = torch.arange(len(Op)) == Op.WAIT
+    for learner, each in zip(learners, (rollout, longer), strict=True):
+        learner.update([ShardedRollout.whole(each, MENU)])
     for one, other in zip(*(each.policy.network.parameters() for each in learners), strict=True):
         torch.testing.assert_close(one, other)
-
-
-def test_rollouts_of_other_lengths_are_joined(own):
-    rollout = own.client.rollout()
-    longer = rollout.padded(len(rollout.value) + 2)
-    joined = Rollout.joined([rollout, longer])
-    assert alike(joined, Rollout.joined([longer, longer]))
 
 
 def test_a_teacher_that_plants_all_seeds_in_one_step_is_imitated():
@@ -177,7 +174,7 @@ def test_a_teacher_that_plants_all_seeds_in_one_step_is_imitated():
     rollout, learner = lesson.client.rollout(), lesson.learner
     planted = (rollout.actions[Head.OP] == Op.GERMINATE) & (torch.arange(len(rollout.value)) < MANY)[:, None]
     assert (planted.sum(0) == 2).all()  # both slots, in the first step
-    likely = [learner.imitate([rollout], [MENU])["log_likelihood"] for _ in range(25)]
+    likely = [learner.imitate([ShardedRollout.whole(rollout, MENU)])["log_likelihood"] for _ in range(25)]
     assert likely[-1] > likely[0] / 2  # a log-likelihood is negative
     student = Learned(learner.policy)
     lesson.engine.reset()

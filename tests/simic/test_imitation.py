@@ -188,7 +188,7 @@ def test_a_round_in_which_the_policy_acts_too_goes_on_after_an_interrupt_as_if_t
 
 def test_what_the_teacher_has_shown_is_kept_until_learning_begins(imitated):
     trainer, _, _ = imitated
-    before = [rollout.actions[Head.OP].clone() for rollout, _ in trainer.shown]
+    before = [shown[0].actions[Head.OP].clone() for shown in trainer.shown]
     assert len(before) == 6
     assert not all(torch.equal(before[0], other) for other in before[1:])
     trainer.learn(0, Interrupt())

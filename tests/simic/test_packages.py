@@ -15,6 +15,7 @@ from esper.simic.client import SimicClient
 from esper.simic.imitation import Apprentice
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
+from esper.simic.rollout import ShardedRollout
 from esper.tamiyo.policy.actor import RecurrentActor
 from esper.tamiyo.policy.controller import FACTS, Language, Learned, Policy, load_policy, save_policy
 from esper.tamiyo.policy.distribution import GREEDY, judge
@@ -146,7 +147,7 @@ def test_ppo_learns_from_packages_beside_single_plantings():
     packs = (rollout.actions[Head.BLUEPRINT] == len(MENU)) & ~rollout.idle
     assert packs.any()
     assert not packs.all()
-    figures = taught.learner.update([rollout], [MENU])  # raises if the log-probabilities are not those of the rollout
+    figures = taught.learner.update([ShardedRollout.whole(rollout, MENU)])  # raises if the log-probabilities differ
     assert np.isfinite([figures["policy_loss"], figures["value_loss"]]).all()
 
 
@@ -158,7 +159,7 @@ def test_a_teacher_that_plants_everywhere_teaches_the_package():
     assert (rollout.actions[Head.BLUEPRINT][planted] == len(MENU)).all()
     assert (taught.engine.view().seeds.blueprint >= 0).all()
     for _ in range(25):
-        learner.imitate([rollout], [MENU])
+        learner.imitate([ShardedRollout.whole(rollout, MENU)])
     planting = first_step(Learned(learner.policy)).view().seeds
     assert (planting.blueprint == 0).all()
 

@@ -9,8 +9,8 @@ import torch
 from esper.leyline.config.tree import PPOConfig
 from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
 from esper.simic.client import sampled_step
-from esper.simic.ppo import PPO, LearningError, advantages, anneal, explained_variance, policy_loss, value_loss
-from esper.simic.rollout import TamiyoRolloutBuffer
+from esper.simic.ppo import PPO, LearningError, advantages, anneal, policy_loss, value_loss
+from esper.simic.rollout import ShardedRollout, TamiyoRolloutBuffer
 from esper.tamiyo.policy.controller import Language, Policy, RecurrentActor
 from esper.tamiyo.policy.distribution import judge
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
@@ -65,7 +65,7 @@ def menu(view):
 
 
 def updated(learner, view, rollout):
-    return learner.update([rollout], [menu(view)])
+    return learner.update([ShardedRollout.whole(rollout, menu(view))])
 
 
 def everything(learner):
@@ -123,8 +123,9 @@ def a_problem():
         encoded, value, _ = network(batch, network.initial(envs), starts)
         judged = judge(network, encoded, actions, valid, SHARES)
         entropy = (judged.entropy.sum(-1) * weight).sum() / weight.sum()
-        fit = value_loss(value, target, torch.tensor(0.7))
-        return policy_loss(judged.log_prob, old, advantage, weight, 0.2) + 0.5 * fit - 0.01 * entropy
+        fit = value_loss(value, target, torch.tensor(0.7)) / value.numel()
+        policy = policy_loss(judged.log_prob, old, advantage, weight, 0.2) / weight.sum()
+        return policy + 0.5 * fit - 0.01 * entropy
 
     return network, loss
 
@@ -160,27 +161,33 @@ def test_the_policy_loss_takes_the_smaller_of_the_plain_and_the_clipped_gain():
             ratio, a = float((log_prob - old).exp()[t, e]), float(advantage[t, e])
             if weight[t, e]:
                 gains.append(min(ratio * a, min(max(ratio, 0.8), 1.2) * a))
-    assert float(policy_loss(log_prob, old, advantage, weight, 0.2)) == pytest.approx(-np.mean(gains), rel=1e-5)
+    assert float(policy_loss(log_prob, old, advantage, weight, 0.2)) == pytest.approx(-np.sum(gains), rel=1e-5)
 
 
-def test_where_the_policy_has_not_moved_the_loss_is_minus_the_mean_advantage():
+def test_where_the_policy_has_not_moved_the_loss_is_minus_the_sum_of_the_advantages():
     log_prob, advantage = torch.randn(5, 4), torch.randn(5, 4)
     loss = policy_loss(log_prob, log_prob, advantage, torch.ones(5, 4), 0.2)
-    assert float(loss) == pytest.approx(-float(advantage.mean()), abs=1e-6)
+    assert float(loss) == pytest.approx(-float(advantage.sum()), abs=1e-5)
 
 
 def test_the_loss_of_the_critic_counts_in_units_of_the_returns():
     value, target = torch.randn(5, 4), torch.randn(5, 4)
     loss = value_loss(value, target, torch.tensor(1.0))
-    assert float(loss) == pytest.approx(float(((value - target) ** 2).mean()) / 2)
+    assert float(loss) == pytest.approx(float(((value - target) ** 2).sum()) / 2)
     torch.testing.assert_close(value_loss(7 * value, 7 * target, torch.tensor(7.0)), loss)
 
 
-def test_a_critic_that_is_right_explains_all_variance_one_that_is_flat_none_and_flat_returns_have_none():
-    returns = torch.randn(6, 3)
-    assert float(explained_variance(returns + 2, returns)) == pytest.approx(1)
-    assert float(explained_variance(torch.zeros(6, 3), returns)) == pytest.approx(0)
-    assert explained_variance(returns, torch.ones(6, 3)).isnan()
+def test_a_critic_that_is_right_explains_all_variance_one_that_is_flat_none_and_flat_returns_have_none(view):
+    learner = a_learner(view)
+    rollout = a_rollout(learner, view, lambda actions: 3.0 * planted(actions) + np.arange(ENVS))
+
+    def explained(value, rollout=rollout):
+        played = [ShardedRollout.whole(rollout._replace(value=value), menu(view))]
+        return learner._statistics(played, learner._prepare(played)).figures()["explained_variance"]
+
+    assert explained(rollout.reward + 2) == pytest.approx(1)
+    assert explained(torch.zeros_like(rollout.value)) == pytest.approx(0)
+    assert np.isnan(explained(rollout.value, rollout._replace(reward=torch.full_like(rollout.reward, 0.3))))
 
 
 def test_annealing_is_linear_and_stays_between_its_ends():
@@ -214,7 +221,7 @@ def test_an_action_that_costs_becomes_rare(view):
 def test_decisions_of_other_policies_can_be_learnt_by_imitation(view):
     learner = a_learner(view, lr=3e-3)
     rollout = a_rollout(learner, view, steps=2)
-    found = [learner.imitate([rollout], [menu(view)])["log_likelihood"] for _ in range(4)]
+    found = [learner.imitate([ShardedRollout.whole(rollout, menu(view))])["log_likelihood"] for _ in range(4)]
     assert found == sorted(found)
     assert found[-1] > found[0] + 0.1
 
@@ -291,10 +298,10 @@ def test_the_first_update_leaves_no_trace_when_it_fails(view):
 def test_imitation_that_cannot_be_trusted_keeps_everything(view):
     learner = a_learner(view)
     rollout = a_rollout(learner, view)
-    learner.imitate([rollout], [menu(view)])
+    learner.imitate([ShardedRollout.whole(rollout, menu(view))])
     before = everything(learner)
     with pytest.raises(LearningError, match="the returns of the round reach"):
-        learner.imitate([damaged(rollout, "reward", 1e30)], [menu(view)])
+        learner.imitate([ShardedRollout.whole(damaged(rollout, "reward", 1e30), menu(view))])
     assert alike(everything(learner), before)
 
 
@@ -337,7 +344,7 @@ def test_the_normaliser_takes_a_round_in_after_its_update(view):
     learner = a_learner(view)
     rollout, before = a_rollout(learner, view, steps=2), learner.policy.normaliser
     updated(learner, view, rollout)
-    assert alike(learner.policy.normaliser, before.including(rollout.observations()))
+    assert alike(learner.policy.normaliser, before.merged(type(before).of(rollout.observations())))
 
 
 def test_the_first_round_gives_the_critic_the_moments_of_the_returns_and_leaves_its_values(view):
@@ -403,7 +410,8 @@ def test_cohorts_with_other_slots_and_menus_are_learnt_from_together(view):
     other = VectorizedEngine(blobs(hidden=(3, 4, 5), menu=names), small_config(envs=ENVS)).reset()
     learners = [a_learner(view) for _ in range(2)]
     rollouts = [a_rollout(learners[0], v, steps=2) for v in (view, other)]
-    figures = [learner.update(rollouts, [menu(view), names]) for learner in learners]
+    played = [ShardedRollout.whole(*each) for each in zip(rollouts, (menu(view), names), (0, 1), strict=True)]
+    figures = [learner.update(played) for learner in learners]
     assert figures[0] == figures[1]
     assert figures[0]["return"] == pytest.approx(np.mean([float(r.reward.sum(0).mean()) for r in rollouts]))
     assert alike(*(everything(learner) for learner in learners))
@@ -421,13 +429,20 @@ def test_a_round_without_reward_moves_the_policy_by_its_entropy_alone(view):
     assert learner.exploration[Head.SLOT] == learner.config.exploration
 
 
+def scaled(learner, view, rollout):
+    """The batch of a rollout, with normalised advantages."""
+    played = [ShardedRollout.whole(rollout, menu(view))]
+    data = learner._prepare(played)
+    return learner._scaled(data, learner._statistics(played, data))[0][0]
+
+
 def test_advantages_below_the_floor_are_not_scaled_up(view):
     learner = a_learner(view, advantage_floor=0.5)
     rollout = a_rollout(learner, view, lambda actions: 0.01 * (actions.op == Op.GERMINATE))
-    (part,) = learner._prepare([rollout], [menu(view)])
+    part = scaled(learner, view, rollout)
     assert 0 < float(part.advantage.abs().max()) < 0.1
     whole = a_learner(view, advantage_floor=1e-6)
-    (part,) = whole._prepare([rollout], [menu(view)])
+    part = scaled(whole, view, rollout)
     assert float(part.advantage.std(correction=0)) == pytest.approx(1, abs=0.05)
 
 
@@ -446,12 +461,15 @@ def test_the_scale_of_returns_rises_at_once_and_falls_slowly(view):
 def test_a_critic_with_a_huge_gradient_leaves_the_step_of_the_policy_as_it_is(view):
     steps = []
     for weight in (0.0, 1e6):
-        learner = a_learner(view)
-        network = learner.policy.network
+        learner = a_learner(view, value_weight=weight)
+        part, network = scaled(learner, view, a_rollout(learner, view)), learner.policy.network
         learner.optimizer = torch.optim.SGD(network.parameters(), lr=1.0)
         before = network.op_head[2].weight.detach().clone()
-        loss = network.op_head[2].weight.sum()
-        learner._descend(loss, weight * network.value_head[2].weight.square().sum(), 0)
+
+        def losses(part, network=network):
+            return network.op_head[2].weight.sum(), network.value_head[2].weight.square().sum(), []
+
+        learner._descend(losses, {0: part}, [0], {0: torch.arange(ENVS)}, 0, 0)
         steps.append(network.op_head[2].weight.detach() - before)
     torch.testing.assert_close(*steps)
     assert steps[0].abs().sum() > 0
@@ -464,3 +482,32 @@ def test_a_head_with_an_entropy_weight_of_its_own_stays_more_uniform(view):
         figures = [updated(learner, view, a_rollout(learner, view)) for _ in range(15)]
         entropies.append(figures[-1]["entropy_op"])
     assert entropies[1] > entropies[0] + 0.1
+
+
+def test_a_rollout_in_shards_is_learnt_from_as_a_whole(view):
+    rollout, learners = a_rollout(a_learner(view), view, steps=3), [a_learner(view, group=2) for _ in range(2)]
+    for learner in learners:
+        learner.config = learner.config.model_copy(update={"minibatches": 1})
+    parts = {shard: rollout.rows(torch.arange(*ends)) for shard, ends in enumerate(((0, 6), (6, 8), (8, ENVS)))}
+    envs = {shard: part.value.shape[1] for shard, part in parts.items()}
+    whole = updated(learners[0], view, rollout)
+    divided = learners[1].update([ShardedRollout(menu(view), envs, parts)])
+    assert divided == pytest.approx(whole, rel=1e-3, abs=1e-5)
+    for one, other in zip(*(each.policy.network.parameters() for each in learners), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    for one, other in zip(*(each.policy.normaliser for each in learners), strict=True):
+        assert all(np.allclose(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_minibatches_of_shards_are_of_one_size_and_hold_every_sequence_once(view):
+    learner, rollout = a_learner(view, minibatches=4), a_rollout(a_learner(view), view)
+    bounds = [(0, 5), (5, 6), (6, 8), (8, ENVS)]
+    parts = {shard: rollout.rows(torch.arange(*ends)) for shard, ends in enumerate(bounds)}
+    played = [ShardedRollout(menu(view), {shard: b - a for shard, (a, b) in enumerate(bounds)}, parts)]
+    seen, sizes = [], []
+    for _, shards, index in learner._minibatches(played, 0):
+        assert shards == list(index)
+        sizes.append(sum(map(len, index.values())))
+        seen += [bounds[shard][0] + place for shard, rows in index.items() for place in rows.tolist()]
+    assert sizes == [ENVS / 4] * 4
+    assert sorted(seen) == list(range(ENVS))

@@ -359,7 +359,7 @@ def test_moments_taken_in_round_by_round_are_those_of_everything_at_once():
     values = np.where(rng.random((60, 2, 3)) < 0.3, np.nan, 5 + 3 * rng.standard_normal((60, 2, 3))).astype(np.float32)
     moments = Moments.prior([2.0] * 3)
     for part in np.split(values, [1, 8, 9, 40]):
-        moments = moments.including(part)
+        moments = moments.merged(Moments.of(part))
     flat = values.reshape(-1, 3).astype(np.float64)
     np.testing.assert_allclose(moments.mean, np.nanmean(flat, 0), rtol=1e-12)
     np.testing.assert_allclose(moments.var, np.nanvar(flat, 0), rtol=1e-12)
@@ -368,22 +368,22 @@ def test_moments_taken_in_round_by_round_are_those_of_everything_at_once():
 
 def test_a_feature_that_was_never_measured_keeps_the_scale_of_the_table():
     values = np.array([[1.0, np.nan], [3.0, np.inf]], np.float32)
-    moments = Moments.prior([2.0, 3.0]).including(values)
+    moments = Moments.prior([2.0, 3.0]).merged(Moments.of(values))
     assert moments.mean.tolist() == [2, 0]
     assert moments.var.tolist() == [1, 9]
     assert moments.n.tolist() == [2, 0]
 
 
 def test_taking_in_nothing_changes_no_moments():
-    before = Moments.prior([2.0]).including(np.array([[1.0], [4.0]], np.float32))
-    after = before.including(np.full((5, 1), np.nan, np.float32))
+    before = Moments.prior([2.0]).merged(Moments.of(np.array([[1.0], [4.0]], np.float32)))
+    after = before.merged(Moments.of(np.full((5, 1), np.nan, np.float32)))
     assert [x.tolist() for x in after] == [x.tolist() for x in before]
 
 
 def test_a_normalised_feature_has_mean_0_and_variance_1_over_what_the_moments_were_taken_from(measured):
     views = [seen(measured(seed=seed)) for seed in range(30)]
     joint = Observation(*(np.stack(fields) for fields in zip(*views, strict=True)))
-    normaliser = Normaliser.prior(NAMES).including(joint)
+    normaliser = Normaliser.prior(NAMES).merged(Normaliser.of(joint))
     inputs = normalise(joint, normaliser, slot_features(NAMES))
     columns = input_names(NAMES)[0]
     values, known = (inputs.env[..., columns.index(name)] for name in ("metric", "metric?"))
@@ -396,7 +396,7 @@ def test_a_normalised_feature_has_mean_0_and_variance_1_over_what_the_moments_we
 def test_inputs_of_one_observation_are_those_of_it_among_many(measured):
     views = [seen(measured(seed=seed)) for seed in range(3)]
     joint = Observation(*(np.stack(fields) for fields in zip(*views, strict=True)))
-    normaliser = Normaliser.prior(NAMES).including(joint)
+    normaliser = Normaliser.prior(NAMES).merged(Normaliser.of(joint))
     together = normalise(joint, normaliser, slot_features(NAMES))
     for t, view in enumerate(views):
         for one, many in zip(normalise(view, normaliser, slot_features(NAMES)), together, strict=True):

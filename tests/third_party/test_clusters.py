@@ -1,4 +1,4 @@
-"""Actors on a local Ray cluster, and actors that torchrun starts: the results of runs without them."""
+"""Workers on a local Ray cluster, and workers that torchrun starts: the results of runs without them."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def controller(run):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The controller of a training without actors."""
+    """The controller of a training without workers."""
     return controller(trained(tmp_path_factory.mktemp("alone"), ESPER))
 
 
@@ -64,7 +64,7 @@ CLUSTERS = pytest.mark.parametrize(
 def test_a_cluster_trains_the_same_controller(alone, tmp_path, command, options):
     run = trained(tmp_path, command, *options)
     assert controller(run) == alone
-    assert json.loads((run / "summary.json").read_text())["actors"]["workers"] == 2
+    assert json.loads((run / "summary.json").read_text())["workers"]["number"] == 2
 
 
 def evaluation(*settings, instances):
@@ -75,17 +75,17 @@ def evaluation(*settings, instances):
 
 
 def runs(folder):
-    """What the contenders of a record came to, without seconds, and how many actors there were."""
+    """What the contenders of a record came to, without seconds, and how many workers there were."""
     record = json.loads((folder / "evaluation.json").read_text())
     found = record["tasks"][0]["runs"]
     for each in found.values():
         del each["seconds"]
-    return found, record.get("actors", {}).get("workers")
+    return found, record.get("workers", {}).get("number")
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The record of an evaluation without actors."""
+    """The record of an evaluation without workers."""
     folder = tmp_path_factory.mktemp("compared")
     ran(folder, *ESPER, *evaluation("steps=2", instances=2), "--out", "alone")
     return runs(folder / "alone")[0]

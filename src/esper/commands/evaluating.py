@@ -81,7 +81,7 @@ def compare_and_print(compare: Callable[..., dict[str, Any]], folder: Path, as_j
 
     from esper.karn.evaluation import print_evaluation
     from esper.runs.evaluation.evaluation import FIGURE
-    from esper.runs.workers.transports import ACTOR
+    from esper.runs.workers.transports import WORKER
     from esper.store.files import EVALUATION, REPORT, to_json
 
     def printed(record: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def compare_and_print(compare: Callable[..., dict[str, Any]], folder: Path, as_j
             print_evaluation(record, Console())
 
     record = compare(progress=True, ready=printed)
-    if record.get("status") == ACTOR or as_json:
+    if record.get("status") == WORKER or as_json:
         return
     for what, name in (("record", EVALUATION), ("figure", FIGURE), ("report", REPORT)):
         if (folder / name).exists():

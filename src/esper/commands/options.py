@@ -58,7 +58,7 @@ Workers = Annotated[
     of_machine(
         "--workers",
         metavar="N",
-        help="Workers that play or grow, each a process with one thread (`esper docs actors`).",
+        help="Workers that play or grow, each a process with one thread (`esper docs workers`).",
     ),
 ]
 Devices = Annotated[
@@ -66,8 +66,8 @@ Devices = Annotated[
     of_machine(
         "--devices",
         metavar="NAME,...",
-        help="Devices of the actors, such as cuda:0,cuda:1, taken in turn: one actor on each, or --workers actors. Replaces the "
-        "config key device (--device), which names the one device where there are no actors.",
+        help="Devices of the workers, such as cuda:0,cuda:1, taken in turn: one worker on each, or --workers workers. Replaces "
+        "the config key device (--device), which names the one device of a single worker.",
     ),
 ]
 Cluster = Annotated[
@@ -75,7 +75,7 @@ Cluster = Annotated[
     of_machine(
         "--cluster",
         metavar="ray|ray://HOST:PORT|torchrun",
-        help="Where the actors run, if not as processes of this machine: on Ray, or as the ranks of torchrun.",
+        help="Where the workers run, if not as processes of this machine: on Ray, or as the ranks of torchrun.",
     ),
 ]
 
@@ -155,9 +155,9 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
     from rich.console import Console
 
     from esper.karn.report.page import report_at_end
-    from esper.runs.workers.transports import ACTOR
+    from esper.runs.workers.transports import WORKER
 
-    if summary["status"] == ACTOR:
+    if summary["status"] == WORKER:
         return
     report_at_end(folder)
     if as_json:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from esper.karn.report.drawing import Figure, ForestRow, forest
 from esper.karn.report.frame import Content, ReportSection, Table, flat_settings, table_of
-from esper.karn.terminal.console import actor_lines, empty_table, print_line, print_table
+from esper.karn.terminal.console import empty_table, print_line, print_table, worker_lines
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import MeanInterval, shown
 from esper.leyline.text import counted, printable, rounded
@@ -41,7 +41,7 @@ def print_evaluation(record: Record, console: Console) -> None:
             print_table(console, table)
     for line in record.get("lines", ()):
         print_line(console, line)
-    for line in (*interval_lines(record), *actor_lines(record)):
+    for line in (*interval_lines(record), *worker_lines(record)):
         print_line(console, line)
     print_line(console, "interquartile mean: the mean over the middle half of the runs")
     print_line(
@@ -257,7 +257,7 @@ def _asked(record: Record) -> list[str]:
         f"under the run seeds {', '.join(map(str, record['seeds']))}.",
         "J is the metric of a task less rent, a price for added parameters (reward.rent). All figures are of the test split.",
         *map(printable, record.get("lines", ())),
-        *(f"Grown by {line}." for line in actor_lines(record)),
+        *(f"Grown by {line}." for line in worker_lines(record)),
     ]
 
 

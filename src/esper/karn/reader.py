@@ -404,8 +404,8 @@ class _Failure(TypedDict):
     message: str
 
 
-class _Actors(TypedDict):
-    workers: Count
+class _Workers(TypedDict):
+    number: Count
     lost: Count
     waiting_seconds: float
 
@@ -419,7 +419,7 @@ class Summary(TypedDict, total=False):
     """summary.json of any run."""
 
     error: _Failure
-    actors: _Actors
+    workers: _Workers
     outputs: _Outputs
     explanations: list[str]
 

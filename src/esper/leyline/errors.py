@@ -53,8 +53,8 @@ class UserCodeError(RuntimeError):
     """Code of the user raised an error, which is the `__cause__` of this one. The command line exits with 1."""
 
 
-class ActorError(RuntimeError):
-    """Actors were lost for good, or the code of an actor failed: one sentence. The command line exits with 1."""
+class WorkerError(RuntimeError):
+    """Workers were lost for good, or the code of a worker failed: one sentence. The command line exits with 1."""
 
 
 class LearningError(RuntimeError):

@@ -13,7 +13,7 @@ from esper.leyline.lifecycle.view import Floats, Outcome, View
 from esper.leyline.protocols import Controller, Judgement, Reward
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
-from esper.simic.rollout import Rollout, RolloutStep, TamiyoRolloutBuffer
+from esper.simic.rollout import Rollout, RolloutStep, ShardedRollout, TamiyoRolloutBuffer
 from esper.tamiyo.policy.actor import ActorOutput, RecurrentActor
 
 
@@ -121,7 +121,7 @@ class SimicClient(Controller):
 
     def update(self) -> Mapping[str, float]:
         """Update the learner from this cohort alone, and begin the next rollout."""
-        figures = self.learner.update([self.rollout()], [self.menu])
+        figures = self.learner.update([ShardedRollout.whole(self.rollout(), self.menu)])
         self.clear()
         return figures
 

@@ -1,23 +1,31 @@
-"""Update a policy by proximal policy optimisation on whole sequences (Schulman et al., 2017). T steps, E environments."""
+"""Update a policy by proximal policy optimisation on whole sequences (Schulman et al., 2017). T steps, E environments.
 
-from collections.abc import Iterator, Mapping, Sequence
+Each worker computes the gradients of its own shards, and the sums over all shards are the same in every worker, as in DD-PPO
+(Wijmans et al., 2020, arXiv 1911.00357). All workers therefore hold the same weights and the same state of the optimizer.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.config.tree import PPOConfig
 from esper.leyline.data.keys import Purpose, key, permutations
 from esper.leyline.errors import LearningError
 from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
-from esper.simic.rollout import Rollout, take
+from esper.simic.exchange import Exchange, ExchangeError
+from esper.simic.rollout import Rollout, ShardedRollout, take
 from esper.tamiyo.policy.controller import Policy
 from esper.tamiyo.policy.distribution import GREEDY, Judged, judge
 from esper.tamiyo.policy.network import Batch
-from esper.tamiyo.policy.observation import Observation
+from esper.tamiyo.policy.observation import Moments, Normaliser, Observation
 
 TOLERANCE = 1e-5
 """Largest difference between the log-probabilities of a rollout and those recomputed with the same weights [nats]."""
@@ -89,34 +97,65 @@ def subtract_group_mean(advantage: Tensor, group: int) -> Tensor:
 
 
 class TrainingBatch(NamedTuple):
-    """A rollout of one cohort, or rows of it, with the inputs and the targets of the network. Idle entries are at the end."""
+    """The rollout of a shard, or rows of it, with the inputs and the targets of the network. Idle entries are at the end."""
 
     rollout: Rollout
     gains: Advantages
-    advantage: Tensor  # (T, E) normalised over all cohorts
+    advantage: Tensor  # (T, E) less those of the group; normalised over all shards in `update`
     weight: Tensor  # (T, E) 1 where there was a choice, 0 where only WAIT was valid
     batch: Batch  # (T, E, ...)
 
 
 def policy_loss(log_prob: Tensor, old: Tensor, advantage: Tensor, weight: Tensor, clip: float) -> Tensor:
-    """Return -mean min(r A, clip(r, 1 - c, 1 + c) A) with r = exp(log_prob - old), over steps of weight 1 (2017, equation 7).
+    """Return -sum min(r A, clip(r, 1 - c, 1 + c) A) with r = exp(log_prob - old), over steps of weight 1 (2017, equation 7).
 
-    All are (T, E); weights are not all 0.
+    All are (T, E). The mean over the steps of a minibatch is taken when the sums of all of its shards are known.
     """
     ratio = (log_prob - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
-    return -(gain * weight).sum() / weight.sum()
+    return -(gain * weight).sum()
 
 
 def value_loss(value: Tensor, target: Tensor, scale: Tensor) -> Tensor:
-    """Return half the mean squared error in units of the return's standard deviation; value and target are (T, E)."""
-    return 0.5 * ((value - target) / scale).square().mean()
+    """Return half the sum of squared errors in units of the return's standard deviation; value and target are (T, E)."""
+    return 0.5 * ((value - target) / scale).square().sum()
 
 
-def explained_variance(value: Tensor, returns: Tensor) -> Tensor:
-    """Return 1 - Var(returns - value) / Var(returns); nan where the returns are constant."""
-    variance = returns.var(correction=0)
-    return torch.where(variance > 0, 1 - (returns - value).var(correction=0) / variance, torch.nan)
+MEASURED = ("advantage", "target", "returns", "residual", "wait", "total", "earned", "ends")
+"""The quantities whose moments a round has. Over decisions: the advantage where there was a choice, the target of the critic, the
+return, the return less the value, and whether it is WAIT. Over environments: the total reward, that less those of the group, and
+the number of ends of sequences."""
+
+
+class Statistics(NamedTuple):
+    """What is known of a round over all of its shards.
+
+    Attributes:
+        number, mean, spread (by name): of the values of the `MEASURED`; `spread` is the standard deviation
+        seen (Normaliser): moments of the observations
+        range (float): from the lowest to the highest `earned`
+        reach (float): largest magnitude of a target of the critic
+        off (float): largest difference between a log-probability of the rollouts and that of the present weights [nats]
+    """
+
+    number: Mapping[str, float]
+    mean: Mapping[str, float]
+    spread: Mapping[str, float]
+    seen: Normaliser
+    range: float
+    reach: float
+    off: float
+
+    def figures(self) -> dict[str, float]:
+        """Return the figures of the round."""
+        episodes, spread = self.mean["ends"] * self.number["ends"], self.spread["returns"]
+        return {
+            "return": self.mean["total"],
+            "episodes": episodes,
+            "explained_variance": 1 - (self.spread["residual"] / spread) ** 2 if spread > 0 else float("nan"),
+            "wait": self.mean["wait"],
+            "decisions": (1 - self.mean["wait"]) * self.number["wait"] / max(episodes, 1),
+        }
 
 
 def anneal(start: float, progress: float, end: float) -> float:
@@ -127,14 +166,18 @@ def anneal(start: float, progress: float, end: float) -> float:
 class PPO:
     """Updates a policy from the rollouts of a round. `state` holds everything that persists between rounds."""
 
-    def __init__(self, policy: Policy, config: PPOConfig, seed: int, group: int | None = None) -> None:
+    def __init__(
+        self, policy: Policy, config: PPOConfig, seed: int, group: int | None = None, exchange: Exchange | None = None
+    ) -> None:
         """group: number of consecutive environments that share an instance and form the baseline of each other's advantages;
-        None uses no such baseline.
+        None uses no such baseline. exchange: with the other workers, which do the same; None is a worker that is alone.
         """
         self.policy, self.config, self.seed, self.group = policy, config, seed, group
+        self.exchange = exchange or Exchange()
         self.round = 0  # of `update`
         self.begun = -1  # the first round whose returns differed by the floor of advantages; -1 before it
         self.updates = 0  # calls of `update` and `imitate`
+        self.computing = 0.0  # seconds in which all workers computed the gradients of the last update
         # The parameters are many and small, and fused Adam updates them in one call.
         self.optimizer = torch.optim.Adam(policy.network.parameters(), lr=config.lr, eps=1e-5, fused=True)
 
@@ -154,96 +197,99 @@ class PPO:
         begun = self.round if self.begun < 0 else self.begun
         return (self.round - begun) / max(self.config.rounds - 1 - begun, 1)
 
-    def update(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> dict[str, float]:
-        """Update the policy from a round, and return diagnostics by name.
+    def update(self, played: Sequence[ShardedRollout]) -> dict[str, float]:
+        """Update the policy from a round, and return diagnostics by name. All workers call this, each with its own shards.
 
-        rollouts, menus: a rollout and the names of the blueprints of each cohort.
+        played: the rollout of each task.
 
         Raises LearningError, and restores the weights, where an advantage or a loss is not finite, or the rollouts were made
-        with other weights.
+        with other weights; ExchangeError, and restores them too, where another worker is lost.
         """
         config = self.config
-        names = ["policy_loss", "value_loss", "entropy", "kl_mean", "clip_fraction", "gradient_norm"]
+        names = ["policy_loss", "value_loss", "entropy", "kl_mean", "clip_fraction"]
         names += [f"entropy_{head.name.lower()}" for head in Head]
         with self._restored_on_failure():
-            data = self._prepare(rollouts, menus)
-            self._rescale(data)
+            data = self._prepare(played)
+            statistics = self._statistics(played, data, judging=True)
+            if not statistics.off <= TOLERANCE:
+                raise LearningError(
+                    f"log-probabilities of the rollout are off by {statistics.off:.2g} nats at unchanged weights, more than "
+                    f"{TOLERANCE:g}: the rollout was made by another policy, or a feature is not finite"
+                )
+            self._rescale(statistics)
+            scaled = self._scaled(data, statistics)
             for group in self.optimizer.param_groups:
                 group["lr"] = anneal(config.lr, self._progress, config.lr / 10)
             given = [config.entropy_weights.get(head.name.lower(), config.entropy_weight) for head in Head]
             entropy_weights = torch.tensor([anneal(weight, self._progress, weight / 10) for weight in given])
-            for part in data:
-                with torch.no_grad():
-                    off = float((self._judge(part)[0].log_prob - part.rollout.log_prob).abs().max())
-                if not off <= TOLERANCE:
-                    raise LearningError(
-                        f"log-probabilities of the rollout are off by {off:.2g} nats at unchanged weights, more than "
-                        f"{TOLERANCE:g}: the rollout was made by another policy, or a feature is not finite"
-                    )
+
+            def losses(part: TrainingBatch) -> tuple[Tensor, Tensor, list[Tensor]]:
+                judged, value = self._judge(part)
+                weight, old = part.weight, part.rollout.log_prob
+                change = judged.log_prob - old
+                policy = policy_loss(judged.log_prob, old, part.advantage, weight, config.clip_range)
+                bonus = (judged.entropy @ entropy_weights * weight).sum()
+                kl = ((change.exp() - 1 - change) * weight).sum()  # http://joschu.net/blog/kl-approx.html, k3
+                clipped = (((change.exp() - 1).abs() > config.clip_range).float() * weight).sum()
+                # The entropy of each head is averaged over the decisions that use it.
+                used = torch.from_numpy(RELEVANT.copy())[part.rollout.actions[Head.OP]] & (weight > 0).unsqueeze(-1)
+                heads = [(judged.entropy * used).sum((0, 1)), used.sum((0, 1))]
+                sums = torch.stack([policy, (judged.entropy.sum(-1) * weight).sum(), kl, clipped])
+                return policy - bonus, self._fit(part, value), [sums, *heads]
+
             rows: list[Tensor] = []  # (names,) of each minibatch
+            norms: list[Tensor] = []
             moved, epochs = 0.0, 0
             for epoch in range(config.update_epochs):
                 begin = len(rows)
-                for part in self._minibatches(data, epoch):
-                    judged, value = self._judge(part)
-                    weight, old = part.weight, part.rollout.log_prob
-                    total = weight.sum().clamp(min=1)
-                    change = judged.log_prob - old
-                    # Without any choice the mean over choices is 0 / 0; the loss is then 0, and attached to the graph.
-                    policy = judged.log_prob.sum() * 0
-                    if bool(weight.any()):
-                        policy = policy_loss(judged.log_prob, old, part.advantage, weight, config.clip_range)
-                    fit = self._fit(part, value)
-                    entropy = (judged.entropy.sum(-1) * weight).sum() / total
-                    kl = (
-                        (change.exp() - 1 - change) * weight
-                    ).sum() / total  # http://joschu.net/blog/kl-approx.html, k3
-                    clipped = (((change.exp() - 1).abs() > config.clip_range).float() * weight).sum() / total
-                    bonus = (judged.entropy @ entropy_weights * weight).sum() / total
-                    norm = self._descend(policy - bonus, config.value_weight * fit, epoch)
-                    # The entropy of each head is averaged over the decisions that use it.
-                    used = torch.from_numpy(RELEVANT.copy())[part.rollout.actions[Head.OP]] & (weight > 0).unsqueeze(-1)
-                    heads = (judged.entropy * used).sum((0, 1)) / used.sum((0, 1)).clamp(min=1)
-                    rows.append(torch.cat([torch.stack([policy, fit, entropy, kl, clipped, norm]), heads]).detach())
+                for place, shards, index in self._minibatches(played, epoch):
+                    norm, fit, choices, sums = self._descend(
+                        losses, scaled[place], shards, index, 4 + 2 * len(Head), epoch
+                    )
+                    means, (entropies, uses) = sums[:4] / choices, sums[4:].view(2, len(Head))
+                    rows.append(torch.cat([means[:1], fit, means[1:], entropies / uses.clamp(min=1)]))
+                    norms.append(norm)
                 epochs += 1
                 moved = float(torch.stack([row[names.index("kl_mean")] for row in rows[begin:]]).mean())
                 if moved > config.target_kl:
                     break
             figures = dict(zip(names, torch.stack(rows).mean(0).tolist(), strict=True))
-        self._update_moments(data)
+            figures["gradient_norm"] = float(torch.stack(norms).mean())
+        self._update_moments(statistics)
         self.round += 1
-        return figures | {"kl": moved, "epochs": float(epochs), "rewarded": float(self.begun >= 0)} | _figures(data)
+        known = {"kl": moved, "epochs": float(epochs), "rewarded": float(self.begun >= 0)}
+        return figures | known | statistics.figures()
 
     def imitate(
-        self,
-        rollouts: Sequence[Rollout],
-        menus: Sequence[Sequence[str]],
-        fresh: int | None = None,
-        passes: int | None = None,
+        self, played: Sequence[ShardedRollout], fresh: int | None = None, passes: int | None = None
     ) -> dict[str, float]:
         """Fit the policy to the actions of the rollouts, and the critic to their returns. Raises as `update`.
 
         fresh: number of rollouts, at the end, that are new; None is all. Only these enter the moments of observations and
         returns. passes: over the rollouts; None is `update_epochs` of the config.
         """
-        losses: list[Tensor] = []
+
+        def losses(part: TrainingBatch) -> tuple[Tensor, Tensor, list[Tensor]]:
+            network, rollout = self.policy.network, part.rollout
+            initial = network.initial(rollout.value.shape[1])
+            encoded, value, _ = network(part.batch, initial, rollout.starts)
+            judged = judge(network, encoded, rollout.actions, rollout.valid, GREEDY)
+            alike = (judged.log_prob * part.weight).sum()
+            return -alike, self._fit(part, value), [alike.unsqueeze(0)]
+
+        rows: list[Tensor] = []
         with self._restored_on_failure():
-            data = self._prepare(rollouts, menus)
-            new = data if fresh is None else data[len(data) - fresh :]
-            self._rescale(new)
+            data = self._prepare(played)
+            since = 0 if fresh is None else len(data) - fresh
+            statistics = self._statistics(played[since:], data[since:])
+            self._rescale(statistics)
             for epoch in range(passes or self.config.update_epochs):
-                for part in self._minibatches(data, epoch):
-                    network, rollout = self.policy.network, part.rollout
-                    initial = network.initial(rollout.value.shape[1])
-                    encoded, value, _ = network(part.batch, initial, rollout.starts)
-                    judged = judge(network, encoded, rollout.actions, rollout.valid, GREEDY)
-                    alike = (judged.log_prob * part.weight).sum() / part.weight.sum().clamp(min=1)
-                    fit = self._fit(part, value)
-                    self._descend(-alike, self.config.value_weight * fit, epoch)
-                    losses.append(torch.stack([alike, fit]).detach())
-        self._update_moments(new)
-        alike, fit = torch.stack(losses).mean(0).tolist()
-        return {"log_likelihood": alike, "value_loss": fit} | _figures(new)
+                for place, shards, index in self._minibatches(played, epoch):
+                    _, fit, choices, sums = self._descend(losses, data[place], shards, index, 1, epoch)
+                    rows.append(torch.cat([sums / choices, fit]))
+        self._update_moments(statistics)
+        alike, fit = torch.stack(rows).mean(0).tolist()
+        return {"log_likelihood": alike, "value_loss": fit} | statistics.figures()
 
     def state(self) -> dict[str, Any]:
         """Return everything that the next update depends on, except the policy."""
@@ -268,85 +314,145 @@ class PPO:
 
     @contextmanager
     def _restored_on_failure(self) -> Iterator[None]:
-        """Restore the policy and the optimizer where the body raises LearningError."""
+        """Restore the policy and the optimizer where the body raises LearningError or ExchangeError."""
         policy, normaliser, begun = self.policy, self.policy.normaliser, self.begun
         weights, moments = deepcopy(policy.network.state_dict()), deepcopy(self.optimizer.state_dict())
+        self.computing = 0.0
         try:
             yield
-        except LearningError:
+        except (LearningError, ExchangeError):
             policy.network.load_state_dict(weights)
             policy.normaliser, self.begun = normaliser, begun
             self.optimizer.load_state_dict(moments)
             raise
 
-    def _prepare(self, rollouts: Sequence[Rollout], menus: Sequence[Sequence[str]]) -> list[TrainingBatch]:
-        config, gains = self.config, []
-        for rollout in rollouts:
-            # A critic that learns nothing would add nothing but its noise.
-            critic = rollout.value if config.value_weight else torch.zeros_like(rollout.value)
-            scored = (rollout.reward, critic, rollout.after, rollout.end)
-            gains.append(advantages(*scored, config.gamma, config.gae_lambda, rollout.idle))
-            if bad := (~torch.isfinite(gains[-1].advantage)).nonzero().tolist():
-                step, env = bad[-1]
-                reward, value, after = (float(field[step, env]) for field in scored[:3])
-                raise LearningError(
-                    f"the advantage of environment {env} is not finite at step {step}: its reward is {reward}, its value "
-                    f"{value:.4g}, and the value after a truncation {after:.4g}; lower optimizer.lr, because a host has "
-                    "diverged, or check the reward"
-                )
-        raw = [self._compared(g.advantage) for g in gains]
-        weights = [(rollout.valid[Head.OP].sum(-1) > 1).float() for rollout in rollouts]
-        chosen = torch.cat([a[w > 0] for a, w in zip(raw, weights, strict=True)])
-        if not len(chosen):
-            raise LearningError("only WAIT was valid at every step of the round; give the task slots")
-        centre = chosen.mean() if self.group is None else torch.zeros(())
+    def _prepare(self, played: Sequence[ShardedRollout]) -> list[dict[int, TrainingBatch]]:
+        """Return the batches of this worker's shards, for each of the rollouts."""
+        return [{shard: self._batch(rollout, each.menu) for shard, rollout in each.rollouts.items()} for each in played]
+
+    def _batch(self, rollout: Rollout, menu: Sequence[str]) -> TrainingBatch:
+        config = self.config
+        # A critic that learns nothing would add nothing but its noise.
+        critic = rollout.value if config.value_weight else torch.zeros_like(rollout.value)
+        scored = (rollout.reward, critic, rollout.after, rollout.end)
+        gains = advantages(*scored, config.gamma, config.gae_lambda, rollout.idle)
+        if bad := (~torch.isfinite(gains.advantage)).nonzero().tolist():
+            step, env = bad[-1]
+            reward, value, after = (float(field[step, env]) for field in scored[:3])
+            raise LearningError(
+                f"the advantage of environment {env} is not finite at step {step}: its reward is {reward}, its value "
+                f"{value:.4g}, and the value after a truncation {after:.4g}; lower optimizer.lr, because a host has "
+                "diverged, or check the reward"
+            )
+        advantage, weight = self._compared(gains.advantage), (rollout.valid[Head.OP].sum(-1) > 1).float()
+        if rollout.idle.any():  # idle entries of a row go to its end, where they do not interrupt the recurrence
+            most = int((~rollout.idle).sum(0).max())
+            order = rollout.idle.byte().argsort(stable=True, dim=0)[:most]
+            rollout, gains = rollout.taken(order), Advantages(*(take(x, order) for x in gains))
+            advantage, weight = take(advantage, order), take(weight, order)
+        inputs = self.policy.batch(self.policy.normalised(rollout.observations()), menu)
+        return TrainingBatch(rollout, gains, advantage, weight, inputs)
+
+    def _statistics(
+        self, played: Sequence[ShardedRollout], data: Sequence[Mapping[int, TrainingBatch]], *, judging: bool = False
+    ) -> Statistics:
+        """Exchange the statistics of each shard. judging: whether log-probabilities are compared with those of the rollouts."""
+        rows, features = dict[int, NDArray[np.float64]](), [0]
+        for shard, part in ((shard, part) for parts in data for shard, part in parts.items()):
+            rollout, decided = part.rollout, part.rollout.decided
+            target, returns, total = decided(part.gains.target), decided(part.gains.returns), rollout.reward.sum(0)
+            earned, waits = self._compared(total.unsqueeze(0))[0], decided(rollout.actions[Head.OP]) == Op.WAIT
+            residual, ends = returns - decided(rollout.value), rollout.end.sum(0)
+            measured = (part.advantage[part.weight > 0], target, returns, residual, waits, total, earned, ends)
+            seen = Normaliser.of(Observation(*(decided(field).numpy() for field in rollout.observation)))
+            moments = [*(Moments.of(values.unsqueeze(-1).numpy()) for values in measured), *seen]
+            features = np.cumsum([0, *(len(each.n) for each in moments)]).tolist()
+            off = 0.0
+            if judging:
+                with torch.no_grad():
+                    off = float((self._judge(part)[0].log_prob - rollout.log_prob).abs().max())
+            extremes = [float(earned.max()), -float(earned.min()), float(target.abs().max()), off]
+            rows[shard] = np.concatenate([*(np.concatenate(field) for field in zip(*moments, strict=True)), extremes])
+        table = self.exchange.table(rows, 1 + max(shard for each in played for shard in each.envs))
+        whole = Moments.prior([0.0] * features[-1])
+        for row in table:
+            whole = whole.merged(Moments(*row[:-4].reshape(3, -1)))
+        columns = [slice(*ends) for ends in pairwise(features[len(MEASURED) :])]
+        observed = Normaliser(*(Moments(*(field[place] for field in whole)) for place in columns))
+        mean, var, number = (dict(zip(MEASURED, field.tolist(), strict=False)) for field in whole)
+        highest, lowest, reach, off = table[:, -4:].max(0).tolist()
+        spread = {name: value**0.5 for name, value in var.items()}
+        return Statistics(number, mean, spread, observed, highest + lowest, reach, off)
+
+    def _scaled(
+        self, data: Sequence[Mapping[int, TrainingBatch]], statistics: Statistics
+    ) -> list[dict[int, TrainingBatch]]:
+        """Return the batches with normalised advantages."""
+        centre = statistics.mean["advantage"] if self.group is None else 0.0
         # A round in which hardly anything was earned has advantages that are the error of the critic. Scaled to unit variance
         # they would lead the policy into habits before it has met a reward, so they are never scaled up from below the floor.
-        spread = chosen.std(correction=0).clamp(min=config.advantage_floor)
-        scaled = [(advantage - centre) / spread for advantage in raw]
-        earned = torch.cat([self._compared(rollout.reward.sum(0, keepdim=True))[0] for rollout in rollouts])
-        if float(earned.max() - earned.min()) <= TOLERANCE:  # of the critic alone
-            scaled = [torch.zeros_like(advantage) for advantage in scaled]
-        if self.begun < 0 and float(earned.std(correction=0)) >= config.advantage_floor:
-            self.begun = self.round
-        data = []
-        for rollout, gain, advantage, weight, menu in zip(rollouts, gains, scaled, weights, menus, strict=True):
-            if rollout.idle.any():  # idle entries of a row go to its end, where they do not interrupt the recurrence
-                most = int((~rollout.idle).sum(0).max())
-                order = rollout.idle.byte().argsort(stable=True, dim=0)[:most]
-                rollout, gain = rollout.taken(order), Advantages(*(take(x, order) for x in gain))
-                advantage, weight = take(advantage, order), take(weight, order)
-            inputs = self.policy.batch(self.policy.normalised(rollout.observations()), menu)
-            data.append(TrainingBatch(rollout, gain, advantage, weight, inputs))
-        return data
+        spread = max(statistics.spread["advantage"], self.config.advantage_floor)
+        rate = 1 / spread if statistics.range > TOLERANCE else 0.0  # otherwise they are the error of the critic alone
+        return [
+            {shard: part._replace(advantage=(part.advantage - centre) * rate) for shard, part in parts.items()}
+            for parts in data
+        ]
 
     def _compared(self, values: Tensor) -> Tensor:
         """Return values (T, E) less those of the other members of each group; as they are where there are no groups."""
         return values if self.group is None else subtract_group_mean(values, self.group)
 
-    def _descend(self, policy: Tensor, critic: Tensor, epoch: int) -> Tensor:
-        """Take a step of the optimizer. Returns the norm of the gradient of the policy's loss before clipping.
+    def _descend(
+        self,
+        losses: Callable[[TrainingBatch], tuple[Tensor, Tensor, list[Tensor]]],
+        parts: Mapping[int, TrainingBatch],
+        shards: Sequence[int],
+        rows: Mapping[int, Tensor],
+        sums: int,
+        epoch: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Take a step of the optimizer on a minibatch.
+
+        losses: from rows of a shard to the sums of the loss of the policy over decisions with a choice and of that of the critic
+        over all decisions, and to further sums, `sums` numbers. parts, rows: of this worker's shards. shards: all that have rows.
+
+        Returns the norm of the gradient of the policy's loss before clipping, the mean loss of the critic (1,), the number of
+        decisions with a choice, and the further sums over all shards.
 
         The two gradients are clipped each for itself. Otherwise a critic that meets its first reward, with an error far above
         any before, would take the whole step in which the policy should learn from it.
         """
         parameters = list(self.policy.network.parameters())
-        for parameter in parameters:
-            parameter.grad = None
-        norms = []
-        for loss in (policy, critic):
-            gradients = torch.autograd.grad(loss, parameters, retain_graph=loss is policy, allow_unused=True)
-            known = [gradient for gradient in gradients if gradient is not None]
-            norms.append(torch.nn.utils.get_total_norm(known))
-            scale = (self.config.max_grad_norm / (norms[-1] + 1e-6)).clamp(max=1)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                if gradient is not None:
-                    scaled = gradient * scale
-                    parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
-        if not bool(torch.isfinite(torch.stack(norms)).all()):
+        vectors, length = dict[int, Tensor](), sum(parameter.numel() for parameter in parameters)
+        for shard, index in rows.items():
+            begin, part = time.perf_counter(), _rows(parts[shard], index)
+            policy, critic, further = losses(part)
+            vector = [
+                torch.zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
+                for loss in (policy, critic)
+                for parameter, gradient in zip(
+                    parameters,
+                    torch.autograd.grad(loss, parameters, retain_graph=loss is policy, allow_unused=True),
+                    strict=True,
+                )
+            ]
+            counts = torch.stack([critic.detach(), (~part.rollout.idle).sum(), part.weight.sum()])
+            vector += [counts, *(each.detach() for each in further)]
+            vectors[shard] = torch.cat([*vector, torch.tensor([time.perf_counter() - begin])])
+        total = self.exchange.sum(vectors, shards, 2 * length + 3 + sums + 1)
+        error, decisions, choices = total[2 * length : 2 * length + 3]
+        choices = choices.clamp(min=1)  # without any choice the loss of the policy is 0
+        gradients = total[: 2 * length].view(2, length)
+        gradients = gradients * torch.stack([1 / choices, self.config.value_weight / decisions]).unsqueeze(1)
+        norms = gradients.norm(dim=1)
+        if not bool(torch.isfinite(norms).all()):
             raise LearningError(f"the loss of the policy or its gradient is not finite in epoch {epoch}; lower ppo.lr")
+        clipped = (gradients * (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1).unsqueeze(1)).sum(0)
+        for parameter, gradient in zip(parameters, clipped.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = gradient.view_as(parameter)
         self.optimizer.step()
-        return norms[0]
+        self.computing += float(total[-1])
+        return norms[0], (error / decisions).unsqueeze(0), choices, total[2 * length + 3 : -1]
 
     def _judge(self, part: TrainingBatch) -> tuple[Judged, Tensor]:
         network, rollout = self.policy.network, part.rollout
@@ -359,41 +465,60 @@ class PPO:
         decided = part.rollout.decided
         return value_loss(decided(value), decided(part.gains.target), self.policy.network.value_scale)
 
-    def _minibatches(self, data: Sequence[TrainingBatch], epoch: int) -> list[TrainingBatch]:
-        """Draw random minibatches of whole sequences. A minibatch holds sequences of one cohort."""
-        parts = []
-        for cohort, full in enumerate(data):
-            envs = full.weight.shape[1]
-            for index in _permutation(envs, self.seed, self.updates, epoch, cohort).tensor_split(
-                min(self.config.minibatches, envs)
-            ):
-                parts.append(_rows(full, index))
-        if len(data) > 1:  # shuffled, so that the last cohort has no larger influence
-            parts = [parts[i] for i in _permutation(len(parts), self.seed, self.updates, epoch, len(data)).tolist()]
-        return parts
+    def _minibatches(
+        self, played: Sequence[ShardedRollout], epoch: int
+    ) -> Iterator[tuple[int, list[int], dict[int, Tensor]]]:
+        """Yield random minibatches of whole sequences of one rollout: its place, the shards that have some, and the indices of
+        those of this worker.
+
+        Each shard draws an order of its own sequences and deals them out, and begins where the shard before it has ended. All
+        minibatches of a rollout are therefore of the same size, up to one sequence.
+        """
+        steps: list[tuple[int, int, int]] = []
+        orders: list[dict[int, Tensor]] = []
+        for place, each in enumerate(played):
+            count = min(self.config.minibatches, sum(each.envs.values()))
+            steps += [(place, number, count) for number in range(count)]
+            keys = (self.seed, self.updates, epoch, place)
+            orders.append({shard: _permutation(each.envs[shard], *keys, shard) for shard in each.rollouts})
+        if len(played) > 1:  # shuffled, so that the last rollout has no larger influence
+            steps = [steps[i] for i in _permutation(len(steps), self.seed, self.updates, epoch, len(played)).tolist()]
+        for place, number, count in steps:
+            shards, index, before = list[int](), dict[int, Tensor](), 0
+            for shard, envs in played[place].envs.items():
+                first = (number - before) % count
+                before += envs
+                if first < envs:
+                    shards.append(shard)
+                    if shard in orders[place]:
+                        index[shard] = orders[place][shard][first::count]
+            yield place, shards, index
 
     @torch.no_grad()
-    def _rescale(self, data: Sequence[TrainingBatch]) -> None:
+    def _rescale(self, statistics: Statistics) -> None:
         """Let the moments of the critic's targets follow those of the round: at once where their spread rises, else slowly.
 
         A scale that lags behind the first rewards would make the loss of the critic a thousand times too large.
         """
-        targets = torch.cat([part.rollout.decided(part.gains.target) for part in data])
-        network = self.policy.network
-        if not bool(torch.isfinite(targets.square().sum())):
-            most = float(targets.abs().max())
+        if not statistics.number["advantage"]:
+            raise LearningError("only WAIT was valid at every step of the round; give the task slots")
+        if self.begun < 0 and statistics.spread["earned"] >= self.config.advantage_floor:
+            self.begun = self.round
+        network, reach = self.policy.network, statistics.reach
+        if not reach**2 <= torch.finfo(torch.float32).max:
             raise LearningError(
-                f"the returns of the round reach {most:.3g}, whose square is not finite; check the reward"
+                f"the returns of the round reach {reach:.3g}, whose square is not finite; check the reward"
             )
-        mean, spread = targets.mean(), targets.std(correction=0).clamp(min=1e-3)
+        mean, spread = (
+            torch.tensor(statistics.mean["target"]),
+            torch.tensor(statistics.spread["target"]).clamp(min=1e-3),
+        )
         rate = 1.0 if self.updates == 0 or bool(spread > network.value_scale) else 0.1
         network.rescale(torch.lerp(network.value_mean, mean, rate), torch.lerp(network.value_scale, spread, rate))
 
-    def _update_moments(self, data: Sequence[TrainingBatch]) -> None:
+    def _update_moments(self, statistics: Statistics) -> None:
         """Add the round to the moments of observations, which are then constant until the next update."""
-        for part in data:
-            seen = Observation(*(part.rollout.decided(field).numpy() for field in part.rollout.observation))
-            self.policy.normaliser = self.policy.normaliser.including(seen)
+        self.policy.normaliser = self.policy.normaliser.merged(statistics.seen)
         self.updates += 1
 
 
@@ -418,19 +543,3 @@ def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
         cut(full.weight),
         batch._replace(**{name: cut(getattr(batch, name)) for name in Batch._fields if name != "menu"}),
     )
-
-
-def _figures(data: Sequence[TrainingBatch]) -> dict[str, float]:
-    """Return the statistics of the round over all cohorts."""
-    value = torch.cat([part.rollout.decided(part.rollout.value) for part in data])
-    returns = torch.cat([part.rollout.decided(part.gains.returns) for part in data])
-    op = torch.cat([part.rollout.decided(part.rollout.actions[Head.OP]) for part in data])
-    episodes = sum(int(part.rollout.end.sum()) for part in data)
-    total = torch.cat([part.rollout.reward.sum(0) for part in data])
-    return {
-        "return": float(total.mean()),
-        "episodes": float(episodes),
-        "explained_variance": float(explained_variance(value, returns)),
-        "wait": float((op == Op.WAIT).float().mean()),
-        "decisions": float((op != Op.WAIT).sum()) / max(episodes, 1),
-    }

@@ -293,7 +293,7 @@ def get_reward(config: RewardConfig) -> Reward:
 
 @dataclass(frozen=True)
 class OwnReward:
-    """Makes rewards by a function at `path.py:function` or `module:function`. Actors get the reference, and import it there.
+    """Makes rewards by a function at `path.py:function` or `module:function`. Workers get the reference, and import it there.
 
     The function takes a `RewardConfig` and returns a reward.
     """

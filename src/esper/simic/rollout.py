@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from esper.leyline.lifecycle.actions import Actions, Head, Op
+from esper.leyline.lifecycle.actions import Actions
 from esper.tamiyo.policy.observation import Observation
 
 
@@ -90,39 +90,9 @@ class Rollout(NamedTuple):
         """Return copies of the sequences of the environments in `index`."""
         return self._map(lambda field: field[:, index])
 
-    @classmethod
-    def joined(cls, rollouts: Sequence["Rollout"]) -> "Rollout":
-        """Put the sequences of several rollouts one after the other; a single rollout is returned as it is.
-
-        A rollout with fewer decisions than others is idle at the end.
-        """
-        if len(rollouts) == 1:
-            return rollouts[0]
-        most = max(len(rollout.value) for rollout in rollouts)
-        columns = zip(*(rollout.padded(most).tree().values() for rollout in rollouts), strict=True)
-        fields = [
-            tuple(torch.cat(each, 1) for each in zip(*column, strict=True))
-            if isinstance(column[0], list)
-            else torch.cat(column, 1)
-            for column in columns
-        ]
-        return cls(*fields)  # type: ignore[arg-type]
-
     def taken(self, order: Tensor) -> "Rollout":
         """Return copies of the entries (n, E) of each row."""
         return self._map(lambda field: take(field, order))
-
-    def padded(self, length: int) -> "Rollout":
-        """Add idle entries at the end, up to `length` entries."""
-        more = length - len(self.value)
-        if not more:
-            return self
-        whole = _enlarged(self, more)
-        whole.idle[-more:] = True
-        for may in whole.valid:
-            may[-more:] = True
-        whole.valid[Head.OP][-more:] = torch.arange(len(Op)) == Op.WAIT
-        return whole
 
     def steps(self, stop: int) -> "Rollout":
         """Return views of the steps before `stop`."""
@@ -131,6 +101,25 @@ class Rollout(NamedTuple):
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Rollout":
         fields = [tuple(map(function, field)) if isinstance(field, tuple) else function(field) for field in self]
         return Rollout(*fields)  # type: ignore[arg-type]
+
+
+class ShardedRollout(NamedTuple):
+    """The rollout of a task in a round, divided into shards (`exchange`), of which each worker has some.
+
+    Attributes:
+        menu (texts): names of the blueprints
+        envs (numbers by shard): environments of every shard
+        rollouts (rollouts by shard): those of this worker
+    """
+
+    menu: Sequence[str]
+    envs: Mapping[int, int]
+    rollouts: Mapping[int, Rollout]
+
+    @classmethod
+    def whole(cls, rollout: Rollout, menu: Sequence[str], shard: int = 0) -> "ShardedRollout":
+        """Return a rollout in a single shard, with this number."""
+        return cls(menu, {shard: rollout.value.shape[1]}, {shard: rollout})
 
 
 class TamiyoRolloutBuffer:

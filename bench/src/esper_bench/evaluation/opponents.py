@@ -209,7 +209,7 @@ def fitted_tree(grower: Grower, budget: Budget, *, taught: bool) -> Contender:
     asked = [
         ([Candidate(placed.name, placed, UNMEASURED)], chunk) for chunk, placed in itertools.product(chunks, plans)
     ]
-    grown = grow_abreast(task, asked, settings, "training", grower.kept, grower.pace, grower.actors)
+    grown = grow_abreast(task, asked, settings, "training", grower.kept, grower.pace, grower.pool)
     objective = {placed: np.concatenate([own[0] for own in grown[at :: len(plans)]]) for at, placed in enumerate(plans)}
     forests = Forests(tuple(names), fit_trees(np.concatenate(x), objective), count * len(plans))
     return Contender(

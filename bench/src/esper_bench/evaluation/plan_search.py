@@ -24,7 +24,7 @@ from esper.runs.evaluation.contenders import (
     grow_contender,
     tell,
 )
-from esper.runs.evaluation.work import Arrays, EvaluationActors, EvaluationPart, Kept, computed
+from esper.runs.evaluation.work import Arrays, EvaluationPart, EvaluationPool, Kept, computed
 from esper.runs.figures import objective_of
 from esper.tolaria.play import Observer
 from esper_bench.controllers.plans import Placed
@@ -85,7 +85,7 @@ def search_plans(
     kept: Kept | None = None,
     watch: Say | None = None,
     pace: Pace | None = None,
-    actors: EvaluationActors | None = None,
+    pool: EvaluationPool | None = None,
 ) -> Found:
     """Find the fixed plan with the highest mean J on training instances, in two stages.
 
@@ -99,7 +99,7 @@ def search_plans(
     probe split, so `task` may be sealed. See `candidate_plans` for the candidates.
 
     episodes: number of networks that the search grows, all with one seed. kept: stores the results of populations, which are
-    reused. actors: grow the populations; None grows them in this process.
+    reused. pool: grows the populations; None grows them in this process.
 
     Raises InputError if `episodes` is below 1.
     """
@@ -107,7 +107,7 @@ def search_plans(
         raise InputError(f"the search for the best fixed plan was given {counted(episodes, 'episode')}; give 1 or more")
     every, begin = candidate_plans(task, settings), time.perf_counter()
     keys = task.keys(part)
-    field = _Field(task, settings, part, kept or Kept(None, {}), watch, pace, actors, every, keys)
+    field = _Field(task, settings, part, kept or Kept(None, {}), watch, pace, pool, every, keys)
     stages = climb(every, episodes, len(keys), field.grow)
     return Found(
         best=every[stages[-1].order[0]],
@@ -237,7 +237,7 @@ class _Field(NamedTuple):
     kept: Kept
     watch: Say | None
     pace: Pace | None
-    actors: EvaluationActors | None
+    pool: EvaluationPool | None
     every: Sequence[Candidate]
     keys: Sequence[int]
 
@@ -250,7 +250,7 @@ class _Field(NamedTuple):
         blocks = [np.array(self.keys[start : min(start + ROWS, done + more)]) for start in starts]
         together = list(itertools.product(_alike(self.every, alive), blocks))
         asked = [([self.every[index] for index in group], block) for group, block in together]
-        grown = grow_abreast(self.task, asked, self.settings, self.part, self.kept, self.pace, self.actors)
+        grown = grow_abreast(self.task, asked, self.settings, self.part, self.kept, self.pace, self.pool)
         totals = np.zeros(len(self.every))
         for (group, _), own in zip(together, grown, strict=True):
             totals[group] += own.sum(1)
@@ -264,7 +264,7 @@ def grow_abreast(
     part: str,
     kept: Kept,
     pace: Pace | None = None,
-    actors: EvaluationActors | None = None,
+    pool: EvaluationPool | None = None,
 ) -> list[Floats]:
     """Return J (candidates, instances) on the probe split, for each pair of candidates and keys of instances in `asked`.
 
@@ -279,7 +279,7 @@ def grow_abreast(
         ]
         for (candidates, instance), room in zip(asked, rooms, strict=True)
     ]
-    grown = iter(computed([*itertools.chain(*parts)], actors=actors, pace=pace))
+    grown = iter(computed([*itertools.chain(*parts)], pool=pool, pace=pace))
     return [
         np.concatenate([each["objective"].reshape(-1, len(instance)) for each in itertools.islice(grown, len(own))])
         for own, (_, instance) in zip(parts, asked, strict=True)

@@ -108,7 +108,7 @@ class Opposition(Rivals):
         elsewhere = []
         for name, reference in entered.references.items():
             design = grower.design._replace(task=self.elsewhere[at][name])
-            own = Grower.of(design, folder, grower.watch, grower.pace, grower.actors)
+            own = Grower.of(design, folder, grower.watch, grower.pace, grower.pool)
             searched = reference.controller == SEARCHED
             contender = self._search(own).contender if searched else named(reference.controller)
             elsewhere.append((own, contender._replace(name=name)))
@@ -135,7 +135,7 @@ class Opposition(Rivals):
             kept=grower.kept,
             watch=grower.watch,
             pace=grower.pace,
-            actors=grower.actors,
+            pool=grower.pool,
         )
 
 

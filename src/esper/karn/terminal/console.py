@@ -51,14 +51,14 @@ def print_line(console: Console, line: str) -> None:
     console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
-def actor_lines(summary: Mapping[str, Any]) -> list[str]:
-    """How many actors played for the summary of a training or the record of an evaluation, and the time that they waited."""
-    actors = summary.get("actors")
-    if actors is None:
+def worker_lines(summary: Mapping[str, Any]) -> list[str]:
+    """How many workers played for the summary of a training or the record of an evaluation, and the time that they waited."""
+    workers = summary.get("workers")
+    if workers is None:
         return []
-    lost = f", {actors['lost']} lost and replaced" if actors["lost"] else ""
+    lost = f", {workers['lost']} lost and replaced" if workers["lost"] else ""
     return [
-        f"{counted(actors['workers'], 'actor')}{lost}, {actors['waiting_seconds']:,.1f} s lost in waiting, together"
+        f"{counted(workers['number'], 'worker')}{lost}, {workers['waiting_seconds']:,.1f} s lost in waiting, together"
     ]
 
 
@@ -103,7 +103,7 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
         )
     if summary["controller_share"] is not None:
         print_line(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
-    for line in [*actor_lines(summary), *_waits(summary)]:
+    for line in [*worker_lines(summary), *_waits(summary)]:
         print_line(console, line)
     if best is not None and folder is not None:
         print_line(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")

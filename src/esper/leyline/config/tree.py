@@ -447,7 +447,7 @@ class Config(Section):
     envs: int = Field(8, ge=1)
     """environments, twins not counted"""
     shards: int = Field(1, ge=1)
-    """populations into which a training divides the environments of each task, for actors to play (`esper docs actors`);
+    """populations into which a training divides the environments of each task, for workers to play (`esper docs workers`);
     `--workers` chooses it where it is not set"""
     steps: int = Field(24, ge=1)
     """length of an episode [steps]"""

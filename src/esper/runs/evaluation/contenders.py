@@ -60,7 +60,7 @@ def trainings(text: str) -> list[Contender]:
 def named(name_or_path: str) -> Contender:
     """Make a contender from the name of a controller, a schedule file, the folder of a trained controller, or a reference."""
     spec = find_controller(name_or_path)
-    make = partial(get_controller, spec.name)  # by name, so that it can be sent to actors
+    make = partial(get_controller, spec.name)  # by name, so that it can be sent to workers
     return Contender(
         spec.name, {**spec.settings, "controller": spec.name}, make, spec.content(), episodes=spec.episodes
     )

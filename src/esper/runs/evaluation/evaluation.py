@@ -29,8 +29,8 @@ from esper.runs.evaluation.contenders import ROWS, RULES, Contender, Say, conten
 from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
 from esper.runs.evaluation.work import (
     Arrays,
-    EvaluationActors,
     EvaluationPart,
+    EvaluationPool,
     Kept,
     References,
     computed,
@@ -122,7 +122,7 @@ class Grower(NamedTuple):
     kept: Kept  # the stored results
     watch: Say | None = None  # called with lines of progress
     pace: Pace | None = None  # counts what was grown
-    actors: EvaluationActors | None = None  # compute the populations; None computes them in this process
+    pool: EvaluationPool | None = None  # compute the populations; None computes them in this process
 
     @classmethod
     def of(
@@ -131,11 +131,11 @@ class Grower(NamedTuple):
         folder: Path | None,
         watch: Say | None,
         pace: Pace | None,
-        actors: EvaluationActors | None = None,
+        pool: EvaluationPool | None = None,
     ) -> "Grower":
         """Return a grower that stores results in a folder, if one is given."""
         kept = Kept(folder, {} if folder is None else fingerprint(design.task), partial(tell, watch))
-        return cls(design, kept, watch, pace, actors)
+        return cls(design, kept, watch, pace, pool)
 
     def parts(self, contender: Contender) -> list[EvaluationPart]:
         """Return every population of a contender, by seed and first instance."""
@@ -164,7 +164,7 @@ class Grower(NamedTuple):
             for name in names
             for at, start, config in populations
         ]
-        made, found = iter(play_parts(parts, self.actors, self.watch, self.pace)), dict[str, Runs | Absent]()
+        made, found = iter(play_parts(parts, self.pool, self.watch, self.pace)), dict[str, Runs | Absent]()
         for name in names:
             trained = list(itertools.islice(made, len(populations)))
             absent = next((each for each in trained if isinstance(each, Absent)), None)
@@ -183,7 +183,7 @@ def grow_all(asked: Sequence[tuple[Grower, Contender]]) -> list[Runs]:
     """Grow every population of contenders, each by its grower. The populations of all are played together."""
     parts = [grower.parts(contender) for grower, contender in asked]
     first, _ = asked[0]
-    made = iter(computed([*itertools.chain(*parts)], actors=first.actors, watch=first.watch, pace=first.pace))
+    made = iter(computed([*itertools.chain(*parts)], pool=first.pool, watch=first.watch, pace=first.pace))
     return [
         grower.by_seed(list(itertools.islice(made, len(own)))) for (grower, _), own in zip(asked, parts, strict=True)
     ]
@@ -314,7 +314,7 @@ def run_evaluation(
     baselines: static networks, of the sizes that the first controller grew, or the heuristic without one; the
     controller never is the twin. settings: layers of config over that of the tasks, the same for all contenders.
     folder: stores the results of populations, which are reused. watch: called with lines of progress. workers: the
-    actors that grow the populations; in a rank of torchrun above 0, this process is one of them until the evaluation
+    workers that grow the populations; in a rank of torchrun above 0, this process is one of them until the evaluation
     ends.
     """
     rivals = Rivals() if rivals is None else rivals
@@ -345,12 +345,12 @@ def run_evaluation(
     most = max(each * (own - len(static)) for each, own in zip(populations, grown, strict=True))
     if workers.any and workers.size > most:
         raise InputError(
-            f"workers is {workers.size}, but the evaluation has {counted(most, 'population')} to grow, each by one actor; give "
+            f"workers is {workers.size}, but the evaluation has {counted(most, 'population')} to grow, each by one worker; give "
             f"{most} or fewer, or more instances or seeds"
         )
     if workers.is_rank:
         return serve_rank(evaluation_work(workers, tasks, entered.references), workers.devices or (None,))
-    with hired(workers, tasks, entered.references, [*rules, *ours], watch) as actors:
+    with hired(workers, tasks, entered.references, [*rules, *ours], watch) as pool:
         if folder is not None:
             _create(folder)
         pace = None
@@ -366,13 +366,13 @@ def run_evaluation(
         sized_by = ours[0].name if ours else RULES[2]
         evaluations, facts = [], []
         for at, design in enumerate(designs):
-            grower = Grower.of(design, folder, watch, pace, actors)
+            grower = Grower.of(design, folder, watch, pace, pool)
             entry = rivals.grow(at, grower, folder)
             evaluations.append(
                 _compared(grower, [*rules, *entry.rules, *ours], len(rules) + len(entry.rules), entry, static, sized_by)
             )
             facts.append(entry.facts)
-        waited = {} if actors is None else {"actors": actors.summary()}
+        waited = {} if pool is None else {"workers": pool.summary()}
     rows = [contender.group or contender.name for contender in controllers]
     config = build_config(tasks[0].defaults, *settings)
     return {

@@ -1,6 +1,6 @@
-"""Compute the parts of an evaluation, which are populations, in this process or by actors. E environments.
+"""Compute the parts of an evaluation, which are populations, in this process or by workers. E environments.
 
-What a part is follows from the evaluation, and not from the number of actors, so the results do not depend on it.
+What a part is follows from the evaluation, and not from the number of workers, so the results do not depend on it.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from esper.leyline.progress import Pace
 from esper.runs.evaluation.contenders import Contender, Say, tell
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.workers.transports import pickled, unpickled
-from esper.runs.workers.workers import SentTask, Stop, WorkerOptions, Workers, shared_facts, start_workers
+from esper.runs.workers.workers import SentTask, Stop, WorkerOptions, WorkerPool, shared_facts, start_workers
 from esper.store.disk import DiskRetry, file_name, write_atomic
 from esper.store.tensors import Tree
 from esper.tolaria.play import Observer
@@ -87,21 +87,18 @@ class EvaluationPart(NamedTuple):
     who: Sequence[str]  # what makes the result, in the key of the stored one
     config: Config  # of the population
     needed: Collection[str]  # arrays that a result must have
-    # from the task, the config and observers to the arrays; actors get it pickled
+    # from the task, the config and observers to the arrays; workers get it pickled
     compute: Callable[..., Arrays | Absent]
     said: str = ""  # the line of progress when it is done; none if empty
 
 
 class EvaluationPlayer:
-    """Computes the parts of an evaluation in an actor: of its tasks, with their test splits, and those of references."""
+    """Computes the parts of an evaluation in a worker: of its tasks, with their test splits, and those of references."""
 
     def __init__(self, tasks: Sequence[SentTask], device: str | None) -> None:
         """Make the tasks in this process. Parts are computed on the device, or on that of their config if it is None."""
         self._tasks, self._device = [sent.task() for sent in tasks], device
         self.facts = shared_facts(self._tasks)
-
-    def load(self, weights: Tree) -> None:
-        """Take nothing: each part has its own controller."""
 
     def play(self, part: Tree, *observers: Observer) -> Tree:
         """Compute a part. Returns its arrays, or the reason why it is absent, and its duration [seconds]."""
@@ -114,17 +111,17 @@ class EvaluationPlayer:
         return {**result, "seconds": time.perf_counter() - begin}
 
 
-class EvaluationActors:
-    """The actors of an evaluation, and what they did."""
+class EvaluationPool:
+    """The workers of an evaluation, and what they did."""
 
-    def __init__(self, actors: Workers, tasks: Sequence[AnyTask], interrupt: Interrupt) -> None:
+    def __init__(self, pool: WorkerPool, tasks: Sequence[AnyTask], interrupt: Interrupt) -> None:
         """`play` raises Stop once the interrupt was asked for."""
-        self.actors, self._interrupt = actors, interrupt
+        self.pool, self._interrupt = pool, interrupt
         self._places = {id(task): place for place, task in enumerate(tasks)}
         self._begin, self._playing = time.perf_counter(), 0.0
 
     def play(self, parts: Sequence[EvaluationPart], done: Callable[[int, Arrays | Absent, float], None]) -> None:
-        """Let the actors compute parts. `done` gets the place of a part, its result, and its duration [seconds]."""
+        """Let the workers compute parts. `done` gets the place of a part, its result, and its duration [seconds]."""
 
         def returned(place: int, result: Mapping[str, Any]) -> None:
             self._playing += result["seconds"]
@@ -135,12 +132,12 @@ class EvaluationActors:
         for part in parts:
             content = pickled((part.config, part.compute), f"the controller {part.who[0]!r}")
             sent.append({"task": self._places[id(part.task)], "content": np.frombuffer(content, np.uint8)})
-        self.actors.play({}, sent, lambda: self._interrupt.asked, returned)
+        self.pool.play(sent, lambda: self._interrupt.asked, returned)
 
     def summary(self) -> dict[str, Any]:
-        """Return the number of actors, how many were lost, and the seconds that they waited, all together."""
-        self.actors.waited(time.perf_counter() - self._begin, self._playing)
-        return self.actors.summary()
+        """Return the number of workers, how many were lost, and the seconds that they waited, all together."""
+        self.pool.waited(time.perf_counter() - self._begin, self._playing)
+        return self.pool.summary()
 
 
 References = Sequence[tuple[AnyTask, Callable[[], AnyTask]]]
@@ -152,7 +149,7 @@ _AGAIN = "what was grown is stored where there is a folder, and the same command
 def evaluation_work(
     asked: WorkerOptions, tasks: Sequence[AnyTask], references: References
 ) -> Callable[[str | None], EvaluationPlayer]:
-    """Return what makes the player of an actor, from its device. Raises InputError if a task cannot be sent to actors."""
+    """Return what makes the player of a worker, from its device. Raises InputError if a task cannot be sent to workers."""
     sent = [SentTask.of(task, asked.find, sealed=False) for task in tasks]
     sent += [SentTask.of(task, partial(_made, make), sealed=False) for task, make in references]
     return partial(EvaluationPlayer, sent)
@@ -170,8 +167,8 @@ def hired(
     references: References,
     contenders: Sequence[Contender],
     watch: Say | None,
-) -> Iterator[EvaluationActors | None]:
-    """Start the actors that were asked for, and end them afterwards; None if none were asked for."""
+) -> Iterator[EvaluationPool | None]:
+    """Start the workers that were asked for, and end them afterwards; None if none were asked for."""
     if not asked.any:
         try:
             yield None
@@ -185,7 +182,8 @@ def hired(
     interrupt = Interrupt()  # torchrun ends all ranks if one is lost, and rank 0 is to say so first
     with interrupt if asked.cluster == "torchrun" else nullcontext():
         try:
-            actors = start_workers(
+            pool = start_workers(
+                WorkerPool,
                 asked,
                 evaluation_work(asked, tasks, references),
                 partial(tell, watch),
@@ -195,24 +193,24 @@ def hired(
                 stop=lambda: interrupt.asked,
             )
         except KeyboardInterrupt:
-            tell(watch, f"interrupted while the actors were started; {_AGAIN}")
+            tell(watch, f"interrupted while the workers were started; {_AGAIN}")
             raise
         try:
-            yield EvaluationActors(actors, every, interrupt)
+            yield EvaluationPool(pool, every, interrupt)
         except Stop:
             tell(watch, f"interrupted; {_AGAIN}")
             raise KeyboardInterrupt(f"the evaluation was interrupted; {_AGAIN}") from None
         finally:
-            actors.close()
+            pool.close()
 
 
 def play_parts(
     parts: Sequence[EvaluationPart],
-    actors: EvaluationActors | None = None,
+    pool: EvaluationPool | None = None,
     watch: Say | None = None,
     pace: Pace | None = None,
 ) -> list[Arrays | Absent]:
-    """Return the results of parts in their order, computed by actors or in this process. Stored results are reused."""
+    """Return the results of parts in their order, computed by workers or in this process. Stored results are reused."""
     found: dict[int, Arrays | Absent] = {}
 
     def done(place: int, made: Arrays | Absent, seconds: float | None) -> None:
@@ -221,7 +219,7 @@ def play_parts(
             part.kept.store(part.who, part.config, made)
         found[place] = made
         if pace is not None:
-            hands = 1 if actors is None else actors.actors.size
+            hands = 1 if pool is None else pool.pool.size
             pace.add(part.config.envs, None if seconds is None else seconds / hands)
         if part.said and not isinstance(made, Absent):
             tell(watch, part.said)
@@ -231,14 +229,14 @@ def play_parts(
         stored = part.kept.look(part.who, part.config, part.needed)
         if stored is not None:
             done(place, stored, None)
-        elif actors is not None:
+        elif pool is not None:
             missing.append(place)
         else:
             begin = time.perf_counter()
             made = part.compute(part.task, part.config)
             done(place, made, time.perf_counter() - begin)
-    if actors is not None and missing:
-        actors.play([parts[place] for place in missing], lambda at, made, seconds: done(missing[at], made, seconds))
+    if pool is not None and missing:
+        pool.play([parts[place] for place in missing], lambda at, made, seconds: done(missing[at], made, seconds))
     return [found[place] for place in range(len(parts))]
 
 

@@ -1,4 +1,4 @@
-"""The populations of a training, each task's environments divided into shards, and who plays a round's episodes on them.
+"""The populations of a training, each task's environments divided into shards, and the playing of a round's episodes on them.
 
 What an episode gives depends on its work item and the policy alone, so any worker can play it, and play it again. E environments.
 """
@@ -6,7 +6,7 @@ What an episode gives depends on its work item and the policy alone, so any work
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -22,18 +22,16 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.protocols import Controller, Reward
 from esper.leyline.reference import is_own_controller
 from esper.leyline.text import counted
-from esper.nissa.events import encode
-from esper.nissa.hub import Hub, Level
-from esper.nissa.rows import EvaluationRow, Row
+from esper.nissa.hub import Hub
+from esper.nissa.rows import EvaluationRow
 from esper.runs.figures import exported_objective
-from esper.runs.workers.workers import SentTask, WorkerOptions, shared_facts
+from esper.runs.workers.workers import WorkerOptions
 from esper.simic.client import SimicClient
 from esper.simic.imitation import Apprentice
 from esper.simic.ppo import PPO
 from esper.simic.rewards import make_reward
-from esper.store.tensors import Tree
 from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.policy.controller import Language, Learned, Policy
+from esper.tamiyo.policy.controller import Learned, Policy
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.governor import GovernorRecord
 from esper.tolaria.journal import Journal, RowSource
@@ -79,11 +77,11 @@ def default_shards(config: Config) -> int:
 
 
 def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: bool) -> list[Config]:
-    """Return the configs of a training with the shards that its actors play, of which each actor must have one."""
+    """Return the configs of a training with the shards that its workers play, of which each worker must have one."""
     chosen = list(configs)
     if not asked.any:
         return chosen
-    if not resumed:  # a new run has the shards by default, and the device of the first actor
+    if not resumed:  # a new run has the shards by default, and the device of the first worker
         device = {"device": asked.devices[0]} if asked.devices else {}
         chosen = [
             config.model_copy(
@@ -100,7 +98,7 @@ def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: boo
         )
         raise InputError(
             f"workers is {asked.size}, but {counted(envs, 'environment')} in {counted(shards, 'shard')} give work to "
-            f"{counted(shards, 'actor')}; {mend}"
+            f"{counted(shards, 'worker')}; {mend}"
         )
     return chosen
 
@@ -328,66 +326,3 @@ def learner_of(policy: Policy, config: Config) -> PPO:
     """Return the learner of a training."""
     group = config.reward.group_size if config.reward.relative_to == "group" else None
     return PPO(policy, config.ppo, config.seed, group)
-
-
-class _KeptRows(list[bytes]):
-    """An output that keeps rows as lines of JSON."""
-
-    def write(self, row: Row) -> None:
-        self.append(encode(row))
-
-    def close(self) -> None:
-        """No row follows."""
-
-
-class TrainingPlayer:
-    """Plays the parts of a training in an actor."""
-
-    def __init__(
-        self,
-        tasks: Sequence[SentTask],
-        configs: Sequence[Config],
-        reward: Callable[[RewardConfig], Reward],
-        level: Level,
-        engines: int,
-        device: str | None,
-    ) -> None:
-        """device: None is that of the configs. engines: number of cohorts whose populations are kept in memory."""
-        made = [sent.task() for sent in tasks]
-        configs = [each if device is None else each.model_copy(update={"device": device}) for each in configs]
-        cohorts = [
-            each for task, config in zip(made, configs, strict=True) for each in cohorts_of(task, config, made=0)
-        ]
-        first = [next(each for each in cohorts if each.task is task) for task in made]
-        language = Language.of([cohort.engine.space for cohort in first], configs[0].ppo.packages)
-        policy = Policy.fresh(language, configs[0].seed, decisions_per_step=configs[0].ppo.decisions_per_step)
-        for cohort in first:
-            cohort.release()
-        self.facts = shared_facts(made)
-        self._rows, self._most, self._recent = _KeptRows(), engines, list[int]()
-        hub = Hub([self._rows], level, raise_steps=configs[0].telemetry.raise_steps)
-        self.player = Player(cohorts, learner_of(policy, configs[0]), reward, hub)
-
-    def load(self, weights: Tree) -> None:
-        """Take the policy, and the round of learning."""
-        learner = self.player.learner
-        learner.policy.load_state(weights["policy"])
-        learner.round, learner.begun = weights["round"], weights["begun"]
-
-    def play(self, part: Tree, *observers: Observer) -> Tree:
-        """Play a `WorkItem`. Returns its statistics, its rollout or its validation, and its rows."""
-        played, player = WorkItem(**part), self.player
-        # Populations that were not used for the longest time are freed, so that there is room for those of this cohort.
-        recent = [played.cohort, *(each for each in self._recent if each != played.cohort)]
-        for each in recent[self._most :]:
-            player.cohorts[each].release()
-        self._recent = recent[: self._most]
-        self._rows.clear()
-        if played.kind == "validation":
-            result: Tree = {"validated": player.validate(played, *observers)}
-        else:
-            statistics, client = player.open(played), player.client(played)
-            player.close(played, statistics, *observers)
-            result = {"played": asdict(statistics), "rollout": client.rollout().tree(), "menu": client.menu}
-            client.clear()
-        return {**result, "rows": np.frombuffer(b"".join(self._rows), np.uint8)}

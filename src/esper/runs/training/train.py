@@ -1,10 +1,13 @@
 """Train a controller: rounds that grow whole populations, with an update after each; the best policy is kept. E
 environments.
+
+All workers do the same: each plays its own shards, and they exchange gradients and figures, so that all hold the same policy. The
+first worker, which is the process that was started, also writes the run folder.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
@@ -13,19 +16,20 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config, PPOConfig, RewardConfig
 from esper.leyline.data.task import AnyTask
-from esper.leyline.errors import InputError, RolledBack, describe_error
+from esper.leyline.errors import InputError, LearningError, RolledBack, describe_error
 from esper.leyline.lifecycle.view import View
 from esper.leyline.progress import Progress, Silent
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import PAID_BY
 from esper.leyline.text import counted
-from esper.nissa.events import decode
+from esper.nissa.events import decode, encode
 from esper.nissa.hub import Hub, Level
 from esper.nissa.outputs import Output
-from esper.nissa.rows import RoundRow
+from esper.nissa.rows import RoundRow, Row
 from esper.runs.figures import Status, Summary
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
@@ -36,7 +40,6 @@ from esper.runs.training.cohort import (
     Cohort,
     EpisodeStatistics,
     Player,
-    TrainingPlayer,
     WorkItem,
     by_task,
     cohorts_of,
@@ -44,17 +47,19 @@ from esper.runs.training.cohort import (
     settings_of_policy,
     with_shards,
 )
-from esper.runs.workers.transports import serve_rank
-from esper.runs.workers.workers import ALONE, SentTask, Stop, WorkerOptions, Workers, shared_facts, start_workers
+from esper.runs.workers.transports import connect, serve_rank
+from esper.runs.workers.workers import ALONE, Peers, SentTask, Stop, WorkerOptions, shared_facts, start_workers
 from esper.simic.anomalies import MENDS, learning_anomalies
+from esper.simic.exchange import Exchange, ExchangeError, divide
 from esper.simic.rewards import get_reward, name_of_reward
-from esper.simic.rollout import Rollout
+from esper.simic.rollout import Rollout, ShardedRollout
 from esper.store.checkpoint import Checkpoints
+from esper.store.tensors import Tree, pack, unpack
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper.tolaria.governor import GovernorRecord
 from esper.tolaria.play import Observer, Step
-from esper.tolaria.runtime import PhaseTimer, resolve_device
+from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import check_place
 
 LAST = 10
@@ -81,10 +86,11 @@ def train(
     whatever the reward is. The run folder gets a `controller/` whenever a better policy is found: one with a higher
     mean J of greedy growth on the validation split of validation instances. Bad input raises InputError before anything
     is written, and an update that cannot be trusted LearningError; the best controller so far then stays. SIGINT or
-    SIGTERM ends the training after the current step; with actors, which play whole rounds, after the last whole round.
+    SIGTERM ends the training after the current step; with several workers, which play whole rounds, after the last whole
+    round.
 
-    `opening` and `outputs` are as in `grow`. `asked` are the actors that play; in a rank of torchrun above 0, this
-    process is one of them until the training ends.
+    `opening` and `outputs` are as in `grow`. `asked` are the workers, of which this process is one: the first, or in a rank of
+    torchrun above 0 another, until the training ends.
     """
     watch, started = watch or Silent(), time.perf_counter()
     configs = with_shards(configs, asked, resumed=opening.resume)
@@ -95,23 +101,29 @@ def train(
         )
     for task, own in zip(tasks, configs, strict=True):
         check_place(task, own)
+    placed = {"device": asked.devices[0]} if asked.devices else {}
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID_BY}{name_of_reward(reward)}")
     sealed = [task.sealed() for task in tasks]
     opened = partial(RunFolder, folder, kept, watch.note)
     with Interrupt(watch.note) as interrupt, opened(interrupt, opening, sealed, outputs) as run, ExitStack() as stack:
-        shards = [cohorts_of(task, each, 1 if asked.any else None) for task, each in zip(sealed, configs, strict=True)]
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        if asked.any:
+            torch.set_num_threads(1)  # as in the other workers
+        shards = [
+            cohorts_of(task, each.model_copy(update=placed), 1 if asked.any else None)
+            for task, each in zip(sealed, configs, strict=True)
+        ]
         spaces = [each[0].engine.space for each in shards]
         ppo, language = config.ppo, Language.of(spaces, config.ppo.packages)
         settings = settings_of_policy(config)
         policy = Policy.fresh(language, config.seed, settings, ppo.decisions_per_step, ppo.undo_bias)
-        actors = None
-        if asked.any:
-            for each in shards:
-                each[0].release()
+        peers = None
+        if asked.size > 1:
             work = training_work(asked, sealed, configs, reward, "off" if not run.hub.outputs else run.hub.asked)
-            started_workers = start_workers(asked, work, watch.note, shared_facts(sealed), stop=lambda: interrupt.asked)
-            actors = stack.enter_context(closing(started_workers))
-        trainer = Trainer([cohort for each in shards for cohort in each], policy, config, reward, run.hub, actors)
+            others = start_workers(Peers, asked, work, watch.note, shared_facts(sealed), stop=lambda: interrupt.asked)
+            peers = stack.enter_context(closing(others))
+        trainer = Trainer([cohort for each in shards for cohort in each], policy, config, reward, run.hub)
+        stack.callback(lambda: trainer.exchange.close())
         trainer.started = started
         if run.found is not None:
             with fitting(run.found):
@@ -128,19 +140,18 @@ def train(
         run.begin(lambda: {**describe_environment(device, config), "cohorts": cohorts}, row("running"))
         trainer.store = run.store
         # The timer says, where memory runs out, what is in memory.
-        timer = (
-            trainer.cohorts[0].engine.timer
-            if actors is None
-            else PhaseTimer(torch.device("cpu"), f"the rollouts of {counted(actors.size, 'actor')}")
-        )
-        failed = run.recorded(row, lambda: trainer.summary("failed"))
+        timer = trainer.cohorts[0].engine.timer
+
+        def summary(status: Status) -> Summary:
+            return {**trainer.summary(status), **({} if peers is None else {"workers": peers.summary()})}
+
         try:
-            with failed, timer.memory("between steps", users=False):
-                status = _rounds(trainer, run, interrupt, watch)
+            with run.recorded(row, lambda: summary("failed")), timer.memory("between steps", users=False):
+                status = _rounds(trainer, peers, run, interrupt, watch)
         except KeyboardInterrupt:
-            run.end(row("interrupted"), trainer.summary("interrupted"), at_once=True)
+            run.end(row("interrupted"), summary("interrupted"), at_once=True)
             raise
-        whole = trainer.summary(status)
+        whole = summary(status)
         if status == "failed":
             whole = {**whole, "error": describe_error(RolledBack(whole["rollbacks"]))}
         run.end(row(status), whole)
@@ -153,41 +164,49 @@ def training_work(
     configs: Sequence[Config],
     reward: Callable[[RewardConfig], Reward],
     level: Level,
-) -> Callable[[str | None], TrainingPlayer]:
-    """Return what makes the player of an actor, from its device. Raises InputError if a task cannot be sent to actors."""
-    engines = math.ceil(sum(config.shards for config in configs) / asked.size)
-    sent = [SentTask.of(task, asked.find) for task in tasks]
-    return partial(TrainingPlayer, sent, list(configs), reward, level, engines)
+) -> Callable[[str | None], "TrainingWorker"]:
+    """Return what makes a worker, from its device. Raises InputError if a task cannot be sent to workers."""
+    return partial(TrainingWorker, [SentTask.of(task, asked.find) for task in tasks], list(configs), reward, level)
 
 
-def _rounds(trainer: "Trainer", run: RunFolder, interrupt: Interrupt, watch: Progress) -> Status:
-    """Run imitation, then learning, until all rounds are done or an interrupt; the status is failed if nothing was trained."""
-    settings = trainer.config.ppo
-    for number in range(trainer.number, settings.rounds):
-        begin = time.perf_counter()
-        teach = trainer.imitate if number < 0 else trainer.learn
+def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: Interrupt, watch: Progress) -> Status:
+    """Run imitation, then learning, until all rounds are done or an interrupt; the status is failed if nothing was trained.
+
+    A round that was begun by a worker that was alone is finished by this one alone, before the others join.
+    """
+    settings, alone = trainer.config.ppo, Exchange()
+    while True:
         try:
-            figures = teach(number, interrupt)
+            if peers is not None and not trainer.begun:
+                owners = trainer.owners(peers.size)
+                trainer.use(peers.join(partial(trainer.sent, owners), owners))
+            for number, figures, better, failed in trainer.rounds(interrupt):
+                if better and run.path is not None:
+                    save_policy(trainer.best_policy(), run.path / FOLDER, run.retry)
+                seconds = time.perf_counter() - trainer.round_begun
+                known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
+                run.hub.emit(RoundRow(round=number, seconds=seconds, figures=known, anomalies=trainer.wrong))
+                watch.round(number, settings.rounds, figures)
+                for name, sentence in trainer.wrong.items():
+                    if trainer.history.anomalies[name]["first_round"] == number:
+                        watch.note(f"{sentence}; {MENDS[name]}")
+                trainer.save(best=better)
+                if failed:
+                    return "failed"
+                if peers is not None:
+                    peers.finished(figures.get("waiting_seconds", 0.0))
+                    if trainer.exchange.size == 1:
+                        break
+            else:
+                return "finished"
         except Stop:
             interrupt.answered()
             watch.note("interrupted; the best controller so far is kept")
             return "interrupted"
-        failed = trainer.all_rolled_back()
-        due = number + 1 == settings.rounds or (number + 1) % settings.validate_every == 0
-        better = due and not failed and number >= -1 and trainer.validate(number, figures)
-        if better and run.path is not None:
-            save_policy(trainer.best_policy(), run.path / FOLDER, run.retry)
-        seconds = time.perf_counter() - begin
-        known = {name: value if math.isfinite(value) else None for name, value in figures.items()}
-        run.hub.emit(RoundRow(round=number, seconds=seconds, figures=known, anomalies=trainer.wrong))
-        watch.round(number, settings.rounds, figures)
-        for name, sentence in trainer.wrong.items():
-            if trainer.history.anomalies[name]["first_round"] == number:
-                watch.note(f"{sentence}; {MENDS[name]}")
-        trainer.save(best=better)
-        if failed:
-            return "failed"
-    return "finished"
+        except ExchangeError:
+            assert peers is not None, "a worker that is alone exchanges nothing"
+            trainer.use(alone)  # ends the connections to the workers that are left
+            peers.restart()
 
 
 class RoundHistory:
@@ -242,14 +261,17 @@ class RoundHistory:
 
 
 class Pause(Observer):
-    """Counts the steps of a training, writes checkpoints that are due or end it, and stops it on an interrupt."""
+    """Counts the steps of a training, writes checkpoints that are due or end it, and stops it on an interrupt.
+
+    Several workers stop between rounds alone, and write no checkpoint within one.
+    """
 
     def __init__(self, trainer: "Trainer", interrupt: Interrupt) -> None:
         self.trainer, self.interrupt, self.asked = trainer, interrupt, False
 
     def going(self, view: View) -> bool:
         self.asked, store = self.interrupt.asked, self.trainer.store
-        if store is not None and (store.due(self.trainer.steps) or self.asked):
+        if store is not None and self.trainer.exchange.size == 1 and (store.due(self.trainer.steps) or self.asked):
             self.trainer.save()
         return not self.asked
 
@@ -257,8 +279,18 @@ class Pause(Observer):
         self.trainer.steps += 1
 
 
+class _KeptRows(list[bytes]):
+    """An output that keeps rows as lines of JSON."""
+
+    def write(self, row: Row) -> None:
+        self.append(encode(row))
+
+    def close(self) -> None:
+        """No row follows."""
+
+
 class Trainer:
-    """A learner with its cohorts, and the best round so far. The parts of a round are played here, or by actors."""
+    """A learner with its cohorts, and the best round so far: what each worker has, and the same in all of them."""
 
     def __init__(
         self,
@@ -267,60 +299,119 @@ class Trainer:
         config: Config,
         reward: Callable[[RewardConfig], Reward] = get_reward,
         hub: Hub | None = None,
-        actors: Workers | None = None,
     ) -> None:
-        self.cohorts, self.policy, self.config, self.actors = cohorts, policy, config, actors
+        self.cohorts, self.policy, self.config = cohorts, policy, config
         self.hub = hub or Hub()
         self.store: Checkpoints | None = None  # without it no checkpoint is written
         self.started = time.perf_counter()  # start of the run, as if it had never been interrupted [seconds]
+        self.round_begun = self.started  # [seconds]
         self.learner = learner_of(policy, config)
+        self.exchange = self.learner.exchange
         self.player = Player(cohorts, self.learner, reward, self.hub)
-        self.shown: list[tuple[Rollout, tuple[str, ...]]] = []  # the rollouts of the teacher so far, each with its menu
+        # the rollouts of the teacher so far, of each round by cohort: of all in the first worker, else of a worker's own
+        self.shown: list[dict[int, Rollout]] = []
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
         self.history = RoundHistory(config.ppo)
         self.wrong: dict[str, str] = {}  # with the learner after the last round
         self.number = -config.ppo.imitation_rounds  # number of the present round, or of the next
+        self.figures: dict[str, float] | None = None  # of a round that is to be validated
         self.steps = 0  # steps taken in all rounds by all cohorts
         self.record = GovernorRecord.empty(0)  # of all finished parts
-        self.played: list[EpisodeStatistics] = []  # of the cohorts whose episode of the round is over
+        self.played: dict[int, EpisodeStatistics] = {}  # of the cohorts whose episode of the round is over
         self.episode: EpisodeStatistics | None = None  # the episode of the next cohort, if it has begun
         self.waited = 0.0  # for full queues of outputs, up to the end of the last round [seconds]
+        # Where there are several workers: the rows of the part that is played, and the rows of a round by cohort.
+        self._rows, self._lines = _KeptRows(), dict[int, NDArray[np.uint8]]()
 
-    def learn(self, number: int, interrupt: Interrupt) -> dict[str, float]:
+    @property
+    def begun(self) -> bool:
+        """Whether the policy was not yet updated from a round of which steps were taken."""
+        return bool(self.played) or self.episode is not None
+
+    def owners(self, size: int) -> list[int]:
+        """Return the ranks of the workers that have the shards, of `size` workers."""
+        return divide([len(places) for places in by_task(self.cohorts)], size)
+
+    def use(self, exchange: Exchange) -> None:
+        """Go on with other workers than before. Rows of events are then kept until those of all shards are known."""
+        self.exchange.close()
+        self.exchange = self.learner.exchange = exchange
+        raised = self.config.telemetry.raise_steps
+        level = self.hub.asked if self.hub.outputs else "off"
+        self.player.hub = self.hub if exchange.size == 1 else Hub([self._rows], level, raise_steps=raised)
+        for place, cohort in enumerate(self.cohorts):
+            if not exchange.owns(place):
+                cohort.release()
+
+    def sent(self, owners: Sequence[int], rank: int) -> dict[str, Any]:
+        """Return what the worker of a rank begins with."""
+        state = self.state()
+        state["shown"] = [entry for entry in state["shown"] if owners[entry["cohort"]] == rank]
+        return {"state": state}
+
+    def rounds(self, interrupt: Interrupt, *observers: Observer) -> Iterator[tuple[int, dict[str, float], bool, bool]]:
+        """Run the rounds that are left. Yields the number of each, its figures, whether its validation is the best so far, and
+        whether nothing was trained in all of them, which ends the training. Raises Stop on an interrupt.
+        """
+        settings = self.config.ppo
+        while self.number < settings.rounds or self.figures is not None:
+            if self.figures is None:
+                self.round_begun, before = time.perf_counter(), self.steps
+                teach = self.imitate if self.number < 0 else self.learn
+                try:
+                    self.figures = teach(self.number, interrupt, *observers)
+                except (Stop, ExchangeError):
+                    if self.exchange.size > 1:  # the whole round is played again
+                        self.steps, self.played, self.episode = before, {}, None
+                        self._clear()
+                    raise
+                except LearningError:
+                    self._write_rows()
+                    raise
+            number, figures = self.number - 1, self.figures
+            failed = self.all_rolled_back()
+            due = number + 1 == settings.rounds or (number + 1) % settings.validate_every == 0
+            better = due and not failed and number >= -1 and self.validate(number, figures, *observers)
+            self.figures = None
+            yield number, figures, better, failed
+            if failed:
+                return
+
+    def learn(self, number: int, interrupt: Interrupt, *observers: Observer) -> dict[str, float]:
         """Run one round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
         self.shown.clear()
-        rollouts, menus, seconds = self._play("training", number, 0.0, interrupt)
+        rollouts, _, seconds = self._play("training", number, 0.0, interrupt, observers)
         begin = time.perf_counter()
-        return self._close(self.learner.update(rollouts, menus), seconds, begin)
+        return self._close(self.learner.update(self._divided(rollouts)), seconds, begin)
 
-    def imitate(self, number: int, interrupt: Interrupt) -> dict[str, float]:
+    def imitate(self, number: int, interrupt: Interrupt, *observers: Observer) -> dict[str, float]:
         """Run one round of imitation of the teacher. The numbers of these rounds end with -1."""
         passed = max(number + self.config.ppo.imitation_rounds, 0)  # a resumed run may have fewer rounds
-        fresh, menus, seconds = self._play("imitation", number, LED[min(passed, len(LED) - 1)], interrupt)
+        led = LED[min(passed, len(LED) - 1)]
+        own, others, seconds = self._play("imitation", number, led, interrupt, observers)
         begin = time.perf_counter()
-        self.shown += [(rollout.copied(), menu) for rollout, menu in zip(fresh, menus, strict=True)]
-        rollouts, shown_menus = zip(*self.shown, strict=True)
+        fresh = {place: rollout.copied() for place, rollout in own.items()}
+        played = [each for shown in (*self.shown, fresh) for each in self._divided(shown)]
         passes = self.config.ppo.imitation_passes if number == -1 else None
-        figures = self.learner.imitate(rollouts, shown_menus, len(fresh), passes)
+        figures = self.learner.imitate(played, len(by_task(self.cohorts)), passes)
+        self.shown.append(fresh | others)
         return self._close(figures, seconds, begin)
 
-    def validate(self, number: int, figures: dict[str, float]) -> bool:
+    def validate(self, number: int, figures: dict[str, float], *observers: Observer) -> bool:
         """Grow the validation instances greedily and add J to the figures. Returns whether J is the best so far."""
-        parts = [
-            WorkItem("validation", place, number) for place, each in enumerate(self.cohorts) if each.watched is not None
-        ]
-        if self.actors is None:
-            found = [self.player.validate(part) for part in parts]
-        else:
-            results = self.actors.play(self._weights(), [part._asdict() for part in parts])
-            found = [result["validated"] for result in results]
-            self._write_rows(results)
-        of_cohort = {part.cohort: each for part, each in zip(parts, found, strict=True)}
-        of_task = [[of_cohort[place] for place in places if place in of_cohort] for places in by_task(self.cohorts)]
+        found, rows = dict[int, Any](), dict[int, bytes]()
+        for place, cohort in enumerate(self.cohorts):
+            if cohort.watched is not None and self.exchange.owns(place):
+                found[place] = self.player.validate(WorkItem("validation", place, number), *observers)
+                rows[place] = self._taken_rows()
+        self.exchange.meet()
+        found, _ = self._exchanged(found, rows, {})
+        self._write_rows()
+        of_task = [[found[place] for place in places if place in found] for places in by_task(self.cohorts)]
         scores = [np.concatenate([each["objective"] for each in shards]) for shards in of_task]
         worth = float(np.mean([score.mean() for score in scores]))
         figures["validation_objective"] = worth
-        figures["validation_kept"] = float(np.mean(np.concatenate([each["kept"] for each in found])))
+        figures["validation_kept"] = float(np.mean(np.concatenate([found[place]["kept"] for place in sorted(found)])))
         better = math.isfinite(worth) and (self.best is None or worth > self.best[0])
         if better:
             self.best = worth, number
@@ -375,107 +466,157 @@ class Trainer:
             **self.history.summary(),
             **self._counted().counts(),
             "policy_inputs": {name: round(value, 4) for name, value in self.policy.input_weights().items()},
-            **({} if self.actors is None else {"actors": self.actors.summary()}),
             **({} if (waits := self.hub.waits()) is None else {"outputs": waits}),
             "seconds": round(time.perf_counter() - self.started, 3),
         }
 
     def _counted(self) -> GovernorRecord:
         """Return the rollbacks and refusals of all rounds, with those of the parts of the present round so far."""
-        found: list[Any] = [self.record.found, *(played.found for played in self.played)]
-        refused: list[Any] = [self.record.refused, *(played.refused for played in self.played)]
+        found: list[Any] = [self.record.found, *(played.found for played in self.played.values())]
+        refused: list[Any] = [self.record.refused, *(played.refused for played in self.played.values())]
         if self.episode is not None:
-            begun = self.cohorts[len(self.played)].engine.governor.record
+            begun = self.cohorts[self._unfinished].engine.governor.record
             found, refused = [*found, begun.found], [*refused, begun.refused]
         return GovernorRecord(self.record.rollbacks, np.sum(found, axis=0), np.sum(refused, axis=0))
 
+    @property
+    def _unfinished(self) -> int:
+        """The cohort of the episode that has begun: the first of this worker's that was not played."""
+        return next(
+            place for place in range(len(self.cohorts)) if self.exchange.owns(place) and place not in self.played
+        )
+
     def state(self) -> dict[str, Any]:
         """Return the state of the training as a tree of arrays. The tensors share memory."""
-        begun = len(self.played) if self.episode is not None else None  # the cohort whose episode is unfinished
+        engine = None if self.episode is None else self.cohorts[self._unfinished].engine
         return {
             "number": self.number,
+            "figures": self.figures,
             "steps": self.steps,
-            "played": [asdict(played) for played in self.played],
+            "played": [asdict(played) for played in self.played.values()],
             "episode": None if self.episode is None else asdict(self.episode),
             "record": self.record._asdict(),
             "policy": self.policy.state(),
             "learner": self.learner.state(),
-            "shown": [{"rollout": rollout.tree(), "menu": menu} for rollout, menu in self.shown],
+            "shown": [
+                {"round": place, "cohort": cohort, "rollout": rollout.tree()}
+                for place, shown in enumerate(self.shown)
+                for cohort, rollout in shown.items()
+            ],
             "best": self.best,
             "history": self.history.state(),
-            "cohorts": self.player.state(),
-            "engine": None if begun is None else self.cohorts[begun].engine.snapshot(),
+            "cohorts": self.player.state() if self.begun else None,  # they forget everything between rounds
+            "engine": None if engine is None else engine.snapshot(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`. Raises ValueError if it belongs to other cohorts or another config."""
-        self.number, self.steps = state["number"], state["steps"]
-        self.played = [EpisodeStatistics(**played) for played in state["played"]]
+        self.number, self.steps, self.figures = state["number"], state["steps"], state["figures"]
+        self.played = {place: EpisodeStatistics(**played) for place, played in enumerate(state["played"])}
         self.episode = None if state["episode"] is None else EpisodeStatistics(**state["episode"])
         self.record = GovernorRecord(**state["record"])
         self.policy.load_state(state["policy"])
         self.learner.load_state(state["learner"])
-        self.shown = [(Rollout.of_tree(entry["rollout"]), tuple(entry["menu"])) for entry in state["shown"]]
+        self.shown = [{} for _ in range(max((entry["round"] + 1 for entry in state["shown"]), default=0))]
+        for entry in state["shown"]:
+            self.shown[entry["round"]][entry["cohort"]] = Rollout.of_tree(entry["rollout"])
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self.history.load_state(state["history"])
-        self.player.load_state(state["cohorts"])
+        if state["cohorts"] is not None:
+            self.player.load_state(state["cohorts"])
         if self.episode is not None:
-            self.cohorts[len(self.played)].engine.restore(state["engine"])
+            self.cohorts[self._unfinished].engine.restore(state["engine"])
 
     def _play(
-        self, kind: Literal["training", "imitation"], number: int, led: float, interrupt: Interrupt
-    ) -> tuple[list[Rollout], list[tuple[str, ...]], float]:
-        """Play the episodes of the round that are not finished; return every task's rollout and menu, and the duration
-        [s].
+        self,
+        kind: Literal["training", "imitation"],
+        number: int,
+        led: float,
+        interrupt: Interrupt,
+        observers: Sequence[Observer],
+    ) -> tuple[dict[int, Rollout], dict[int, Rollout], float]:
+        """Play this worker's episodes of the round that are not finished, and exchange the statistics of all.
 
-        Workers play whole rounds. A round that a checkpoint was written in is finished in this process.
+        Returns the rollouts of this worker's cohorts, those of the others that the first worker keeps, and the duration [s].
         """
-        self.number, begin = number, time.perf_counter()
+        self.number, begin, before = number, time.perf_counter(), self.steps
         episode = self.learner.updates  # every update follows one episode of every cohort
-        parts = [WorkItem(kind, place, number, episode, led) for place in range(len(self.cohorts))]
-        if self.actors is not None and not self.played and self.episode is None:
-            # After an interrupt, which raises Stop here, the whole round is played again when the training is resumed.
-            results = self.actors.play(self._weights(), [part._asdict() for part in parts], lambda: interrupt.asked)
-            self._write_rows(results)
-            self.steps += sum(cohort.config.steps for cohort in self.cohorts)
-            self.played = [EpisodeStatistics(**result["played"]) for result in results]
-            rollouts = [Rollout.of_tree(result["rollout"]) for result in results]
-            menus = [tuple(result["menu"]) for result in results]
-            seconds = time.perf_counter() - begin
-        else:
-            for part in parts[len(self.played) :]:
+        rows, rollouts = dict[int, bytes](), dict[int, Rollout]()
+        for place in filter(self.exchange.owns, range(len(self.cohorts))):
+            part = WorkItem(kind, place, number, episode, led)
+            if place not in self.played:
                 if self.episode is None:
                     self.episode = self.player.open(part)
                 pause = Pause(self, interrupt)
-                self.player.close(part, self.episode, pause)
+                self.player.close(part, self.episode, pause, *observers)
                 if pause.asked:  # a checkpoint has been written
                     raise Stop
-                self.played.append(self.episode)
+                self.played[place] = self.episode
                 self.episode = None
-            if self.actors is not None:
-                for cohort in self.cohorts:
-                    cohort.release()
-            clients = [self.player.client(part) for part in parts]
-            rollouts, menus = [client.rollout() for client in clients], [client.menu for client in clients]
-            seconds = sum(played.seconds for played in self.played)
-        places = by_task(self.cohorts)
-        joined = [Rollout.joined([rollouts[place] for place in each]) for each in places]
-        return joined, [menus[each[0]] for each in places], seconds
+                rows[place] = self._taken_rows()
+            rollouts[place] = self.player.client(part).rollout()
+        if not self.exchange.meet(lambda: interrupt.asked):
+            raise Stop
+        own = {place: asdict(played) for place, played in self.played.items()}
+        shown = {place: rollout.tree() for place, rollout in rollouts.items() if kind == "imitation"}
+        played, others = self._exchanged(own, rows, shown)
+        self.played = {place: EpisodeStatistics(**played[place]) for place in sorted(played)}
+        seconds = sum(each.seconds for each in self.played.values())
+        if self.exchange.size > 1:
+            self.steps = before + sum(cohort.config.steps for cohort in self.cohorts)
+            seconds = time.perf_counter() - begin
+        return rollouts, others, seconds
 
-    def _weights(self) -> dict[str, Any]:
-        """Return what a part depends on beside itself: the policy, and the round of learning, which exploration follows."""
-        return {"policy": self.policy.state(), "round": self.learner.round, "begun": self.learner.begun}
+    def _exchanged(
+        self, results: Mapping[int, Any], rows: Mapping[int, bytes], shown: Mapping[int, Any]
+    ) -> tuple[dict[int, Any], dict[int, Rollout]]:
+        """Return the results of all workers by cohort. The first worker also keeps the rows of events of all, and returns the
+        rollouts that the others have shown: it alone writes events and checkpoints.
+        """
+        if self.exchange.size == 1:
+            return dict(results), {}
+        every = self.exchange.gather(pack({"results": list(results.items())}))
+        sent = {"shown": [] if self.exchange.rank == 0 else list(shown.items())}
+        sent["rows"] = [(place, np.frombuffer(lines, np.uint8)) for place, lines in rows.items()]
+        collected = [unpack(each) for each in self.exchange.collect(pack(sent))]
+        self._lines = dict(pair for each in collected for pair in each["rows"])
+        others = {place: Rollout.of_tree(tree) for each in collected for place, tree in each["shown"]}
+        return dict(pair for each in every for pair in unpack(each)["results"]), others
 
-    def _write_rows(self, results: Sequence[Mapping[str, Any]]) -> None:
-        """Write the rows of parts, in the order of the parts."""
-        for result in results:
-            self.hub.take([decode(line) for line in result["rows"].tobytes().splitlines()])
+    def _write_rows(self) -> None:
+        """Write the rows of all workers, in the order of the cohorts, now that their part cannot be played again."""
+        for place in sorted(self._lines):
+            self.hub.take([decode(line) for line in self._lines[place].tobytes().splitlines()])
+        self._lines = {}
+
+    def _taken_rows(self) -> bytes:
+        """Return the rows of the part that was played last, where they are kept."""
+        lines = b"".join(self._rows)
+        self._rows.clear()
+        return lines
+
+    def _divided(self, rollouts: Mapping[int, Rollout]) -> list[ShardedRollout]:
+        """Return the rollouts of each task, of which this worker has those of its own cohorts."""
+        divided = []
+        for places in by_task(self.cohorts):
+            own = [place for place in places if self.exchange.owns(place)]
+            envs = {place: self.cohorts[place].config.envs for place in places}
+            menu = tuple(info.name for info in self.cohorts[own[0]].engine.space.blueprints) if own else ()
+            divided.append(ShardedRollout(menu, envs, {place: rollouts[place] for place in own}))
+        return divided
+
+    def _clear(self) -> None:
+        """Forget the rollouts and the rows of a round."""
+        self._rows.clear()
+        self._lines = {}
+        for client in (*self.player.clients, *self.player.apprentices):
+            client.clear()
 
     def _close(self, figures: dict[str, float], seconds: float, begin: float) -> dict[str, float]:
         """Add the figures of a round that was played in `seconds` and whose update began at `begin`, and end the round."""
-        updating, played = time.perf_counter() - begin, self.played
-        for client in (*self.player.clients, *self.player.apprentices):
-            client.clear()
+        updating, played, size = time.perf_counter() - begin, list(self.played.values()), self.exchange.size
+        self._write_rows()
+        self._clear()
         deciding, growing = sum(p.deciding for p in played), sum(p.seconds for p in played)
         steps = sum(p.envs * cohort.config.steps for p, cohort in zip(played, self.cohorts, strict=True))
         germinated, kept = sum(p.germinated for p in played), sum(p.kept for p in played)
@@ -484,14 +625,50 @@ class Trainer:
             "kept_share": kept / germinated if germinated else math.nan,
             "rollbacks": float(sum(p.rollbacks for p in played)),
             "env_steps_per_second": steps / (seconds + updating),
-            "controller_share": (deciding + updating) / (growing + updating),
+            "controller_share": (deciding + size * updating) / (growing + size * updating),
         }
-        if self.actors is not None:
-            figures["waiting_seconds"] = self.actors.waited(seconds + updating, growing)
+        if size > 1:
+            whole = size * (seconds + updating)
+            figures["playing_share"], figures["gradients_share"] = growing / whole, self.learner.computing / whole
+            figures["waiting_seconds"] = max(whole - growing - self.learner.computing, 0.0)
         if (waits := self.hub.waits()) is not None:
             figures["output_wait_seconds"] = waits["waiting_seconds"] - self.waited
             self.waited = waits["waiting_seconds"]
         self.record = self._counted()
         self.wrong = self.history.add(self.number, figures)
-        self.number, self.played = self.number + 1, []
+        self.number, self.played = self.number + 1, {}
         return figures
+
+
+class TrainingWorker:
+    """Trains in a process beside the first worker, and writes nothing."""
+
+    def __init__(
+        self,
+        tasks: Sequence[SentTask],
+        configs: Sequence[Config],
+        reward: Callable[[RewardConfig], Reward],
+        level: Level,
+        device: str | None,
+    ) -> None:
+        """device: None is that of the configs. level: of the rows that the first worker writes."""
+        made = [sent.task() for sent in tasks]
+        configs = [each if device is None else each.model_copy(update={"device": device}) for each in configs]
+        shards = [cohorts_of(task, config, made=0) for task, config in zip(made, configs, strict=True)]
+        language = Language.of([each[0].engine.space for each in shards], configs[0].ppo.packages)
+        policy = Policy.fresh(language, configs[0].seed, decisions_per_step=configs[0].ppo.decisions_per_step)
+        self.facts = shared_facts(made)
+        cohorts = [cohort for each in shards for cohort in each]
+        self.trainer = Trainer(cohorts, policy, configs[0], reward, Hub([_KeptRows()], level))
+
+    def play(self, part: Tree, *observers: Observer) -> Tree:
+        """Take part in the rounds that are left after a state of the first worker, which has all results."""
+        trainer = self.trainer
+        trainer.load_state(part["state"])
+        trainer.use(connect(part["meeting"], part["owners"], part["rank"], part["size"]))
+        try:
+            for _ in trainer.rounds(Interrupt(), *observers):
+                pass
+        finally:
+            trainer.use(Exchange())
+        return {}

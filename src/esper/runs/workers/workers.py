@@ -1,35 +1,47 @@
-"""Let worker processes play the parts of a run: which are asked for, how parts are given to them, and what they are sent.
+"""Start the workers of a run: which are asked for, what they are sent, how an evaluation gives them parts, and how those of a
+training meet.
 
-The learner sends weights and parts, and gets results back. The result of a part depends on the part and the weights alone. It is
-therefore the same from any worker, which messages call an actor, and the part of one that was lost is played again by another.
+The result of a part of an evaluation depends on the part alone. It is therefore the same from any worker, and the part of one
+that was lost is played again by another. The workers of a training are equals (`esper.simic.exchange`). The first of them is the
+process that started the others, and what it holds is all that they need to begin again.
 """
 
 import os
 import pickle
-from collections import deque
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import (
-    ActorError,
     DataFault,
     InputError,
     LearningError,
     OutOfMemory,
     UserCodeError,
+    WorkerError,
     typed_line,
 )
 from esper.leyline.text import counted
 from esper.runs.folder.environment import COMPARED, describe_versions, fingerprint
-from esper.runs.workers.transports import ProcessTransport, RayTransport, TorchrunTransport, Transport, world_size
+from esper.runs.workers.transports import (
+    ProcessTransport,
+    RayTransport,
+    TorchrunTransport,
+    Transport,
+    connect,
+    world_size,
+)
+from esper.simic.exchange import Exchange, ExchangeError
 from esper.store.tensors import Tree, pack, unpack
 from esper.tolaria.runtime import resolve_device
 
 TRIES = 3
-"""Number of times that a part is played, or an actor is started, before the run stops."""
+"""Number of times that a part is played, or a worker is started, before the run stops."""
 
 WAIT = 0.5
 """Longest time until an interrupt is seen [seconds]."""
@@ -42,7 +54,10 @@ class Stop(Exception):
 
 
 class Workers:
-    """The actors of a run. Parts are given to actors as these become free."""
+    """Worker processes that answer messages."""
+
+    first = 0  # number of the first of them
+    waiting = 0.0  # seconds that workers lost in waiting, all together
 
     def __init__(
         self,
@@ -52,144 +67,211 @@ class Workers:
         mend: str = "give fewer workers",
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start the actors, and wait until all are ready or `asked`. check: gets what an actor says about itself."""
-        self.transport, self.note, self._check, self._mend = transport, note, check, mend
-        self.size = transport.size
-        self.lost = 0  # actors that were lost and started again
-        self.waiting = 0.0  # seconds that actors did not play in, over all rounds and actors
-        self._weights = -1  # number of the present weights
+        """Start the workers, and wait until all are ready or `asked`. check: gets what a worker says about itself."""
+        self.transport, self.note, self._check, self._mend, self._asked = transport, note, check, mend, asked
+        self.lost = 0  # workers that were lost and started again
         self._idle: set[int] = set()
-        self._known: dict[int, int] = {}  # number of the weights that an actor has
-        self._failures = dict.fromkeys(range(transport.size), 0)  # starts in a row that failed
         try:
-            for actor in range(transport.size):
-                transport.start(actor)
-            while len(self._idle) < transport.size:
-                if asked():
-                    raise KeyboardInterrupt("interrupted while the actors were started")
-                for actor, message in transport.receive(WAIT):
-                    if message is None:
-                        raise InputError(
-                            f"actor {actor} ended while it was started, and its own output above says why; a script that calls "
-                            "Esper with workers needs its calls under if __name__ == '__main__':"
-                        )
-                    self._started(actor, unpack(message))
+            if (gone := self._start(transport.numbers)) is not None:
+                raise InputError(
+                    f"worker {gone} ended while it was started, and its own output above says why; a script that calls Esper "
+                    "with workers needs its calls under if __name__ == '__main__':"
+                )
         except BaseException:
             transport.close()
             raise
 
-    def play(
-        self,
-        weights: Tree,
-        parts: Sequence[Tree],
-        asked: Callable[[], bool] = lambda: False,
-        done: Callable[[int, dict[str, Any]], None] = lambda place, result: None,
-    ) -> list[dict[str, Any]]:
-        """Return the results of parts played with weights, in their order; the part of an actor that is lost is played
-        again.
-
-        `done` is called with the place of a part and its result as soon as there is one. Raises Stop once `asked` says
-        so.
-        """
-        self._weights += 1
-        message, results = pack({"weights": weights}), dict[int, Any]()
-        left, busy, tries = deque(range(len(parts))), dict[int, int](), [0] * len(parts)
-        while len(results) < len(parts):
-            if asked():
-                self.transport.close()
-                raise Stop
-            for actor in sorted(self._idle)[: len(left)]:
-                # The actor may still have the population of a part that it played in an earlier round.
-                own = next((place for place in left if place % self.size == actor), left[0])
-                left.remove(own)
-                busy[actor] = own
-                tries[own] += 1
-                self._idle.discard(actor)
-                if self._known.get(actor) != self._weights:
-                    self.transport.send(actor, message)
-                    self._known[actor] = self._weights
-                self.transport.send(actor, pack({"part": parts[own]}))
-            for actor, answer in self.transport.receive(WAIT):
-                if answer is None:
-                    again = busy.pop(actor, None)
-                    self._replace(actor, again, 0 if again is None else tries[again])
-                    if again is not None:
-                        left.appendleft(again)
-                    continue
-                if actor not in busy:  # it was started again
-                    self._started(actor, unpack(answer))
-                    continue
-                place = busy.pop(actor)
-                results[place] = _checked(unpack(answer))["result"]
-                self._idle.add(actor)
-                done(place, results[place])
-        return [results[place] for place in range(len(parts))]
-
-    def waited(self, seconds: float, playing: float) -> float:
-        """Add and return the time that all actors lost in waiting, of a time of which they played `playing` together [s]."""
-        lost = max(self.size * seconds - playing, 0.0)
-        self.waiting += lost
-        return lost
+    @property
+    def size(self) -> int:
+        """The number of workers, with this process if it is one."""
+        return self.first + len(self.transport.numbers)
 
     def summary(self) -> dict[str, Any]:
-        """Return the number of actors, how many were lost and replaced, and the seconds that they waited."""
-        return {"workers": self.size, "lost": self.lost, "waiting_seconds": round(self.waiting, 3)}
+        """Return the number of workers, how many were lost and replaced, and the seconds that they waited."""
+        return {"number": self.size, "lost": self.lost, "waiting_seconds": round(self.waiting, 3)}
 
     def close(self) -> None:
+        """End the workers."""
         self.transport.close()
 
-    def _started(self, actor: int, tree: Mapping[str, Any]) -> None:
+    def _start(self, numbers: Sequence[int]) -> int | None:
+        """Start workers, and return the number of one that ended while it was started, if any."""
+        self._idle.clear()
+        for worker in numbers:
+            self.transport.start(worker)
+        while len(self._idle) < len(numbers):
+            if self._asked():
+                raise KeyboardInterrupt("interrupted while the workers were started")
+            for worker, message in self.transport.receive(WAIT):
+                if message is None:
+                    return worker
+                self._ready(worker, message)
+        return None
+
+    def _ready(self, worker: int, message: bytes) -> None:
+        tree = unpack(message)
         if "error" in tree and tree["error"]["type"] != OutOfMemory.__name__:
             error = tree["error"]
             said = error["message"] if error["type"] == InputError.__name__ else f"{error['type']}: {error['message']}"
             raise InputError(
-                f"actor {actor} could not be started: {said}; an actor is a process of its own, which must be able to import "
+                f"worker {worker} could not be started: {said}; a worker is a process of its own, which must be able to import "
                 "the task"
             )
         self._check(_checked(tree)["ready"])
-        self._failures[actor] = 0
-        self._known.pop(actor, None)
-        self._idle.add(actor)
+        self._idle.add(worker)
 
-    def _replace(self, actor: int, part: int | None, tried: int) -> None:
-        """Start another actor for one that was lost. Raises ActorError after too many attempts."""
-        self.lost += 1
-        self._idle.discard(actor)
-        self._failures[actor] += 1
-        if tried >= TRIES or self._failures[actor] >= TRIES:
-            what = "it could not be started again" if part is None else f"part {part} was lost with each"
-            raise ActorError(
-                f"actor {actor} was lost {counted(max(tried, self._failures[actor]), 'time')}, because something ended its "
-                f"process, such as a lack of memory, and {what}; {self._mend}"
+    def _give_up(self, worker: int, times: int, what: str) -> None:
+        """Raise WorkerError if a worker was lost too often."""
+        if times >= TRIES:
+            raise WorkerError(
+                f"worker {worker} was lost {counted(times, 'time')}, because something ended its process, such as a lack of "
+                f"memory, and {what}; {self._mend}"
             )
-        self.transport.start(actor)
-        self.note(
-            f"actor {actor} was lost; another is started{'' if part is None else ', and its part is played again'}"
-        )
+
+
+class WorkerPool(Workers):
+    """The workers of an evaluation. Parts are given to workers as these become free."""
+
+    def play(
+        self,
+        parts: Sequence[Tree],
+        asked: Callable[[], bool] = lambda: False,
+        done: Callable[[int, dict[str, Any]], None] = lambda place, result: None,
+    ) -> list[dict[str, Any]]:
+        """Return the results of parts, in their order; the part of a worker that is lost is played again.
+
+        `done` is called with the place of a part and its result as soon as there is one. Raises Stop once `asked` says
+        so.
+        """
+        results, left = dict[int, Any](), deque(range(len(parts)))
+        busy, tries, failures = dict[int, int](), [0] * len(parts), Counter[int]()
+        while len(results) < len(parts):
+            if asked():
+                self.transport.close()
+                raise Stop
+            for worker in sorted(self._idle)[: len(left)]:
+                place = busy[worker] = left.popleft()
+                tries[place] += 1
+                self._idle.discard(worker)
+                self.transport.send(worker, pack({"part": parts[place]}))
+            for worker, answer in self.transport.receive(WAIT):
+                if answer is None:
+                    self.lost += 1
+                    self._idle.discard(worker)
+                    failures[worker] += 1
+                    again, sentence = busy.pop(worker, None), f"worker {worker} was lost; another is started"
+                    self._give_up(worker, failures[worker], "it could not be started again")
+                    if again is not None:
+                        self._give_up(worker, tries[again], f"part {again} was lost with each")
+                        left.appendleft(again)
+                        sentence += ", and its part is played again"
+                    self.transport.start(worker)
+                    self.note(sentence)
+                elif worker in busy:
+                    place = busy.pop(worker)
+                    results[place] = _checked(unpack(answer))["result"]
+                    self._idle.add(worker)
+                    done(place, results[place])
+                else:  # it was started again
+                    self._ready(worker, answer)
+                    failures[worker] = 0
+        return [results[place] for place in range(len(parts))]
+
+    def waited(self, seconds: float, playing: float) -> None:
+        """Add the time that all workers lost in waiting, of a time of which they played `playing` together [s]."""
+        self.waiting += max(self.size * seconds - playing, 0.0)
+
+
+class Peers(Workers):
+    """The other workers of a training, as the first one sees them."""
+
+    first = 1
+    _gone: int | None = None  # a worker that was lost
+    _losses = 0  # since a round was finished
+
+    def join(self, part: Callable[[int], Tree], owners: Sequence[int]) -> Exchange:
+        """Give all workers their parts, and return the exchange with them. Raises ExchangeError if one is lost.
+
+        part: from the rank of a worker to what it begins with. owners: rank of the worker that has each shard.
+        """
+        store, meeting = self.transport.meeting()
+        for rank in self.transport.numbers:
+            given = {**part(rank), "meeting": meeting, "owners": list(owners), "rank": rank, "size": self.size}
+            self.transport.send(rank, pack({"part": given}))
+        found = SimpleQueue[Exchange | ExchangeError]()
+
+        def meet() -> None:
+            try:
+                found.put(connect(meeting, owners, 0, self.size, store))
+            except ExchangeError as error:
+                found.put(error)
+
+        # In a thread, because a worker that is lost before it has come would be waited for.
+        threading.Thread(target=meet, name="exchange", daemon=True).start()
+        while True:
+            with suppress(Empty):
+                exchange = found.get(timeout=WAIT)
+                if isinstance(exchange, ExchangeError):
+                    raise exchange
+                return exchange
+            if self._asked():
+                raise KeyboardInterrupt("interrupted while the workers met")
+            for rank, answer in self.transport.receive(0.0):
+                self._gone = rank
+                if answer is not None:
+                    _checked(unpack(answer))
+                raise ExchangeError(f"worker {rank} was lost")
+
+    def finished(self, waiting: float) -> None:
+        """A round is finished, in which all workers waited so long together [s]."""
+        self.waiting += waiting
+        self._losses = 0
+
+    def restart(self) -> None:
+        """Start all workers again after one was lost. Raises the error of a worker that failed, or WorkerError."""
+        told = set[int]()  # those that have heard of the loss
+        while self._gone is None:
+            if self._asked():
+                raise KeyboardInterrupt("interrupted after a worker was lost")
+            for worker, answer in self.transport.receive(WAIT):
+                tree = {} if answer is None else unpack(answer)
+                if "error" in tree and tree["error"]["type"] != ExchangeError.__name__:
+                    _checked(tree)
+                told.add(worker)
+                if answer is None or len(told) == len(self.transport.numbers):  # else the connection itself was lost
+                    self._gone = worker
+        while self._gone is not None:
+            self.lost += 1
+            self._losses += 1
+            self._give_up(self._gone, self._losses, "the round was lost with each")
+            self.note(f"worker {self._gone} was lost; the workers are started again, and the round is played again")
+            self._gone = self._start(sorted(self.transport.numbers, key=lambda worker: worker != self._gone))
 
 
 def _checked(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the answer of an actor. Raises the error that it contains, if any."""
+    """Return the answer of a worker. Raises the error that it contains, if any."""
     if "error" in tree:
         kind, message, trace = tree["error"]["type"], tree["error"]["message"], tree["error"]["trace"]
-        error = _ERRORS.get(kind, ActorError)(message if kind in _ERRORS else f"an actor failed: {kind}: {message}")
+        error = _ERRORS.get(kind, WorkerError)(message if kind in _ERRORS else f"a worker failed: {kind}: {message}")
         if trace:
             error.add_note(trace)
         raise error
     return tree
 
 
+Kind = TypeVar("Kind", bound=Workers)
+
 CLUSTERS = ("ray", "ray://HOST:PORT", "torchrun")
 
 
 class WorkerOptions(NamedTuple):
-    """The actors that were asked for. By default there are none, and the parts are played in this process."""
+    """The workers that were asked for. By default this process plays all parts."""
 
-    workers: int | None = None  # number of actors; None is one for each device
-    # devices of the actors, taken in turn; without any, each has the device of the config
+    workers: int | None = None  # number of workers; None is one for each device
+    # devices of the workers, taken in turn; without any, each has the device of the config
     devices: tuple[str, ...] = ()
     cluster: str | None = None  # 'ray', a `ray://` address, or 'torchrun'; None starts processes on this machine
-    # from the name of a task to the task, for actors that are not sent the task itself
+    # from the name of a task to the task, for workers that are not sent the task itself
     find: Callable[[str], AnyTask] | None = None
 
     @property
@@ -198,7 +280,7 @@ class WorkerOptions(NamedTuple):
 
     @property
     def is_rank(self) -> bool:
-        """Whether this process is a rank of torchrun above 0, which is an actor itself."""
+        """Whether this process is a rank of torchrun above 0, which is a worker itself."""
         return self.cluster == "torchrun" and os.environ["RANK"] != "0"
 
     @property
@@ -214,7 +296,7 @@ ALONE = WorkerOptions()
 def worker_options(
     workers: Any = None, devices: Any = None, cluster: Any = None, find: Callable[[str], AnyTask] | None = None
 ) -> WorkerOptions:
-    """Return the actors that arguments ask for: a number, names of devices or a text of them, and one of CLUSTERS."""
+    """Return the workers that arguments ask for: a number, names of devices or a text of them, and one of CLUSTERS."""
     count = None
     if workers is not None:
         try:
@@ -222,7 +304,7 @@ def worker_options(
         except ValueError:
             count = 0
         if count < 1:
-            raise InputError(f"workers is {workers!r}; give the number of actors, a whole number of 1 or more")
+            raise InputError(f"workers is {workers!r}; give the number of workers, a whole number of 1 or more")
     listed = devices.split(",") if isinstance(devices, str) else list(devices or ())
     names = tuple(str(name).strip() for name in listed)
     for name in names:
@@ -233,8 +315,8 @@ def worker_options(
     kinds = {resolve_device(name).type for name in names}
     if len(kinds) > 1:
         raise InputError(
-            f"devices is {','.join(names)!r}, but a CPU and a GPU round differently, so that results would depend on which actor "
-            "was free; give devices of one kind"
+            f"devices is {','.join(names)!r}, but a CPU and a GPU round differently, so that results would depend on the worker; "
+            "give devices of one kind"
         )
     if count is not None and len(names) > count:
         raise InputError(
@@ -250,12 +332,13 @@ def worker_options(
             )
         if count is not None and count != world_size():
             raise InputError(
-                f"workers is {count}, but torchrun started {world_size()} ranks, each an actor; leave workers out"
+                f"workers is {count}, but torchrun started {world_size()} ranks, each a worker; leave workers out"
             )
     return WorkerOptions(count, names, cluster, find)
 
 
 def start_workers(
+    kind: type[Kind],
     asked: WorkerOptions,
     work: Any,
     note: Callable[[str], None],
@@ -264,30 +347,31 @@ def start_workers(
     mend: str = "give fewer workers, or lower envs",
     again: str = "continue with esper resume",
     stop: Callable[[], bool] = lambda: False,
-) -> Workers:
-    """Start the actors that were asked for, and wait until they are ready, or until `stop`: a KeyboardInterrupt.
+) -> Kind:
+    """Start the workers that were asked for, and wait until they are ready, or until `stop`: a KeyboardInterrupt.
 
-    facts: of this process, which those of each actor must equal. mend: what to do if actors are lost for good. again:
+    facts: of this process, which those of each worker must equal. mend: what to do if workers are lost for good. again:
     how the run continues after a rank of torchrun was lost.
     """
     devices: Sequence[str | None] = asked.devices or (None,)
+    numbers = range(kind.first, asked.size)
     transport: Transport
     if asked.cluster is None:
-        transport = ProcessTransport(asked.size, work, devices)
+        transport = ProcessTransport(numbers, work, devices)
     elif asked.cluster == "torchrun":
-        transport = TorchrunTransport(work, devices, again)
+        transport = TorchrunTransport(numbers, work, devices, again)
     else:
-        transport = RayTransport(asked.size, work, devices, None if asked.cluster == "ray" else asked.cluster)
-    return Workers(transport, note, partial(check_facts, facts), mend, stop)
+        transport = RayTransport(numbers, work, devices, None if asked.cluster == "ray" else asked.cluster)
+    return kind(transport, note, partial(check_facts, facts), mend, stop)
 
 
 class SentTask(NamedTuple):
-    """A task on its way to an actor."""
+    """A task on its way to a worker."""
 
     name: str  # name of the task
-    content: bytes | None  # the pickled task; None if the actor builds it from its name
+    content: bytes | None  # the pickled task; None if the worker builds it from its name
     find: Callable[[str], AnyTask] | None = None  # from the name to the task
-    sealed: bool = True  # whether the actor gets the task without its test split
+    sealed: bool = True  # whether the worker gets the task without its test split
 
     @classmethod
     def of(cls, task: AnyTask, find: Callable[[str], AnyTask] | None, *, sealed: bool = True) -> "SentTask":
@@ -300,12 +384,12 @@ class SentTask(NamedTuple):
                     find(task.name)
                     return cls(task.name, None, find, sealed)
             raise InputError(
-                f"the task {task.name!r} cannot be sent to an actor ({typed_line(error)}); define its host and its functions at "
+                f"the task {task.name!r} cannot be sent to a worker ({typed_line(error)}); define its host and its functions at "
                 "the top of a module, or name the task as path.py:function"
             ) from None
 
     def task(self) -> AnyTask:
-        """Return the task, in an actor. Raises InputError if it cannot be imported there."""
+        """Return the task, in a worker. Raises InputError if it cannot be imported there."""
         if self.content is None:
             assert self.find is not None, "a task without content is found by its name"
             made = self.find(self.name)
@@ -314,27 +398,27 @@ class SentTask(NamedTuple):
             task: AnyTask = pickle.loads(self.content)
         except (AttributeError, ImportError, pickle.UnpicklingError) as error:
             raise InputError(
-                f"an actor cannot import the task {self.name!r} ({typed_line(error)}); define it in a file that can be imported, "
+                f"a worker cannot import the task {self.name!r} ({typed_line(error)}); define it in a file that can be imported, "
                 "or name it as path.py:function"
             ) from None
         return task
 
 
 def shared_facts(tasks: Sequence[AnyTask]) -> Tree:
-    """Return what must be the same in every worker and in the learner: digests of the data, and versions of the software."""
+    """Return what must be the same in all workers and in the process that started them: digests of the data, and versions."""
     data = {task.name: fingerprint(task) for task in tasks}
     return {"data": data, "versions": describe_versions(COMPARED)}
 
 
 def check_facts(own: Tree, ready: Tree) -> None:
-    """Raise InputError if an actor has other data or other versions than the learner."""
+    """Raise InputError if a worker has other data or other versions than the process that started it."""
     for name, parts in own["data"].items():
         if ready["data"].get(name) != parts:
             raise InputError(
-                f"an actor has other data of task {name!r} than this process; let the function that makes the task return the "
+                f"a worker has other data of task {name!r} than this process; let the function that makes the task return the "
                 "same data at every call, and give every machine the same files"
             )
     if ready["versions"] != own["versions"]:
         raise InputError(
-            f"an actor runs {ready['versions']}, this process {own['versions']}; install the same versions"
+            f"a worker runs {ready['versions']}, this process {own['versions']}; install the same versions"
         )

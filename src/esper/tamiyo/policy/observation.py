@@ -131,21 +131,25 @@ class Moments(NamedTuple):
         """Moments before any value: mean 0 and these standard deviations."""
         return cls(np.zeros(len(scale)), np.square(scale), np.zeros(len(scale)))
 
-    def including(self, values: Features) -> "Moments":
-        """The moments with more values (..., F), without nan (Chan, Golub and LeVeque, "Updating formulae", 1979, eq. 1.5)."""
+    @classmethod
+    def of(cls, values: Features) -> "Moments":
+        """The moments of values (..., F); nan is left out."""
         flat = values.reshape(-1, values.shape[-1]).astype(np.float64)
         known = np.isfinite(flat)
         count = known.sum(0).astype(np.float64)
-        some = count > 0
         mean = np.where(known, flat, 0).sum(0) / np.maximum(count, 1)
-        spread = np.where(known, (flat - mean) ** 2, 0).sum(0)
-        total = np.maximum(self.n + count, 1)
-        shift = mean - self.mean
-        joint = self.var * self.n + spread + shift**2 * self.n * count / total
+        var = np.where(known, (flat - mean) ** 2, 0).sum(0) / np.maximum(count, 1)
+        return cls(mean, var, count)
+
+    def merged(self, other: "Moments") -> "Moments":
+        """The moments of these values and others (Chan, Golub and LeVeque, "Updating formulae", 1979, eq. 1.5)."""
+        total = np.maximum(self.n + other.n, 1)
+        shift, some = other.mean - self.mean, other.n > 0
+        joint = self.var * self.n + other.var * other.n + shift**2 * self.n * other.n / total
         return Moments(
-            np.where(some, self.mean + shift * count / total, self.mean),
+            np.where(some, self.mean + shift * other.n / total, self.mean),
             np.where(some, joint / total, self.var),
-            self.n + count,
+            self.n + other.n,
         )
 
 
@@ -164,13 +168,14 @@ class Normaliser(NamedTuple):
         env, slot = map(Moments.prior, scales)
         return cls(env, slot, Moments.prior([1.0] * len(PROSPECTS)))
 
-    def including(self, observation: Observation) -> "Normaliser":
-        """The moments with more observations, of any leading shape."""
-        return Normaliser(
-            self.env.including(observation.env),
-            self.slot.including(observation.slot),
-            self.prospects.including(observation.prospects),
-        )
+    @classmethod
+    def of(cls, observation: Observation) -> "Normaliser":
+        """The moments of observations, of any leading shape."""
+        return cls(*(Moments.of(getattr(observation, name)) for name in cls._fields))
+
+    def merged(self, other: "Normaliser") -> "Normaliser":
+        """The moments of these observations and others."""
+        return Normaliser(*(mine.merged(theirs) for mine, theirs in zip(self, other, strict=True)))
 
 
 class Inputs(NamedTuple):

@@ -1,4 +1,4 @@
-"""Trainings whose parts are played by actors: the same results for any number of them, also if some are killed."""
+"""Trainings by several workers: the same results for any number of them, also if some are killed."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,25 +19,22 @@ import torch
 import esper
 from crews import SHY, Beside
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import ActorError, InputError, UserCodeError
+from esper.leyline.errors import InputError, UserCodeError, WorkerError
 from esper.leyline.progress import Silent
 from esper.nissa.events import decode
 from esper.nissa.rows import EpisodeRow, PlayedRow
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, cohort_configs, read_config
-from esper.runs.training.cohort import TrainingPlayer, cohorts_of, default_shards, with_shards
-from esper.runs.training.train import train
+from esper.runs.training.cohort import cohorts_of, default_shards, with_shards
+from esper.runs.training.train import Trainer, train
 from esper.runs.workers.workers import (
     ALONE,
     TRIES,
-    SentTask,
     WorkerOptions,
-    Workers,
+    WorkerPool,
     check_facts,
     worker_options,
 )
-from esper.simic.rewards import get_reward
-from esper.simic.rollout import Rollout
 from esper.store.checkpoint import LATEST, TENSORS
 from esper.store.files import CHECKPOINTS
 from esper.store.tensors import pack, unpack
@@ -59,10 +56,10 @@ class Watching(Silent):
     """A Progress that calls something after every round."""
 
     def __init__(self, then=lambda number: None):
-        self.then, self.notes, self.waits = then, [], []
+        self.then, self.notes, self.shares = then, [], []
 
     def round(self, number, rounds, figures):
-        self.waits.append(figures.get("waiting_seconds"))
+        self.shares.append([figures.get(name) for name in ("playing_share", "gradients_share", "waiting_seconds")])
         self.then(number)
 
     def note(self, text):
@@ -88,14 +85,15 @@ def content(folder):
     for row in rows:
         del row["seq"]
         for each in (row, row.get("figures", {})):
-            each.pop("waiting_seconds", None)  # with actors alone
+            for name in ("playing_share", "gradients_share", "waiting_seconds"):  # with several workers alone
+                each.pop(name, None)
             each |= {name: 0 for name in ("time", *CLOCKED) if name in each}
     return (folder / "controller" / WEIGHTS).read_bytes(), rows
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The content of a training without actors."""
+    """The content of a training without workers."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     trained(folder)
     return content(folder)
@@ -107,24 +105,40 @@ def alone(tmp_path_factory):
 def test_results_do_not_depend_on_the_number_of_workers(alone, tmp_path, workers):
     summary, watch = trained(tmp_path / "run", WorkerOptions(workers))
     assert content(tmp_path / "run") == alone
-    assert summary["actors"] == {
-        "workers": workers,
-        "lost": 0,
-        "waiting_seconds": pytest.approx(sum(watch.waits), abs=1e-3),
-    }
+    if workers > 1:
+        playing, gradients, waits = (np.array(each) for each in zip(*watch.shares, strict=True))
+        assert summary["workers"] == {
+            "number": workers,
+            "lost": 0,
+            "waiting_seconds": pytest.approx(waits.sum(), abs=1e-3),
+        }
+        assert (playing > 0).all()
+        assert (gradients > 0).all()
+        assert (playing + gradients <= 1).all()
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.slow
-def test_an_actor_killed_at_a_random_moment_changes_nothing(alone, tmp_path):
-    moment, victim = random.random() * 0.5, random.randrange(2)
-    print(f"{moment=} {victim=}")  # shown if the test fails
+def test_two_tasks_and_their_shards_are_divided_among_any_number_of_workers(tmp_path):
+    tasks = [get_task("iris"), get_task("wine")]
+    configs = training_configs(tasks, "quick", SMALL, {"shards": 2, "ppo": {"update_epochs": 2}})
+    contents = []
+    for workers in (1, 2, 4):
+        folder = tmp_path / str(workers)
+        train(tasks, configs, folder, Silent(), asked=WorkerOptions(workers))
+        contents.append(content(folder))
+    assert contents[0] == contents[1] == contents[2]
+
+
+@pytest.mark.slow
+def test_a_worker_killed_at_a_random_moment_changes_nothing(alone, tmp_path):
+    moment = random.random() * 0.5
+    print(f"{moment=}")  # shown if the test fails
 
     def kill():
         time.sleep(moment)
-        actors = sorted(multiprocessing.active_children(), key=lambda each: each.name)
-        if len(actors) == 2:  # else the training is over
-            os.kill(actors[victim].pid, signal.SIGKILL)
+        for each in multiprocessing.active_children():  # none if the training is over
+            os.kill(each.pid, signal.SIGKILL)
 
     thread = threading.Thread(target=kill)
     summary, watch = trained(
@@ -132,11 +146,49 @@ def test_an_actor_killed_at_a_random_moment_changes_nothing(alone, tmp_path):
     )
     thread.join()
     assert content(tmp_path / "run") == alone
-    assert summary["actors"]["lost"] == len([note for note in watch.notes if "was lost; another" in note]) <= 1
+    assert summary["workers"]["lost"] == len([note for note in watch.notes if "worker 1 was lost" in note]) <= 1
+
+
+class Killing(Trainer):
+    """A trainer whose worker is killed when it comes to a phase of a round for the first time."""
+
+    killed = ""
+
+    def come(self, phase):
+        if phase == self.phase and self.exchange.rank == 0 and self.exchange.size > 1 and self.killed != phase:
+            type(self).killed = phase
+            (worker,) = multiprocessing.active_children()
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.join()
+
+    def _play(self, kind, *how):
+        self.come(kind)
+        return super()._play(kind, *how)
+
+    def _divided(self, rollouts):
+        self.come("update" if self.number == 0 else "imitate")
+        return super()._divided(rollouts)
+
+    def validate(self, number, *how):
+        self.come("validation" if number == 0 else "first validation")
+        return super().validate(number, *how)
 
 
 @pytest.mark.slow
-def test_actors_that_are_lost_for_good_stop_a_run_that_can_be_resumed(alone, tmp_path):
+@pytest.mark.parametrize("phase", ["imitation", "imitate", "first validation", "training", "update", "validation"])
+def test_a_worker_that_is_lost_in_any_phase_of_a_round_changes_nothing(alone, tmp_path, monkeypatch, phase):
+    monkeypatch.setattr(Killing, "phase", phase, raising=False)
+    monkeypatch.setattr(Killing, "killed", "")
+    monkeypatch.setattr("esper.runs.training.train.Trainer", Killing)
+    summary, watch = trained(tmp_path / "run", WorkerOptions(2))
+    assert Killing.killed == phase
+    assert watch.notes == ["worker 1 was lost; the workers are started again, and the round is played again"]
+    assert summary["workers"]["lost"] == 1
+    assert content(tmp_path / "run") == alone
+
+
+@pytest.mark.slow
+def test_workers_that_are_lost_for_good_stop_a_run_that_can_be_resumed(alone, tmp_path):
     ended, folder = threading.Event(), tmp_path / "run"
 
     def kill_all():
@@ -146,7 +198,7 @@ def test_actors_that_are_lost_for_good_stop_a_run_that_can_be_resumed(alone, tmp
 
     thread = threading.Thread(target=kill_all)
     try:
-        with pytest.raises(ActorError, match=f"was lost {TRIES} times.* give fewer workers, or lower envs"):
+        with pytest.raises(WorkerError, match=f"was lost {TRIES} times.* give fewer workers, or lower envs"):
             trained(folder, WorkerOptions(2), lambda number: thread.start() if number == -1 else None)
     finally:
         ended.set()
@@ -188,24 +240,24 @@ KILLED = """
 import os, signal, tempfile
 from esper.runs.workers.transports import ProcessTransport
 
-crew = ProcessTransport(1, "no work", [None])
+crew = ProcessTransport(range(1), "no work", [None])
 crew.start(0)
 while not crew.receive(1.0):
     pass
 print(*os.listdir(tempfile.gettempdir()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-"""A process that is killed while it has an actor, which has answered."""
+"""A process that is killed while it has a worker, which has answered."""
 
 
 @pytest.mark.campaign
-def test_a_process_that_is_killed_leaves_no_folder_of_its_actors(tmp_path):
+def test_a_process_that_is_killed_leaves_no_folder_of_its_workers(tmp_path):
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", KILLED], env=environment, stdout=subprocess.PIPE, check=False)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout.startswith(b"pymp-")
     until = time.monotonic() + 60
-    while any(tmp_path.iterdir()) and time.monotonic() < until:  # the actor and the fork server end after it
+    while any(tmp_path.iterdir()) and time.monotonic() < until:  # the worker and the fork server end after it
         time.sleep(0.02)
     assert not any(tmp_path.iterdir())
 
@@ -227,7 +279,7 @@ class Interrupting:
 
 
 @pytest.mark.slow
-def test_a_round_that_was_interrupted_without_actors_is_finished_when_there_are_some(alone, tmp_path):
+def test_a_round_that_was_interrupted_without_workers_is_finished_when_there_are_some(alone, tmp_path):
     task = get_task("iris")
     configs = training_configs([task], "quick", SMALL)
     assert train([task], configs, tmp_path / "run", outputs=[Interrupting()])["status"] == "interrupted"
@@ -247,49 +299,34 @@ def test_rows_name_the_first_environment_of_their_shard(alone):
 # The parts of the machinery.
 
 
-def work(reward=get_reward, **over):
-    """The specification of the actors of a small training."""
-    task = get_task("iris")
-    config = training_configs([task], "quick", SMALL, over)[0]
-    return partial(TrainingPlayer, [SentTask.of(task, None)], [config], reward, "off", 1)
+class Squares:
+    """Work whose result is easily known."""
+
+    facts: ClassVar = {}
+
+    def __init__(self, device):
+        pass
+
+    def play(self, part, *observers):
+        return {"square": part["number"] ** 2}
 
 
-def weights():
-    player = work()(None).player
-    return {"policy": player.learner.policy.state(), "round": 0, "begun": -1}
-
-
-def parts(*cohorts):
-    return [{"kind": "training", "cohort": each, "number": 0, "episode": 0, "led": 0.0} for each in cohorts]
-
-
-def rewards(results):
-    return torch.cat([Rollout.of_tree(result["rollout"]).reward for result in results], 1)
+def played(crew, note, count=3):
+    return [each["square"] for each in WorkerPool(crew, note).play([{"number": n} for n in range(count)])]
 
 
 @pytest.mark.parametrize("losses", [(), (True,), (False, True, True)])
 def test_results_come_in_the_order_of_the_parts_whoever_played_them(losses):
-    crew, notes = Beside(2, work(), losses), []
-    results = Workers(crew, notes.append).play(weights(), parts(0, 1, 2))
-    expected = Workers(Beside(1, work()), notes.append).play(weights(), parts(0, 1, 2))
-    assert torch.equal(rewards(results), rewards(expected))
+    crew, notes = Beside(2, Squares, losses), []
+    assert played(crew, notes.append) == [0, 1, 4]
     assert len(notes) == crew.starts - 2 == sum(losses)
 
 
 def test_a_part_is_played_a_bounded_number_of_times():
-    crew = Beside(1, work(), [True] * 10)
-    with pytest.raises(ActorError, match=f"lost {TRIES} times"):
-        Workers(crew, lambda note: None).play(weights(), parts(0))
+    crew = Beside(1, Squares, [True] * 10)
+    with pytest.raises(WorkerError, match=f"lost {TRIES} times"):
+        played(crew, lambda note: None)
     assert crew.starts == TRIES
-
-
-def test_what_an_actor_keeps_in_memory_is_bounded():
-    player = work()(None)
-    player.load(weights())
-    for part in parts(0, 1, 2):
-        player.play(part)
-    held = [cohort for cohort in player.player.cohorts if "engine" in vars(cohort)]
-    assert held == player.player.cohorts[2:]
 
 
 def test_a_message_is_the_tree_that_was_sent():
@@ -299,16 +336,6 @@ def test_a_message_is_the_tree_that_was_sent():
     assert torch.equal(found["b"]["d"], tree["b"]["d"])
     assert np.array_equal(found["b"]["c"], tree["b"]["c"])
     assert found["e"].shape == (0, 2)
-
-
-def test_joined_rollouts_are_rows_beside_each_other():
-    player = work()(None)
-    player.load(weights())
-    whole = Rollout.of_tree(player.play(parts(0)[0])["rollout"])
-    halves = [whole.rows(torch.tensor([each])) for each in (0, 1)]
-    for one, other in zip(Rollout.joined(halves).tree().values(), whole.tree().values(), strict=True):
-        for mine, theirs in zip(one, other, strict=True) if isinstance(one, list) else [(one, other)]:
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("envs", "group", "shards"), [(64, 8, 2), (8, 4, 2), (4, 4, 1), (256, 8, 8), (40, 8, 2)])
@@ -334,7 +361,7 @@ def test_shards_hold_all_environments_once_in_whole_groups():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"workers": 0}, "workers is 0; give the number of actors"),
+        ({"workers": 0}, "workers is 0; give the number of workers"),
         ({"workers": "two"}, "workers is 'two'"),
         ({"workers": True}, "workers is True"),
         ({"devices": "cpu,cuda:77"}, "devices is 'cpu,cuda:77': device 'cuda:77' was asked for, but torch sees"),
@@ -344,14 +371,14 @@ def test_shards_hold_all_environments_once_in_whole_groups():
         ({"cluster": "torchrun"}, "torchrun did not start this process"),
     ],
 )
-def test_actors_that_cannot_be_had_are_refused(monkeypatch, given, said):
+def test_workers_that_cannot_be_had_are_refused(monkeypatch, given, said):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(InputError) as caught:
         worker_options(**given)
     assert said in str(caught.value)
 
 
-def test_one_actor_is_asked_for_by_each_device():
+def test_one_worker_is_asked_for_by_each_device():
     assert worker_options(devices="cpu,cpu").size == 2
     assert worker_options(workers="3", devices=("cpu",)).size == 3
 
@@ -359,11 +386,11 @@ def test_one_actor_is_asked_for_by_each_device():
 @pytest.mark.parametrize(
     ("over", "asked", "said"),
     [
-        ({}, WorkerOptions(4), "workers is 4, but 6 environments in 3 shards give work to 3 actors; give 3 or fewer"),
+        ({}, WorkerOptions(4), "workers is 4, but 6 environments in 3 shards give work to 3 workers; give 3 or fewer"),
         ({"shards": 7}, ALONE, "shards is 7, but 6 environments in groups of 2"),
     ],
 )
-def test_more_actors_than_shards_and_more_shards_than_groups_are_refused(tmp_path, over, asked, said):
+def test_more_workers_than_shards_and_more_shards_than_groups_are_refused(tmp_path, over, asked, said):
     with pytest.raises(InputError, match=said):
         trained(tmp_path / "run", asked, **over)
     assert not (tmp_path / "run").exists()
@@ -372,21 +399,21 @@ def test_more_actors_than_shards_and_more_shards_than_groups_are_refused(tmp_pat
 def test_a_task_that_cannot_be_sent_is_refused_before_anything_is_written(tmp_path):
     x, y = torch.randn(60, 2), torch.arange(60) % 2
     task = esper.task("mine", x, y, host=lambda: esper.mlp(inputs=2, width=4, classes=2, blocks=1)())
-    with pytest.raises(InputError, match="the task 'mine' cannot be sent to an actor"):
+    with pytest.raises(InputError, match="the task 'mine' cannot be sent to a worker"):
         esper.train(task, SMALL, run=tmp_path / "run", workers=2, progress=False)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_actor_that_cannot_make_its_task_is_one_sentence():
+def test_a_worker_that_cannot_make_its_task_is_one_sentence():
     def failing(device):
         raise UserCodeError("the task shy.py:task raised OSError: the disk is not mounted")
 
     with pytest.raises(InputError, match=r"could not be started: UserCodeError: the task shy.py:task raised OSError"):
-        Workers(Beside(1, failing), print)
+        WorkerPool(Beside(1, failing), print)
 
 
 @pytest.mark.slow
-def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):
+def test_a_worker_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path):
     (tmp_path / "shy.py").write_text(SHY)
     (tmp_path / "small.yaml").write_text(json.dumps(SMALL))
     command = [
@@ -409,7 +436,7 @@ def test_an_actor_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_actor_with_other_data_is_refused():
+def test_a_worker_with_other_data_is_refused():
     own = {"data": {"iris": {"train": "1"}}, "versions": {"torch": "2"}}
     with pytest.raises(InputError, match="other data of task 'iris'"):
         check_facts(own, {**own, "data": {"iris": {"train": "2"}}})
@@ -418,22 +445,46 @@ def test_an_actor_with_other_data_is_refused():
     check_facts(own, dict(own))
 
 
-def failing(config):
-    """A reward whose code fails."""
-    return lambda outcome: {"reward": outcome.missing}
+class Failing(Squares):
+    """Work whose code fails."""
+
+    def play(self, part, *observers):
+        return part["missing"]
 
 
-def test_an_error_in_an_actor_is_the_error_of_the_run():
-    crew = Beside(1, work())
-    crew.work = work(failing)
-    with pytest.raises(
-        ActorError, match="an actor failed: AttributeError: 'Outcome' object has no attribute 'missing'"
-    ) as caught:
-        Workers(crew, lambda note: None).play(weights(), parts(0))
+def test_an_error_in_a_worker_is_the_error_of_the_run():
+    with pytest.raises(WorkerError, match="a worker failed: KeyError: 'missing'") as caught:
+        played(Beside(1, Failing), lambda note: None)
     assert "play" in caught.value.__notes__[0]
 
 
-def test_a_growth_has_no_actors(tmp_path):
+def in_the_second_shard(config):
+    """A reward whose code fails in a process beside the first."""
+
+    def pay(outcome):
+        if multiprocessing.parent_process() is not None:
+            raise ZeroDivisionError("the reward is not defined")
+        return {"reward": np.zeros(len(outcome.refused))}
+
+    return pay
+
+
+@pytest.mark.slow
+def test_an_error_of_your_code_in_another_worker_ends_the_training_with_it(tmp_path):
+    task = get_task("iris")
+    with pytest.raises(WorkerError, match="a worker failed: ZeroDivisionError: the reward is not defined"):
+        train(
+            [task],
+            training_configs([task], "quick", SMALL),
+            tmp_path / "run",
+            reward=in_the_second_shard,
+            asked=WorkerOptions(2),
+        )
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert not multiprocessing.active_children()
+
+
+def test_a_growth_has_no_workers(tmp_path):
     esper.grow("iris", {"envs": 2, "steps": 2, "baselines": [], "models": "none"}, run=tmp_path / "run", progress=False)
-    with pytest.raises(InputError, match="which no actors play"):
+    with pytest.raises(InputError, match="which no workers play"):
         esper.resume(tmp_path / "run", workers=2)

@@ -1,0 +1,116 @@
+"""The exchange between workers: sums that do not depend on who has which shard, and what is heard of a worker that is lost."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from esper.simic.exchange import Exchange, ExchangeError, divide
+
+LENGTH = 50
+
+
+def together(owners, size, compute):
+    """What each of some workers computes, which are threads that are connected by gloo."""
+    store = HashStore()
+
+    def work(rank):
+        exchange = Exchange.joined(store, owners, rank, size, "127.0.0.1")
+        try:
+            return compute(exchange)
+        finally:
+            exchange.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size)))
+
+
+def slow_tree(values):
+    """The sum of a list by the definition of the tree."""
+    if len(values) == 1:
+        return values[0]
+    half = 1
+    while 2 * half < len(values):
+        half *= 2
+    return slow_tree(values[:half]) + slow_tree(values[half:])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("shards", [[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6], [2], [0, 2, 5]])
+def test_a_sum_has_the_same_bits_for_any_number_of_workers(size, shards):
+    parts = {shard: torch.randn(LENGTH) * 10.0**shard for shard in range(7)}
+    expected = slow_tree([parts[shard] for shard in shards])
+    if len(shards) > 3:
+        assert not torch.equal(expected, sum(parts[shard] for shard in shards)), "the order of the sum matters here"
+
+    def compute(exchange):
+        own = {shard: parts[shard] for shard in shards if exchange.owns(shard)}
+        return exchange.sum(own, shards, LENGTH)
+
+    for owners in (divide([7], size), [shard % size for shard in range(7)]):
+        assert all(torch.equal(found, expected) for found in together(owners, size, compute))
+    assert torch.equal(Exchange().sum(parts, shards, LENGTH), expected)
+
+
+def test_a_table_has_a_row_from_each_worker_that_has_one():
+    rows = np.array([[1e300, -0.0], [np.inf, 1e-300], [0.1, np.nan]])
+
+    def compute(exchange):
+        return exchange.table({shard: rows[shard] for shard in range(3) if exchange.owns(shard)}, 3)
+
+    alone = Exchange().table(dict(enumerate(rows)), 3)
+    for found in together([0, 1, 0], 2, compute):
+        assert found.tobytes() == alone.tobytes()
+    assert np.array_equal(alone, rows, equal_nan=True)
+    assert not np.signbit(alone[0, 1])
+
+
+def test_contents_of_any_length_are_gathered_by_all_and_collected_by_the_first():
+    contents = [b"a", b"bc" * 1000, b"d" * 7]
+    found = together([], 3, lambda each: (each.gather(contents[each.rank]), each.collect(contents[each.rank])))
+    assert found == [(contents, contents), (contents, []), (contents, [])]
+
+
+def test_workers_meet_and_one_that_is_asked_to_stop_does_not_wait():
+    late = threading.Event()
+
+    def compute(exchange):
+        if exchange.rank == 0:
+            stopped = not exchange.meet(lambda: True)
+            late.set()
+            return stopped
+        late.wait(20)
+        return exchange.rank
+
+    assert together([], 2, compute) == [True, 1]
+    assert together([], 2, lambda exchange: exchange.meet()) == [True, True]
+
+
+def test_a_worker_that_is_gone_is_an_error_for_all_that_wait_for_it():
+    def compute(exchange):
+        if exchange.rank == 1:
+            return "gone"
+        with pytest.raises(ExchangeError):
+            exchange.sum({shard: torch.ones(3) for shard in range(3) if exchange.owns(shard)}, range(3), 3)
+        return "told"
+
+    assert together([0, 1, 2], 3, compute) == ["told", "gone", "told"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("shards", [[4], [1, 1, 2], [3, 1], [2, 8], [64, 5]])
+def test_every_worker_has_shards_and_about_as_many_of_each_task_which_follow_each_other(shards, size):
+    owners = divide(shards, size)
+    counts = np.bincount(owners, minlength=size)
+    assert counts.min() >= 1
+    assert counts.max() - counts.min() <= 1
+    begin = 0
+    for count in shards:
+        own = owners[begin : begin + count]
+        assert own == sorted(own)
+        each = np.bincount(own, minlength=size)
+        assert each.max() - each.min() <= 2
+        begin += count
