@@ -132,11 +132,11 @@ def test_a_training_with_actors_and_workers_has_the_controller_of_one_in_one_thr
     ppo = {"rounds": 2, "imitation_rounds": 0, "update_epochs": 1, "validate_envs": 2, "validate_every": 1}
     settings = {"envs": 4, "steps": 3, "data": {"batch_size": 16, "batches_per_step": 2}, "reward": {"group_size": 2}}
     digests = []
-    for name, workers, actors, ahead in (("alone", 0, None, 0), ("thread", 0, None, 2), ("both", 2, 2, 2)):
+    for name, workers, processes, ahead in (("alone", 0, None, 0), ("thread", 0, None, 2), ("both", 2, 2, 2)):
         data = {**settings["data"], "read_ahead": ahead}
         task = task_of(Examples(), workers)
         config = {**settings, "data": data, "ppo": ppo}
-        esper.train(task, config, run=tmp_path / name, workers=actors, progress=False)
+        esper.train(task, config, run=tmp_path / name, workers=processes, progress=False)
         (controller,) = (tmp_path / name / "controller").glob("*.safetensors")
         digests.append(hashlib.sha256(controller.read_bytes()).hexdigest())
     assert digests[0] == digests[1] == digests[2]
