@@ -60,7 +60,7 @@ class AnytimeGrowth:
     With cost='seconds' a network becomes wider the sooner, the less a wider one slows this machine down. Where twice the widths
     multiply the parameters by p and the seconds of a step by p^e, growth comes after e^3 * `ratio` targets for each parameter: at
     once where a wider step costs nothing. So a network starts at the largest size that is nearly free, however small it was
-    built. The seconds are those of the first 20 steps of the loop, and of passes of the network and of a wider copy on
+    built. The seconds are the shortest of the first 20 steps of the loop, and of passes of the network and of a wider copy on
     `example`; a run can be repeated only as closely as these. (With a loss of A / N^a + B / D^b after D targets and a cost of a
     target that rises as N^e, the best N for a given cost is where a A / N^a = e b B / D^b, so D is in proportion to e^(1/b) N for
     like powers, which are about 1/3: Hoffmann et al., "Training compute-optimal large language models", 2022.)
@@ -141,6 +141,7 @@ class AnytimeGrowth:
         self._compute = 0.0
         self._look_at, self._loss_before = 0.0, math.inf
         self._times: list[float] = []  # at the first steps, where seconds are measured
+        self._rows = 0  # of the largest batch of targets; the last batch of an epoch may be smaller
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
         self._elasticity = 1.0  # e: that, as a power of the parameters
@@ -333,6 +334,8 @@ class AnytimeGrowth:
 
     def _timed(self, targets: Tensor | int) -> bool:
         """Return whether it is known how much slower a step becomes by the next growth; measure it if the time has come."""
+        if isinstance(targets, Tensor) and targets.dim():
+            self._rows = max(self._rows, len(targets))
         if self._slower is not None:
             return True
         if math.isnan(self._beside):
@@ -341,19 +344,21 @@ class AnytimeGrowth:
                 self.why = f"the seconds of a step are known after {counted(SETTLED + 1, 'step')}"
                 return False
         shape = next((each.shape for each in tensors(self._example)), ())
-        if (
-            isinstance(targets, Tensor)
-            and targets.dim()
-            and len(targets) not in itertools.accumulate(shape, operator.mul)
-        ):
+        if self._rows and self._rows not in itertools.accumulate(shape, operator.mul):
             raise InputError(
-                f"example has the shape {tuple(shape)}, and the targets of the step {tuple(targets.shape)}; with cost='seconds', "
-                "give a batch of the loop as example, so that the seconds of a wider network are those of the loop"
+                f"example has the shape {tuple(shape)}, and batches of the loop have {self._rows} targets; with "
+                "cost='seconds', give a batch of the loop as example, so that the seconds measured are those of the loop"
             )
         wider = self._wider()
         if wider is None:
             return False
-        own, other = self._seconds(copy.deepcopy(self.model), wider)
+        try:
+            own, other = self._seconds(copy.deepcopy(self.model), wider)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._end("a step of the wider network does not fit into the memory")
+            return False
         if math.isnan(self._beside):
             steps = [later - sooner for sooner, later in itertools.pairwise(self._times)]
             self._beside, self._times = max(min(steps) - own, 0.0), []
