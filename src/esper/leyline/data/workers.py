@@ -69,6 +69,8 @@ def read_by_workers(
             f"a worker ended while it read the {name}, after {done(count)}: {first_line(error)}; "
             "give workers=0 to see which example it is, or fewer workers where memory ran out"
         ) from error
+    finally:
+        del results  # ends the workers, also while the traceback of an error holds this frame
 
 
 class _Packed(NamedTuple):
