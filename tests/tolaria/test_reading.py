@@ -130,7 +130,13 @@ def test_windows_of_a_file_are_read_ahead_to_the_bits_of_those_in_memory(tmp_pat
 @pytest.mark.campaign
 def test_a_training_with_actors_and_workers_has_the_controller_of_one_in_one_thread(tmp_path):
     ppo = {"rounds": 2, "imitation_rounds": 0, "update_epochs": 1, "validate_envs": 2, "validate_every": 1}
-    settings = {"envs": 4, "steps": 3, "data": {"batch_size": 16, "batches_per_step": 2}, "reward": {"group_size": 2}, "shards": 2}
+    settings = {
+        "envs": 4,
+        "steps": 3,
+        "shards": 2,
+        "data": {"batch_size": 16, "batches_per_step": 2},
+        "reward": {"group_size": 2},
+    }
     digests = []
     for name, workers, processes, ahead in (("alone", 0, None, 0), ("thread", 0, None, 2), ("both", 2, 2, 2)):
         data = {**settings["data"], "read_ahead": ahead}
