@@ -101,7 +101,7 @@ def test_of_a_cpu_nothing_is_said_about_a_gpu():
     assert describe_gpu(torch.device("cpu"), Config()) == {}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
 def test_on_a_gpu_phases_are_those_of_the_device_and_its_driver_is_named():
     device = torch.device("cuda")
     timer, a = PhaseTimer(device), torch.randn(2048, 2048, device=device)

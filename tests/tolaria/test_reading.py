@@ -128,7 +128,7 @@ def test_windows_of_a_file_are_read_ahead_to_the_bits_of_those_in_memory(tmp_pat
 
 
 @pytest.mark.campaign
-def test_a_training_with_actors_and_workers_has_the_controller_of_one_in_one_thread(tmp_path):
+def test_a_training_by_two_processes_that_read_by_workers_has_the_controller_of_one_in_one_thread(tmp_path):
     ppo = {"rounds": 2, "imitation_rounds": 0, "update_epochs": 1, "validate_envs": 2, "validate_every": 1}
     settings = {
         "envs": 4,
@@ -200,36 +200,38 @@ def test_a_process_ends_well_while_a_batch_is_read_within_torch(workers):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_workers_end_with_the_last_batch_of_an_episode():
+def with_workers(steps):
+    """An engine after some steps, and the two workers that read for it."""
     gc.collect()
     before = multiprocessing.active_children()
     engine = VectorizedEngine(task_of(Examples(), 2), config_of(2))
     engine.reset()
-    played(engine, 8)
+    played(engine, steps)
     workers = [each for each in multiprocessing.active_children() if each not in before]
     assert len(workers) == 2
-    played(engine, 1)
-    assert engine.over
+    return engine, workers
+
+
+def ended(workers):
     for worker in workers:
         worker.join(60)
-    assert not any(worker.is_alive() for worker in workers)
+    return not any(worker.is_alive() for worker in workers)
+
+
+def test_the_workers_end_with_the_last_batch_of_an_episode():
+    engine, workers = with_workers(8)
+    played(engine, 1)
+    assert engine.over
+    assert ended(workers)
     engine.reset()
     played(engine, 1)
 
 
 def test_a_population_that_is_dropped_in_mid_run_ends_its_workers():
-    gc.collect()
-    before = multiprocessing.active_children()
-    engine = VectorizedEngine(task_of(Examples(), 2), config_of(2))
-    engine.reset()
-    played(engine, 2)
-    workers = [each for each in multiprocessing.active_children() if each not in before]
-    assert len(workers) == 2
+    engine, workers = with_workers(2)
     del engine
     gc.collect()
-    for worker in workers:
-        worker.join(60)
-    assert not any(worker.is_alive() for worker in workers)
+    assert ended(workers)
 
 
 def test_rows_and_summary_and_window_say_how_long_batches_were_waited_for(tmp_path):

@@ -62,7 +62,13 @@ def test_a_step_that_germinates_prunes_and_ends_the_episode_reads_no_more():
 
 
 @pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch sees")
+        ),
+    ],
 )
 def test_a_steady_step_reads_the_device_in_one_place_and_on_a_gpu_waits_nowhere_else(device):
     engine, client, view = grown(4, 2, 2, device=device)
