@@ -213,9 +213,11 @@ def with_workers(steps):
 
 
 def ended(workers):
-    for worker in workers:
-        worker.join(60)
-    return not any(worker.is_alive() for worker in workers)
+    """Whether the workers end within a minute; asked again, as one that the thread has just waited for counts as alive."""
+    end = time.monotonic() + 60
+    while (alive := any(worker.is_alive() for worker in workers)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not alive
 
 
 def test_the_workers_end_with_the_last_batch_of_an_episode():
