@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import benchmark_training
 import numpy as np
 import torch
 from device_reads import counted_reads
@@ -314,27 +315,42 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small populations, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
-        "--table", help="the cases of this table alone: states, envs, slots, parameters, coalitions, compiled or scale"
+        "--table",
+        help="the cases of this table alone: states, envs, slots, parameters, coalitions, compiled or scale; or training, the "
+        "whole loop with a policy that learns (scripts/benchmark_training.py)",
     )
+    parser.add_argument("--page", type=Path, help="with --table training, the page to write")
     parser.add_argument("--repeats", type=int, help="turns of each case; 21, or 2 with --quick")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     arguments = parser.parse_args()
-    chosen = [
+    chosen: list[Any] = [
         case for case in cases(arguments.quick) if arguments.table in (None, case.table, case.table.split("-")[0])
     ]
+    training = arguments.table == "training"
+    if training:
+        chosen = list(benchmark_training.cases(arguments.quick))
     if not chosen:
         parser.error(f"there is no table {arguments.table!r}")
-    repeats = arguments.repeats or (2 if arguments.quick else 21)
+    if arguments.page is not None and not training:
+        parser.error(
+            "--page goes with --table training; scripts/write_engine_page.py writes the page of the other tables"
+        )
+    repeats = arguments.repeats or (2 if arguments.quick else 5 if training else 21)
     report = machine(arguments.device) | {"batches": BATCHES, "batch": BATCH, "repeats": repeats, "results": []}
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for case in chosen:
-            result = pool.apply(measure, (case, repeats, arguments.device))
+            result = pool.apply(benchmark_training.measure if training else measure, (case, repeats, arguments.device))
             report["results"].append(result)
-            show(result)
+            if training:
+                print("\n".join(benchmark_training.show([result])[2 * (len(report["results"]) > 1) :]), flush=True)
+            else:
+                show(result)
     report["copy_gib_per_second"] = (
         copy_gib_per_second()
     )  # last, because a process begins with the peak memory of its parent
     report["load_average_after"] = os.getloadavg()[0]
+    if arguments.page is not None:
+        arguments.page.write_text(benchmark_training.page(report), encoding="utf-8")
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

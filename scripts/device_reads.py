@@ -71,12 +71,12 @@ class Reads(TorchDispatchMode):
             copied = args[1] if name == "copy_" else args[0]
             source = copied.device.type
             target = args[0].device.type if name == "copy_" else torch.device(kwargs.get("device") or source).type
-            if source != "cpu" and target == "cpu":
+            free = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+            if source != "cpu" and target == "cpu" and not free:  # else the host waits where it takes the numbers
                 self.note("copy to the host")
-            if source == "cpu" and target != "cpu":
-                free = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
-                if not free or (target == "cuda" and copied.nbytes > STAGED and not copied.is_pinned()):
-                    self.note("copy to the device that blocks")
+            waits = not free or (target == "cuda" and copied.nbytes > STAGED and not copied.is_pinned())
+            if source == "cpu" and target != "cpu" and waits:
+                self.note("copy to the device that blocks")
         return func(*args, **kwargs)
 
 

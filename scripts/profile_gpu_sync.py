@@ -4,7 +4,7 @@ Counted by intercepting the calls that would wait, on any device, copies to a GP
 that read ahead. On CUDA `torch.cuda.set_sync_debug_mode` counts as well: there a step should have no wait that it names, because
 the one read waits for an event. `streamed` are examples of a Dataset that are read batch by batch.
 
-    python scripts/profile_gpu_sync.py [--quick] [--json FILE] [--device cpu]
+    python scripts/profile_gpu_sync.py [--quick] [--json FILE] [--device cpu] [--steps 24]
     python scripts/profile_gpu_sync.py --device cuda --mode error    # ends at the first wait, with its traceback
 """
 
@@ -122,7 +122,7 @@ def show(result: Mapping[str, Any]) -> None:
     for site, count in result["sites"].items():
         print(f"    {count:5} x {site}")
     if result["cuda_waits_per_step"] is not None:
-        print(f"    torch.cuda.set_sync_debug_mode: {result['cuda_waits_per_step']:.2f} waits a step")
+        print(f"    torch.cuda.set_sync_debug_mode: {result['cuda_waits_per_step']:.2f} waits a step", flush=True)
         for site, count in result["cuda_waits"].items():
             print(f"    {count:5} x {site}")
 
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small population, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--steps", type=int, default=24, help="steps of an episode")
     parser.add_argument(
         "--mode", choices=["warn", "error"], default="warn", help="on CUDA: list every wait, or end at the first"
     )
@@ -140,9 +141,10 @@ def main() -> None:
     torch.set_num_threads(1)
     cuda = arguments.device.startswith("cuda")
     cases = [("digits-narrow", 4, {})] if arguments.quick else [*CASES, *(ON_CUDA if cuda else ())]
-    results = [measure(*case, 6 if arguments.quick else 24, arguments.device, arguments.mode) for case in cases]
-    for result in results:
-        show(result)
+    results = []
+    for case in cases:
+        results.append(measure(*case, 6 if arguments.quick else arguments.steps, arguments.device, arguments.mode))
+        show(results[-1])
     if arguments.json:
         report = {
             "device": arguments.device,

@@ -1,50 +1,26 @@
-"""Which operators the time of a step goes to: calls and self time per step, by phase of the engine's own timer.
+"""Where the time of a training step goes, operator by operator: torch's profiler on steps of a policy that acts.
 
-python scripts/profile_hot_path_operations.py [--quick] [--json FILE] [--envs E] [--live N]
+    python scripts/profile_hot_path_operations.py [--quick] [--json FILE] [--envs 64] [--live 2] [--device cpu]
+
+A step is a decision of the policy for every environment, the step of the engine, and the storing of rewards. On CUDA the kernels
+are listed too, with the share of the step in which the device worked. Seeds neither come nor go.
 """
 
 import argparse
 import json
 import platform
+import time
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-import numpy as np
 import torch
+from benchmark_training import Loop, TrainingCase
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from esper.leyline.config.tree import Config, build_config
-from esper.leyline.lifecycle.actions import Actions, Op
-from esper.leyline.lifecycle.stages import LIVE, among
+from esper.leyline.config.tree import Config
 from esper.tasks.catalog import get_task
-from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import describe_gpu
-
-
-def grown(envs: int, live: int, device: str) -> VectorizedEngine:
-    """An engine on `digits-narrow` whose environments have `live` seeds blended in."""
-    task = get_task("digits-narrow")
-    lifecycle = {"max_seeds": max(live, 1), "max_training_seeds": max(live, 1)}
-    config = build_config(
-        {
-            "task": "digits-narrow",
-            "envs": envs,
-            "twin": False,
-            "steps": 10**6,
-            "device": device,
-            "lifecycle": lifecycle,
-        },
-        {"gates": {"permissive": True, "min_training_steps": 0}},
-    )
-    engine = VectorizedEngine(task, config)
-    view = engine.reset()
-    for slot in range(live):
-        for op in (Op.GERMINATE, Op.ADVANCE):
-            actions = Actions.wait(envs)
-            actions.op[:], actions.slot[:], actions.blueprint[:] = op, slot, 1
-            actions.tempo[:], actions.target[:] = view.space.tempos.index(1), view.space.targets.index(1.0)
-            view, _ = engine.step(actions)
-    assert among(view.seeds.stage, LIVE).sum() == envs * live
-    return engine
 
 
 def main() -> None:
@@ -58,38 +34,59 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     envs, steps = (4, 1) if arguments.quick else (arguments.envs, 5)
-    engine = grown(envs, arguments.live, arguments.device)
-    wait = Actions.wait(envs)
-    engine.step(wait)
-    engine.timer.seconds.clear()
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        for _ in range(steps):
-            engine.step(wait)
-    rows = sorted(recorded.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    total = sum(event.self_cpu_time_total for event in rows)
-    table = [
-        {
-            "operator": event.key,
-            "calls_per_step": event.count / steps,
-            "self_ms_per_step": event.self_cpu_time_total / 1e3 / steps,
-            "share": event.self_cpu_time_total / total,
-        }
-        for event in rows[:25]
-    ]
-    phases = {name: seconds / steps for name, seconds in engine.timer.seconds.items()}
-    print(f"E = {envs}, {arguments.live} live seeds: seconds a step by phase, under the profiler")
-    print("  " + ", ".join(f"{name} {seconds:.4f}" for name, seconds in phases.items()))
-    for row in table:
-        print(
-            f"{row['operator'][:44]:44}{row['calls_per_step']:9.1f}{row['self_ms_per_step']:9.2f} ms{row['share']:8.1%}"
-        )
-    calls = float(np.sum([event.count for event in rows])) / steps
-    print(f"{calls:.0f} operator calls a step in all")
+    cuda = arguments.device.startswith("cuda")
+    with TemporaryDirectory() as folder:
+        case = TrainingCase(envs, live=arguments.live, steps=steps + 1)
+        loop = Loop(case, get_task("digits-narrow"), "eager", "off", arguments.device, Path(folder) / "rows")
+        loop.begin()
+        engine, client = loop.engine, loop.client
+
+        def step() -> None:
+            _, outcome = engine.step(client.act(engine.view()))
+            client.store(outcome)
+
+        step()
+        engine.timer.seconds.clear()
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as recorded:
+            begin = time.perf_counter()
+            for _ in range(steps):
+                step()
+            if cuda:
+                torch.cuda.synchronize()
+            seconds = (time.perf_counter() - begin) / steps
+    events = recorded.key_averages()
+    report = {"machine": platform.machine(), "torch": torch.__version__, "envs": envs, "live": arguments.live}
+    report |= describe_gpu(torch.device(arguments.device), Config())
+    report["phases"] = {name: spent / steps for name, spent in engine.timer.seconds.items()}
+    print(
+        f"E = {envs}, {arguments.live} live seeds: {seconds:.4f} seconds a step, under the profiler; of them by phase"
+    )
+    print("  " + ", ".join(f"{name} {spent:.4f}" for name, spent in report["phases"].items()))
+    own = [event for event in events if event.device_type == DeviceType.CPU]
+    report["calls_per_step"] = sum(event.count for event in own) / steps
+    report["operators"] = listed("operator", [(e.key, e.count, e.self_cpu_time_total) for e in own], steps)
+    print(f"{report['calls_per_step']:.0f} operator calls a step in all")
+    if cuda:
+        kernels = [event for event in events if event.device_type == DeviceType.CUDA]
+        busy = sum(event.self_device_time_total for event in kernels) / 1e6 / steps
+        report["kernels"] = listed("kernel", [(e.key, e.count, e.self_device_time_total) for e in kernels], steps)
+        report["device_share"] = busy / seconds
+        count = sum(event.count for event in kernels) / steps
+        print(f"{count:.0f} kernels and copies a step, which take {busy / seconds:.1%} of it")
     if arguments.json:
-        report = {"machine": platform.machine(), "torch": torch.__version__, "envs": envs, "live": arguments.live}
-        report |= describe_gpu(torch.device(arguments.device), Config())
-        report |= {"phases": phases, "operators": table, "calls_per_step": calls}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def listed(kind: str, found: list[tuple[str, int, float]], steps: int) -> list[dict[str, float | str]]:
+    """Print the 25 that take the most time; found: name, calls and microseconds of each."""
+    total = sum(spent for *_, spent in found)
+    rows = sorted(found, key=lambda row: -row[2])[:25]
+    table: list[dict[str, float | str]] = []
+    for name, count, spent in rows:
+        table.append({kind: name, "calls_per_step": count / steps, "self_ms_per_step": spent / 1e3 / steps})
+        table[-1]["share"] = spent / total
+        print(f"{name[:64]:64}{count / steps:9.1f}{spent / 1e3 / steps:9.2f} ms{spent / total:8.1%}")
+    return table
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ def kernels_as_they_were():
     cudnn, products = torch.backends.cudnn, torch.backends.cuda.matmul
     found = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     flags = cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, products.allow_tf32
+    cudnn.allow_tf32 = False  # the tolerances are those of float32
     yield
     torch.use_deterministic_algorithms(found[0])
     torch.utils.deterministic.fill_uninitialized_memory = found[1]

@@ -37,6 +37,7 @@ from esper.simic.rewards import objective
 from esper.tamiyo.catalog import get_controller
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.own.custom import task_from
+from esper.tolaria.runtime import resolve_device
 
 AT_RUN = {RunRow, EnvironmentRow, CheckpointRow, DecisionRow, LifecycleRow, EpisodeRow, EvaluationRow}
 TIMES = {"seconds", "env_steps_per_second", "phase_seconds"}
@@ -155,7 +156,7 @@ def test_the_summary_has_the_promised_keys(finished):
         16,
         0,
     )
-    assert (summary["rows"], summary["device"], summary["steps_done"]) == (6, "cpu", 16)
+    assert (summary["rows"], summary["device"], summary["steps_done"]) == (6, resolve_device("auto").type, 16)
     assert len(summary["grown_params"]) == 3
     for split in ("test", "validation"):
         for name in ("accuracy", "loss", "objective"):
@@ -356,7 +357,7 @@ def test_the_environment_says_what_ran(finished):
     folder, _ = finished
     environment = json.loads((folder / "environment.json").read_text())
     assert environment["torch"] == torch.__version__.split("+")[0] or environment["torch"] == torch.__version__
-    assert environment["device"] == "cpu"
+    assert environment["device"] == resolve_device("auto").type
     assert {"python", "numpy", "platform", "threads", "git_revision", "command"} <= set(environment)
 
 

@@ -56,7 +56,7 @@ def test_one_host_grows_alike_in_a_loop_and_in_a_population(client, incubation):
     feed.reset(0)
     problem = task.instance(0)
     with drawn_with(scalar(config.seed, Purpose.HOST, 0, 0)):
-        model = problem.host()
+        model = problem.host().to(engine.population.device)
     places = {slot.name: f"segments.{slot.after}" for slot in model.slots}
     graft(
         model, {slot.name: Site(slot.name, places[slot.name], places[slot.name], slot.stream) for slot in model.slots}
@@ -98,7 +98,7 @@ def test_one_host_grows_alike_in_a_loop_and_in_a_population(client, incubation):
     assert np.array_equal(growth.engine.state.seeds.stage[0], engine.state.seeds.stage[0])
 
     network, topology = engine.export(0)
-    finished = growth.finish()
+    finished = growth.finish().cpu()
     assert len(topology["seeds"]) == len(growth.summary()["keeps"])
     with torch.no_grad():
         assert relative(finished(problem.probe.x), network.double()(problem.probe.x)) < 1e-9

@@ -201,7 +201,7 @@ class Drawing(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        return y * (torch.rand(y.shape) < 0.7) if self.training else y
+        return y * (torch.rand(y.shape, device=y.device) < 0.7) if self.training else y
 
 
 def test_a_host_that_draws_for_itself_goes_on_from_a_snapshot_as_if_it_had_not_stopped():

@@ -159,7 +159,7 @@ def test_dropout_in_hosts_and_seeds_is_keyed_and_differs_from_segment_to_segment
     keys = np.arange(3)
     from esper.kasmina.stack.body import place_keys
 
-    ones = torch.ones(3, 5, 8)
+    ones = torch.ones(3, 5, 8, device=body.host.device)
     masks = [body.host(ones, slice(0, 3), part=f"segments.{k}", keys=place_keys(keys, k)) == 0 for k in (0, 1)]
     assert not torch.equal(*masks)
 

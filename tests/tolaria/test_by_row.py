@@ -50,12 +50,12 @@ def episode(task, envs, **top):
     while view.step < 9:
         view, _ = engine.step(script.act(view))
         host, measured = engine.population.body.host, view.measurements
-        seen += [column[0].clone().numpy() for name, column in host.columns.items() if name != "gradient"]
+        seen += [column[0].clone().cpu().numpy() for name, column in host.columns.items() if name != "gradient"]
         seen += [np.asarray(field[0]) for field in (*measured.contribution, *measured.gain)]
         seen += [np.asarray(field[0]) for field in measured if isinstance(field, np.ndarray)]
         for slot in np.flatnonzero(among(view.seeds.stage[0], IN_BUDGET)).tolist():
             module = engine.population.body.seed_module(view.seeds, 0, slot)
-            seen += [parameter.detach().numpy().copy() for parameter in module.parameters()]
+            seen += [parameter.detach().cpu().numpy().copy() for parameter in module.parameters()]
     assert [stage for stage in view.seeds.stage[0] if stage != Stage.DORMANT], "a seed was kept"
     seen += [figures[:1] for figures in engine.evaluate(engine.population.data.validation_splits())]
     return engine, seen
@@ -96,12 +96,12 @@ def test_with_mapping_loop_a_small_network_has_no_ghost_either():
     ],
 )
 def test_a_ghost_runs_beside_a_small_network_that_is_alone_and_does_not_run_in_a_loop(top, ghost):
-    assert needs_ghost(blobs(), small_config(**{"envs": 1, **top})) == ghost
+    assert needs_ghost(blobs(), small_config(**{"envs": 1, "device": "cpu", **top})) == ghost
 
 
 @pytest.mark.parametrize(("top", "ghost"), [({}, False), ({"mapping": "vmap"}, True), ({"compile": "on"}, True)])
 def test_a_large_network_needs_a_ghost_where_it_is_mapped_or_compiled(apart, top, ghost):
-    assert needs_ghost(text(), small_config(envs=1, **top)) == ghost
+    assert needs_ghost(text(), small_config(envs=1, device="cpu", **top)) == ghost
 
 
 def test_the_kind_of_its_streams_and_its_parameters_say_whether_a_network_is_large():

@@ -313,8 +313,8 @@ def test_a_look_compares_the_network_with_and_without_the_seed_on_all_fresh_exam
             kept = seeds._replace(stage=np.where(stages == Stage.HOLDING, Stage.FOSSILIZED, stages).astype(np.int8))
             network, _ = population.export(kept, env)
             with torch.no_grad():
-                output = network.eval()(fresh.x[env])
-            scores.append((output.argmax(-1) == fresh.y[env]).double())
+                output = network.eval()(fresh.x[env].cpu())
+            scores.append((output.argmax(-1) == fresh.y[env].cpu()).double())
         rise = scores[0] - scores[1]
         assert found.tolist() == [(rise > 0).sum(), (rise < 0).sum()]
         level = engine.certifier.state.level[env, slot]

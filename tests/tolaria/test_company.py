@@ -61,10 +61,10 @@ def grown(keys, **top):
                     "gradient",
                     "fixed",
                 ):  # what is left over from a step, and there only where some row needs it
-                    found.append(column[env].numpy().copy())
+                    found.append(column[env].cpu().numpy().copy())
             for slot in np.flatnonzero(among(view.seeds.stage[env], IN_BUDGET)).tolist():
                 module = engine.population.body.seed_module(view.seeds, env, slot)
-                found += [parameter.detach().numpy().copy() for parameter in module.parameters()]
+                found += [parameter.detach().cpu().numpy().copy() for parameter in module.parameters()]
     for split in (engine.population.data.validation_splits(), [held_back(key) for key in keys]):
         for figures in engine.evaluate(split):
             for env, found in enumerate(seen):

@@ -374,8 +374,8 @@ def test_accumulated_gradients_equal_one_large_batch(accumulate):
     feed.reset(0)
     for start in range(0, 3, accumulate):
         optimizer.zero_grad()
-        x = torch.cat([batches[start + k][0][0] for k in range(accumulate)])
-        y = torch.cat([batches[start + k][1][0] for k in range(accumulate)])
+        x = torch.cat([batches[start + k][0][0].cpu() for k in range(accumulate)])
+        y = torch.cat([batches[start + k][1][0].cpu() for k in range(accumulate)])
         torch.nn.functional.cross_entropy(host(x), y).backward()
         optimizer.step()
     engine.step(Actions.wait(3))

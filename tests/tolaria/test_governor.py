@@ -118,7 +118,9 @@ def test_the_twin_of_an_environment_is_put_back_likewise():
 
 def host_of(engine, row):
     stack = engine.population.body.host
-    return {name: column[row].clone() for name, column in stack.columns.items()} | {"steps": stack.steps[row].copy()}
+    return {name: column[row].clone().cpu() for name, column in stack.columns.items()} | {
+        "steps": stack.steps[row].copy()
+    }
 
 
 def fossil_of(engine, row, slot):
@@ -127,7 +129,7 @@ def fossil_of(engine, row, slot):
         found = np.flatnonzero(envs == row)
         if at == slot and len(found):
             stack = body.stacks[at, form]
-            return {name: column[found[0]].clone() for name, column in stack.columns.items()} | {
+            return {name: column[found[0]].clone().cpu() for name, column in stack.columns.items()} | {
                 "steps": stack.steps[found[0]].copy()
             }
     return None

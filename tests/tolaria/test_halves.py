@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import pytest
+import torch
 
 from esper.leyline.records import as_tree
 from esper.tamiyo.rules.baselines import RandomValid
@@ -17,7 +18,7 @@ def same(one, other) -> bool:
         return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
-    one, other = np.asarray(one), np.asarray(other)
+    one, other = (np.asarray(each.cpu() if isinstance(each, torch.Tensor) else each) for each in (one, other))
     return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 

@@ -118,7 +118,7 @@ def test_the_norms_are_those_of_one_network_in_a_plain_loop():
         if stage != Stage.GERMINATED:
             feed = engine.population.feed
             begin = feed.batch
-            batches = [next(feed) for _ in range(3)]
+            batches = [[part.cpu() for part in next(feed)] for _ in range(3)]
             feed.batch = begin
             expected = slow_norms(engine, 1, batches, 0.2, 0.1)
             stages.add(stage)

@@ -42,7 +42,8 @@ def grown(decisions=LIVE_AND_INCUBATING, **options):
     feed.advance()
     generator = torch.Generator().manual_seed(1)
     x, y = feed.of(part)
-    return engine, route, (x, y, torch.rand(y.shape, generator=generator), torch.rand(len(y), generator=generator))
+    weights, factors = (torch.rand(shape, generator=generator).to(y.device) for shape in (y.shape, len(y)))
+    return engine, route, (x, y, weights, factors)
 
 
 def added(engine, route, batch, mode, times=2):
@@ -75,7 +76,7 @@ def test_a_graph_adds_the_gradients_of_hosts_and_of_live_and_incubating_seeds(in
 def test_outputs_that_rows_do_not_have_are_inputs_of_a_graph():
     engine, route, batch = grown({})
     body, passes = engine.population.body, engine.population.passes
-    real = torch.ones(3, 1, 3, dtype=torch.bool)
+    real = torch.ones(3, 1, 3, dtype=torch.bool, device=batch[0].device)
     batch = batch[0], batch[1].clamp(max=1), *batch[2:]
     plans = passes.counts.plans
     for fewer in (0, 1):

@@ -163,7 +163,7 @@ class Stack:
         `aligned` starts parameters, and the inputs of rows that run in a loop, at multiples of 64 bytes, as modules with
         convolutions always do. Raises InputError if `mapping` is 'vmap' and the module has dropout.
         """
-        self.template = copy.deepcopy(module).to(device=device, dtype=dtype)
+        self.template = copy.deepcopy(module).to(device=device, dtype=dtype, non_blocking=True)
         self.module = copy.deepcopy(self.template)  # calls bind the parameters of this copy to rows
         inside = list(self.module.modules())
         self.random = any(isinstance(part, _DropoutNd) and part.p > 0 for part in inside)

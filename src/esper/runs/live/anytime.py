@@ -339,6 +339,9 @@ class AnytimeGrowth:
         if self._slower is not None:
             return True
         if math.isnan(self._beside):
+            device = next(self.model.parameters()).device
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # else a step lasts as long as its work takes to be given to the device
             self._times.append(time.perf_counter())
             if len(self._times) <= SETTLED:
                 self.why = f"the seconds of a step are known after {counted(SETTLED + 1, 'step')}"

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,7 @@ class Groups:
             if "param_names" in like_group:
                 group["param_names"] = [f"{name}.{number}" for number, _ in members]
             self.optimizer.add_param_group({**group, "params": [parameter for _, parameter in members], OWNER: name})
+            begin_state(self.optimizer, group, [parameter for _, parameter in members])
             for entries in self._lists(count):
                 entries.append(copy.copy(entries[index]))
 
@@ -155,6 +156,7 @@ class Groups:
         """Let the optimizer remember of each parameter what is given, by name, and nothing of those that are not."""
         for parameter, name in names.items():
             self.optimizer.state.pop(parameter, None)
+            begin_state(self.optimizer, self.optimizer.defaults, [cast(nn.Parameter, parameter)])
             if name in moments:
                 self.optimizer.state[parameter] = placed_moments(moments[name], parameter)
 
@@ -241,6 +243,18 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     The name decides beside the shape: a norm for sequences has its scale as (1, 1, features).
     """
     return parameter.dim() > 1 and name.rpartition(".")[2] not in ("bias", "scale", "shift")
+
+
+def begin_state(optimizer: torch.optim.Optimizer, group: Group, parameters: Sequence[nn.Parameter]) -> None:
+    """Let the optimizer remember of new parameters of a group what it needs before their first step.
+
+    Adagrad of torch 2.11 has this from its own construction on, and never afterwards; all other optimizers of torch begin with a
+    parameter in its first step.
+    """
+    if isinstance(optimizer, torch.optim.Adagrad):
+        value = group["initial_accumulator_value"]
+        made = torch.optim.Adagrad(parameters, initial_accumulator_value=value, fused=group.get("fused"))
+        optimizer.state.update(made.state)
 
 
 def placed_moments(moments: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import InputError
 from esper.leyline.text import did_you_mean
-from esper.tolaria.live.groups import unwrapped
+from esper.tolaria.live.groups import begin_state, unwrapped
 
 
 class Widened(Mapping[str, tuple[int, int]]):
@@ -282,3 +282,4 @@ def follow(
             if id(old) in new:
                 group["params"][index] = new[id(old)]
                 optimizer.state.pop(old, None)
+                begin_state(optimizer, group, [new[id(old)]])
