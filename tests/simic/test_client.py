@@ -113,7 +113,6 @@ def test_a_rollback_is_a_terminal_that_costs_the_penalty_and_the_rest_of_the_epi
     assert rollout.starts[:, 2].tolist() == [True, False, True, False]
     assert rollout.end[:, [0, 1, 3]].sum() == rollout.starts[:, [0, 1, 3]].sum() == 3
     assert rollout.reward[1, 2] == -client.penalty
-    assert not rollout.after.any()
     last = rollout.observations().env_flags
     assert not last[2, 2, : len(Op)].any()  # nothing was decided before, as at the start
     np.testing.assert_array_equal(last[2, 2, -1], last[0, 2, -1])
@@ -161,7 +160,6 @@ def test_a_rollout_is_one_episode_of_every_environment_that_ends_for_good():
     assert rollout.reward.shape == (STEPS, ENVS)
     assert rollout.starts.tolist() == [[t == 0] * ENVS for t in range(STEPS)]
     assert rollout.end.tolist() == [[t == STEPS - 1] * ENVS for t in range(STEPS)]
-    assert not rollout.after.any()
 
 
 @pytest.mark.parametrize("name", ["delta", "sparse", "escrow"])
@@ -201,29 +199,6 @@ def test_an_update_learns_and_begins_the_next_round():
     assert figures["return"] == pytest.approx(np.sum(client.reward.paid, 0).mean(), abs=1e-5)
     play(engine, client)
     assert client.rollout().starts[0].all()
-
-
-def test_an_episode_cut_short_is_worth_what_the_mind_expects_of_its_last_state():
-    engine, client = a_run()
-    view = play(engine, client, 2)
-    expected = client.actor.value(view)
-    client.cut(view)
-    rollout = client.rollout()
-    assert rollout.end.tolist() == [[False] * ENVS, [True] * ENVS]
-    assert torch.equal(rollout.after[1], expected)
-    assert client.update()["epochs"] > 0
-
-
-def test_behind_a_cut_the_same_episode_goes_on_as_a_new_sequence():
-    engine, client = a_run()
-    view = play(engine, client, 2)
-    client.cut(view)
-    client.update()
-    while view.step < STEPS:
-        view, outcome = engine.step(client.act(view))
-        client.store(outcome)
-    assert client.rollout().starts.tolist() == [[True] * ENVS, [False] * ENVS]
-    assert client.update()["epochs"] > 0
 
 
 def test_cohorts_of_other_shapes_share_one_learner():

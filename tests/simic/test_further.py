@@ -122,10 +122,10 @@ def test_advantages_and_returns_are_those_without_the_idle_entries():
     idle = torch.tensor([[0, 0], [0, 1], [0, 1], [0, 0], [0, 0], [0, 1]], dtype=torch.bool)
     end[5, 0] = end[4, 1] = True
     reward = reward.masked_fill(idle, 0.0)
-    found = advantages(reward, value, torch.zeros(6, 2), end, 0.9, 0.8, idle)
+    found = advantages(reward, value, end, 0.9, 0.8, idle)
     for row in (0, 1):
         keep = ~idle[:, row]
-        parts = (x[keep, row, None] for x in (reward, value, torch.zeros(6, 2), end))
+        parts = (x[keep, row, None] for x in (reward, value, end))
         for whole, single in zip(found, advantages(*parts, 0.9, 0.8), strict=True):
             torch.testing.assert_close(whole[keep, row, None], single)
 

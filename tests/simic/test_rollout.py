@@ -88,28 +88,8 @@ def test_observations_are_those_that_were_written():
             np.testing.assert_array_equal(field[t], row)
 
 
-def test_a_cut_bootstraps_the_sequences_that_have_not_ended_and_ends_them():
-    buffer = filled()
-    end = an_end(T - 1)[1]
-    worth = torch.arange(1.0, 1 + E)
-    buffer.cut(worth)
-    rollout = buffer.rollout()
-    assert rollout.end[-1].all()
-    assert rollout.after[-1].tolist() == [0.0 if gone else float(w) for gone, w in zip(end, worth, strict=True)]
-    assert not rollout.after[:-1].any()
-    np.testing.assert_array_equal(rollout.end[:-1].numpy(), [an_end(t)[1] for t in range(T - 1)])
-
-
-def test_a_cut_in_mid_rollout_ends_it_at_the_step_that_was_written_last():
-    buffer = filled(2)
-    buffer.cut(torch.ones(E))
-    assert buffer.rollout().end[1].all()
-    assert len(buffer.rollout().reward) == 2
-
-
 def test_a_round_behind_another_is_written_into_the_same_memory_and_keeps_nothing_of_it():
     buffer = filled()
-    buffer.cut(torch.full((E,), 9.0))
     before = buffer.rollout().reward.data_ptr()
     buffer.clear()
     for seed in range(2):
@@ -124,9 +104,9 @@ def test_a_full_buffer_takes_no_more():
         filled().add(a_step(9))
 
 
-@pytest.mark.parametrize("call", ["rollout", "close", "cut"])
+@pytest.mark.parametrize("call", ["rollout", "close"])
 def test_an_empty_buffer_has_nothing_to_give(call):
-    arguments = {"rollout": (), "close": an_end(0), "cut": (torch.ones(E),)}[call]
+    arguments = {"rollout": (), "close": an_end(0)}[call]
     with pytest.raises(AssertionError, match=r"nothing|before"):
         getattr(TamiyoRolloutBuffer(T, E), call)(*arguments)
 

@@ -224,14 +224,6 @@ def test_rows_that_were_forgotten_one_after_the_other_all_begin_a_sequence(train
     assert mind.act(view, SOME, greedy=False).starts.tolist() == [True, False, True, False]
 
 
-def test_what_a_mind_expects_of_a_state_is_its_value_there_and_changes_no_memory(trained):
-    mind = RecurrentActor(trained)
-    _, view, _ = play(engine_of(), mind, 2)
-    expected = mind.value(view)
-    assert torch.equal(mind.value(view), expected)
-    assert torch.equal(mind.act(view, SOME, greedy=False).value, expected)
-
-
 def test_an_outcome_is_seen_at_the_next_decision(trained):
     mind = RecurrentActor(trained)
     engine = engine_of()

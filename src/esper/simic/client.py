@@ -70,15 +70,6 @@ class SimicClient(Controller):
         self._written().close(total(self.paid), outcome.ended)
         self.actor.store(outcome)
 
-    def cut(self, view: View) -> None:
-        """Truncate the unfinished sequences of the rollout, with an estimate of the value of their last states.
-
-        Every memory is emptied, because an update replays each sequence from its start.
-        """
-        buffer = self._written()
-        buffer.cut(self.actor.value(view))
-        self.actor.reset(np.ones(buffer.envs, bool))
-
     def rollout(self) -> Rollout:
         """Return the steps that were recorded since `clear`."""
         return self._written().rollout()

@@ -37,7 +37,7 @@ class Advantages(NamedTuple):
     Attributes:
         advantage (tensor): advantage of the decision at step t
         target (tensor): lambda-return, the target of the critic
-        returns (tensor): discounted sum of the rewards from step t on, bootstrapped where a sequence was truncated
+        returns (tensor): discounted sum of the rewards from step t to the end of the sequence
     """
 
     advantage: Tensor
@@ -46,27 +46,26 @@ class Advantages(NamedTuple):
 
 
 def advantages(
-    reward: Tensor, value: Tensor, after: Tensor, end: Tensor, gamma: float, lam: float, idle: Tensor | None = None
+    reward: Tensor, value: Tensor, end: Tensor, gamma: float, lam: float, idle: Tensor | None = None
 ) -> Advantages:
     """Generalised advantage estimation (Schulman et al., "High-dimensional continuous control using GAE", 2016, eq. 16).
 
         delta_t = r_t + gamma V_{t+1} - V_t,      A_t = delta_t + gamma lam (1 - end_t) A_{t+1}
 
-    All arguments are (T, E). `end` marks the last step of a sequence. There V_{t+1} is `after`: 0 at a terminal state, V of
-    the last observation where the sequence was truncated. Elsewhere V_{t+1} is the next row of `value`, and `after` is not
-    read. The last step of a rollout must end every sequence. lam = 1 gives the Monte Carlo advantage.
+    All arguments are (T, E). `end` marks the last step of a sequence, behind which V is 0: an episode is played to its end, and a
+    rollback is a terminal. The last step of a rollout must end every sequence. lam = 1 gives the Monte Carlo advantage.
 
     idle: (T, E) bool, entries at which a row decided nothing. Its sequence is that of its other entries, and an idle one has the
     advantage and the returns of the next.
     """
-    assert reward.shape == value.shape == after.shape == end.shape, (reward.shape, value.shape, after.shape, end.shape)
+    assert reward.shape == value.shape == end.shape, (reward.shape, value.shape, end.shape)
     idle = torch.zeros_like(end) if idle is None else idle
     assert bool((end | idle)[-1].all()), "the last step of a rollout ends every sequence"
     if idle.any():
         value = value.clone()
         for t in reversed(range(len(value) - 1)):
             value[t] = torch.where(idle[t], value[t + 1], value[t])
-    next_value = torch.where(end, after, torch.cat([value[1:], after[-1:]]))
+    next_value = torch.where(end, 0.0, value.roll(-1, 0))
     delta = reward + gamma * next_value - value
     discount = gamma * (~end).to(reward.dtype)
     advantage, returns = torch.empty_like(reward), torch.empty_like(reward)
@@ -74,7 +73,7 @@ def advantages(
     for t in reversed(range(len(reward))):
         own = delta[t] + lam * discount[t] * next_advantage
         next_advantage = torch.where(idle[t], next_advantage, own)
-        earned = reward[t] + torch.where(end[t], gamma * after[t], gamma * next_return)
+        earned = reward[t] + torch.where(end[t], 0.0, gamma * next_return)
         next_return = torch.where(idle[t], next_return, earned)
         advantage[t], returns[t] = next_advantage, next_return
     return Advantages(advantage, advantage + value, returns)
@@ -334,14 +333,14 @@ class PPO:
         config = self.config
         # A critic that learns nothing would add nothing but its noise.
         critic = rollout.value if config.value_weight else torch.zeros_like(rollout.value)
-        scored = (rollout.reward, critic, rollout.after, rollout.end)
+        scored = (rollout.reward, critic, rollout.end)
         gains = advantages(*scored, config.gamma, config.gae_lambda, rollout.idle)
         if bad := (~torch.isfinite(gains.advantage)).nonzero().tolist():
             step, env = bad[-1]
-            reward, value, after = (float(field[step, env]) for field in scored[:3])
+            reward, value = (float(field[step, env]) for field in scored[:2])
             raise LearningError(
-                f"the advantage of environment {env} is not finite at step {step}: its reward is {reward}, its value "
-                f"{value:.4g}, and the value after a truncation {after:.4g}; lower optimizer.lr, because a host has "
+                f"the advantage of environment {env} is not finite at step {step}: its reward is {reward} and its value "
+                f"{value:.4g}; lower optimizer.lr, because a host has "
                 "diverged, or check the reward"
             )
         advantage, weight = self._compared(gains.advantage), (rollout.valid[Head.OP].sum(-1) > 1).float()

@@ -49,7 +49,6 @@ class Rollout(NamedTuple):
         log_prob, value, starts, exploration, idle (tensors): as in `RolloutStep`
         reward ((T, E) tensor): reward of the step, at the last decision of the row in it; 0 at the others
         end ((T, E) bool tensor): whether the sequence ends with this step
-        after ((T, E) tensor): value of the next state where the sequence is truncated after this step, else 0
     """
 
     observation: tuple[Tensor, ...]
@@ -62,7 +61,6 @@ class Rollout(NamedTuple):
     idle: Tensor
     reward: Tensor
     end: Tensor
-    after: Tensor
 
     def observations(self) -> Observation:
         """Return the observations as arrays, which share memory."""
@@ -126,8 +124,8 @@ class TamiyoRolloutBuffer:
     """Memory for T steps of E environments, allocated once and written one decision at a time. Further decisions of a step
     enlarge it.
 
-    A sequence ends at a terminal state, at a rollback by the governor, or by `cut`, which truncates it with the value of its
-    last state. After an end the row begins a new sequence with empty memory.
+    A sequence ends at a terminal state, or at a rollback by the governor. After an end the row begins a new sequence with empty
+    memory. Episodes are played to their end, so no return is bootstrapped.
     """
 
     def __init__(self, steps: int, envs: int) -> None:
@@ -147,7 +145,7 @@ class TamiyoRolloutBuffer:
         parts = (*step.observation, *step.actions, *step.valid, *step[3:])
         for field, part in zip(fields, parts, strict=True):
             field[self.length] = part if isinstance(part, Tensor) else torch.from_numpy(part)
-        for empty in (rollout.reward, rollout.end, rollout.after):
+        for empty in (rollout.reward, rollout.end):
             empty[self.length] = 0
         self._last = torch.where(rollout.idle[self.length], self._last, self.length)
         self.length += 1
@@ -158,14 +156,6 @@ class TamiyoRolloutBuffer:
         at = self._last, torch.arange(self.envs)
         self._rollout.reward[at] = torch.from_numpy(reward).to(self._rollout.reward.dtype)
         self._rollout.end[at] = torch.from_numpy(end)
-        self._rollout.after[at] = 0.0
-
-    def cut(self, after: Tensor) -> None:
-        """Truncate the sequences that have not ended with the last step; the value of their next states is `after` (E,)."""
-        assert self._rollout is not None, "a step is written before it is truncated"
-        at = self._last, torch.arange(self.envs)
-        self._rollout.after[at] = torch.where(self._rollout.end[at], self._rollout.after[at], after)
-        self._rollout.end[at] = True
 
     def rollout(self) -> Rollout:
         """Return views of the steps written so far."""
@@ -219,5 +209,4 @@ def _allocate(steps: int, envs: int, step: RolloutStep) -> Rollout:
         idle=torch.zeros(shape, dtype=torch.bool),
         reward=torch.zeros(shape),
         end=torch.zeros(shape, dtype=torch.bool),
-        after=torch.zeros(shape),
     )

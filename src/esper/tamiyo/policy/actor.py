@@ -145,12 +145,6 @@ class RecurrentActor:
         self._made, self._calls = self._made + ~idle, self._calls + 1
         return ActorOutput(observation, decision, value[0], self._begins, idle)
 
-    def value(self, view: View) -> Tensor:
-        """V of the state (E,), without a decision. The memory is unchanged."""
-        observation = self.observe(view, self.history.measured(view.measurements))
-        with torch.no_grad():
-            return self._forward(observation, view.space, self.hidden)[1][0]
-
     def store(self, outcome: Outcome) -> None:
         """Add the last decisions to the history, if `further` has not. The memory of a row that was rolled back is emptied."""
         if not self._heard:
