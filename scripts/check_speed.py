@@ -2,7 +2,8 @@
 
 A ratio is the process seconds of a bare stack's step (scripts/floors.py) over those of the engine's step, the median over
 turns. Both run in one process and take turns, so the ratio depends little on the machine and on what else runs there. A case is
-tried up to three times, and fails only if every try is more than 20 % below the recorded ratio. One more case fails if the rows
+tried up to three times, and fails only if every try is more than 20 % below the recorded ratio. Two more cases compare the
+seconds of the engine with those of the engine and of a policy that decides, or learns, beside it. The last one fails if the rows
 of telemetry.level step take more than 2 % of a step.
 
     python scripts/check_speed.py            # exit code 1 if a case fails
@@ -15,10 +16,11 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import benchmark_training
 from benchmark_hot_path import Case, machine, measure
 from benchmark_telemetry import share_of_rows
 
@@ -29,6 +31,8 @@ CASES = {
     "repair, a quarter incubating": Case("speed", "repair", envs=16, incubating="quarter", plain=False),
     "width 64, no seeds": Case("speed", envs=16, slots=4, width=64, plain=False),
 }
+LEARNING = {"digits, a policy that decides": ("acting", "storing"), "digits, a policy that learns": ("updating",)}
+"""Parts of an episode of training (scripts/benchmark_training.py)."""
 TURNS = 7
 TRIES = 3
 TOLERANCE = 0.2
@@ -43,6 +47,19 @@ def ratio(case: Case) -> float:
     """The bare stack's seconds a step over the engine's, each case in a process of its own."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return float(pool.apply(measure, (case, TURNS, "cpu"))["table"]["engine auto"]["of_floor"])
+
+
+def learning_ratio(parts: Sequence[str]) -> float:
+    """The engine's seconds in episodes of training over its own and those of some parts."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        (row,) = pool.apply(benchmark_training.measure, (benchmark_training.TrainingCase(16), TURNS, "cpu"))["rows"]
+    return float(row["engine"] / (row["engine"] + sum(row[part] for part in parts)))
+
+
+def measured_ratios() -> dict[str, Callable[[], float]]:
+    """What measures the ratio of each case."""
+    found: dict[str, Callable[[], float]] = {name: partial(ratio, case) for name, case in CASES.items()}
+    return found | {name: partial(learning_ratio, parts) for name, parts in LEARNING.items()}
 
 
 def share() -> float:
@@ -70,7 +87,10 @@ def tried(name: str, measured: Callable[[], float], accepted: Callable[[float], 
 
 def record() -> None:
     """Write the median of three ratios of each case, with the machine that measured them."""
-    ratios = {name: round(statistics.median(ratio(case) for _ in range(TRIES)), 3) for name, case in CASES.items()}
+    ratios = {
+        name: round(statistics.median(measured() for _ in range(TRIES)), 3)
+        for name, measured in measured_ratios().items()
+    }
     report = {"machine": machine("cpu"), "ratios": ratios}
     RECORDED.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(ratios, indent=2))
@@ -86,7 +106,7 @@ def main() -> None:
         record()
         return
     begin, recorded = time.perf_counter(), json.loads(RECORDED.read_text(encoding="utf-8"))["ratios"]
-    passed = [check(name, partial(ratio, case), recorded[name]) for name, case in CASES.items()]
+    passed = [check(name, measured, recorded[name]) for name, measured in measured_ratios().items()]
     cheap = tried("repair, rows of level step", share, lambda value: value <= ROWS, f"at most {ROWS:.3f} of a step")
     print(f"{sum(passed)} of {len(passed)} cases as fast as recorded, in {time.perf_counter() - begin:.0f} s")
     if not all(passed):
