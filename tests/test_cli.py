@@ -220,6 +220,7 @@ def test_a_blueprint_of_another_kind_than_the_slots_is_refused(esper, name):
     assert f"blueprint '{name}' is for" in err
 
 
+@pytest.mark.campaign
 def test_doctor_finds_nothing_wrong(esper):
     code, out, _ = esper("doctor")
     assert code == 0, out

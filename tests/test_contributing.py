@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PROGRAM = """
@@ -38,6 +40,7 @@ def patched(source, patch):
     return source.replace(context, context + added)
 
 
+@pytest.mark.campaign
 def test_a_sensor_that_is_added_as_the_page_says_is_measured(tmp_path):
     package = tmp_path / "esper"
     shutil.copytree(ROOT / "src" / "esper", package, ignore=shutil.ignore_patterns("__pycache__"))

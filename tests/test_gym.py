@@ -73,8 +73,9 @@ def test_gymnasium_finds_nothing_to_say_of_one_environment(reward, sensors_every
     assert not [str(warning.message) for warning in recwarn if "WARN" in str(warning.message)]
 
 
-@pytest.mark.parametrize("reward", [{"name": "delta"}, {"name": "escrow", "relative_to": "twin"}])
-@pytest.mark.parametrize("task", [blobs, repair])
+@pytest.mark.parametrize(
+    ("task", "reward"), [(blobs, {"name": "delta"}), (repair, {"name": "escrow", "relative_to": "twin"})]
+)
 def test_a_population_is_gymnasiums_own_vector_of_as_many_environments(reward, task):
     config = small_config({"probe": {"sensors_every": 3}}, steps=5, reward=reward)
     population = EsperVectorEnv(task(), config)

@@ -91,9 +91,9 @@ def executes(source):
                 yield dotted(node)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SOURCES[0].parent)))
-def test_no_source_has_anything_that_executes_what_it_reads(path):
-    assert list(executes(path.read_text())) == ALLOWED.get(str(path.relative_to(SOURCES[0].parent)), [])
+def test_no_source_has_anything_that_executes_what_it_reads():
+    found = {str(path.relative_to(SOURCES[0].parent)): list(executes(path.read_text())) for path in SOURCES}
+    assert {path: calls for path, calls in found.items() if calls} == ALLOWED
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_hostile_config_of_a_run_is_refused(run, capsys, monkeypatch, tmp_path
     assert not Path("sign").exists()
 
 
-@pytest.mark.parametrize("depth", [10, 300, 900, 2000, 100_000])
+@pytest.mark.parametrize("depth", [10, 900, 100_000])
 def test_a_deeply_nested_summary_is_worked_out_again_or_printed_but_never_a_traceback(run, capsys, depth):
     (run / "summary.json").write_text('{"a":' * depth + "1" + "}" * depth)
     assert esper("resume", run, "--json") == 0

@@ -151,6 +151,7 @@ def test_ppo_learns_from_packages_beside_single_plantings():
     assert np.isfinite([figures["policy_loss"], figures["value_loss"]]).all()
 
 
+@pytest.mark.campaign
 def test_a_teacher_that_plants_everywhere_teaches_the_package():
     taught = Taught(led=1.0).played()
     rollout, learner = taught.client.rollout(), taught.learner

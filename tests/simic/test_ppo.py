@@ -467,6 +467,7 @@ def test_a_critic_with_a_huge_gradient_leaves_the_step_of_the_policy_as_it_is(vi
     assert steps[0].abs().sum() > 0
 
 
+@pytest.mark.campaign
 def test_a_head_with_an_entropy_weight_of_its_own_stays_more_uniform(view):
     entropies = []
     for weights in ({}, {"op": 1.0}):

@@ -78,7 +78,7 @@ def assert_bitwise(found, expected):
         assert np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
-@pytest.fixture(scope="module", params=["shadow", "ste"])
+@pytest.fixture(scope="module", params=["shadow", pytest.param("ste", marks=pytest.mark.slow)])
 def singles(request):
     """The config of an incubation, and each instance grown with no other."""
     top = {"lifecycle": {"incubation": request.param, "max_training_seeds": 2}}

@@ -46,6 +46,7 @@ def test_an_episode_of_births_and_prunes_has_the_numbers_of_eager_passes(mapping
     assert passes.counts.eager == passes.counts.looped == 0
 
 
+@pytest.mark.campaign
 def test_isolated_seeds_accumulated_gradients_and_bfloat16_are_part_of_the_graph(monkeypatch):
     config = {"lifecycle": {"isolation": "isolated"}, "optimizer": {"accumulation_steps": 3}, "steps": 5}
     assert_close(config, EARLY)

@@ -292,6 +292,7 @@ def overfit():
     return esper.task("noise", x, y, host=MLP(inputs=10, width=32, hidden=(32,), outputs=1), seed=3)
 
 
+@pytest.mark.campaign
 def test_a_long_run_on_few_noisy_examples_ends_no_worse_than_a_short_one():
     settings = {
         "envs": 4,

@@ -47,6 +47,7 @@ def test_one_environment_with_one_slot_and_one_step_has_the_losses_of_any_mode(m
         np.testing.assert_allclose(own, other, rtol=tolerance)
 
 
+@pytest.mark.campaign
 def test_a_row_that_is_put_back_goes_on_in_compiled_passes_as_in_eager_ones():
     found = []
     for mode in ("on", "off"):

@@ -137,10 +137,11 @@ def test_the_norms_are_those_of_one_network_in_a_plain_loop():
     [
         ("debug", None, range(8)),
         ("debug", 3, (2, 5)),
-        ("debug", 0, ()),
         ("step", 3, ()),
-        ("step", None, ()),
-        ("run", 1, ()),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("debug", 0, ()), ("step", None, ()), ("run", 1, ()))
+        ),
     ],
 )
 def test_nothing_is_asked_for_off_the_stride_or_below_debug(level, every, steps):

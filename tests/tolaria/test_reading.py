@@ -148,7 +148,7 @@ def test_a_training_by_two_processes_that_read_by_workers_has_the_controller_of_
     assert digests[0] == digests[1] == digests[2]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=SLOW)])
 def test_a_trial_in_copies_of_rows_reads_the_same_batches_and_changes_none(straight, workers):
     worth = []
     for ahead, processes in ((0, 0), (2, workers)):

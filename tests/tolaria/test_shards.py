@@ -46,8 +46,14 @@ def grown(task, client, first, envs, **over):
     return [np.stack(part, 1) for part in zip(*seen, strict=True)]
 
 
-@pytest.mark.parametrize("client", CLIENTS)
-@pytest.mark.parametrize("task", [blobs, repair])
+@pytest.mark.parametrize(
+    ("task", "client"),
+    [
+        pytest.param(task, client, marks=() if task == (blobs, repair)[place % 2] else pytest.mark.slow)
+        for task in (blobs, repair)
+        for place, client in enumerate(CLIENTS)
+    ],
+)
 def test_two_halves_grow_as_the_whole_does(task, client):
     whole = grown(task(), client, 0, 8)
     halves = [grown(task(), client, first, 4) for first in (0, 4)]

@@ -187,6 +187,7 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
     assert not torch.equal(passed(recorded, first)[0], losses)
 
 
+@pytest.mark.campaign
 def test_torch_takes_a_pass_with_live_and_incubating_seeds_as_one_graph():
     engine, route, batch = grown()
     inputs = engine.population.passes.inputs(route, *batch)
