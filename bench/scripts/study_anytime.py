@@ -5,12 +5,12 @@
 
 Texts: a byte transformer with one block (RMSNorm, heads of 16, a squared ReLU) on the sources of the standard library, or on the
 C++ headers of torch; batches of 4 x 64 bytes. `esper.AnytimeGrowth` doubles 16 features by its defaults, up to 64.
-Table: two hidden layers on letter (20,000 rows, 26 classes; needs r-cran-mlbench and `rdata`), which is seen many times, so that
-growth waits for the loss on 1,000 held-out rows; batches of 64; 32 units, up to 256. Adam at a constant rate. What counts is the
-average of the weights over about the last tenth of the compute, at 12 stops over a 30-fold range of budgets. The static networks
-have each of these widths, the same average and warm-up. Each arm has the best of three rates by its mean over the stops, found
-with seed 99 (of both texts on the first). Restarts: each width anew for its share, the best so far kept. Halving: a quarter of
-the budget is shared by all widths, the rest is for the best. "Grown, in seconds" has cost='seconds'.
+Table: two hidden layers on letter (20,000 rows, 26 classes; needs r-cran-mlbench and `rdata`), which is seen many times, so
+that the loss on 1,000 held-out rows decides when it grows; batches of 64; 32 units, up to 256. Adam at a constant rate. What
+counts is the average of the weights over about the last tenth of the compute, at 12 stops over a 30-fold range of budgets. The
+static networks have each of these widths, the same average and warm-up. Each arm has the best of three rates by its mean over
+the stops, found with seed 99 (of both texts on the first). Restarts: each width anew for its share, the best so far kept.
+Halving: a quarter of the budget is shared by all widths, the rest is for the best. "Grown, in seconds" has cost='seconds'.
 
 Gap: bits per byte, or test error in percent, above the best static width for each stop, mean over stops; in FLOPs, and in
 seconds by interpolation. As the machine has other work, a step of each width has the seconds that are measured first, for all

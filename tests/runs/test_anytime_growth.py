@@ -153,6 +153,44 @@ def test_a_limit_and_a_loss_that_does_not_fall_keep_a_network_small_and_are_name
     assert growth.why.startswith("the loss on the probe is 3, and was 3 at the last growth")
 
 
+def falling(bend):
+    """A run whose loss on the probe falls as compute^-.3, and as compute^-.15 from `bend` on, whatever it learns."""
+
+    def loss(output, target):
+        compute = run[3]._compute
+        return 1e3 * min(compute, bend) ** -0.3 * max(compute / bend, 1.0) ** -0.15 + 0 * output.mean((1, 2))
+
+    run = made(probe=[(texts(99)[:, :-1], texts(99)[:, 1:])], loss=loss, ratio=None)
+    return run
+
+
+def test_a_loss_on_the_probe_that_falls_more_slowly_than_it_did_makes_a_network_wider():
+    run = trained(falling(math.inf), 0, 120)
+    assert run[3].growths == []
+    assert run[3].why.startswith(
+        "the loss on the probe falls as compute^-0.30 over the last doubling of compute, and as"
+    )
+    compute = run[3]._compute / run[3].steps
+    run = trained(falling(60 * compute), 0, 90)
+    (only,) = run[3].growths
+    assert 60 < only["step"] < 80
+    assert run[3].why == "growths are a factor of 4 of compute apart"
+
+
+def test_a_run_that_watches_its_loss_is_resumed_to_the_same_bits():
+    straight = trained(falling(3.9e6), 0, 90)
+    half = trained(falling(3.9e6), 0, 62)
+    model, optimizer, schedule, growth = again = falling(3.9e6)
+    growth.load_state_dict(copy.deepcopy(half[3].state_dict()))
+    for each, other in zip((model, optimizer, schedule), half, strict=False):
+        each.load_state_dict(copy.deepcopy(other.state_dict()))
+    trained(again, 62, 90)
+    assert again[3].growths == straight[3].growths
+    assert straight[3].growths[0]["step"] > 62
+    for one, other in zip(straight[0].parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_with_a_cost_in_seconds_growth_waits_until_they_are_known_and_then_needs_fewer_targets_the_less_they_rise():
     run = trained(made(cost="seconds", ratio=1e-9), 0, 20)
     growth = run[3]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,16 +23,26 @@ from esper.tolaria.live.widening import Widened, check_growable, check_optimizer
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
 TIMED = 7
 """Passes of which the shortest is the seconds of a pass."""
+TARGETS = 60.0
+"""Targets seen for each parameter, when the network becomes wider, where `ratio` is not given and no probe decides."""
 WORTH = 0.01
 """Share by which the loss on the probe must have fallen since the last growth."""
 AGAIN = 1.1
 """Factor of the examples seen after which the probe is looked at again, if the loss there had not fallen."""
+LOOK = 1.08
+"""Factor of the compute between two looks at the probe, where its loss decides."""
+SHORT, LONG = 2.0, 8.0
+"""Factors of the compute over which the slope of that loss is measured: lately, and before."""
+BEND = 0.9
+"""The network becomes wider when the late slope is below this share of the earlier one."""
+APART = 4.0
+"""Least factor of the compute between two growths, and from the end of twice the warm-up to the first."""
 WINDOW = 8.0
 """The running average weighs a step at compute C by (C / total)^8, so that about the last tenth of the compute counts."""
 
@@ -50,6 +61,11 @@ class AnytimeGrowth:
     A small network learns faster at first, and a large one ends better. So start with the smallest that makes sense. When the
     loop has seen `ratio` targets for each parameter, every inner width is multiplied (`esper.widen`), and so on until the
     training stops, whenever that is. The network is of its own class all the time, and computes what it did across each growth.
+
+    With a `probe` and no `ratio`, the loss there decides. While a network is as large as it should be, its loss falls about as a
+    power of the compute; when it becomes too small, more slowly. So the network becomes wider when the slope of the logarithm of
+    the loss over the logarithm of the compute, over the last doubling, is below .9 of that over the last factor of 8; growths
+    are a factor of 4 of compute apart.
 
     The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
     know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up behind the start and each growth.
@@ -70,14 +86,15 @@ class AnytimeGrowth:
         optimizer: that of the loop
         example: an input of the model on which every layer runs; a tuple or list holds its arguments, a mapping its named ones.
             With cost='seconds', a batch as large as those of the loop
-        ratio: targets seen, such as tokens or labels, for each parameter, when the network becomes wider
+        ratio: targets seen, such as tokens or labels, for each parameter, when the network becomes wider. None lets the loss on
+            the probe decide where there is one and cost='parameters', and is 60 elsewhere
         cost: what a larger network costs more of, 'parameters' or 'seconds'
         factor: by how much, a whole number
         most_parameters: largest number of parameters; None where there is no limit
         warmup: steps of each linear warm-up of the learning rates
         rate_power: the learning rates of a network with widths multiplied by r are scaled by r^-rate_power
-        probe: a list of (input, target) pairs that are not trained on, or a function that returns one. With it the network waits
-            until the loss there has fallen by 1 % since the last growth, so that it does not outgrow a small data set.
+        probe: a list of (input, target) pairs that are not trained on, or a function that returns one. With it a network waits
+            in any case until the loss there has fallen by 1 % since the last growth, so as not to outgrow a small data set.
         loss: loss(output, target) of a batch of the probe
         seed: of the new weights; torch's own generators are not used
 
@@ -98,7 +115,7 @@ class AnytimeGrowth:
         optimizer: torch.optim.Optimizer,
         *,
         example: Any,
-        ratio: float = 60.0,
+        ratio: float | None = None,
         cost: Cost = "parameters",
         factor: int = 2,
         most_parameters: int | None = None,
@@ -115,6 +132,8 @@ class AnytimeGrowth:
                 raise InputError(f"{name} is {value!r}; give a whole number from {least} on")
         if most_parameters is not None and (isinstance(most_parameters, bool) or not isinstance(most_parameters, int)):
             raise InputError(f"most_parameters is {most_parameters!r}; give a whole number, or None for no limit")
+        by_slope = ratio is None and probe is not None and cost == "parameters"
+        ratio = TARGETS if ratio is None else ratio
         for name, number, open_at in (("ratio", ratio, 0.0), ("rate_power", rate_power, -math.inf)):
             if isinstance(number, bool) or not isinstance(number, int | float) or not open_at < number < math.inf:
                 raise InputError(f"{name} is {number!r}; give a finite number" + " above 0" * (open_at == 0))
@@ -140,6 +159,9 @@ class AnytimeGrowth:
         self.steps = self.seen = self._since = 0
         self._compute = 0.0
         self._look_at, self._loss_before = 0.0, math.inf
+        # where the loss on the probe decides: logarithms of compute and loss at its looks over the last factor of LONG
+        self._by_slope, self._curve = by_slope, list[tuple[float, float]]()
+        self._grown_at = math.nan  # compute at the last growth, or at the end of twice the warm-up
         self._times: list[float] = []  # at the first steps, where seconds are measured
         self._rows = 0  # of the largest batch of targets; the last batch of an epoch may be smaller
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
@@ -174,6 +196,8 @@ class AnytimeGrowth:
         self._average(min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
         if self._look_at == math.inf or (self.cost == "seconds" and not self._timed(targets)):
             return False
+        if self._by_slope:
+            return self._bent() and self._grow()
         needed = math.ceil(self.ratio * self._elasticity**3 * size)
         if self.seen < needed:
             self.why = (
@@ -222,6 +246,7 @@ class AnytimeGrowth:
             "format": FORMAT,
             "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
             "seconds": [self._beside, self._slower, self._elasticity],
+            "slope": [self._grown_at, *self._curve],
             "growths": [dict(each) for each in self.growths],
             "average": {name: value.detach().clone() for name, value in self.average.state_dict().items()},
             "why": self.why,
@@ -259,6 +284,8 @@ class AnytimeGrowth:
         self.average.load_state_dict(state["average"])
         self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before = state["numbers"]
         self._beside, self._slower, self._elasticity = state["seconds"]
+        self._grown_at, *curve = state["slope"]
+        self._curve = [(compute, loss) for compute, loss in curve]
         self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
 
     @torch.no_grad()
@@ -298,14 +325,49 @@ class AnytimeGrowth:
         """Leave the network as large as it is from now on."""
         self.why, self._look_at = why, math.inf
 
+    def _measured(self) -> float:
+        """Return the loss of the averaged network on the probe."""
+        assert self._probe is not None, "there is a probe"
+        with undisturbed(self.average):
+            return float(self._probe.see(self.average)[0].mean())
+
+    def _bent(self) -> bool:
+        """Return whether the loss on the probe falls more slowly than it did; `why` says how it falls."""
+        if self.steps <= 2 * self.warmup:
+            self.why, self._grown_at = (
+                f"the first {2 * self.warmup:,} steps say little of how the loss falls",
+                self._compute,
+            )
+        if self.steps <= self.warmup or self.seen < self._look_at:
+            return False
+        now = math.log(self._compute)
+        if self._curve and now < self._curve[-1][0] + math.log(LOOK):
+            return False
+        loss = self._measured()
+        if not 0 < loss < math.inf:
+            self.why = f"the loss on the probe is {loss}"
+            return False
+        first = now - math.log(LONG)
+        self._curve = [each for each in self._curve if each[0] >= first] + [(now, math.log(loss))]
+        compute, losses = np.array(self._curve).T
+        late = compute >= now - math.log(SHORT)
+        if self._compute < APART * self._grown_at or late.sum() < 3:
+            self.why = f"growths are a factor of {APART:g} of compute apart"
+            return False
+        slope, before = (float(np.polyfit(compute[each], losses[each], 1)[0]) for each in (late, compute >= first))
+        self.why = (
+            f"the loss on the probe falls as compute^{slope:.2f} over the last doubling of compute, and as "
+            f"compute^{before:.2f} over the last factor of {LONG:g}"
+        )
+        return slope > BEND * before
+
     def _grow(self) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
         before, measured = self.parameters, math.inf
         if self._wider() is None:
             return False
         if self._probe is not None:
-            with undisturbed(self.average):
-                measured = float(self._probe.see(self.average)[0].mean())
+            measured = self._measured()
             if not measured < (1 - WORTH) * self._loss_before:
                 self.why = (
                     f"the loss on the probe is {measured:.4g}, and was {self._loss_before:.4g} at the last growth"
@@ -316,7 +378,7 @@ class AnytimeGrowth:
         widened = self._tried(lambda: self._widen(self.factor, seed, None))
         if widened is None:
             return False
-        self._loss_before, self._since = measured, 0
+        self._loss_before, self._since, self._grown_at = measured, 0, self._compute
         slower, self._slower = self._slower, None
         self.growths.append(
             {
