@@ -444,9 +444,17 @@ def test_a_dataset_that_must_stay_in_its_thread_is_told_how_and_trains_there(str
 @pytest.mark.parametrize(("ahead", "workers"), [(0, 0), (2, 0), (2, 2)])
 def test_a_dataset_that_blocks_is_said_once_and_changes_nothing(straight, monkeypatch, ahead, workers):
     monkeypatch.setattr(reading, "SLOW", 0.2)
+    told, warn = multiprocessing.Event(), reading.warn
 
-    task = task_of(Examples(), workers, lambda: time.sleep(0.7), after=700)
-    engine = VectorizedEngine(task, config_of(ahead))
+    def warned(*given):
+        told.set()
+        warn(*given)
+
+    def blocked():
+        assert told.wait(60)  # until it is said that training waits
+
+    monkeypatch.setattr(reading, "warn", warned)
+    engine = VectorizedEngine(task_of(Examples(), workers, blocked, after=700), config_of(ahead))
     engine.reset()
     with pytest.warns(RunWarning) as said:
         assert played(engine, 8) == straight[0]
