@@ -10,7 +10,8 @@ that the loss on 1,000 held-out rows decides when it grows; batches of 64; 32 un
 counts is the average of the weights over about the last tenth of the compute, at 12 stops over a 30-fold range of budgets. The
 static networks have each of these widths, the same average and warm-up. Each arm has the best of three rates by its mean over
 the stops, found with seed 99 (of both texts on the first). Restarts: each width anew for its share, the best so far kept.
-Halving: a quarter of the budget is shared by all widths, the rest is for the best. "Grown, in seconds" has cost='seconds'.
+Halving: a quarter of the budget is shared by all widths, the rest is for the best. Small batches first: a quarter of the batch
+until the first stop, half of it until four times its compute (in FLOPs alone). "Grown, in seconds" has cost='seconds'.
 
 Gap: bits per byte, or test error in percent, above the best static width for each stop, mean over stops; in FLOPs, and in
 seconds by interpolation. As the machine has other work, a step of each width has the seconds that are measured first, for all
@@ -224,8 +225,9 @@ def train(
     seed: int,
     price: Mapping[int, float],
     counted: Literal["parameters", "seconds"] = "parameters",
+    ramp: bool = False,
 ) -> list[Point]:
-    """Train one network, which grows up to a width; returns its stops."""
+    """Train one network, which grows up to a width; returns its stops. ramp: small batches first, whose seconds are not known."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed + 1000)
     model = setting.build(width)
@@ -244,7 +246,8 @@ def train(
     found: list[Point] = []
     for stop in setting.stops:
         while flops < stop:
-            x, y = batch_of(setting, data, generator)
+            small = (flops < setting.stops[0]) + (flops < 4 * setting.stops[0]) if ramp else 0
+            x, y = batch_of(setting._replace(batch=setting.batch >> small), data, generator)
             loss(model(x), y).backward()
             flops += cost(model, y.numel())
             seconds += price[growth.parameters]
@@ -326,6 +329,12 @@ def study(name: str, seeds: int, rates: Mapping[int, float], head: Sequence[str]
         }
         for arm, gap in in_seconds(both).items():
             timed.setdefault(arm, []).append(gap)
+        both |= {
+            f"width {width}, small batches first": train(
+                setting, data, width, width, rates[width], seed, price, ramp=True
+            )
+            for width in widths
+        }
         static = {arm: figures(points) for arm, points in both.items()}
         for arm, found in (static | {"restarts": restarts(setting, runs), "halving": halving(setting, runs)}).items():
             arms.setdefault(arm, []).append(found)
