@@ -142,6 +142,11 @@ class LivePopulation:
             reshard(self.network)
         return self.ranks.from_first(figures)
 
+    def sound(self) -> bool:
+        """Return whether every parameter is finite; one read of the device."""
+        reshard(self.network)
+        return self.ranks.agreed(bool(_total(self.network).isfinite()))
+
     def tainted(self, rows: Indices, step: int) -> list[int]:
         """None: the loop's data are its own."""
         return []
@@ -324,8 +329,7 @@ def measure_live(
         means.append(losses.mean())
         pairs.append(_paired(losses - own))
     rise = torch.stack(pairs) if pairs else own.new_zeros(0, 2)
-    total = torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in live.network.parameters()]).sum()
-    signs = torch.stack([_paired(own)[1], output_spread.to(own), total.to(own)])
+    signs = torch.stack([_paired(own)[1], output_spread.to(own), _total(live.network).to(own)])
     trained = norms or {}
     participation_ratios = [  # nan where nothing flowed
         participation_ratio(torch.cat(each.features, 1))[0].to(own) if each.features else own.new_full((), torch.nan)
@@ -352,6 +356,12 @@ def measure_live(
         finite=np.ones(1, bool) if asked.finite else None,
         trained=None if norms is None else figures,
     )
+
+
+@torch.no_grad()
+def _total(network: nn.Module) -> Tensor:
+    """() the sum of all parameters, which is finite if each of them is."""
+    return torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in network.parameters()]).sum()
 
 
 class _Heard:
