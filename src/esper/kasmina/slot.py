@@ -1,6 +1,7 @@
 """The computation of a slot, for one network and for populations alike."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
@@ -71,6 +72,7 @@ class DifferentiableFunction(torch.autograd.Function):
 @functools.cache
 def _with_jvp(rule: type[DifferentiableFunction]) -> type[DifferentiableFunction]:
     """The same function under forward-mode differentiation too."""
+    rule.forward.__signature__ = inspect.signature(rule.forward)  # which torch asks for in every call
     return type(rule.__name__, (rule,), {"jvp": staticmethod(rule.tangent)})
 
 

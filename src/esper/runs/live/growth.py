@@ -214,7 +214,7 @@ class Growth:
         self.overlap: Overlap | None = Overlap(measured.batches())  # of the probe with what the loop trains on
         self._stopped: tuple[int, str] | None = None  # since which step nothing can happen any more, and why
         self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
-        self._decide()
+        self._decide(self.engine.view())
         _UNFINISHED.add(self)
 
     @property
@@ -246,13 +246,13 @@ class Growth:
         if self._stopped is not None and self._guarded():
             return False
         self.frozen.check()
-        _, outcome = self.engine.close()
+        view, outcome = self.engine.close()
         self.frozen.note()
         self._look_at_the_loop()
         if self.population.ranks.first:
             self.controller.store(outcome)
         if not self.engine.over:
-            self._decide()
+            self._decide(view)
         return True
 
     def finish(self) -> nn.Module:
@@ -512,9 +512,9 @@ class Growth:
         now = dict(self.model.named_parameters())
         return {name: shape for name, shape in self._first_shapes.items() if name in now and now[name].shape != shape}
 
-    def _decide(self) -> None:
+    def _decide(self, view: View) -> None:
         """Ask the controller, and carry out what it decides. Stop where it changed nothing, and nothing can happen any more."""
-        ranks, view = self.population.ranks, self.engine.view()
+        ranks = self.population.ranks
         decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
         refused = self.engine.apply(decision.actions, decision.reasons)
         self.attempts.count(view, decision.actions, refused)
@@ -531,7 +531,7 @@ class Growth:
         return ranks.from_first(why)
 
     def _guarded(self) -> bool:
-        """In place of a decision that can change nothing, keep the network to roll back to if it is sound; return whether it is."""
+        """In place of a decision, keep the network to roll back to if it is sound; return whether it is."""
         self.frozen.check()
         engine, population = self.engine, self.population
         if not engine.config.governor.enabled:

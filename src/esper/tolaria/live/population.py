@@ -321,11 +321,12 @@ def measure_live(
     assert not asked.validation, "a live network has no validation split"
     live.grafts.doses(doses(seeds)[0])
     with _listening(live.network, live.sites) as heard:
-        own, output_spread = live.probe_batches.see(live.network)
+        batches = live.probe_batches.batches()
+        own, output_spread = live.probe_batches.see(live.network, batches)
     means, pairs = [own.mean()], []
     for dose in asked.coalitions.branches.dose:
         live.grafts.doses(dose)
-        losses, _ = live.probe_batches.see(live.network)
+        losses, _ = live.probe_batches.see(live.network, batches)
         means.append(losses.mean())
         pairs.append(_paired(losses - own))
     rise = torch.stack(pairs) if pairs else own.new_zeros(0, 2)
