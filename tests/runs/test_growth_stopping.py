@@ -122,7 +122,7 @@ def test_parameters_are_restored_also_behind_the_stop_unless_the_governor_is_off
     assert equal(before, [p.detach() for p in after]) == enabled
     assert growing.summary()["rollbacks"] == ({"loss": 1} if enabled else {})
     assert stages(growing) == ["FOSSILIZED", "DORMANT"]
-    assert growing.summary()["stopped"].startswith(f"growth stopped measuring at step {22 if enabled else 10}, ")
+    assert growing.stopped.startswith(f"growth stopped measuring at step {22 if enabled else 10}, ")
     assert train(growing, 2) == [False, False]
 
 
@@ -140,3 +140,13 @@ def test_a_growth_that_stopped_goes_on_as_it_was_and_measures_again_with_a_large
     assert equal(whole.finish(), resumed.finish())
     assert sum(train(richer, 12)) == 6
     assert stages(richer)[1] == "FOSSILIZED"
+
+
+def test_seconds_are_told_by_part_and_end_with_the_growth():
+    growing = growth()
+    train(growing, 12)
+    growing.finish()
+    seconds = growing.seconds
+    assert list(seconds) == ["incubation", "probe", "decisions", "rest"]
+    assert min(seconds.values()) > 0
+    assert growing.seconds == seconds

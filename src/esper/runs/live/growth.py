@@ -1,6 +1,7 @@
 """Growing one network in a training loop of a person's own."""
 
 import math
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -151,6 +152,7 @@ class Growth:
         settings: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> None:
+        self._made, self._whole = time.perf_counter(), math.nan
         _check_mode("esper.Growth")
         network, wrapper = _unwrapped_model(model)
         _check_owner(network, unwrapped(optimizer))
@@ -238,7 +240,8 @@ class Growth:
         self.calls += 1
         if self._stopped is None:
             # First, as it refuses a batch that the model cannot take.
-            self.population.incubate((batch[0], batch[1]) if batch else None)
+            with self.engine.timer.timed("incubation"):
+                self.population.incubate((batch[0], batch[1]) if batch else None)
             if batch and self.overlap is not None and (self.calls <= LOOKED_AT or self.calls % ONE_IN == 0):
                 self.overlap.show(batch)
         if self.calls % self.every or self.engine.state.pending is None:
@@ -286,7 +289,7 @@ class Growth:
         _UNFINISHED.discard(self)
         for network in (self.model, *population.grafts.copies):
             trim(network)
-        self.finished = True
+        self.finished, self._whole = True, time.perf_counter() - self._made
         return self.model
 
     def gather(self, model: M | None = None) -> M | None:
@@ -384,10 +387,6 @@ class Growth:
         )
         loss, rent = float(state.scores.loss[0]), self.engine.config.reward
         # What is amiss in the loop, why nothing was planted, and after `finish` why seeds were neither kept nor pruned.
-        stopped = None
-        if self._stopped is not None:
-            since, why = self._stopped
-            stopped = f"growth stopped measuring at step {since:,}, as {why}; train on, or finish"
         view, examples = self.engine.view(), 0 if self.overlap is None else self.overlap.examples
         sentences = [*self._findings.values(), *(few_examples({"the probe": examples}) if examples else ())]
         sentences += explanations(self.attempts, view.space, self.controller, type(self.controller).__name__)
@@ -398,7 +397,7 @@ class Growth:
             "status": "finished" if self.finished else "growing",
             "steps": self.calls,
             "decisions": state.step,
-            "stopped": stopped,
+            "stopped": self.stopped,
             "loss": loss,
             "objective": float(
                 objective(-loss, added, host, rent.rent, rent.rent_size) - state.compute.price(self.engine.config)[0]
@@ -412,6 +411,27 @@ class Growth:
             "unlisted": dict(self.engine.seed_history.unlisted),
             "explanations": sentences,
         }
+
+    @property
+    def stopped(self) -> str | None:
+        """Since which step nothing is measured, and why no seed can be planted any more; None while something can happen."""
+        if self._stopped is None:
+            return None
+        since, why = self._stopped
+        return f"growth stopped measuring at step {since:,}, as {why}; train on, or finish"
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What growing costs in seconds, of the device on CUDA, since this object was made and until `finish`.
+
+        `incubation` are the steps of seeds that incubate, `probe` the measurements, `decisions` all else of a decision, `rest`
+        the loop's own time, with what seeds add to its passes and its optimizer.
+        """
+        phases = dict(self.engine.timer.seconds)
+        whole = self._whole if self.finished else time.perf_counter() - self._made
+        parts = {name: phases.pop(name, 0.0) for name in ("incubation", "probe")}
+        parts["decisions"] = sum(phases.values())
+        return {**parts, "rest": whole - sum(parts.values())}
 
     @property
     def compilations(self) -> dict[str, int]:
@@ -515,7 +535,8 @@ class Growth:
     def _decide(self, view: View) -> None:
         """Ask the controller, and carry out what it decides. Stop where it changed nothing, and nothing can happen any more."""
         ranks = self.population.ranks
-        decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
+        with self.engine.timer.timed("decide"):
+            decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
         refused = self.engine.apply(decision.actions, decision.reasons)
         self.attempts.count(view, decision.actions, refused)
         changed = (decision.actions.op[0] != Op.WAIT) and refused[0] == Refusal.NONE  # listed when it was measured
@@ -536,9 +557,10 @@ class Growth:
         engine, population = self.engine, self.population
         if not engine.config.governor.enabled:
             return True
-        sound = population.sound()
-        if sound:
-            engine.governor.keeper.take(engine.state.seeds, np.ones(1, bool), engine.state.step)
+        with engine.timer.timed("govern"):
+            sound = population.sound()
+            if sound:
+                engine.governor.keeper.take(engine.state.seeds, np.ones(1, bool), engine.state.step)
         return sound
 
     def _plant_kept(self, network: nn.Module) -> None:
