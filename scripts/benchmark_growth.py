@@ -296,7 +296,8 @@ def main() -> None:
 def transformers(arguments: argparse.Namespace) -> None:
     """Print the tables of decoder transformers."""
     print(
-        "\n| width x layers | parameters | sites | step [ms] | idle (quartiles) | straight | shadow | reserve | decision [steps] |"
+        "\n| width x layers | parameters | sites | step [ms] | idle (quartiles) | straight | shadow | reserve | "
+        "decision [steps] |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for size in arguments.sizes:
