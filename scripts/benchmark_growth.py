@@ -7,7 +7,11 @@ A size is the width and the number of layers of a transformer. Steps of the plai
 compared with the plain one beside it, and the median over `--steps` of these ratios is shown, with its quartiles where it is
 small. Seconds are those of the processor, of one thread, so that other work on the machine counts little. A decision measures
 the network on `--probe` batches of the size of a training batch. At the end, a small compiled network grows by a fixed schedule
-in both modes, and the graphs that torch.compile makes are counted.
+in both modes, and the graphs that torch.compile makes are counted. Before all that, the first examples of README.md and of
+docs/growth.md are trained from the first to the last step, `--turns` times, in turns with the same loop without growth. Without
+sizes that is all:
+
+    python scripts/benchmark_growth.py --sizes --turns 9
 """
 
 import argparse
@@ -19,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import esper
@@ -210,25 +215,89 @@ def count(mode: str, backend: str) -> None:
     print(f"| {mode} | {lives} | {first} | {found['graphs'] - first} | {found['changes']} | {found['emptied']} |")
 
 
+def example(shadow: bool) -> tuple[nn.Module, Tensor, Tensor, range, dict[str, Any], int]:
+    """The first example of docs/growth.md, which gives the batch to `step`, or that of README.md.
+
+    Returns a model, its data, the numbers of the examples that it trains on, arguments of Growth, and steps.
+    """
+    x, y = map(torch.tensor, load_digits(return_X_y=True))
+    x, probe = x.float() / 16, slice(1100, 1400)
+    if shadow:
+        model = nn.Sequential(nn.Linear(64, 4), nn.ReLU(), nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 10))
+        return model, x, y, range(1100), {"probe": [(x[probe], y[probe])], "budget": 4.0, "every": 30}, 1500
+    y = (y > 4).long()
+    model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 16), nn.Linear(16, 2))
+    return model, x, y, range(1000), {"probe": [(x[probe], y[probe])], "budget": 2.0, "every": 20}, 600
+
+
+def trained(shadow: bool, seed: int, *, grows: bool, model: nn.Module | None = None) -> tuple[float, Any, nn.Module]:
+    """Train an example, or another model in its place; returns the seconds of the processor, the growth and the network."""
+    torch.manual_seed(seed)
+    own, x, y, known, arguments, steps = example(shadow)
+    model = own if model is None else model
+    criterion, optimizer = nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters(), lr=3e-3)
+    begin = time.process_time()
+    growth = esper.Growth(model, optimizer, loss=criterion, **arguments) if grows else None
+    for _ in range(steps):
+        batch = torch.randint(len(known), (64,))
+        criterion(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if growth is not None:
+            growth.step(*((x[batch], y[batch]) if shadow else ()))
+    network = model if growth is None else growth.finish()
+    return time.process_time() - begin, growth, network
+
+
+def whole(turns: int) -> None:
+    """Print what both examples cost in all, as rows of a table: medians over turns, each with a seed of its own."""
+    for page, shadow in (("README.md", False), ("docs/growth.md", True)):
+        ratios, parts = [], []
+        for seed in range(turns):
+            plain, _, _ = trained(shadow, seed, grows=False)
+            seconds, growth, network = trained(shadow, seed, grows=True)
+            kept, _, _ = trained(shadow, seed, grows=False, model=copy.deepcopy(network))
+            ratios.append((seconds / plain, kept / plain, plain))
+            spent = growth.seconds
+            parts.append([part / sum(spent.values()) for part in spent.values()])
+        times, floor, plain = (statistics.median(column) for column in zip(*ratios, strict=True))
+        shares = " | ".join(f"{statistics.median(column):.0%}" for column in zip(*parts, strict=True))
+        print(f"| {page} | {plain:.2f} | {times:.2f} | {shares} | {floor:.2f} |", flush=True)
+
+
 def main() -> None:
     """Read the arguments and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), help=f"width x layers (default: {' '.join(SIZES)})")
+    parser.add_argument("--sizes", nargs="*", default=list(SIZES), help=f"width x layers (default: {' '.join(SIZES)})")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a batch (default: 8)")
     parser.add_argument("--steps", type=int, default=30, help="most steps of each kind (default: 30)")
     parser.add_argument("--probe", type=int, default=4, help="batches of the probe (default: 4)")
     parser.add_argument("--idle", default="128x5", help="size at which rest is measured (default: 128x5)")
     parser.add_argument("--idle-steps", type=int, default=60, help="steps of that (default: 60)")
     parser.add_argument("--backend", default="aot_eager", help="of torch.compile (default: aot_eager)")
+    parser.add_argument("--turns", type=int, default=9, help="how often the examples are trained (default: 9)")
     parser.add_argument("--quick", action="store_true", help="one small model and few steps")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.sizes, arguments.batch, arguments.steps, arguments.probe = ["32x1"], 2, 4, 2
-        arguments.idle_steps = 4
+        arguments.idle_steps, arguments.turns = 4, 1
     torch.manual_seed(0)
     torch.set_num_threads(1)
     print(
-        "| width x layers | parameters | sites | step [ms] | idle (quartiles) | straight | shadow | reserve | decision [steps] |"
+        "| example | plain [s] | with growth, times plain | incubation | probe | decisions | rest | "
+        "what was kept from the start, times plain |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    whole(arguments.turns)
+    if arguments.sizes:
+        transformers(arguments)
+
+
+def transformers(arguments: argparse.Namespace) -> None:
+    """Print the tables of decoder transformers."""
+    print(
+        "\n| width x layers | parameters | sites | step [ms] | idle (quartiles) | straight | shadow | reserve | "
+        "decision [steps] |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for size in arguments.sizes:

@@ -98,7 +98,7 @@ def test_bad_arguments_are_refused_in_a_sentence(options, said):
 
 def test_a_probe_that_changes_while_a_network_grows_is_refused():
     probe = itertools.chain(itertools.repeat([data(1), data(2)], 8), itertools.repeat([data(1), data(3)]))
-    growth = grow(probe=lambda: next(probe))
+    growth = grow(probe=lambda: next(probe), controller=Script({}))
 
     def train():
         for _ in range(40):

@@ -1,6 +1,7 @@
 """The computation of a slot, for one network and for populations alike."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
@@ -71,6 +72,8 @@ class DifferentiableFunction(torch.autograd.Function):
 @functools.cache
 def _with_jvp(rule: type[DifferentiableFunction]) -> type[DifferentiableFunction]:
     """The same function under forward-mode differentiation too."""
+    # torch asks for it in every call
+    rule.forward.__signature__ = inspect.signature(rule.forward)  # type: ignore[attr-defined]
     return type(rule.__name__, (rule,), {"jvp": staticmethod(rule.tangent)})
 
 
@@ -117,14 +120,41 @@ class Proximal(DifferentiableFunction):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """g + 2 weight c / |h|^2."""
-        change, h, weight = ctx.saved_tensors
-        tiny = torch.finfo(h.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
-        return gradients[0] + (2 * weight / h.square().sum().clamp(min=tiny)).to(h.dtype) * change, None, None
+        return gradients[0] + _pull(*ctx.saved_tensors), None, None
 
     @staticmethod
     def tangent(ctx: Any, change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
         """That of the change: what `backward` adds is the gradient of a term of the objective, and not of the output."""
         return change.view_as(change)
+
+
+class ProximalStraight(DifferentiableFunction):
+    """`Straight` of the `Proximal` change of one network, in one function: a function costs what a small seed does."""
+
+    @staticmethod
+    def forward(h: Tensor, change: Tensor, base: Tensor, weight: Tensor) -> Tensor:
+        """h, change, base (B, ...); weight (). `base` is h without its graph."""
+        return h.view_as(h)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """g for h, and g + 2 weight c / |h|^2 for the change."""
+        return gradients[0], gradients[0] + _pull(*ctx.saved_tensors), None, None
+
+    @staticmethod
+    def tangent(ctx: Any, h: Tensor, change: Tensor, base: None, weight: None) -> Tensor:
+        """The tangent of h plus that of the change."""
+        return h + change
+
+
+def _pull(change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+    """2 weight c / |h|^2."""
+    tiny = torch.finfo(h.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
+    return (2 * weight / h.square().sum().clamp(min=tiny)).to(h.dtype) * change
 
 
 class Seed(nn.Module):

@@ -65,6 +65,13 @@ class Controller(ABC):
         """Whether it reads growth sensors at a later decision of the episode. Called after `act`."""
         return True
 
+    def plants(self, view: View) -> NDArray[np.bool_] | None:
+        """(E, S, K): the seeds that it may still plant in this episode, whatever is measured from now on; None for any.
+
+        `esper.Growth` stops measuring where no seed is under way and no such seed fits into the budget. Called after `act`.
+        """
+        return None
+
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """The next decisions of this step, for example to plant several seeds at once, or None to begin the training of the step.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.config.tree import GatesConfig
+from esper.leyline.config.tree import Config, GatesConfig
 from esper.leyline.data.task import AnyTask, Task
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.gates import judge
@@ -87,6 +87,31 @@ def explanations(attempts: Attempts, space: Space, client: Controller, controlle
             "at which GERMINATE was allowed; name another with `controller`"
         )
     return [*sentences, *own]
+
+
+def nothing_left(view: View, plants: Bools | None, config: Config, controller: str) -> str:
+    """Return the condition by which no operation but WAIT is possible any more in the one environment, in which no seed is under
+    way; empty while another operation is.
+
+    plants: (1, S, K) the seeds that the controller may still plant; None for any.
+    """
+    space, stage = view.space, view.seeds.stage[0]
+    kept = stage == Stage.FOSSILIZED
+    if kept.all():
+        return "every site has a seed that is kept"
+    if kept.sum() >= space.max_seeds:
+        return f"as many seeds are kept as lifecycle.max_seeds allows ({space.max_seeds})"
+    possible = ~kept[:, None] & space.fits & (True if plants is None else plants[0])
+    if not possible.any():
+        return f"the controller ({controller}) plants no more seeds"
+    spent, least = int(view.added_params[0]), int(space.cost[0][possible].min())
+    most = config.governor.param_limit
+    if most is None or spent + least <= most * view.host_params[0]:
+        return ""
+    return (
+        f"the budget of parameters is spent: the seeds have {spent:,} of {int(most * view.host_params[0]):,}, and the smallest "
+        f"that {controller} may still plant has {least:,}"
+    )
 
 
 def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> list[str]:

@@ -257,10 +257,15 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time of a block to a phase. Raises OutOfMemory if memory runs out in the block."""
+        with self.timed(name), self.memory(f"in the phase {name}", LOWER.get(name, "envs")):
+            yield
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of a block to a phase."""
         begin = self.moment()
         try:
-            with self.memory(f"in the phase {name}", LOWER.get(name, "envs")):
-                yield
+            yield
         finally:
             end = self.moment()
             self._open.append((end, lambda: {name: begin.elapsed_time(end) / 1e3}))

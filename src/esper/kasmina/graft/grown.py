@@ -128,6 +128,8 @@ class Point:
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the first floating tensor among the arguments of a call, positional before named; None if there is none."""
+    if args and isinstance(args[0], Tensor) and args[0].is_floating_point():  # as in most calls, in a tenth of the time
+        return args[0]
     return next(floats((args, kwargs)), None)
 
 
@@ -222,7 +224,7 @@ def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
 
 def stream_of(output: Any) -> Any:
     """Return the stream at a site: the output of its submodule, or its first floating tensor at any depth of a structure."""
-    return next(floats(output), output)
+    return output if isinstance(output, Tensor) else next(floats(output), output)
 
 
 def _replaced(output: Any, h: Tensor, grown: Tensor) -> Any:

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.slot import DifferentiableFunction, Proximal, Seed, Straight, sigmoid, slot_change, slot_output
+from esper.kasmina.slot import (
+    DifferentiableFunction,
+    Proximal,
+    ProximalStraight,
+    Seed,
+    sigmoid,
+    slot_change,
+    slot_output,
+)
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
@@ -107,8 +115,7 @@ class Planted(nn.Module):
         base = h.detach()
         read = stream.fitted(u.detach(), base)
         change = slot_change(stream, base, read, self.seed, None, blend, gated=blend == Blend.GATE)
-        change = Proximal.of(change.to(h.dtype), base, self.pull)
-        same = Straight.of(h, change, torch.arange(len(h), device=h.device))
+        same = ProximalStraight.of(h, change.to(h.dtype), base, self.pull)
         return same.clone()  # a module behind it may work in place, which the view of a Function does not allow
 
     def trained(self) -> list[nn.Parameter]:

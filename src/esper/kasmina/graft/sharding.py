@@ -139,4 +139,7 @@ def _by_fsdp(placements: Sequence[Any]) -> bool:
 
 def _sharded_modules(network: nn.Module) -> Iterator[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (part for part in network.modules() if fsdp is not None and isinstance(part, fsdp.FSDPModule))
+    # fully_shard makes the class of a module one of its own; without any, no module needs to be looked at
+    if fsdp is None or not fsdp.FSDPModule.__subclasses__():
+        return iter(())
+    return (part for part in network.modules() if isinstance(part, fsdp.FSDPModule))

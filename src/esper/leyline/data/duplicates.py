@@ -1,5 +1,6 @@
 """Digests of examples, by which equal examples are found without comparing every pair. N examples."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from esper.leyline.data.keys import mix
 
-_CHUNK = 1 << 17  # words that are hashed at once, which a processor's cache holds [words]
+_CHUNK = 1 << 16  # words that are hashed at once, which a processor's cache holds [words]
 
 
 def example_digests(*trees: Any) -> Tensor:
@@ -27,19 +28,22 @@ def example_digests(*trees: Any) -> Tensor:
     leaves = [leaf for leaf in tensors if leaf.dim()]
     if not leaves or not all(map(is_dense, tensors)):
         return torch.zeros(0, dtype=torch.int64)
-    total = torch.zeros(len(leaves[0]), dtype=torch.int64, device=leaves[0].device)
-    bounds = torch.iinfo(torch.int64)
-    for place, leaf in enumerate(each for each in leaves if len(each) == len(total)):
+    products = []  # (2, N) of each leaf
+    for place, leaf in enumerate(each for each in leaves if len(each) == len(leaves[0])):
         words = _words(leaf)
-        generator = torch.Generator().manual_seed(place)
-        factors = torch.randint(bounds.min, bounds.max, (2, words.shape[1] + 1), generator=generator).to(leaf.device)
-        parts = []
-        for chunk in words.split(max(1, _CHUNK // max(1, words.shape[1]))):
-            wide = chunk.long()
-            one, other = ((wide * each[:-1]).sum(1) + each[-1] for each in factors)
-            parts.append(mix(mix(one) + other))
-        total = total + torch.cat(parts).to(total.device)
-    return total
+        factors = _factors(place, words.shape[1] + 1, leaf.device)[:, None]
+        chunks = words.split(max(1, _CHUNK // max(1, words.shape[1])))
+        sums = [(chunk.long() * factors[..., :-1]).sum(2) + factors[..., -1] for chunk in chunks]
+        products.append(torch.cat(sums, 1).to(leaves[0].device))
+    one, other = torch.stack(products, 1)
+    return mix(mix(one) + other).sum(0)
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(place: int, length: int, device: torch.device) -> Tensor:
+    """(2, length) int64, the random numbers a and b of the leaf at a place."""
+    bounds, generator = torch.iinfo(torch.int64), torch.Generator().manual_seed(place)
+    return torch.randint(bounds.min, bounds.max, (2, length), generator=generator).to(device)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -35,6 +35,8 @@ LIVE = frozenset({Stage.BLENDING, Stage.HOLDING})
 IN_BUDGET = frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED})
 ADDED = frozenset({Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED})
 """The stages of seeds whose parameters all count as added to the network, whatever their alpha."""
+SETTLED = frozenset({Stage.DORMANT, Stage.FOSSILIZED, Stage.EMBARGOED})
+"""The stages of slots without a seed that is under way."""
 
 
 def among(stage: NDArray[Any], stages: frozenset[Stage]) -> NDArray[np.bool_]:

@@ -1,11 +1,13 @@
 """Growing one network in a training loop of a person's own."""
 
 import math
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,13 +22,15 @@ from esper.leyline.config.tree import Config, build_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
+from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.stages import ADDED, Stage
+from esper.leyline.lifecycle.stages import ADDED, SETTLED, Stage, among
 from esper.leyline.lifecycle.streams import Kind
-from esper.leyline.lifecycle.view import Space
+from esper.leyline.lifecycle.verdicts import Refusal
+from esper.leyline.lifecycle.view import Space, View
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
-from esper.runs.explanations import Attempts, explanations, few_examples, unfinished
+from esper.runs.explanations import Attempts, explanations, few_examples, nothing_left, unfinished
 from esper.runs.live.growth_state import (
     SECTIONS,
     check_made_with,
@@ -88,6 +92,9 @@ class Growth:
     on the probe, asks the controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs,
     gradients and buffers are bit for bit what they are without it.
 
+    Where no seed is under way and none can be planted any more, as the budget is spent, nothing is measured or decided from then
+    on, which `summary()["stopped"]` says. Every `every` steps parameters that are not finite are still restored.
+
     step() trains an incubating seed by the gradients of the loop's own backward passes. step(x, y), with the batch of this step,
     trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
     Examples of the probe that are among such batches are one GrowthWarning with their number.
@@ -145,6 +152,7 @@ class Growth:
         settings: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> None:
+        self._made, self._whole = time.perf_counter(), math.nan
         _check_mode("esper.Growth")
         network, wrapper = _unwrapped_model(model)
         _check_owner(network, unwrapped(optimizer))
@@ -206,8 +214,9 @@ class Growth:
         self.attempts = Attempts.none(1)
         self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
         self.overlap: Overlap | None = Overlap(measured.batches())  # of the probe with what the loop trains on
+        self._stopped: tuple[int, str] | None = None  # since which step nothing can happen any more, and why
         self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
-        self._decide()
+        self._decide(self.engine.view())
         _UNFINISHED.add(self)
 
     @property
@@ -229,20 +238,24 @@ class Growth:
             )
         _check_mode("growth.step()")
         self.calls += 1
-        # First, as it refuses a batch that the model cannot take.
-        self.population.incubate((batch[0], batch[1]) if batch else None)
-        if batch and self.overlap is not None and (self.calls <= LOOKED_AT or self.calls % ONE_IN == 0):
-            self.overlap.show(batch)
+        if self._stopped is None:
+            # First, as it refuses a batch that the model cannot take.
+            with self.engine.timer.timed("incubation"):
+                self.population.incubate((batch[0], batch[1]) if batch else None)
+            if batch and self.overlap is not None and (self.calls <= LOOKED_AT or self.calls % ONE_IN == 0):
+                self.overlap.show(batch)
         if self.calls % self.every or self.engine.state.pending is None:
             return False
+        if self._stopped is not None and self._guarded():
+            return False
         self.frozen.check()
-        _, outcome = self.engine.close()
+        view, outcome = self.engine.close()
         self.frozen.note()
         self._look_at_the_loop()
         if self.population.ranks.first:
             self.controller.store(outcome)
         if not self.engine.over:
-            self._decide()
+            self._decide(view)
         return True
 
     def finish(self) -> nn.Module:
@@ -276,7 +289,7 @@ class Growth:
         _UNFINISHED.discard(self)
         for network in (self.model, *population.grafts.copies):
             trim(network)
-        self.finished = True
+        self.finished, self._whole = True, time.perf_counter() - self._made
         return self.model
 
     def gather(self, model: M | None = None) -> M | None:
@@ -354,7 +367,8 @@ class Growth:
     def summary(self) -> dict[str, Any]:
         """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
-        `verdict` says in one line what is known of whether growth paid. `loss` is that on the probe at the last decision, and
+        `verdict` says in one line what is known of whether growth paid. `stopped` says since which step nothing was measured, and
+        why; None while something can happen. `loss` is that on the probe at the last decision, and
         `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for `added_params`, which are the parameters
         of the seeds that act. `trained_params` require a gradient, seats that are free left out. `widened` maps the layers that
         got the units of seeds to their widths before and after. Each list has its last 500 entries, and `unlisted` counts the
@@ -383,6 +397,7 @@ class Growth:
             "status": "finished" if self.finished else "growing",
             "steps": self.calls,
             "decisions": state.step,
+            "stopped": self.stopped,
             "loss": loss,
             "objective": float(
                 objective(-loss, added, host, rent.rent, rent.rent_size) - state.compute.price(self.engine.config)[0]
@@ -396,6 +411,27 @@ class Growth:
             "unlisted": dict(self.engine.seed_history.unlisted),
             "explanations": sentences,
         }
+
+    @property
+    def stopped(self) -> str | None:
+        """Since which step nothing is measured, and why no seed can be planted any more; None while something can happen."""
+        if self._stopped is None:
+            return None
+        since, why = self._stopped
+        return f"growth stopped measuring at step {since:,}, as {why}; train on, or finish"
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """What growing costs in seconds, of the device on CUDA, since this object was made and until `finish`.
+
+        `incubation` are the steps of seeds that incubate, `probe` the measurements, `decisions` all else of a decision, `rest`
+        the loop's own time, with what seeds add to its passes and its optimizer.
+        """
+        phases = dict(self.engine.timer.seconds)
+        whole = self._whole if self.finished else time.perf_counter() - self._made
+        parts = {name: phases.pop(name, 0.0) for name in ("incubation", "probe")}
+        parts["decisions"] = sum(phases.values())
+        return {**parts, "rest": whole - sum(parts.values())}
 
     @property
     def compilations(self) -> dict[str, int]:
@@ -421,6 +457,7 @@ class Growth:
         tree = {
             "made_with": self._made_with,
             "calls": self.calls,
+            "stopped": None if self._stopped is None else self._stopped[0],
             "seeds": population.grafts.planted(),
             "tensors": {name: tensor.detach().clone() for name, tensor in population.grafts.tensors().items()},
             "averages": [each.state() for each in population.grafts.averages],
@@ -479,22 +516,52 @@ class Growth:
         self.engine.restore(tree["engine"])
         self.attempts = Attempts(**tree["attempts"])
         population.follow(self.engine.state.seeds)
+        since: Any = tree.get("stopped")
+        why = "" if since is None else self._nothing_left(self.engine.view())  # the budget may be another one
+        self._stopped = (since, why) if why else None
 
     def __repr__(self) -> str:
         name, state = type(self.model).__name__, self.engine.state
-        return f"Growth({name}, sites={len(self.population.sites)}, steps={self.calls}, decisions={state.step})"
+        stopped = "" if self._stopped is None else f", stopped={self._stopped[0]}"
+        return (
+            f"Growth({name}, sites={len(self.population.sites)}, steps={self.calls}, decisions={state.step}{stopped})"
+        )
 
     def _resized(self) -> dict[str, torch.Size]:
         """The parameters of the host that have other shapes than when growth began, by name: their shapes then."""
         now = dict(self.model.named_parameters())
         return {name: shape for name, shape in self._first_shapes.items() if name in now and now[name].shape != shape}
 
-    def _decide(self) -> None:
-        """Ask the controller, and carry out what it decides."""
-        ranks, view = self.population.ranks, self.engine.view()
-        decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
+    def _decide(self, view: View) -> None:
+        """Ask the controller, and carry out what it decides. Stop where it changed nothing, and nothing can happen any more."""
+        ranks = self.population.ranks
+        with self.engine.timer.timed("decide"):
+            decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
         refused = self.engine.apply(decision.actions, decision.reasons)
         self.attempts.count(view, decision.actions, refused)
+        changed = (decision.actions.op[0] != Op.WAIT) and refused[0] == Refusal.NONE  # listed when it was measured
+        why = "" if changed else self._nothing_left(view)
+        self._stopped = (self.calls, why) if why else None
+
+    def _nothing_left(self, view: View) -> str:
+        """The condition by which nothing can happen any more, the same in every process; empty while something can."""
+        if not among(view.seeds.stage, SETTLED).all():
+            return ""
+        controller, config, ranks = self.controller, self.engine.config, self.population.ranks
+        why = nothing_left(view, controller.plants(view), config, type(controller).__name__) if ranks.first else None
+        return ranks.from_first(why)
+
+    def _guarded(self) -> bool:
+        """In place of a decision, keep the network to roll back to if it is sound; return whether it is."""
+        self.frozen.check()
+        engine, population = self.engine, self.population
+        if not engine.config.governor.enabled:
+            return True
+        with engine.timer.timed("govern"):
+            sound = population.sound()
+            if sound:
+                engine.governor.keeper.take(engine.state.seeds, np.ones(1, bool), engine.state.step)
+        return sound
 
     def _plant_kept(self, network: nn.Module) -> None:
         """Plant the seeds that were kept in another copy of the model; their weights are still to be filled in."""

@@ -8,7 +8,7 @@ import numpy as np
 from esper.leyline.data.keys import Purpose, key, uniform
 from esper.leyline.lifecycle.actions import Actions, Head
 from esper.leyline.lifecycle.masks import draw_uniform
-from esper.leyline.lifecycle.view import Floats, View
+from esper.leyline.lifecycle.view import Bools, Floats, View
 from esper.leyline.protocols import Controller
 
 
@@ -32,6 +32,10 @@ class Never(Rule):
     def act(self, view: View) -> Actions:
         """WAIT for every environment."""
         return Actions.wait(len(view.masks.op))
+
+    def plants(self, view: View) -> Bools:
+        """None of all seeds."""
+        return np.zeros_like(view.masks.blueprint)
 
 
 class RandomValid(Rule):

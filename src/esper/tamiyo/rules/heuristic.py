@@ -15,7 +15,7 @@ from esper.leyline.config.tree import GatesConfig, HeuristicConfig
 from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.view import Bools, Floats, Outcome, View, sensor
+from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Space, View, sensor
 from esper.leyline.text import nothing_planted
 from esper.tamiyo.rules.baselines import Rule
 
@@ -136,6 +136,15 @@ class Heuristic(Rule):
         """Record where a seed was planted."""
         self._planted = self._planted | (outcome.accepted & (outcome.actions.op == Op.GERMINATE))
 
+    def plants(self, view: View) -> Bools:
+        """At each slot the blueprint that it would choose there, as long as a seed can be fossilized in time."""
+        fits = np.broadcast_to(view.space.fits, view.masks.blueprint.shape)
+        measured = "participation_inner" in view.space.sensors  # without it, no segment is known to be narrow
+        names = [self.config.weak_blueprints, *([self.config.narrow_blueprints] if measured else [])]
+        chosen = [_first_that_fits(each, fits, view.space)[..., None] for each in names]
+        those: Bools = np.logical_or.reduce([np.arange(fits.shape[2]) == each for each in chosen]) & fits
+        return those & self.timely(view, view.step)
+
     def reasons(self) -> Sequence[str | None]:
         """For each environment, the reason of a GERMINATE, PRUNE or FOSSILIZE at the last decision; None for other operations."""
         return self._why
@@ -227,7 +236,9 @@ class Heuristic(Rule):
 
         score = np.where(none, 0.0, -rank)
         blueprint: Ints = np.where(
-            narrow, _first_that_fits(config.narrow_blueprints, view), _first_that_fits(config.weak_blueprints, view)
+            narrow,
+            _first_that_fits(config.narrow_blueprints, view.masks.blueprint, space),
+            _first_that_fits(config.weak_blueprints, view.masks.blueprint, space),
         )
         share = share[:, 0]
         obstacle = np.full(len(may), PlantingObstacle.EVEN, np.int8)
@@ -307,12 +318,12 @@ def relative_metric(metric: Floats, floor: Floats, ceiling: Floats) -> Floats:
     return np.where(np.isnan(metric), np.nan, np.where(np.isnan(room), -np.inf, share))
 
 
-def _first_that_fits(names: Sequence[str], view: View) -> Ints:
-    """(E, S) the first of the named blueprints that the masks allow, otherwise the cheapest bypass, otherwise the cheapest."""
-    menu = view.space.blueprints
+def _first_that_fits(names: Sequence[str], fits: Bools, space: Space) -> Ints:
+    """(E, S) the first of the named blueprints that fit, (E, S, K), otherwise the cheapest bypass, otherwise the cheapest."""
+    menu = space.blueprints
     order = [names.index(each.name) if each.name in names else len(names) + (each.tap != "before") for each in menu]
-    cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
-    rank = np.where(view.masks.blueprint, np.array(order)[None, None], len(names) + 2)
+    cost = np.broadcast_to(space.cost, fits.shape)
+    rank = np.where(fits, np.array(order)[None, None], len(names) + 2)
     best = rank == rank.min(2, keepdims=True)
     cheapest: Ints = np.where(best, cost, np.iinfo(np.int64).max).argmin(2)
     return cheapest

@@ -150,7 +150,14 @@ class Groups:
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
         """What the optimizer remembers of each parameter, by name; its tensors are copies."""
         state = self.optimizer.state
-        return {name: copy.deepcopy(dict(state[p])) for p, name in names.items() if p in state}
+        return {
+            name: {
+                key: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+                for key, value in state[p].items()
+            }
+            for p, name in names.items()
+            if p in state
+        }
 
     def set_moments(self, names: Mapping[Tensor, str], moments: Mapping[str, Mapping[str, Any]]) -> None:
         """Let the optimizer remember of each parameter what is given, by name, and nothing of those that are not."""

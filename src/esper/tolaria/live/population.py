@@ -142,6 +142,11 @@ class LivePopulation:
             reshard(self.network)
         return self.ranks.from_first(figures)
 
+    def sound(self) -> bool:
+        """Return whether every parameter is finite; one read of the device."""
+        reshard(self.network)
+        return self.ranks.agreed(bool(_total(self.network).isfinite()))
+
     def tainted(self, rows: Indices, step: int) -> list[int]:
         """None: the loop's data are its own."""
         return []
@@ -316,16 +321,16 @@ def measure_live(
     assert not asked.validation, "a live network has no validation split"
     live.grafts.doses(doses(seeds)[0])
     with _listening(live.network, live.sites) as heard:
-        own, output_spread = live.probe_batches.see(live.network)
+        batches = live.probe_batches.batches()
+        own, output_spread = live.probe_batches.see(live.network, batches)
     means, pairs = [own.mean()], []
     for dose in asked.coalitions.branches.dose:
         live.grafts.doses(dose)
-        losses, _ = live.probe_batches.see(live.network)
+        losses, _ = live.probe_batches.see(live.network, batches)
         means.append(losses.mean())
         pairs.append(_paired(losses - own))
     rise = torch.stack(pairs) if pairs else own.new_zeros(0, 2)
-    total = torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in live.network.parameters()]).sum()
-    signs = torch.stack([_paired(own)[1], output_spread.to(own), total.to(own)])
+    signs = torch.stack([_paired(own)[1], output_spread.to(own), _total(live.network).to(own)])
     trained = norms or {}
     participation_ratios = [  # nan where nothing flowed
         participation_ratio(torch.cat(each.features, 1))[0].to(own) if each.features else own.new_full((), torch.nan)
@@ -352,6 +357,12 @@ def measure_live(
         finite=np.ones(1, bool) if asked.finite else None,
         trained=None if norms is None else figures,
     )
+
+
+@torch.no_grad()
+def _total(network: nn.Module) -> Tensor:
+    """() the sum of all parameters, which is finite if each of them is."""
+    return torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in network.parameters()]).sum()
 
 
 class _Heard:

@@ -66,14 +66,14 @@ class Probe:
         return output if next(floats(output), None) is not None else self.loss(output, y)
 
     @torch.no_grad()
-    def see(self, network: nn.Module) -> tuple[Tensor, Tensor]:
-        """Measure a network, which is in evaluation mode.
+    def see(self, network: nn.Module, batches: Sequence[tuple[Any, Any]] | None = None) -> tuple[Tensor, Tensor]:
+        """Measure a network, which is in evaluation mode, on what `batches` returned, or returns now.
 
         Returns (N,) float64 losses, one for every example, or for every batch where examples have none of their own; and ()
         the standard deviation of the outputs over examples, root mean square over outputs.
         """
         losses, spreads = [], []
-        for x, y in self.batches():
+        for x, y in self.batches() if batches is None else batches:
             output = call(network, x)
             losses.append(self._losses(output, y))
             spreads.append(_spread(output).to(self.device))
@@ -94,16 +94,16 @@ class Probe:
 
     def settle(self, network: nn.Module) -> None:
         """Find out how the loss of an example is had. InputError if there is none, or if no standard error could be."""
-        _, y = self.batches()[0]
+        batches = self.batches()
         with torch.no_grad():
-            self.way = self._way(self.first_output(network), y)
-            losses, _ = self.see(network)
+            self.way = self._way(self.first_output(network), batches[0][1])
+            losses, _ = self.see(network, batches)
         if not bool(losses.mean().isfinite()):
             raise InputError(
                 f"the loss of the model on the probe is {float(losses.mean())} before it grows; give a probe, a loss and a model "
                 "whose loss is finite"
             )
-        if sum(_examples(*batch) for batch in self.batches()) == 1:
+        if sum(_examples(*batch) for batch in batches) == 1:
             raise InputError(
                 "probe holds one example, so that no standard error is known; give two at least, better 30 or more"
             )
