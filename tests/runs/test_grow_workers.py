@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 import esper
 from crews import SHY, Beside
@@ -30,6 +31,7 @@ from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.policy.controller import WEIGHTS
 from esper.tamiyo.rules.baselines import Never
 from esper.tasks.catalog import get_task
+from esper.tasks.hosts.factories import MLP
 from esper.tolaria.governor import Governor
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.runtime import multiplies_bfloat16
@@ -137,6 +139,18 @@ def test_rows_have_their_bits_with_workers_under_every_setting_that_keeps_more_o
     assert content(tmp_path / "shards") == content(tmp_path / "alone")
     assert summary["plantings"]
     assert any(look is not None for look in looks) == ("gates" in over), "seeds of several rows are looked at at once"
+
+
+def test_each_worker_reads_the_batches_of_a_streamed_dataset(tmp_path, beside):
+    x = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(x, (x[:, 0] > 0).long())
+    host = MLP(inputs=6, width=8, hidden=(3, 5), outputs=2)
+    task = esper.task("streamed", data, host=host, classes=2, stream=True)
+    over = {name: value for name, value in SMALL.items() if name != "task"} | {"steps": 3, "models": "none"}
+    for name, workers in (("alone", None), ("shards", 2)):
+        esper.grow(task, over | {"baselines": ["twin"]}, run=tmp_path / name, progress=False, workers=workers)
+    (summary, rows, _), alone = content(tmp_path / "shards"), content(tmp_path / "alone")
+    assert (summary, rows) == ({name: value for name, value in alone[0].items() if name != "reading_p95"}, alone[1])
 
 
 class Left(BaseException):

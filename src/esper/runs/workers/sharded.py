@@ -97,9 +97,8 @@ class ShardedEngine(TaskEngine["ShardedPopulation"]):
         task, config = task.sealed(), with_steps(config, task)
         keys = instance_keys(task, config) if instance is None else instance
         super().__init__(ShardedPopulation(pool, task, config, keys, derive), config)
-        self.timer = PhaseTimer(
-            torch.device("cpu"), self.population.label
-        )  # of this process, which waits for the workers
+        # the phases are those of this process, which waits for the workers
+        self.timer = PhaseTimer(torch.device("cpu"), self.population.label)
 
     def __repr__(self) -> str:
         name, config = self.population.task.name, self.config
@@ -125,29 +124,27 @@ class ShardedPopulation:
         workers = min(pool.size, config.envs)
         ends = [config.envs * at // workers for at in range(workers + 1)]
         self._envs = [slice(*ends[at : at + 2]) for at in range(workers)]  # of each worker
-        rows = np.arange(len(self.environment))
         # (n,) the rows of each worker, ascending
-        self._rows = [
+        self.rows = [
             np.flatnonzero((self.environment >= own.start) & (self.environment < own.stop)) for own in self._envs
         ]
-        self._place = np.concatenate([np.arange(len(own)) for own in self._rows])[
-            np.argsort(np.concatenate(self._rows))
-        ]
-        self._owner = np.concatenate([np.full(len(own), at) for at, own in enumerate(self._rows)])
-        self._owner = self._owner[np.argsort(np.concatenate(self._rows))]
-        assert len(self._place) == len(rows)
+        # (R,) the worker of each row, and the place of the row there
+        self._owner, self._place = (np.zeros(len(self.environment), np.int64) for _ in range(2))
+        for at, rows in enumerate(self.rows):
+            self._owner[rows], self._place[rows] = at, np.arange(len(rows))
+        self._sent: tuple[Seeds, list[Seeds]] | None = None  # the last seeds, and those of each worker
         self._queue: list[list[Tree]] = [[] for _ in self._envs]
         self._known: dict[str, Any] | None = None  # the last snapshot, until a row changes
         with drawn_with(0):
             self._dtype = dtype_of(task.largest())
         found = []
-        for own, of in zip(self._envs, self._rows, strict=True):
+        for own, of in zip(self._envs, self.rows, strict=True):
             update = {"envs": own.stop - own.start, "first_instance": config.first_instance + own.start}
             part = ShardPart(config.model_copy(update=update), instance[own], len(of), own.start, derive)
             found.append([np.frombuffer(pickled(part), np.uint8)])
-        surveys = self._ask("make", found, kept=True)
-        self.skipped = np.zeros(len(rows), np.int64)  # (R,) as in `StackedPopulation`
-        self._table = HostTable(len(rows), len(surveys[0]["shared"]["slots"]), menu_of(task, config))
+        surveys = self.ask("make", found, kept=True)
+        self.skipped = np.zeros(len(self._owner), np.int64)  # (R,) as in `StackedPopulation`
+        self._table = HostTable(len(self._owner), len(surveys[0]["shared"]["slots"]), menu_of(task, config))
         self.host_params = self._table.host_params
         self._surveyed(surveys)
 
@@ -155,26 +152,26 @@ class ShardedPopulation:
 
     def begin(self, instance: Indices, episode: int) -> None:
         self.skipped[:] = 0
-        self._surveyed(self._ask("begin", [[instance[own], episode] for own in self._rows], kept=True))
+        self._surveyed(self.ask("begin", [[instance[own], episode] for own in self.rows], kept=True))
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
-        own = [[self._local(at, pairs) for pairs in changes] for at in range(len(self._rows))]
-        self._tell("edit", [[*pairs, take(seeds, rows), step] for pairs, rows in zip(own, self._rows, strict=True)])
+        own = [[self._local(at, pairs) for pairs in changes] for at in range(len(self.rows))]
+        self.tell("edit", [[*pairs, part, step] for pairs, part in zip(own, self.parts_of(seeds), strict=True)])
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
-        self._ask("train", [[take(seeds, rows), parameter_norms] for rows in self._rows], kept=True)
+        self.ask("train", [[part, parameter_norms] for part in self.parts_of(seeds)], kept=True)
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         whole = {name: getattr(asked, name) for name in ("trained", "sensors", "finite", "validation")}
-        chosen = [np.flatnonzero(self._owner[asked.branches.env] == at) for at in range(len(self._rows))]
+        chosen = [np.flatnonzero(self._owner[asked.branches.env] == at) for at in range(len(self.rows))]
         looked = np.zeros(0, np.int64) if asked.look is None else self._owner[np.nonzero(asked.look)[0]]
         arguments: list[Sequence[Any]] = []
-        for rows, of in zip(self._rows, chosen, strict=True):
+        for rows, part, of in zip(self.rows, self.parts_of(seeds), chosen, strict=True):
             branches = take(asked.branches, of)
             look = None if asked.look is None or not asked.look[rows].any() else asked.look[rows]
-            arguments.append([take(seeds, rows), branches._replace(env=self._place[branches.env]), look, whole])
+            arguments.append([part, branches._replace(env=self._place[branches.env]), look, whole])
         # in float16 a probe takes the updates that were skipped off the counts of steps
-        parts = self._ask("probe", arguments, kept=asked.trained and self._scaled)
+        parts = self.ask("probe", arguments, kept=asked.trained and self._scaled)
         found: dict[str, Any] = {
             name: self._whole([part[name] for part in parts])
             for name in ("loss", "metric", "participation", "signs", "sensors", "finite")
@@ -185,7 +182,7 @@ class ShardedPopulation:
             metric, loss = (self._whole([part["validation"][at] for part in parts]) for at in range(2))
             found["validation"] = metric, loss
         if asked.look is not None:
-            places = [np.flatnonzero(looked == at) for at in range(len(self._rows))]
+            places = [np.flatnonzero(looked == at) for at in range(len(self.rows))]
             having = [at for at, of in enumerate(places) if len(of)]
             found["compared"] = _scattered([parts[at]["compared"] for at in having], [places[at] for at in having])
         if asked.trained:
@@ -194,8 +191,8 @@ class ShardedPopulation:
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
         own = self._divided(rows)
-        found = self._ask("tainted", [None if not len(of) else [self._place[rows[of]], step] for of in own])
-        return [int(self._rows[at][row]) for at, part in enumerate(found) for row in part or ()]
+        found = self.ask("tainted", [None if not len(of) else [self._place[rows[of]], step] for of in own])
+        return [int(self.rows[at][row]) for at, part in enumerate(found) for row in part or ()]
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
         return self._table.added_params(seeds, stages)
@@ -205,7 +202,7 @@ class ShardedPopulation:
 
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         own = self._divided(rows)
-        found = self._ask(
+        found = self.ask(
             "growth", [None if not len(of) else [self._place[rows[of]], slot[of], blueprint[of]] for of in own]
         )
         devices = self._pool.devices
@@ -213,7 +210,7 @@ class ShardedPopulation:
         return sum(of_device) if self.device.type == "cpu" else max(of_device)
 
     def arrange(self, seeds: Seeds) -> None:
-        self._tell("arrange", [[take(seeds, rows)] for rows in self._rows])
+        self.tell("arrange", [[part] for part in self.parts_of(seeds)])
 
     @property
     def fresh(self) -> Sequence[Indices]:
@@ -224,7 +221,7 @@ class ShardedPopulation:
         """The sums over the workers."""
         if self.config.compile == "off":
             return None
-        parts: list[dict[str, float]] = self._ask("compiled", [[] for _ in self._rows])
+        parts: list[dict[str, float]] = self.ask("compiled", [[] for _ in self.rows])
         return {name: round(sum(part[name] for part in parts), 3) for name in parts[0]}
 
     @property
@@ -232,7 +229,7 @@ class ShardedPopulation:
         return self.skipped if self._scaled else None
 
     def keeper(self, seeds: Seeds) -> "ShardedKeeper":
-        self._tell("keeper", [[seeds.stage.shape[1]] for _ in self._rows])
+        self.tell("keeper", [[seeds.stage.shape[1]] for _ in self.rows])
         self._keepers += 1
         return ShardedKeeper(self, self._keepers - 1, seeds)
 
@@ -240,8 +237,8 @@ class ShardedPopulation:
 
     def snapshot(self) -> dict[str, Any]:
         if self._known is None or any(self._queue):
-            parts = self._ask("snapshot", [[] for _ in self._rows])
-            body = joined_bodies([part["body"] for part in parts], self._rows)
+            parts = self.ask("snapshot", [[] for _ in self.rows])
+            body = joined_bodies([part["body"] for part in parts], self.rows)
             skipped = {"skipped": self.skipped} if self._scaled else {}
             self._known = {"body": body, "batch": parts[0]["batch"], **skipped}
         return self._known
@@ -249,10 +246,10 @@ class ShardedPopulation:
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         arguments = [
             [{**tree, "body": picked_body(tree["body"], rows), **_skipped(tree, rows)}, instance[rows], episode]
-            for rows in self._rows
+            for rows in self.rows
         ]
         self.skipped = tree.get("skipped", self.skipped)
-        self._surveyed(self._ask("load", arguments, kept=True))
+        self._surveyed(self.ask("load", arguments, kept=True))
 
     # Evaluation and export at the end of an episode.
 
@@ -263,18 +260,18 @@ class ShardedPopulation:
         return [self.task.instance(key).validation for key in self.space.instance[: self.config.envs].tolist()]
 
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
-        parts = self._ask(
+        parts = self.ask(
             "evaluate",
             [
-                [take(seeds, rows), _content(split if isinstance(split, Split) else list(split[own]))]
-                for rows, own in zip(self._rows, self._envs, strict=True)
+                [part, _content(split if isinstance(split, Split) else list(split[own]))]
+                for part, own in zip(self.parts_of(seeds), self._envs, strict=True)
             ],
         )
         metric, loss = (self._whole([part[at] for part in parts]) for at in range(2))
         return metric, loss
 
     def outputs(self, seeds: Seeds, split: Split) -> Floats:
-        return self._whole(self._ask("outputs", [[take(seeds, rows), _content(split)] for rows in self._rows]))
+        return self._whole(self.ask("outputs", [[part, _content(split)] for part in self.parts_of(seeds)]))
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
         """Return a network of a body in this process that holds its row alone."""
@@ -290,18 +287,24 @@ class ShardedPopulation:
 
     def close(self) -> None:
         """Let the workers free the population when they carry out another command."""
-        self._queue = [[] for _ in self._rows]
+        self._queue = [[] for _ in self.rows]
         self._pool.forget(self._number)
 
     # Commands.
 
-    def _tell(self, name: str, arguments: Sequence[Sequence[Any] | None]) -> None:
+    def parts_of(self, seeds: Seeds) -> list[Seeds]:
+        """Return the seeds of each worker. They are made once for several commands, which share them as long as they are kept."""
+        if self._sent is None or self._sent[0] is not seeds:
+            self._sent = seeds, [take(seeds, rows) for rows in self.rows]
+        return self._sent[1]
+
+    def tell(self, name: str, arguments: Sequence[Sequence[Any] | None]) -> None:
         """Queue a command, which changes the rows. arguments: of each worker; None for one that has nothing to do."""
         for queue, own in zip(self._queue, arguments, strict=True):
             if own is not None:
                 queue.append(self._command(name, own, kept=True))
 
-    def _ask(self, name: str, arguments: Sequence[Sequence[Any] | None], kept: bool = False) -> list[Any]:
+    def ask(self, name: str, arguments: Sequence[Sequence[Any] | None], kept: bool = False) -> list[Any]:
         """Let the workers carry out what is queued and a command; return the result of each, None for one that was not asked."""
         if kept or any(self._queue):
             self._known = None
@@ -313,7 +316,7 @@ class ShardedPopulation:
         for at in asked:
             self._queue[at] = []
         found = self._pool.ask(asked)
-        return [found.get(at) for at in range(len(self._rows))]
+        return [found.get(at) for at in range(len(self.rows))]
 
     def _command(self, name: str, arguments: Sequence[Any], *, kept: bool) -> Tree:
         return {"population": self._number, "name": name, "arguments": list(arguments), "kept": kept}
@@ -343,7 +346,7 @@ class ShardedPopulation:
             seed_norms=[norm for part in parts for norm in part["seed_norms"]],
             seed_owners=[
                 (slot, rows[own])
-                for part, rows in zip(parts, self._rows, strict=True)
+                for part, rows in zip(parts, self.rows, strict=True)
                 for slot, own in part["seed_owners"]
             ],
             parameter_norms=norms,
@@ -353,7 +356,7 @@ class ShardedPopulation:
     def _by_name(self, parts: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
         """Join arrays (n,) by name to arrays (R,), which are nan in the rows of a worker that does not have the name."""
         found: dict[str, Floats] = {}
-        for part, rows in zip(parts, self._rows, strict=True):
+        for part, rows in zip(parts, self.rows, strict=True):
             for name, values in part.items():
                 found.setdefault(name, np.full(len(self._owner), np.nan))[rows] = values
         return found
@@ -362,11 +365,11 @@ class ShardedPopulation:
 
     def _whole(self, parts: Sequence[Any]) -> Any:
         """Join arrays (n, ...) of the workers to one of all rows; None if they are None."""
-        return None if parts[0] is None else _scattered(parts, self._rows)
+        return None if parts[0] is None else _scattered(parts, self.rows)
 
     def _divided(self, rows: Indices) -> list[Indices]:
         """Return for each worker the indices of those of some rows (n,) that it holds."""
-        return [np.flatnonzero(self._owner[rows] == at) for at in range(len(self._rows))]
+        return [np.flatnonzero(self._owner[rows] == at) for at in range(len(self.rows))]
 
     def _local(self, at: int, pairs: Indices) -> Indices:
         """Return the pairs of row and slot (n, 2) whose row a worker holds, in its numbers."""
@@ -382,36 +385,37 @@ class ShardedKeeper:
         self.seeds, self.step = seeds, np.full(len(seeds.stage), -1, np.int64)
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
-        self._population._tell(
-            "take",
-            [
-                [self._number, take(seeds, own), rows[own], step] if rows[own].any() else None
-                for own in self._population._rows
-            ],
-        )
+        self._tell("take", seeds, rows, step)
         self.seeds = choose(rows, seeds, self.seeds)
         self.step[rows] = step
 
     def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
-        self._population._tell(
-            "put_back",
-            [
-                [self._number, take(seeds, own), rows[own], take(kept, own)] if rows[own].any() else None
-                for own in self._population._rows
-            ],
-        )
+        self._tell("put_back", seeds, rows, kept)
         after: Seeds = choose(rows, kept, seeds)
         return after
 
     def state(self, now: int) -> dict[str, Any]:
-        owners = self._population._rows
-        return joined_snapshots(self._population._ask("keeper_state", [[self._number, now] for _ in owners]), owners)
+        owners = self._population.rows
+        return joined_snapshots(self._population.ask("keeper_state", [[self._number, now] for _ in owners]), owners)
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         self.step, self.seeds = state["step"], Seeds(**state["seeds"])
-        owners = self._population._rows
-        arguments = [[self._number, picked_snapshot(state, own), take(seeds, own)] for own in owners]
-        self._population._ask("load_keeper", arguments, kept=True)
+        owners, parts = self._population.rows, self._population.parts_of(seeds)
+        arguments = [[self._number, picked_snapshot(state, own), part] for own, part in zip(owners, parts, strict=True)]
+        self._population.ask("load_keeper", arguments, kept=True)
+
+    def _tell(self, name: str, seeds: Seeds, rows: Bools, last: Any) -> None:
+        """Queue a command for the workers that hold some of the rows."""
+        owners, parts = self._population.rows, self._population.parts_of(seeds)
+        self._population.tell(
+            name,
+            [
+                [self._number, part, rows[own], take(last, own) if isinstance(last, Seeds) else last]
+                if rows[own].any()
+                else None
+                for own, part in zip(owners, parts, strict=True)
+            ],
+        )
 
 
 def _scattered(parts: Sequence[NDArray[Any]], places: Sequence[Indices]) -> NDArray[Any]:
