@@ -1,8 +1,8 @@
 """Define the protocol of a population, which an engine grows, and its requests and results. R rows, S slots, X branches.
 
 A population holds networks and their data. It does not know the lifecycle: every call passes in the stages of the seeds.
-`StackedPopulation` (tolaria/stacked/population.py) trains stacked networks, and `LivePopulation` (tolaria/live/population.py) is
-one network that a user's own loop trains.
+`StackedPopulation` (tolaria/stacked/population.py) trains stacked networks, `ShardedPopulation` (runs/workers/sharded.py) has
+them trained by workers, and `LivePopulation` (tolaria/live/population.py) is one network that a user's own loop trains.
 """
 
 from collections.abc import Mapping, Sequence
