@@ -88,7 +88,7 @@ def probes(engine: VectorizedEngine) -> tuple[Way, Way, float]:
     """The same of the probe."""
     seeds, population = engine.state.seeds, engine.population
     body, examples = population.body, population.data.probe
-    asked = coalitions(seeds, None, terminal=False)
+    asked = coalitions(seeds, None, terminal=False).branches
 
     def run(*of: Any) -> list[torch.Tensor]:
         return list(probe(body, seeds, RowExamples(*of), population.objective, asked, signs=True))

@@ -85,6 +85,8 @@ def grow(
     progress: Shown = "auto",
     on_interrupt: OnInterrupt = "raise",
     outputs: Sequence[Output] = (),
+    workers: int | None = None,
+    devices: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Grow a population on a task, evaluate it on the test split, and write a run folder if `run` names one.
 
@@ -103,7 +105,11 @@ def grow(
     `outputs` are objects with the methods `write(row)` and `close()`, which get every row of the events that `telemetry.level`
     keeps, also without `run`. A thread calls each of them, so that a step does not wait; the run ends when they have all rows.
     If one raises an error, a `RunWarning` is issued, and the run goes on without it.
+
+    With `workers`, the environments are divided among that many processes, and with `devices`, such as ("cuda:0", "cuda:1"),
+    one process is on each (`esper docs workers`). Results do not depend on the number of workers.
     """
+    hired = worker_options(workers, devices, None, get_task)
     task = to_task(task)
     check_outputs(outputs)
     check_switch(overwrite, "overwrite")
@@ -118,7 +124,7 @@ def grow(
         config, found = growth_config(task, asked, controller=controller)
     client = found.make(config)
     with growth_progress(progress, config.steps, task.objective.metric) as watch:
-        summary = grow_run(task, config, client, folder, watch, Opening(overwrite=overwrite), outputs)
+        summary = grow_run(task, config, client, folder, watch, Opening(overwrite=overwrite), outputs, hired)
     return end_of(summary, folder, on_interrupt)
 
 
@@ -220,7 +226,7 @@ def resume(
     `RunWarning`; other data are refused unless `other_data` is set. Both are recorded. Raises InputError if the run, the task,
     its data and the controller do not fit together. `progress`, `on_interrupt`, `outputs` and failed
     runs are as in `grow`; outputs get the rows that the run writes from now on. `workers`, `devices` and `cluster` are as in
-    `train`, and may differ from those that a training had before.
+    `train`, and may differ from those that the run had before; a growth has no `cluster`.
     """
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     check_outputs(outputs)
@@ -242,8 +248,6 @@ def go_on(
 ) -> dict[str, Any]:
     """Continue a run and return its summary. Arguments are as in `resume`; `settings` are in the form of `--set`."""
     before = read_config(folder)
-    if asked.any and not is_training(before):
-        raise InputError(f"{folder} is a growth, which no workers play; leave workers, devices and cluster out")
     config = changed(before, settings) if settings else before
     change = None if config == before else ConfigChange(before, tuple(settings))
     known = finished(folder) if change is None else None
@@ -280,7 +284,7 @@ def go_on(
     if "steps" not in config.model_fields_set:  # the new settings give epochs instead of steps
         config = with_steps(config, chosen)
     with growth_progress(progress, config.steps, chosen.objective.metric) as sight:
-        return grow_run(chosen, config, client, folder, sight, opening, outputs)
+        return grow_run(chosen, config, client, folder, sight, opening, outputs, asked)
 
 
 def evaluate(

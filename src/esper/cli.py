@@ -15,7 +15,7 @@ from esper.commands.evaluating import evaluate
 from esper.commands.exporting import events, export, export_events
 from esper.commands.healing import heal
 from esper.commands.listing import blueprints, config, controller, docs, tasks
-from esper.commands.options import fail, say
+from esper.commands.options import fail, say, spread_devices
 from esper.commands.running import grow, resume, train
 from esper.commands.viewing import compare, report, serve, watch
 from esper.karn.streams import lost_output, plug_closed_streams, steady_output
@@ -171,7 +171,7 @@ def _run(arguments: Sequence[str] | None) -> None:
                     usual(message, category, *where)
 
             warnings.showwarning = show  # type: ignore[assignment]
-            app(arguments)
+            app(spread_devices(sys.argv[1:] if arguments is None else arguments))
     except InputError as error:
         fail(error, 2)
     except UserCodeError as error:

@@ -482,9 +482,3 @@ def test_an_error_of_your_code_in_another_worker_ends_the_training_with_it(tmp_p
         )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
     assert not multiprocessing.active_children()
-
-
-def test_a_growth_has_no_workers(tmp_path):
-    esper.grow("iris", {"envs": 2, "steps": 2, "baselines": [], "models": "none"}, run=tmp_path / "run", progress=False)
-    with pytest.raises(InputError, match="which no workers play"):
-        esper.resume(tmp_path / "run", workers=2)

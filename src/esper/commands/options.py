@@ -4,6 +4,7 @@ Numbers of the config are taken as text, so that the config alone defines which 
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -62,12 +63,13 @@ Workers = Annotated[
     ),
 ]
 Devices = Annotated[
-    str | None,
+    list[str] | None,
     of_machine(
         "--devices",
-        metavar="NAME,...",
-        help="Devices of the workers, such as cuda:0,cuda:1, taken in turn: one worker on each, or --workers workers. Replaces "
-        "the config key device (--device), which names the one device of a single worker.",
+        metavar="NAME...",
+        help="Devices of the workers, as cuda:0 cuda:1 or cuda:0,cuda:1, taken in turn: one worker on each, or --workers "
+        "workers. Replaces the config key device (--device), which names the one device of a single worker. Names of devices "
+        "that follow the option belong to it, and no other argument does.",
     ),
 ]
 Cluster = Annotated[
@@ -92,6 +94,28 @@ NOT_BY_SET: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Config keys that a command refuses in --set, each with the reason and what to do instead."""
+
+
+_DEVICES = re.compile(
+    r"(auto|cpu|cuda(:\d+)?)(,(auto|cpu|cuda(:\d+)?))*,?"
+)  # one or more, as `resolve_device` names them
+
+
+def spread_devices(arguments: Sequence[str]) -> list[str]:
+    """Return command-line arguments in which every device that follows `--devices` has the option in front of it.
+
+    click gives an option a fixed number of values. What does not look like a device stays an argument of the command.
+    """
+    found, follows = list[str](), False
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            return [*found, *arguments[place:]]
+        if follows and found[-1] != "--devices" and _DEVICES.fullmatch(argument):
+            found.append("--devices")
+        elif found[-1:] != ["--devices"]:
+            follows = argument == "--devices" or argument.startswith("--devices=")
+        found.append(argument)
+    return found
 
 
 def use_one_thread() -> None:

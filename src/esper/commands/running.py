@@ -59,6 +59,8 @@ def grow(
     ] = None,
     twin: Annotated[bool | None, Option("--twin/--no-twin", help="Add or remove the baseline twin.")] = None,
     watch: Watched = False,
+    workers: Workers = None,
+    devices: Devices = None,
 ) -> None:
     """Grow a population on a task, compare it with static networks (`esper docs baselines`), and export the networks.
 
@@ -72,9 +74,11 @@ def grow(
     from esper.runs.configuration import growth_config, load_config_file
     from esper.runs.folder.resume import Opening
     from esper.runs.grow import grow as run_population
+    from esper.runs.workers.workers import worker_options
     from esper.store.disk import file_name
     from esper.tasks.catalog import get_task
 
+    asked = worker_options(workers, devices, None, get_task)
     chosen = get_task(task)
     from_file = {} if config_file is None else load_config_file(str(config_file))
     if from_file.get("task", task) != task:
@@ -95,7 +99,7 @@ def grow(
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(named)}-s{config.seed}"
     with beside(folder, watch), live(console_beside(watch), config.steps, chosen.objective.metric) as progress:
         opening = Opening(overwrite=overwrite)
-        summary = run_population(chosen, config, found.make(config), folder, progress, opening)
+        summary = run_population(chosen, config, found.make(config), folder, progress, opening, asked=asked)
     finish(summary, folder, json_, print_summary)
 
 

@@ -10,7 +10,9 @@ All but the twin are separate populations, which are trained after the growth an
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -31,12 +33,15 @@ from esper.leyline.lifecycle.view import Floats, Seeds, take
 from esper.leyline.text import counted
 from esper.runs.figures import test_splits
 from esper.runs.folder.interrupt import Interrupt
+from esper.runs.workers.shard import Derive
 from esper.tamiyo.rules.baselines import Never
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import TaskEngine, VectorizedEngine
 from esper.tolaria.play import Until, play
 
 Keys = NDArray[np.int64]
 Stop = Callable[[], bool]
+MakeEngine = Callable[[Derive, AnyTask, Config, Keys], TaskEngine[Any]]
+"""Makes an engine that trains the static networks of a task on instances (E,); `Derive` makes that task in another process."""
 
 EXAMPLES = 64
 """Number of training examples on which a derived host is checked."""
@@ -85,7 +90,19 @@ class _Population(NamedTuple):
     planted: Seeds | None = None  # (n, S) seeds that are in place from step 0
 
 
-def grown_of(engine: VectorizedEngine) -> GrowthResult:
+def in_this_process(derive: Derive, task: AnyTask, config: Config, instance: Keys) -> VectorizedEngine:
+    """Make the engine that trains static networks in this process."""
+    return VectorizedEngine(task, config, instance=instance)
+
+
+def static_task(name: str, grown: GrowthResult, twins: bool, index: int, task: AnyTask) -> AnyTask:
+    """Return the task of one population of the static networks of a baseline, from the task on which others grew."""
+    populations = _POPULATIONS[name](task, grown, twins)
+    assert not isinstance(populations, Absent), "it was there in the process of the run"
+    return populations[index].task
+
+
+def grown_of(engine: TaskEngine[Any]) -> GrowthResult:
     """Return the results of the growth of a population."""
     envs = slice(0, engine.config.envs)
     seeds: Seeds = take(engine.state.seeds, envs)
@@ -105,11 +122,12 @@ def train_baselines(
     interrupt: Interrupt,
     note: Callable[[str], None],
     until: Keys | None = None,
+    make: MakeEngine = in_this_process,
 ) -> dict[str, BaselineResult | Absent]:
     """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
 
     After an interrupted growth, they train for the steps that the growth took, if `interrupt` was rearmed. A further
-    interrupt leaves out those that are not trained yet. until: as in `train_baseline`.
+    interrupt leaves out those that are not trained yet. until, make: as in `train_baseline`.
     """
     found: dict[str, BaselineResult | Absent] = {}
     hint = "; Ctrl-C leaves out the static networks that are not trained yet"  # said once
@@ -124,7 +142,7 @@ def train_baselines(
                 note(f"training the baseline {name} for {counted(steps, 'step')}{hint}")
                 hint = ""
                 found[name] = train_baseline(
-                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.ending
+                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.ending, make=make
                 )
             except KeyboardInterrupt:
                 found[name] = INTERRUPTED
@@ -156,6 +174,7 @@ def train_baseline(
     until: Keys | None = None,
     twin: BaselineResult | None = None,
     stop: Stop = lambda: False,
+    make: MakeEngine = in_this_process,
 ) -> BaselineResult | Absent:
     """Train the static networks of one baseline for `steps` steps, and evaluate them on the test split.
 
@@ -164,6 +183,7 @@ def train_baseline(
         among as many; None lets each static network stop by its own patience.
     twin: results of the twins; an environment whose static network equals the twin takes these results.
     stop: called at every step; if it returns true, the baseline is absent.
+    make: makes the engines.
 
     Returns `Absent` if the host has no such network, or if it does not fit into memory.
     """
@@ -178,8 +198,9 @@ def train_baseline(
             result = BaselineResult(nothing, nothing.copy(), np.zeros_like(grown.params), 0.0)
         else:
             result = BaselineResult(twin.metric.copy(), twin.loss.copy(), twin.params.copy(), 0.0)
-        for population in populations:
-            trained = _train(population, config, grown, steps, until, stop)
+        for index, population in enumerate(populations):
+            derive = partial(static_task, name, grown, twin is not None, index)
+            trained = _train(population, config, grown, steps, until, stop, partial(make, derive))
             if isinstance(trained, Absent):
                 return trained
             for mine, theirs in zip(result[:3], trained, strict=True):
@@ -197,7 +218,13 @@ def train_baseline(
 
 
 def _train(
-    population: _Population, config: Config, grown: GrowthResult, steps: int, until: Keys | None, stop: Stop
+    population: _Population,
+    config: Config,
+    grown: GrowthResult,
+    steps: int,
+    until: Keys | None,
+    stop: Stop,
+    make: Callable[[AnyTask, Config, Keys], TaskEngine[Any]],
 ) -> tuple[Floats, Floats, Keys] | Absent:
     """Train the networks of a population; return metric and loss on the test split, and parameters, (n,) each."""
     task, instance = population.task, grown.instance[population.envs]
@@ -211,18 +238,19 @@ def _train(
             "probe": config.probe.model_copy(update={"sensors_every": 0}),
         }
     )
-    engine = VectorizedEngine(task.sealed(), config, instance=instance)
-    engine.reset(planted=population.planted)
-    if engine.stopping is not None and until is not None:
-        engine.stopping.until = until[population.envs][engine.population.environment]
-    interrupted = Until(stop)
-    if steps:
-        play(engine, Never(), interrupted)
-    if interrupted.stopped:
-        return INTERRUPTED
-    engine.finish()
-    metric, loss = engine.evaluate(test_splits(engine, task))
-    return metric, loss, engine.exported_params()
+    engine = make(task.sealed(), config, instance)
+    with closing(engine.population):
+        engine.reset(planted=population.planted)
+        if engine.stopping is not None and until is not None:
+            engine.stopping.until = until[population.envs][engine.population.environment]
+        interrupted = Until(stop)
+        if steps:
+            play(engine, Never(), interrupted)
+        if interrupted.stopped:
+            return INTERRUPTED
+        engine.finish()
+        metric, loss = engine.evaluate(test_splits(engine, task))
+        return metric, loss, engine.exported_params()
 
 
 def _same_size(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]:

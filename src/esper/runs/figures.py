@@ -13,9 +13,8 @@ from esper.leyline.data.task import AnyTask, Instance, Mixture, Split, Task, non
 from esper.leyline.lifecycle.view import Floats
 from esper.nissa.rows import EvaluationRow
 from esper.simic.rewards import objective
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import TaskEngine
 from esper.tolaria.measure.bounds import constant_metric
-from esper.tolaria.stacked.population import StackedPopulation
 
 T = TypeVar("T")
 
@@ -30,11 +29,11 @@ Pair = dict[str, Any]
 """One quantity over environments: of the twins that do not grow as `host`, None without twins, and of the `grown` networks."""
 
 
-def final_figures(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
+def final_figures(engine: TaskEngine[Any], task: AnyTask, config: Config) -> Summary:
     """Evaluate every twin and grown network on the test and validation splits. No other function of a run reads test data."""
-    name, host_params = task.objective.metric, engine.population.body.table.host_params[: config.envs].tolist()
+    name, host_params = task.objective.metric, engine.population.host_params[: config.envs].tolist()
     test = _evaluate(engine, config, name, test_splits(engine, task))
-    validation = _evaluate(engine, config, name, engine.population.data.validation_splits())
+    validation = _evaluate(engine, config, name, engine.population.validation_splits())
     figures: Summary = {
         "metric": name,
         "objective_formula": _formula(name, config, min(host_params)),
@@ -66,7 +65,7 @@ def evaluation_rows(figures: Summary) -> Iterator[EvaluationRow]:
         )
 
 
-def test_splits(engine: VectorizedEngine, task: AnyTask) -> list[Split]:
+def test_splits(engine: TaskEngine[Any], task: AnyTask) -> list[Split]:
     """Return the test split of every environment."""
     return [split for key in engine.space.instance.tolist() if (split := task.test_split(key)) is not None]
 
@@ -94,7 +93,7 @@ def _by_instance(task: AnyTask, instance: Sequence[int], compute: Callable[[Inst
     return [values[key] for key in keys]
 
 
-def _evaluate(engine: VectorizedEngine, config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
+def _evaluate(engine: TaskEngine[Any], config: Config, name: str, splits: Sequence[Split]) -> dict[str, Pair]:
     """Return the metric, under its name, the loss and the objective J of every twin and grown network on its split."""
     metric, loss = engine.evaluate(splits)
     worth = exported_objective(engine, metric, loss)
@@ -109,10 +108,10 @@ def objective_of(
     return objective(value, added, host_params, reward.rent, reward.rent_size)
 
 
-def exported_objective(engine: VectorizedEngine, metric: Floats, loss: Floats) -> Floats:
+def exported_objective(engine: TaskEngine[Any], metric: Floats, loss: Floats) -> Floats:
     """Return J (rows,) of the networks of an engine as exported, from their metric and loss on a split."""
     config = engine.config
-    host_params = np.tile(engine.population.body.table.host_params[: config.envs], engine.rows // config.envs)
+    host_params = np.tile(engine.population.host_params[: config.envs], engine.rows // config.envs)
     added = engine.exported_params() - host_params
     return objective_of(metric, loss, added, host_params, config.reward) - engine.state.compute.price(config)
 
@@ -135,7 +134,7 @@ CONFUSED = 64
 """Largest number of classes of which the summary holds a confusion matrix."""
 
 
-def _rare_classes(engine: VectorizedEngine, task: AnyTask, config: Config) -> Summary:
+def _rare_classes(engine: TaskEngine[Any], task: AnyTask, config: Config) -> Summary:
     """Figures that rare classes do not vanish in, of every network, where a class is `RARE` outside of the test split.
 
     Nothing for a mixture, whose environments have classes of their own, and where an example has several labels or none
@@ -217,7 +216,7 @@ def _formula(name: str, config: Config, smallest: int) -> str:
     return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host}){charged}"
 
 
-def compute_figures(engine: VectorizedEngine) -> Summary:
+def compute_figures(engine: TaskEngine[Any]) -> Summary:
     """Return the compute beyond that of the hosts, where it has a price or candidates were tried; else nothing.
 
     Steps are those of one row of the host, summed over the environments; the share is of all that the hosts took.
@@ -239,14 +238,12 @@ def compute_figures(engine: VectorizedEngine) -> Summary:
     }
 
 
-def pass_figures(engine: VectorizedEngine) -> Summary:
+def pass_figures(engine: TaskEngine[Any]) -> Summary:
     """Return what torch.compile did, if the run asked for it, and the updates that were skipped, if they were in float16."""
     population, config = engine.population, engine.config
-    if not isinstance(population, StackedPopulation):
-        return {}
     figures: Summary = {} if population.compiled is None else {"compiled": population.compiled}
-    if population.scaler is not None:
-        skipped = population.skipped[: engine.rows].tolist()
+    if population.overflowed is not None:
+        skipped = population.overflowed[: engine.rows].tolist()
         figures["skipped_updates"] = {
             "updates": engine.state.step * config.data.batches_per_step // config.optimizer.accumulation_steps,
             "host": skipped[config.envs :] if config.twin else None,

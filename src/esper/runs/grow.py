@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import get_blueprint
@@ -25,7 +26,15 @@ from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.nissa.events import digits
 from esper.nissa.outputs import Output
-from esper.runs.baselines import BaselineResult, as_record, cut_off, grown_of, train_baselines
+from esper.runs.baselines import (
+    BaselineResult,
+    Keys,
+    as_record,
+    cut_off,
+    grown_of,
+    in_this_process,
+    train_baselines,
+)
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
 from esper.runs.figures import (
     Status,
@@ -41,17 +50,20 @@ from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
 from esper.runs.folder.run_folder import RunFolder, run_row, save_checkpoint
 from esper.runs.verdict import compared_networks, verdict
+from esper.runs.workers.shard import Derive
+from esper.runs.workers.sharded import ShardedEngine, check_workers, start_shards
+from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions
 from esper.store.checkpoint import Checkpoints
 from esper.store.disk import write_folder
 from esper.store.files import BEST, MODELS
 from esper.store.tensors import flatten, unflatten
 from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY, stopping_figures
-from esper.tolaria.engine import VectorizedEngine
+from esper.tolaria.engine import TaskEngine, VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, play
 from esper.tolaria.runtime import PhaseTimer, Waits, resolve_device
-from esper.tolaria.stacked.population import check_place
+from esper.tolaria.stacked.population import StackedPopulation, check_place, label_of
 
 
 def grow(
@@ -62,6 +74,7 @@ def grow(
     watch: ProgressWatch | None = None,
     opening: Opening = NEW,
     outputs: Sequence[Output] = (),
+    asked: WorkerOptions = ALONE,
 ) -> Summary:
     """Grow a population on a task for one episode, evaluate the grown networks on the test split, and export them.
 
@@ -72,29 +85,41 @@ def grow(
     If the `opening` says resume, the run of the folder continues from its last checkpoint, or starts again if it has
     none, with the task, the config and the controller that it began with. With a change, `config` is the changed
     config, and a finished run can continue too.
+
+    `asked` are the workers among which the environments are divided; this process decides for all of them, and writes the folder.
+    Results do not depend on their number.
     """
     started, watch = time.perf_counter(), watch or Silent()
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
         get_blueprint(name)  # the task need not have it in its menu, but it must exist
-    check_place(task, config)  # before the folder, of which less can be wrong
+    placed = config.model_copy(update={"device": asked.devices[0]}) if asked.devices else config
+    if not opening.resume:  # the workers of a run that continues may be on other devices
+        config = placed
+    if asked.any:
+        check_workers(asked, config, client)
+        torch.set_num_threads(1)  # as in the workers
+    check_place(task, placed)  # before the folder, of which less can be wrong
     with (
         Interrupt(watch.answer) as interrupt,
         RunFolder(folder, config, watch.note, interrupt, opening, [task], outputs) as run,
         ExitStack() as readers,
     ):
         try:
-            what = f"{counted(config.envs * (1 + config.twin), 'network')} at data.batch_size {config.data.batch_size}"
             lower = "envs, give fewer examples, or a Dataset with stream=True"
-            timer = PhaseTimer(resolve_device(config.device), what)
+            timer = PhaseTimer(resolve_device(placed.device), label_of(config))
             with timer.memory("while the data and the networks were set up", lower):
-                engine = VectorizedEngine(task.sealed(), with_sensors(config, client))
+                pool, sealed, sensing = None, task.sealed(), with_sensors(placed, client)
+                if asked.any:
+                    pool = start_shards(asked, task, watch.note, lambda: interrupt.asked)
+                    readers.callback(pool.close)
+                engine = VectorizedEngine(sealed, sensing) if pool is None else ShardedEngine(pool, sealed, sensing)
                 readers.callback(engine.population.close)
-                episode = Episode(task, config, client, engine, run, watch, started)
+                episode = Episode(task, config, client, engine, pool, run, watch, started)
                 journal = Journal(engine, run.hub)
                 # checked now, so that the run does not fail at its end
-                engine.population.data.sound(test_splits(engine, task))
+                engine.population.sound(test_splits(engine, task))
                 episode.begin()
         except OutOfMemory:
             # the folder is made, so that the same run can be started by `esper resume` when there is room
@@ -103,7 +128,7 @@ def grow(
             names = {"task": config.task, "controller": config.controller, "envs": config.envs, "seed": config.seed}
             with run.recorded(row, lambda: {**names, "steps": config.steps, "steps_done": 0}):
                 raise
-        hosts = engine.population.body.table.host_params[: config.envs]
+        hosts = engine.population.host_params[: config.envs]
         row = partial(run_row, config, config.controller, engine.space, hosts)
         run.begin(lambda: describe_environment(engine.device, config), row("running"))
         try:
@@ -154,14 +179,16 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
     seconds = episode.before + time.perf_counter() - episode.started
 
     # The static networks that the config asks for. The twins are rows of the population, and are trained already.
-    host_params, twin, until = engine.population.body.table.host_params[envs], None, None
+    host_params, twin, until = engine.population.host_params[envs], None, None
     if config.twin:
         metric, loss = (np.array(figures[f"test_{name}"]["host"], np.float64) for name in (figures["metric"], "loss"))
         twin = BaselineResult(metric, loss, host_params.copy(), seconds=None)
     if engine.stopping is not None:
         stopped = engine.stopping.stopped[envs]
         until = np.where(stopped < 0, episode.steps, stopped)
-    static = train_baselines(task, config, grown_of(engine), episode.steps, twin, interrupt, watch.note, until)
+    make = in_this_process if episode.pool is None else partial(_in_workers, episode.pool)
+    placed = config.model_copy(update={"device": engine.config.device})  # a run may continue on another device
+    static = train_baselines(task, placed, grown_of(engine), episode.steps, twin, interrupt, watch.note, until, make)
     if cut_off(static):
         status = "interrupted"
         watch.answer(f"interrupted: the static networks {', '.join(cut_off(static))} are left out")
@@ -200,6 +227,7 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
         **pass_figures(engine),
         **compute_figures(engine),
         "explanations": explained,
+        **({} if episode.pool is None else {"workers": episode.pool.summary()}),
         "seconds": round(seconds, 3),
         "env_steps_per_second": round(engine.rows * episode.steps / episode.seconds, 1) if episode.steps else None,
         "phase_seconds": {name: round(seconds, 4) for name, seconds in phases.items()},
@@ -210,6 +238,11 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
     return {"verdict": verdict(summary, config.reward), **summary}
 
 
+def _in_workers(pool: ShardPool, derive: Derive, task: AnyTask, config: Config, instance: Keys) -> ShardedEngine:
+    """Make the engine that trains static networks in the workers of a run."""
+    return ShardedEngine(pool, task, config, instance=instance, derive=derive)
+
+
 @dataclass(eq=False)
 class Episode(Observer):
     """The episode of a run: counts its steps, shows them, and writes the checkpoints."""
@@ -217,7 +250,8 @@ class Episode(Observer):
     task: AnyTask
     config: Config  # the config of the user; that of the engine also has the sensors that the controller needs
     client: Controller
-    engine: VectorizedEngine
+    engine: TaskEngine[Any]
+    pool: ShardPool | None  # the workers that hold the networks of the engine; None where this process does
     run: RunFolder
     watch: ProgressWatch
     started: float  # time.perf_counter() at the start [seconds]
@@ -227,8 +261,8 @@ class Episode(Observer):
     steps: int = 0
     seconds: float = 0.0  # duration of the steps alone
     before: float = 0.0  # duration of the run before it was resumed [seconds]
-    # the steps so far and a copy of the state after them, as `flatten` returned it, if examples are read by batch: reading may
-    # fail within a step
+    # the steps so far and a copy of the state after them, as `flatten` returned it, if this process reads examples by batch:
+    # reading may fail within a step
     whole: tuple[int, tuple[dict[str, Tensor], Any]] | None = None
 
     def begin(self) -> None:
@@ -259,7 +293,9 @@ class Episode(Observer):
         store = self.store
         if store is not None and store.due(self.steps):
             self.save()
-        if store is not None and self.engine.population.data.problems[0].source is not None:
+        population = self.engine.population
+        reads = isinstance(population, StackedPopulation) and population.data.problems[0].source is not None
+        if store is not None and reads:
             earlier, self.whole = self.whole, None  # which is no whole state while it is written over
             into = {} if earlier is None else earlier[1][0]
             self.whole = self.steps, flatten({**self.run.hub.state(), **self._state()}, into=into)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, legal, tick, transitions
+from esper.kasmina.stack.division import picked_body
 from esper.leyline.config.tree import Config, EarlyStoppingConfig
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.data.objective import objective, selection_score
@@ -49,12 +49,13 @@ from esper.tolaria.governor import Governor, Verdicts, preflight
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.measure.measuring import StepMeasurements, measure, unmeasured, without
 from esper.tolaria.play import Further, Observer, Until, play
-from esper.tolaria.population import Indices, ParameterNorms, Population
+from esper.tolaria.population import Indices, ParameterNorms, Population, TaskPopulation
 from esper.tolaria.runtime import PhaseTimer, available_memory, resolve_device
 from esper.tolaria.seed_history import SeedHistory
 from esper.tolaria.stacked.population import StackedPopulation, check_memory, instance_keys
 
 P = TypeVar("P", bound=Population)
+D = TypeVar("D", bound=TaskPopulation)
 
 
 @brief
@@ -531,7 +532,42 @@ def _of_environments(space: Space, envs: int) -> Space:
     return space._replace(**{name: getattr(space, name)[:envs] for name in of_rows})
 
 
-class VectorizedEngine(Engine[StackedPopulation]):
+class TaskEngine(Engine[D]):
+    """An engine whose population holds the data of a task: its networks can be evaluated and exported."""
+
+    def restore(self, tree: Mapping[str, Any]) -> View:
+        view = super().restore(tree)
+        self.population.arrange(self.state.seeds)  # what came from several processes is in their order
+        return view
+
+    def evaluate(self, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
+        """Return metric and loss on a split of the networks as exported now, each (rows,): environments, then twins.
+
+        split: one split that all environments share, or one for each environment. Raises InputError if a split is
+        longer than the rows of a mixture can hold.
+        """
+        metric, loss = self.population.evaluate(self.state.seeds, split)
+        return metric[: self.rows], loss[: self.rows]
+
+    def outputs(self, split: Split) -> Floats:
+        """Return the outputs (rows, N, ...) of the networks as exported now for a split: environments, then twins.
+
+        N are the finite examples of the split.
+        """
+        return self.population.outputs(self.state.seeds, split)[: self.rows]
+
+    def exported_params(self) -> Indices:
+        """Return (rows,) the parameters of the networks as exported now."""
+        added = self.population.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))
+        return (self.population.host_params + added)[: self.rows]
+
+    def export(self, env: int) -> tuple[nn.Module, dict[str, Any]]:
+        """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
+        assert 0 <= env < self.config.envs
+        return self.population.export(self.state.seeds, env)
+
+
+class VectorizedEngine(TaskEngine[StackedPopulation]):
     """Trains E environments of a task as one object.
 
         engine = VectorizedEngine(task, config)
@@ -571,8 +607,8 @@ class VectorizedEngine(Engine[StackedPopulation]):
         population, state = made.population, made.state
         rows = env[population.environment]
         tree = self.population.snapshot()
-        population.load({**tree, "body": _body_of_copies(tree["body"], rows)}, origin.instance[rows], origin.episode)
-        population.body.arrange(take(origin.seeds, rows))
+        population.load({**tree, "body": picked_body(tree["body"], rows)}, origin.instance[rows], origin.episode)
+        population.arrange(take(origin.seeds, rows))
         made.space = _of_environments(population.space, config.envs)
         state.episode, state.step, state.compute = origin.episode, origin.step, Compute.none(len(rows))
         for name in ("seeds", "measurements", "scores", "contributions"):
@@ -603,53 +639,3 @@ class VectorizedEngine(Engine[StackedPopulation]):
     def __repr__(self) -> str:
         name, config = self.population.task.name, self.config
         return f"VectorizedEngine(task={name!r}, envs={config.envs}, steps={config.steps}, device='{self.device}')"
-
-    def evaluate(self, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
-        """Return metric and loss on a split of the networks as exported now, each (rows,): environments, then twins.
-
-        split: one split that all environments share, or one for each environment. Raises InputError if a split is
-        longer than the rows of a mixture can hold.
-        """
-        metric, loss = self.population.evaluate(self.state.seeds, split)
-        return metric[: self.rows], loss[: self.rows]
-
-    def outputs(self, split: Split) -> Floats:
-        """Return the outputs (rows, N, ...) of the networks as exported now for a split: environments, then twins.
-
-        N are the finite examples of the split.
-        """
-        return self.population.outputs(self.state.seeds, split)[: self.rows]
-
-    def exported_params(self) -> Indices:
-        """Return (rows,) the parameters of the networks as exported now."""
-        added = self.population.added_params(self.state.seeds, frozenset({Stage.FOSSILIZED}))
-        return (self.population.host_params + added)[: self.rows]
-
-    def export(self, env: int) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the network of an environment as a plain module on the CPU, and its topology; unfinished seeds are left out."""
-        assert 0 <= env < self.config.envs
-        return self.population.export(self.state.seeds, env)
-
-
-def _body_of_copies(body: dict[str, Any], rows: Indices) -> dict[str, Any]:
-    """Return the state of a body (`Body.state`) whose row i is the row rows[i] (R,) of the given one."""
-
-    def picked(stack: dict[str, Any], rows: Indices) -> dict[str, Any]:
-        columns = {
-            name: column.index_select(0, torch.from_numpy(rows).to(column.device))
-            for name, column in stack["columns"].items()
-        }
-        return {**stack, "columns": columns, "steps": stack["steps"][rows]}
-
-    seeds = []
-    for entry in body["seeds"]:
-        places = {env: place for place, env in enumerate(entry["envs"].tolist())}
-        copies = np.array([copy for copy, row in enumerate(rows.tolist()) if row in places], np.int64)
-        if len(copies):
-            stack = picked(entry["stack"], np.array([places[row] for row in rows[copies].tolist()]))
-            seeds.append({**entry, "envs": copies, "stack": stack})
-    return {
-        "host": picked(body["host"], rows),
-        "widths": {name: array[rows] for name, array in body["widths"].items()},
-        "seeds": seeds,
-    }

@@ -157,7 +157,7 @@ def preflight(
         whole = population.added_params(seeds, IN_BUDGET)[env] + price
         refused[env[whole > config.param_limit * population.host_params[env]]] = Refusal.PARAM_BUDGET
     left = refused[env] == Refusal.NONE
-    needed = population.growth(slot[left], blueprint[left])
+    needed = population.growth(env[left], slot[left], blueprint[left])
     if needed and needed > config.memory_share * available_memory(population.device):
         refused[env[left]] = Refusal.MEMORY
     return refused

@@ -1,8 +1,8 @@
 """Define the protocol of a population, which an engine grows, and its requests and results. R rows, S slots, X branches.
 
 A population holds networks and their data. It does not know the lifecycle: every call passes in the stages of the seeds.
-`StackedPopulation` (tolaria/stacked/population.py) trains stacked networks, and `LivePopulation` (tolaria/live/population.py) is
-one network that a user's own loop trains.
+`StackedPopulation` (tolaria/stacked/population.py) trains stacked networks, `ShardedPopulation` (runs/workers/sharded.py) has
+them trained by workers, and `LivePopulation` (tolaria/live/population.py) is one network that a user's own loop trains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,12 +11,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from esper.kasmina.lifecycle import Edits
+from esper.kasmina.stack.plan import Branches
 from esper.leyline.config.tree import Config
+from esper.leyline.data.task import Split
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, Space
-from esper.tolaria.measure.coalitions import Coalitions
 from esper.tolaria.runtime import Waits
 
 Indices = NDArray[np.int64]
@@ -25,7 +27,7 @@ Indices = NDArray[np.int64]
 class ProbeRequest(NamedTuple):
     """The optional measurements of a probe, beside the figures of every row."""
 
-    coalitions: Coalitions  # evaluations with some seeds at another dose
+    branches: Branches  # evaluations with some seeds at another dose
     trained: bool  # the figures of this step's training
     sensors: bool = False  # the growth sensors
     finite: bool = False  # whether the data of each row are finite
@@ -131,8 +133,8 @@ class Population(Protocol):
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
         """Return (n,) the parameters that seeds would add."""
 
-    def growth(self, slot: Indices, blueprint: Indices) -> int:
-        """Return the bytes of memory that further seeds (n,) would take."""
+    def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
+        """Return the bytes of memory that further seeds (n,) would take, on the device where they take most."""
 
     def keeper(self, seeds: Seeds) -> Keeper:
         """Return an empty keeper for this population."""
@@ -142,6 +144,39 @@ class Population(Protocol):
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         """Restore what `snapshot` returned. Raises ValueError if it came from another population."""
+
+
+class TaskPopulation(Population, Protocol):
+    """A population that holds the data of a task, and can therefore be evaluated and exported."""
+
+    @property
+    def compiled(self) -> dict[str, float] | None:
+        """What was compiled and how often it ran, for the summary; None with `compile=off`."""
+
+    @property
+    def overflowed(self) -> Indices | None:
+        """(R,) updates of this episode that overflowed in float16 and were skipped; None where products have another type."""
+
+    def arrange(self, seeds: Seeds) -> None:
+        """Sort what is held of seeds (R, S), after `load`, by their stages."""
+
+    def sound(self, splits: Sequence[Split]) -> list[Split]:
+        """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split."""
+
+    def validation_splits(self) -> list[Split]:
+        """Return the validation split of every environment's instance."""
+
+    def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
+        """Return (R,) metric and loss as exported; InputError if a split is longer than the rows of a mixture can hold."""
+
+    def outputs(self, seeds: Seeds, split: Split) -> Floats:
+        """Return the outputs (R, N, ...) of the networks as exported for the N finite examples of a split."""
+
+    def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
+        """Return the network of an environment as a plain module on the CPU, and its topology."""
+
+    def close(self) -> None:
+        """End the thread and the workers that read batches; the population trains no more."""
 
 
 def row_environments(config: Config, *, ghost: bool) -> Indices:

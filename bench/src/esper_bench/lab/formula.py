@@ -106,7 +106,7 @@ class FormulaPopulation:
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         """Compute all figures of the rows."""
-        branches, dose = asked.coalitions.branches, doses(seeds).astype(np.float64)
+        branches, dose = asked.branches, doses(seeds).astype(np.float64)
         metric = self.process.metric(self.draw, self.step, seeds, dose)
         env = branches.env
         there = Draw(self.draw.kind[env], self.draw.key[env])
@@ -143,7 +143,7 @@ class FormulaPopulation:
         """(n,) parameters that seeds would add."""
         return np.array(self.process.cost)[blueprint]
 
-    def growth(self, slot: Indices, blueprint: Indices) -> int:
+    def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         """0 bytes."""
         return 0
 

@@ -52,7 +52,7 @@ def print_line(console: Console, line: str) -> None:
 
 
 def worker_lines(summary: Mapping[str, Any]) -> list[str]:
-    """How many workers played for the summary of a training or the record of an evaluation, and the time that they waited."""
+    """How many workers played for the summary of a run or the record of an evaluation, and the time that they waited."""
     workers = summary.get("workers")
     if workers is None:
         return []
@@ -155,7 +155,9 @@ def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list
         "; ".join(absent),
         "; ".join(warnings),
         "; ".join([best_line(summary), *early_stopping_lines(summary)]),
-        f"took: {summary['seconds']:.1f} seconds; " + ("" if folder is None else f"run folder: {folder}; ") + rest,
+        "; ".join([f"took: {summary['seconds']:.1f} seconds", *worker_lines(summary), ""])
+        + ("" if folder is None else f"run folder: {folder}; ")
+        + rest,
     ]
     return [line for line in found if line]
 

@@ -118,7 +118,7 @@ class Body:
         self.host = Stack(host, rows, **self._options)
         self.layout = Layout(host, menu, example, self.dtype)
         self.slots: tuple[SlotSpec, ...] = self.layout.slots
-        self.table = HostTable(rows, self.layout)
+        self.table = HostTable(rows, len(self.slots), self.layout.menu)
         with torch.no_grad():
             output = run(host.eval(), on_cpu(example, self.dtype))
         self._output_axes = max(output.dim() - 1, 1)  # number of axes of the outputs of one example

@@ -122,9 +122,8 @@ def _width_read(slot: SlotSpec, stream: type[Stream], x: object, here: Batch) ->
 class HostTable:
     """Sizes of hosts and prices of seeds by row."""
 
-    def __init__(self, rows: int, layout: Layout) -> None:
-        self._menu = layout.menu
-        slots, menu = layout.fits.shape
+    def __init__(self, rows: int, slots: int, blueprints: Sequence[Blueprint]) -> None:
+        self._menu, menu = tuple(blueprints), len(blueprints)
         self.host_params: Indices = np.zeros(rows, np.int64)  # (E,) parameters of the host
         self.outputs: Indices = np.zeros(rows, np.int64)  # (E,) number of its outputs
         self.reads: Indices = np.zeros((rows, slots, menu), np.int64)  # (E, S, K) as in `Widths.reads`

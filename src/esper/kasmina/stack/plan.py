@@ -26,6 +26,11 @@ class Branches(NamedTuple):
     dose: NDArray[np.float32]  # (X, S) the dose of every slot
 
     @classmethod
+    def none(cls, slots: int) -> "Branches":
+        """Return no branches."""
+        return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros((0, slots), np.float32))
+
+    @classmethod
     def at(cls, env: Indices, slot: Indices, dose: NDArray[np.float32]) -> tuple["Branches", Indices]:
         """Make branches from unsorted arrays; row i of the result is row order[i] of the input, and the order is returned too."""
         order = np.lexsort((env, slot))

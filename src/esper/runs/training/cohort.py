@@ -271,7 +271,7 @@ class Player:
         self.hub.raised = 0
         source = _source(cohort, "validation", part.number)
         play(engine, Learned(self.learner.policy), *observers, Journal(engine, self.hub, source))
-        metric, loss = engine.evaluate(engine.population.data.validation_splits())
+        metric, loss = engine.evaluate(engine.population.validation_splits())
         worth = exported_objective(engine, metric, loss)
         self.hub.emit(
             EvaluationRow(**source._asdict(), split="validation", metrics=metric, losses=loss, objectives=worth)

@@ -182,6 +182,73 @@ class WorkerPool(Workers):
         self.waiting += max(self.size * seconds - playing, 0.0)
 
 
+class ShardPool(Workers):
+    """The workers of a growth, each of which holds a shard of its rows. They carry out commands in lockstep.
+
+    A command is a tree with the number of a `population`. The commands that change a worker are kept, so that the worker that
+    is started in place of a lost one carries them out again, and then holds what the lost one held.
+    """
+
+    devices: Sequence[str | None] = (None,)  # of the workers, taken in turn; None is that of the config
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._kept: dict[int, list[Tree]] = {worker: [] for worker in self.transport.numbers}
+        self._later: dict[int, list[Tree]] = {worker: [] for worker in self.transport.numbers}
+        self._busy = set[int]()  # workers whose answer is awaited
+        self._starting = set[int]()  # those of them that have not said yet that they are ready
+
+    def ask(self, asked: Mapping[int, Sequence[Tree]]) -> dict[int, Any]:
+        """Have workers carry out their commands, at the same time; return by worker the result of its last command.
+
+        Raises the error of a worker once all have answered.
+        """
+        self._collect({})  # of a question that an interrupt has ended
+        for worker, commands in asked.items():
+            self._send(worker, [*self._later[worker], *commands])
+            self._later[worker] = []
+        found = {worker: _checked(tree)["result"] for worker, tree in self._collect(asked).items()}
+        for worker, commands in asked.items():
+            self._kept[worker] += [command for command in commands if command["kept"]]
+        slowest = max((answer["seconds"] for answer in found.values()), default=0.0)
+        self.waiting += sum(slowest - answer["seconds"] for answer in found.values())
+        return {worker: answer["value"] for worker, answer in found.items()}
+
+    def forget(self, population: int) -> None:
+        """Let the workers free a population before their next command, and do not carry out its commands again."""
+        for worker, commands in self._kept.items():
+            self._kept[worker] = [command for command in commands if command["population"] != population]
+            self._later[worker].append({"population": population, "name": "close", "arguments": [], "kept": False})
+
+    def _send(self, worker: int, commands: Sequence[Tree]) -> None:
+        self._busy.add(worker)
+        self.transport.send(worker, pack({"part": {"commands": list(commands)}}))
+
+    def _collect(self, asked: Mapping[int, Sequence[Tree]]) -> dict[int, Tree]:
+        """Wait until no worker is busy; return the answers of those that were asked. A lost worker is started again."""
+        found, losses = dict[int, Tree](), Counter[int]()
+        while self._busy:
+            for worker, answer in self.transport.receive(WAIT):
+                if answer is None:
+                    self.lost += 1
+                    losses[worker] += 1
+                    self._give_up(worker, losses[worker], "its environments were lost with each")
+                    self.transport.start(worker)
+                    self._busy.add(worker)
+                    self._starting.add(worker)
+                    self.note(
+                        f"worker {worker} was lost; another is started, and plays its environments again up to here"
+                    )
+                elif worker in self._starting:
+                    self._ready(worker, answer)
+                    self._starting.discard(worker)
+                    self._send(worker, [*self._kept[worker], *asked.get(worker, ())])
+                else:
+                    self._busy.discard(worker)
+                    found[worker] = unpack(answer)
+        return {worker: found[worker] for worker in asked}
+
+
 class Peers(Workers):
     """The other workers of a training, as the first one sees them."""
 
@@ -296,7 +363,10 @@ ALONE = WorkerOptions()
 def worker_options(
     workers: Any = None, devices: Any = None, cluster: Any = None, find: Callable[[str], AnyTask] | None = None
 ) -> WorkerOptions:
-    """Return the workers that arguments ask for: a number, names of devices or a text of them, and one of CLUSTERS."""
+    """Return the workers that arguments ask for: a number, names of devices, and one of CLUSTERS.
+
+    A text of devices may have several names, with commas or spaces between them.
+    """
     count = None
     if workers is not None:
         try:
@@ -305,8 +375,8 @@ def worker_options(
             count = 0
         if count < 1:
             raise InputError(f"workers is {workers!r}; give the number of workers, a whole number of 1 or more")
-    listed = devices.split(",") if isinstance(devices, str) else list(devices or ())
-    names = tuple(str(name).strip() for name in listed)
+    listed = [devices] if isinstance(devices, str) else list(devices or ())
+    names = tuple(name for each in listed for name in str(each).replace(",", " ").split())
     for name in names:
         try:
             resolve_device(name)

@@ -167,7 +167,7 @@ class LivePopulation:
             np.int64,
         )
 
-    def growth(self, slot: Indices, blueprint: Indices) -> int:
+    def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         """Bytes that further seeds (n,) take with their gradients and two moments."""
         size = next((parameter.element_size() for parameter in self.grafts.host), 4)
         return 4 * size * int(self.price(slot, slot, blueprint, np.full(len(slot), Blend.ADD)).sum())
@@ -324,7 +324,7 @@ def measure_live(
         batches = live.probe_batches.batches()
         own, output_spread = live.probe_batches.see(live.network, batches)
     means, pairs = [own.mean()], []
-    for dose in asked.coalitions.branches.dose:
+    for dose in asked.branches.dose:
         live.grafts.doses(dose)
         losses, _ = live.probe_batches.see(live.network, batches)
         means.append(losses.mean())

@@ -64,7 +64,7 @@ def measure(
     """
     wanted = coalitions(seeds, sampling, terminal=terminal)
     look = None if certifier is None else certifier.look(seeds, last)
-    figures = population.probe(seeds, ProbeRequest(wanted, trained, sensors, finite, validation, look))
+    figures = population.probe(seeds, ProbeRequest(wanted.branches, trained, sensors, finite, validation, look))
     shape, training, signs = seeds.stage.shape, figures.trained, figures.signs.T
     fresh = unmeasured(*last.sensors.shape)
     seed_norm, train_loss, host_norm = fresh.seed_gradient_norm, fresh.train_loss, None

@@ -22,7 +22,6 @@ from esper.leyline.data.batches import leaves, picked
 from esper.leyline.data.task import Objective
 from esper.leyline.lifecycle.streams import Kind, Stream
 from esper.leyline.lifecycle.view import Estimate, Seeds
-from esper.tolaria.measure.coalitions import Coalitions
 from esper.tolaria.measure.sensors import IntactStreams, Sample, TrueWidths, growth_sensors, participation_ratio
 from esper.tolaria.stacked.data import RowExamples
 
@@ -42,11 +41,11 @@ class ProbeTensors(NamedTuple):
 
 @torch.no_grad()
 def probe(
-    body: Body, seeds: Seeds, examples: RowExamples, objective: Objective, asked: Coalitions, *, signs: bool
+    body: Body, seeds: Seeds, examples: RowExamples, objective: Objective, branches: Branches, *, signs: bool
 ) -> ProbeTensors:
     """Evaluate every row on its examples of a split; with `signs`, also measure participation and the vital signs."""
     body.train(False)
-    output, branches, streams = passed(body, seeds, examples, asked.branches, signs=signs)
+    output, others, streams = passed(body, seeds, examples, branches, signs=signs)
     loss, score = objective.loss(output, examples.y), objective.score(output, examples.y)
     widths = torch.from_numpy(body.table.taps[..., HERE]).to(loss, non_blocking=True).unbind(1)
     ratios = [
@@ -60,10 +59,10 @@ def probe(
         vital = torch.stack([metric_se, output_spread(output, examples), body.finite()], 1)
     none = loss.new_zeros(0)
     beside = none, none, none.view(0, 2), none.view(0, 2)
-    if branches is not None:
-        origin = torch.from_numpy(asked.branches.env).to(body.device, non_blocking=True)
+    if others is not None:
+        origin = torch.from_numpy(branches.env).to(body.device, non_blocking=True)
         there = examples.targets(origin)
-        branch_loss, branch_score = objective.loss(branches, there.y), objective.score(branches, there.y)
+        branch_loss, branch_score = objective.loss(others, there.y), objective.score(others, there.y)
         rise = paired(branch_loss - loss.index_select(0, origin), there)
         fall = paired(score.index_select(0, origin) - branch_score, there)
         beside = mean(branch_loss, there), mean(branch_score, there), rise, fall

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
 from esper.kasmina.host import SegmentedHost, calling, check_host, dtype_of
-from esper.kasmina.lifecycle import Edits, dormant, doses, exported
+from esper.kasmina.lifecycle import Edits, doses, exported
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.body import Body, runs_by_row
 from esper.kasmina.stack.layout import BEFORE, HERE
@@ -31,7 +31,6 @@ from esper.leyline.lifecycle.view import Floats, Seeds, Space
 from esper.leyline.text import counted
 from esper.tolaria.measure.bounds import bounds
 from esper.tolaria.measure.certifying import compared, set_aside
-from esper.tolaria.measure.coalitions import coalitions
 from esper.tolaria.measure.probe import ProbeTensors, passed, probe, samples, sense
 from esper.tolaria.measure.sensors import SENSORS, IntactStreams
 from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
@@ -140,10 +139,7 @@ class ResidentData:
 
     def sound(self, splits: Sequence[Split]) -> list[Split]:
         """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split."""
-        distinct, places = distinct_splits(splits)
-        name = f"a held-out split of {self.task.name}"
-        found = [finite(split, name, self.config.data.nonfinite) for split in distinct]
-        return [found[place] for place in places.tolist()]
+        return sound_splits(splits, self.task, self.config)
 
     def validation_splits(self) -> list[Split]:
         """Return the validation split of every environment's instance."""
@@ -166,6 +162,13 @@ class ResidentData:
         return problem._replace(train=train, probe=probe, validation=validation, weights=weights)
 
 
+def sound_splits(splits: Sequence[Split], task: AnyTask, config: Config) -> list[Split]:
+    """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split."""
+    distinct, places = distinct_splits(splits)
+    found = [finite(split, f"a held-out split of {task.name}", config.data.nonfinite) for split in distinct]
+    return [found[place] for place in places.tolist()]
+
+
 class StepStatistics(NamedTuple):
     """The figures that the training of a step accumulated, on the device."""
 
@@ -182,7 +185,7 @@ class StepStatistics(NamedTuple):
 
 
 class StackedPopulation:
-    """R hosts and their seeds in training; implements `tolaria.population.Population`."""
+    """R hosts and their seeds in training; implements `tolaria.population.TaskPopulation`."""
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
         """`instance` (E,) names the instances. Raises InputError if the task, the config and the device do not fit together."""
@@ -193,8 +196,8 @@ class StackedPopulation:
         self.environment = row_environments(config, ghost=needs_ghost(task, config))
         instance = instance[self.environment]
         rows = len(instance)
-        seen = config.envs * (2 if config.twin else 1)
-        self.label = f"{counted(seen, 'network')} at data.batch_size {config.data.batch_size}"
+        self.label = label_of(config)
+        self.first_env = 0  # number of the first environment in the run, where others are in other processes
         self.optimizer = StackedOptimizer(config.optimizer)
         self.objective = task.objective
         self._episode = -1
@@ -203,23 +206,9 @@ class StackedPopulation:
         with drawn_with(0):
             self._dtype = dtype_of(task.largest())
         self._load(instance)
-        menu = menu_of(task, config)
         if any(len(shape) > 1 for shape in shape_leaves(task.inputs)):
             hold_freed_memory()
-        self.body = body = Body(
-            task.largest,
-            menu,
-            rows,
-            map_leaves(
-                lambda leaf, shape: leaf.new_zeros(2, *shape), self.data.few(self.data.problems[0]), task.inputs
-            ),
-            mapping=config.mapping,
-            isolated=config.lifecycle.isolation == "isolated",
-            moments=self.optimizer.rule.moments,
-            device=self.device,
-            recomputed=config.activation_checkpointing,
-            compiled=config.compile != "off",
-        )
+        self.body = body = body_of(task, config, rows, self.data.few(self.data.problems[0]), self.device)
         self._products = products = resolve_amp(config.amp, self.device, body.dtype)
         check_modules(products, self.device, [body.host.template, *body.layout.forms.values()])
         check_divisible(body, config.data)
@@ -326,7 +315,7 @@ class StackedPopulation:
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         body, objective = self.body, self.objective
-        probed = probe(body, seeds, self.data.probe, objective, asked.coalitions, signs=True)
+        probed = probe(body, seeds, self.data.probe, objective, asked.branches, signs=True)
         sensors = validation = grown = None
         if asked.sensors:
             families = self.config.probe.sensors or SENSOR_FAMILIES
@@ -376,10 +365,11 @@ class StackedPopulation:
         found = self.feed.nonfinite(rows, self.config.data.batches_per_step)
         if found and self.config.data.nonfinite == "stop":
             row, examples = found[0]
+            env = self.first_env + self.environment[row]
             raise DataFault(
                 f"the train split of instance {self.data.instance[row]} of {self.task.name} was finite when it was loaded and "
                 f"holds NaN or infinite values now, in example{'s' * (len(examples) > 1)} "
-                f"{', '.join(map(str, examples[:5].tolist()))} of what environment {self.environment[row]} trained on in step "
+                f"{', '.join(map(str, examples[:5].tolist()))} of what environment {env} trained on in step "
                 f"{step}; look for what writes into it, or go on without such steps: "
                 "--set data.nonfinite=skip, or {'data': {'nonfinite': 'skip'}} in the config"
             )
@@ -391,7 +381,7 @@ class StackedPopulation:
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
         return self.body.table.price(rows, slot, blueprint, blend)
 
-    def growth(self, slot: Indices, blueprint: Indices) -> int:
+    def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
         return self.body.growth(slot, blueprint)
 
     def keeper(self, seeds: Seeds) -> Snapshot:
@@ -414,24 +404,34 @@ class StackedPopulation:
 
     @property
     def compiled(self) -> dict[str, float] | None:
-        """What was compiled and how often it ran, for the summary; None with `compile=off`."""
         if self.config.compile == "off":
             return None
         counts = asdict(self.passes.counts)
         return {**counts, "seconds": round(self.passes.counts.seconds, 3), "recompiled": self.passes.recompiled}
 
     @property
+    def overflowed(self) -> Indices | None:
+        return None if self.scaler is None else self.skipped
+
+    @property
     def waits(self) -> Waits | None:
         return None if self.feed.reader is None else self.feed.reader.waits
 
+    def arrange(self, seeds: Seeds) -> None:
+        self.body.arrange(seeds)
+
     def close(self) -> None:
-        """End the thread and the workers that read batches; the population trains no more."""
         self.feed.close()
 
     # Evaluation and export at the end of an episode.
 
+    def sound(self, splits: Sequence[Split]) -> list[Split]:
+        return self.data.sound(splits)
+
+    def validation_splits(self) -> list[Split]:
+        return self.data.validation_splits()
+
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
-        """Return (R,) metric and loss as exported; InputError if a split is longer than the rows of a mixture can hold."""
         probed = self._final(seeds, self._held(split))
         metric, loss = read_packet((probed.metric, probed.loss))
         return metric, loss
@@ -439,8 +439,8 @@ class StackedPopulation:
     @torch.no_grad()
     def outputs(self, seeds: Seeds, split: Split) -> Floats:
         self.body.train(False)
-        nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
-        output, _, _ = passed(self.body, exported(seeds), self._held(split), nothing.branches, signs=False)
+        none = Branches.none(seeds.stage.shape[1])
+        output, _, _ = passed(self.body, exported(seeds), self._held(split), none, signs=False)
         return read_packet(output)
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -458,8 +458,8 @@ class StackedPopulation:
 
     def _final(self, seeds: Seeds, examples: RowExamples) -> ProbeTensors:
         """Return metric and loss of the networks as exported, on the device."""
-        nothing = coalitions(dormant(*seeds.stage.shape), None, terminal=False)
-        return probe(self.body, exported(seeds), examples, self.objective, nothing, signs=False)
+        none = Branches.none(seeds.stage.shape[1])
+        return probe(self.body, exported(seeds), examples, self.objective, none, signs=False)
 
     def _load(self, instance: Indices) -> None:
         self._taught = None
@@ -470,27 +470,57 @@ class StackedPopulation:
         """Describe what can be decided in each row, with the costs and widths of the hosts, 0 until they are built."""
         body, config, bounds = self.body, self.config, self.data.bounds
         slots = tuple(slot.name for slot in body.slots)
-        self.space = Space(
+        self.space = space_of(
+            config,
+            body.layout.menu,
             slots=slots,
-            blueprints=tuple(entry.info for entry in body.layout.menu),
-            tempos=config.lifecycle.tempos,
-            targets=config.lifecycle.targets,
             cost=body.table.cost.copy(),
             fits=body.layout.fits & selected(slots, config)[:, None],
             width=body.table.taps[..., HERE].copy(),
-            sensors=tuple(sensor.name for sensor in SENSORS),
-            max_seeds=config.lifecycle.max_seeds,
-            seed=config.seed,
             number=config.first_instance + self.environment,
             instance=self.data.instance,
             floor=bounds[:, 0],
             ceiling=bounds[:, 1],
-            objective=config.reward.objective,
-            rent=config.reward.rent,
-            rent_size=config.reward.rent_size,
             frozen=body.host.frozen(),
             heads=sum(slot.head for slot in body.slots),
         )
+
+
+def space_of(config: Config, menu: Sequence[Blueprint], **of_hosts: Any) -> Space:
+    """Return the space of a population. of_hosts: the fields that follow from its hosts and their data."""
+    return Space(
+        blueprints=tuple(entry.info for entry in menu),
+        tempos=config.lifecycle.tempos,
+        targets=config.lifecycle.targets,
+        sensors=tuple(sensor.name for sensor in SENSORS),
+        max_seeds=config.lifecycle.max_seeds,
+        seed=config.seed,
+        objective=config.reward.objective,
+        rent=config.reward.rent,
+        rent_size=config.reward.rent_size,
+        **of_hosts,
+    )
+
+
+def body_of(task: AnyTask, config: Config, rows: int, few: Batch, device: torch.device) -> Body:
+    """Return a body with room for the hosts of a task. few: examples as one of these hosts reads them."""
+    return Body(
+        task.largest,
+        menu_of(task, config),
+        rows,
+        map_leaves(lambda leaf, shape: leaf.new_zeros(2, *shape), few, task.inputs),
+        mapping=config.mapping,
+        isolated=config.lifecycle.isolation == "isolated",
+        moments=StackedOptimizer(config.optimizer).rule.moments,
+        device=device,
+        recomputed=config.activation_checkpointing,
+        compiled=config.compile != "off",
+    )
+
+
+def label_of(config: Config) -> str:
+    """Describe a population in words, for messages."""
+    return f"{counted(config.envs * (1 + config.twin), 'network')} at data.batch_size {config.data.batch_size}"
 
 
 def check_memory(task: AnyTask, config: Config, available: int) -> None:

@@ -1,0 +1,435 @@
+"""Grow a population whose rows are divided among workers, in lockstep. E environments, R rows, S slots, X branches.
+
+The engine, with the lifecycle, the controller, the governor and the events, is in the process of the run and knows all rows.
+The networks and their data are in the workers (`esper.runs.workers.shard`). An engine cannot tell a `ShardedPopulation` from a
+population of this process: what a row computes depends on no other row, so results do not depend on the number of workers.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.host import dtype_of
+from esper.kasmina.lifecycle import Edits
+from esper.kasmina.network.export import grown_network
+from esper.kasmina.stack.division import joined_bodies, joined_snapshots, picked_body, picked_snapshot
+from esper.kasmina.stack.layout import HostTable
+from esper.leyline.config.tree import Config
+from esper.leyline.data.batches import picked
+from esper.leyline.data.task import AnyTask, Split, with_steps
+from esper.leyline.errors import InputError
+from esper.leyline.lifecycle.stages import ADDED, Stage
+from esper.leyline.lifecycle.view import Bools, Floats, Seeds, choose, take
+from esper.leyline.protocols import Controller
+from esper.leyline.text import counted
+from esper.runs.workers.shard import Derive, ShardPart, ShardWorker
+from esper.runs.workers.transports import pickled
+from esper.runs.workers.workers import SentTask, ShardPool, WorkerOptions, shared_facts, start_workers
+from esper.store.tensors import Tree
+from esper.tolaria.engine import TaskEngine
+from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
+from esper.tolaria.runtime import PhaseTimer, Waits, resolve_device
+from esper.tolaria.stacked.optimizer import SCALE, TRACKER
+from esper.tolaria.stacked.population import (
+    body_of,
+    instance_keys,
+    label_of,
+    menu_of,
+    needs_ghost,
+    sound_splits,
+    space_of,
+)
+
+
+def check_workers(asked: WorkerOptions, config: Config, client: Controller) -> None:
+    """Raise InputError if a growth cannot have the workers that were asked for."""
+    if asked.cluster is not None:
+        raise InputError(
+            f"cluster is {asked.cluster}, but the workers of a growth are processes of this machine; leave it out, or give "
+            "--workers or --devices"
+        )
+    if asked.size > config.envs:
+        raise InputError(
+            f"workers is {asked.size}, but {counted(config.envs, 'environment')} (envs) can be divided among {config.envs} at "
+            f"most; give {counted(config.envs, 'worker')} or fewer, or raise envs"
+        )
+    if type(client).proposals is not Controller.proposals:
+        raise InputError(
+            f"the controller {config.controller} tries candidates in copies of the networks, which workers do not make; leave "
+            "workers and devices out, or give another controller"
+        )
+
+
+def start_shards(
+    asked: WorkerOptions, task: AnyTask, note: Callable[[str], None], stop: Callable[[], bool]
+) -> ShardPool:
+    """Start the workers of a growth. `stop` ends the wait for them with a KeyboardInterrupt."""
+    sealed = task.sealed()
+    work = partial(ShardWorker, SentTask.of(sealed, asked.find))
+    pool = start_workers(ShardPool, asked, work, note, shared_facts([sealed]), stop=stop)
+    pool.devices = asked.devices or pool.devices
+    return pool
+
+
+class ShardedEngine(TaskEngine["ShardedPopulation"]):
+    """Grows a population that workers hold."""
+
+    def __init__(
+        self,
+        pool: ShardPool,
+        task: AnyTask,
+        config: Config,
+        *,
+        instance: Indices | None = None,
+        derive: Derive | None = None,
+    ) -> None:
+        """instance (E,): as in `VectorizedEngine`. derive: makes the task in the workers from that of the run, if it is another.
+
+        Raises InputError if the task, the config and the devices do not fit together.
+        """
+        task, config = task.sealed(), with_steps(config, task)
+        keys = instance_keys(task, config) if instance is None else instance
+        super().__init__(ShardedPopulation(pool, task, config, keys, derive), config)
+        # the phases are those of this process, which waits for the workers
+        self.timer = PhaseTimer(torch.device("cpu"), self.population.label)
+
+    def __repr__(self) -> str:
+        name, config = self.population.task.name, self.config
+        return f"ShardedEngine(task={name!r}, envs={config.envs}, steps={config.steps})"
+
+
+class ShardedPopulation:
+    """R hosts and their seeds in training in workers; implements `tolaria.population.TaskPopulation`.
+
+    A command without a result is sent with the next one that has one, or with `train`.
+    """
+
+    waits: Waits | None = None  # the workers read batches by themselves
+    _numbers = count()
+
+    def __init__(
+        self, pool: ShardPool, task: AnyTask, config: Config, instance: Indices, derive: Derive | None
+    ) -> None:
+        self._pool, self.task, self.config = pool, task, config
+        self.device, self.label = resolve_device(config.device), label_of(config)
+        self.environment = row_environments(config, ghost=needs_ghost(task, config))
+        self._number, self._keepers = next(self._numbers), 0
+        workers = min(pool.size, config.envs)
+        ends = [config.envs * at // workers for at in range(workers + 1)]
+        self._envs = [slice(*ends[at : at + 2]) for at in range(workers)]  # of each worker
+        # (n,) the rows of each worker, ascending
+        self.rows = [
+            np.flatnonzero((self.environment >= own.start) & (self.environment < own.stop)) for own in self._envs
+        ]
+        # (R,) the worker of each row, and the place of the row there
+        self._owner, self._place = (np.zeros(len(self.environment), np.int64) for _ in range(2))
+        for at, rows in enumerate(self.rows):
+            self._owner[rows], self._place[rows] = at, np.arange(len(rows))
+        self._sent: tuple[Seeds, list[Seeds]] | None = None  # the last seeds, and those of each worker
+        self._queue: list[list[Tree]] = [[] for _ in self._envs]
+        self._known: dict[str, Any] | None = None  # the last snapshot, until a row changes
+        with drawn_with(0):
+            self._dtype = dtype_of(task.largest())
+        found = []
+        for own, of in zip(self._envs, self.rows, strict=True):
+            update = {"envs": own.stop - own.start, "first_instance": config.first_instance + own.start}
+            part = ShardPart(config.model_copy(update=update), instance[own], len(of), own.start, derive)
+            found.append([np.frombuffer(pickled(part), np.uint8)])
+        surveys = self.ask("make", found, kept=True)
+        self.skipped = np.zeros(len(self._owner), np.int64)  # (R,) as in `StackedPopulation`
+        self._table = HostTable(len(self._owner), len(surveys[0]["shared"]["slots"]), menu_of(task, config))
+        self.host_params = self._table.host_params
+        self._surveyed(surveys)
+
+    # What the engine asks for.
+
+    def begin(self, instance: Indices, episode: int) -> None:
+        self.skipped[:] = 0
+        self._surveyed(self.ask("begin", [[instance[own], episode] for own in self.rows], kept=True))
+
+    def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
+        own = [[self._local(at, pairs) for pairs in changes] for at in range(len(self.rows))]
+        self.tell("edit", [[*pairs, part, step] for pairs, part in zip(own, self.parts_of(seeds), strict=True)])
+
+    def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
+        self.ask("train", [[part, parameter_norms] for part in self.parts_of(seeds)], kept=True)
+
+    def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
+        whole = {name: getattr(asked, name) for name in ("trained", "sensors", "finite", "validation")}
+        chosen = [np.flatnonzero(self._owner[asked.branches.env] == at) for at in range(len(self.rows))]
+        looked = np.zeros(0, np.int64) if asked.look is None else self._owner[np.nonzero(asked.look)[0]]
+        arguments: list[Sequence[Any]] = []
+        for rows, part, of in zip(self.rows, self.parts_of(seeds), chosen, strict=True):
+            branches = take(asked.branches, of)
+            look = None if asked.look is None or not asked.look[rows].any() else asked.look[rows]
+            arguments.append([part, branches._replace(env=self._place[branches.env]), look, whole])
+        # in float16 a probe takes the updates that were skipped off the counts of steps
+        parts = self.ask("probe", arguments, kept=asked.trained and self._scaled)
+        found: dict[str, Any] = {
+            name: self._whole([part[name] for part in parts])
+            for name in ("loss", "metric", "participation", "signs", "sensors", "finite")
+        }
+        for name in ("branch_loss", "branch_metric", "loss_rise", "metric_fall"):
+            found[name] = _scattered([part[name] for part in parts], chosen)
+        if asked.validation:
+            metric, loss = (self._whole([part["validation"][at] for part in parts]) for at in range(2))
+            found["validation"] = metric, loss
+        if asked.look is not None:
+            places = [np.flatnonzero(looked == at) for at in range(len(self.rows))]
+            having = [at for at, of in enumerate(places) if len(of)]
+            found["compared"] = _scattered([parts[at]["compared"] for at in having], [places[at] for at in having])
+        if asked.trained:
+            found["trained"] = self._trained([part["trained"] for part in parts])
+        return Figures(**found)
+
+    def tainted(self, rows: Indices, step: int) -> list[int]:
+        own = self._divided(rows)
+        found = self.ask("tainted", [None if not len(of) else [self._place[rows[of]], step] for of in own])
+        return [int(self.rows[at][row]) for at, part in enumerate(found) for row in part or ()]
+
+    def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
+        return self._table.added_params(seeds, stages)
+
+    def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
+        return self._table.price(rows, slot, blueprint, blend)
+
+    def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
+        own = self._divided(rows)
+        found = self.ask(
+            "growth", [None if not len(of) else [self._place[rows[of]], slot[of], blueprint[of]] for of in own]
+        )
+        devices = self._pool.devices
+        of_device = [sum(needed or 0 for needed in found[at :: len(devices)]) for at in range(len(devices))]
+        return sum(of_device) if self.device.type == "cpu" else max(of_device)
+
+    def arrange(self, seeds: Seeds) -> None:
+        self.tell("arrange", [[part] for part in self.parts_of(seeds)])
+
+    @property
+    def fresh(self) -> Sequence[Indices]:
+        return self._fresh
+
+    @property
+    def compiled(self) -> dict[str, float] | None:
+        """The sums over the workers."""
+        if self.config.compile == "off":
+            return None
+        parts: list[dict[str, float]] = self.ask("compiled", [[] for _ in self.rows])
+        return {name: round(sum(part[name] for part in parts), 3) for name in parts[0]}
+
+    @property
+    def overflowed(self) -> Indices | None:
+        return self.skipped if self._scaled else None
+
+    def keeper(self, seeds: Seeds) -> "ShardedKeeper":
+        self.tell("keeper", [[seeds.stage.shape[1]] for _ in self.rows])
+        self._keepers += 1
+        return ShardedKeeper(self, self._keepers - 1, seeds)
+
+    # The state of all rows, in the form in which one process has it.
+
+    def snapshot(self) -> dict[str, Any]:
+        if self._known is None or any(self._queue):
+            parts = self.ask("snapshot", [[] for _ in self.rows])
+            body = joined_bodies([part["body"] for part in parts], self.rows)
+            skipped = {"skipped": self.skipped} if self._scaled else {}
+            self._known = {"body": body, "batch": parts[0]["batch"], **skipped}
+        return self._known
+
+    def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
+        arguments = [
+            [{**tree, "body": picked_body(tree["body"], rows), **_skipped(tree, rows)}, instance[rows], episode]
+            for rows in self.rows
+        ]
+        self.skipped = tree.get("skipped", self.skipped)
+        self._surveyed(self.ask("load", arguments, kept=True))
+
+    # Evaluation and export at the end of an episode.
+
+    def sound(self, splits: Sequence[Split]) -> list[Split]:
+        return sound_splits(splits, self.task, self.config)
+
+    def validation_splits(self) -> list[Split]:
+        return [self.task.instance(key).validation for key in self.space.instance[: self.config.envs].tolist()]
+
+    def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
+        parts = self.ask(
+            "evaluate",
+            [
+                [part, _content(split if isinstance(split, Split) else list(split[own]))]
+                for part, own in zip(self.parts_of(seeds), self._envs, strict=True)
+            ],
+        )
+        metric, loss = (self._whole([part[at] for part in parts]) for at in range(2))
+        return metric, loss
+
+    def outputs(self, seeds: Seeds, split: Split) -> Floats:
+        return self._whole(self.ask("outputs", [[part, _content(split)] for part in self.parts_of(seeds)]))
+
+    def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
+        """Return a network of a body in this process that holds its row alone."""
+        problem = self.task.instance(int(self.space.instance[env]))
+        few = problem.read(picked(problem.train.x, slice(2)), self._dtype)
+        # the layout of a body depends on its device, as only on a CPU may rows run one after another
+        config = self.config if self.device.type == "cpu" else self.config.model_copy(update={"mapping": "vmap"})
+        body = body_of(self.task, config, 1, few, torch.device("cpu"))
+        state = picked_body(self.snapshot()["body"], np.array([env]))
+        columns = {name: each for name, each in state["host"]["columns"].items() if name not in (SCALE, TRACKER)}
+        body.load_state({**state, "host": {**state["host"], "columns": columns}})
+        return grown_network(problem.host, body, take(seeds, slice(env, env + 1)), 0, problem.interface)
+
+    def close(self) -> None:
+        """Let the workers free the population when they carry out another command."""
+        self._queue = [[] for _ in self.rows]
+        self._pool.forget(self._number)
+
+    # Commands.
+
+    def parts_of(self, seeds: Seeds) -> list[Seeds]:
+        """Return the seeds of each worker. They are made once for several commands, which share them as long as they are kept."""
+        if self._sent is None or self._sent[0] is not seeds:
+            self._sent = seeds, [take(seeds, rows) for rows in self.rows]
+        return self._sent[1]
+
+    def tell(self, name: str, arguments: Sequence[Sequence[Any] | None]) -> None:
+        """Queue a command, which changes the rows. arguments: of each worker; None for one that has nothing to do."""
+        for queue, own in zip(self._queue, arguments, strict=True):
+            if own is not None:
+                queue.append(self._command(name, own, kept=True))
+
+    def ask(self, name: str, arguments: Sequence[Sequence[Any] | None], kept: bool = False) -> list[Any]:
+        """Let the workers carry out what is queued and a command; return the result of each, None for one that was not asked."""
+        if kept or any(self._queue):
+            self._known = None
+        asked = {
+            at: [*queue, self._command(name, own, kept=kept)]
+            for at, (queue, own) in enumerate(zip(self._queue, arguments, strict=True))
+            if own is not None
+        }
+        for at in asked:
+            self._queue[at] = []
+        found = self._pool.ask(asked)
+        return [found.get(at) for at in range(len(self.rows))]
+
+    def _command(self, name: str, arguments: Sequence[Any], *, kept: bool) -> Tree:
+        return {"population": self._number, "name": name, "arguments": list(arguments), "kept": kept}
+
+    def _surveyed(self, parts: Sequence[Tree]) -> None:
+        self._table.load_state(
+            {name: self._whole([part["table"][name] for part in parts]) for name in parts[0]["table"]}
+        )
+        shared, menu = parts[0]["shared"], menu_of(self.task, self.config)
+        of_rows = {name: self._whole([part["space"][name] for part in parts]) for name in parts[0]["space"]}
+        slots, fits, heads = tuple(shared["slots"]), shared["fits"], shared["heads"]
+        self.space = space_of(self.config, menu, slots=slots, fits=fits, heads=heads, **of_rows)
+        self._scaled = bool(parts[0]["scaled"])
+        fresh = [[part["fresh"][of] for of in part["fresh_of"]] for part in parts]
+        self._fresh = [fresh[at][row] for at, row in zip(self._owner.tolist(), self._place.tolist(), strict=True)]
+
+    def _trained(self, parts: Sequence[Tree]) -> TrainedFigures:
+        norms = None
+        if parts[0]["parameter_norms"] is not None:
+            norms = ParameterNorms(*(self._by_name([part["parameter_norms"][at] for part in parts]) for at in range(2)))
+        skipped = self._whole([part["skipped"] for part in parts])
+        if skipped is not None:
+            self.skipped += skipped
+        return TrainedFigures(
+            loss=self._whole([part["loss"] for part in parts]),
+            gradient_norm=self._whole([part["gradient_norm"] for part in parts]),
+            seed_norms=[norm for part in parts for norm in part["seed_norms"]],
+            seed_owners=[
+                (slot, rows[own])
+                for part, rows in zip(parts, self.rows, strict=True)
+                for slot, own in part["seed_owners"]
+            ],
+            parameter_norms=norms,
+            skipped=skipped,
+        )
+
+    def _by_name(self, parts: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
+        """Join arrays (n,) by name to arrays (R,), which are nan in the rows of a worker that does not have the name."""
+        found: dict[str, Floats] = {}
+        for part, rows in zip(parts, self.rows, strict=True):
+            for name, values in part.items():
+                found.setdefault(name, np.full(len(self._owner), np.nan))[rows] = values
+        return found
+
+    # Rows.
+
+    def _whole(self, parts: Sequence[Any]) -> Any:
+        """Join arrays (n, ...) of the workers to one of all rows; None if they are None."""
+        return None if parts[0] is None else _scattered(parts, self.rows)
+
+    def _divided(self, rows: Indices) -> list[Indices]:
+        """Return for each worker the indices of those of some rows (n,) that it holds."""
+        return [np.flatnonzero(self._owner[rows] == at) for at in range(len(self.rows))]
+
+    def _local(self, at: int, pairs: Indices) -> Indices:
+        """Return the pairs of row and slot (n, 2) whose row a worker holds, in its numbers."""
+        own = pairs[self._owner[pairs[:, 0]] == at]
+        return np.stack([self._place[own[:, 0]], own[:, 1]], 1)
+
+
+class ShardedKeeper:
+    """Snapshots of all rows, which the workers hold; a `tolaria.population.Keeper`."""
+
+    def __init__(self, population: ShardedPopulation, number: int, seeds: Seeds) -> None:
+        self._population, self._number = population, number
+        self.seeds, self.step = seeds, np.full(len(seeds.stage), -1, np.int64)
+
+    def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
+        self._tell("take", seeds, rows, step)
+        self.seeds = choose(rows, seeds, self.seeds)
+        self.step[rows] = step
+
+    def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
+        self._tell("put_back", seeds, rows, kept)
+        after: Seeds = choose(rows, kept, seeds)
+        return after
+
+    def state(self, now: int) -> dict[str, Any]:
+        owners = self._population.rows
+        return joined_snapshots(self._population.ask("keeper_state", [[self._number, now] for _ in owners]), owners)
+
+    def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
+        self.step, self.seeds = state["step"], Seeds(**state["seeds"])
+        owners, parts = self._population.rows, self._population.parts_of(seeds)
+        arguments = [[self._number, picked_snapshot(state, own), part] for own, part in zip(owners, parts, strict=True)]
+        self._population.ask("load_keeper", arguments, kept=True)
+
+    def _tell(self, name: str, seeds: Seeds, rows: Bools, last: Any) -> None:
+        """Queue a command for the workers that hold some of the rows."""
+        owners, parts = self._population.rows, self._population.parts_of(seeds)
+        self._population.tell(
+            name,
+            [
+                [self._number, part, rows[own], take(last, own) if isinstance(last, Seeds) else last]
+                if rows[own].any()
+                else None
+                for own, part in zip(owners, parts, strict=True)
+            ],
+        )
+
+
+def _scattered(parts: Sequence[NDArray[Any]], places: Sequence[Indices]) -> NDArray[Any]:
+    """Join arrays (n, ...) to one in which those of part i are at places[i] (n,)."""
+    whole = np.empty((sum(map(len, places)), *parts[0].shape[1:]), parts[0].dtype)
+    for part, own in zip(parts, places, strict=True):
+        whole[own] = part
+    return whole
+
+
+def _skipped(tree: Mapping[str, Any], rows: Indices) -> dict[str, Indices]:
+    return {"skipped": tree["skipped"][rows]} if "skipped" in tree else {}
+
+
+def _content(splits: Split | Sequence[Split]) -> NDArray[np.uint8]:
+    """Return splits as bytes; what environments share is in them once."""
+    return np.frombuffer(pickled(splits, "a held-out split"), np.uint8)
