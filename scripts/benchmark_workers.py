@@ -3,6 +3,7 @@
     python scripts/benchmark_workers.py ratio [--task repair] [--envs 64] [--shards 2] [--rounds 4]
     python scripts/benchmark_workers.py sleep [--task repair] [--workers 8,64] [--steps 6] [--sleep 4]
     python scripts/benchmark_workers.py eval [--task repair] [--instances 8] [--seeds 2] [--turns 3]
+    python scripts/benchmark_workers.py grow [--task digits-image] [--envs 64] [--steps 20] [--turns 3]
 
 `ratio` trains with one worker and with two in turns, on the same shards, and prints the median seconds of a round of each,
 without the first round of a training, in which populations are made, and without the last, which validates. On a machine that
@@ -13,9 +14,9 @@ place of growing; the policy decides, and all else of a training is done. It pri
 they played, computed gradients, and waited or exchanged. Where there are more workers than cores, they compute one after
 another, so it also prints what follows from the processor seconds: the share of playing where each worker has a core.
 
-`eval` runs `esper eval` with the rules, with one worker and with two in
-turns, as commands that start with nothing stored. It compares their records, and prints the wall and the processor seconds of
-each, those of all of its processes together.
+`eval` runs `esper eval` with the rules, with one worker and with two; `grow` runs `esper grow` without workers and with two; in
+turns, as commands that start with nothing stored. They compare the results, and print the wall and the processor seconds of each
+command, those of all of its processes together.
 """
 
 import argparse
@@ -50,7 +51,7 @@ SLEEP = "ESPER_BENCHMARK_SLEEP"
 def main() -> None:
     """Measure what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("ratio", "sleep", "eval"))
+    parser.add_argument("command", choices=("ratio", "sleep", "eval", "grow"))
     parser.add_argument("--task", default="repair")
     parser.add_argument("--envs", type=int, default=64)
     parser.add_argument("--shards", type=int, default=2)
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    {"ratio": ratio, "sleep": sleep, "eval": evaluations}[arguments.command](arguments)
+    {"ratio": ratio, "sleep": sleep, "eval": commands, "grow": commands}[arguments.command](arguments)
 
 
 class Clock(Silent):
@@ -185,44 +186,58 @@ def sleep(asked: argparse.Namespace) -> None:
         SleepingEngine.deciding.clear()
 
 
-def evaluated(asked: argparse.Namespace, workers: int) -> tuple[float, float, dict[str, Any]]:
-    """Return the wall and the processor seconds of an evaluation in a command of its own, and its record."""
+def commanded(asked: argparse.Namespace, workers: int) -> tuple[float, float, Any]:
+    """Return the wall and the processor seconds of an evaluation or a growth in a command of its own, and its results."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "esper", "eval", "--tasks", asked.task, "--out", f"{folder}/out"]
-        command += ["--instances", str(asked.instances), "--seeds", str(asked.seeds)]
-        command += ["--baselines", "none", "--workers", str(workers)]
+        command = [sys.executable, "-m", "esper", asked.command]
+        if asked.command == "eval":
+            command += ["--tasks", asked.task, "--out", f"{folder}/out", "--baselines", "none"]
+            command += ["--instances", str(asked.instances), "--seeds", str(asked.seeds)]
+        else:
+            command += [asked.task, "--run", f"{folder}/out", "--envs", str(asked.envs), "--baselines", "none"]
+            command += [] if asked.steps is None else ["--steps", str(asked.steps)]
+        command += ["--workers", str(workers)] if workers else []
         begin = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wall = time.perf_counter() - begin
-        record = json.loads((Path(folder) / "out" / "evaluation.json").read_text())
+        if asked.command == "eval":
+            record = json.loads((Path(folder) / "out" / "evaluation.json").read_text())
+            found: Any = [{**each, "seconds": None} for each in record["tasks"][0]["runs"].values()]
+        else:
+            summary = json.loads((Path(folder) / "out" / "summary.json").read_text())
+            found = {name: summary[name] for name in ("validation_objective", "test_accuracy", "grown", "grown_params")}
     with suppress(ChildProcessError):
         while True:
             os.wait()  # for the fork server, which has waited for the workers
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, record
+    return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, found
 
 
-def evaluations(asked: argparse.Namespace) -> None:
-    """Print what evaluations take with one worker and with two, in turns."""
+def commands(asked: argparse.Namespace) -> None:
+    """Print what evaluations or growths take with no, one and two workers, in turns."""
     ctypes.CDLL(None).prctl(
         36, 1
     )  # PR_SET_CHILD_SUBREAPER: the fork server of a command becomes a child of this process
-    names, ratios, runs = {1: "one worker", 2: "two workers"}, [], []
+    names = {1: "one worker", 2: "two workers"} if asked.command == "eval" else {0: "no worker", 2: "two workers"}
+    ratios, processors, runs = list[float](), list[float](), list[Any]()
     for turn in range(asked.turns):
-        walls = {}
+        taken = []
         for workers, name in names.items():
-            walls[workers], processor, record = evaluated(asked, workers)
-            runs.append([{**each, "seconds": None} for each in record["tasks"][0]["runs"].values()])
+            wall, processor, found = commanded(asked, workers)
+            taken.append((wall, processor))
+            runs.append(found)
             assert runs[-1] == runs[0], "the results depend on the number of workers"
-            waited = record["workers"]["waiting_seconds"]
             print(
-                f"turn {turn + 1}, {name}: {walls[workers]:.1f} s, {processor:.1f} s of processor time, {waited:.1f} s lost in "
-                f"waiting, load {os.getloadavg()[0]:.1f}",
+                f"turn {turn + 1}, {name}: {wall:.1f} s, {processor:.1f} s of processor time, load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
-        ratios.append(walls[1] / walls[2])
-    print(f"one / two in wall time: median {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        (wall, processor), (of_two, processor_of_two) = taken
+        ratios.append(wall / of_two)
+        processors.append(processor / processor_of_two)
+    first = next(iter(names.values()))
+    for name, each in (("wall", ratios), ("processor", processors)):
+        print(f"{first} / two in {name} time: median {median(each):.2f} ({min(each):.2f} to {max(each):.2f})")
 
 
 if __name__ == "__main__":
