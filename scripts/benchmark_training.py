@@ -10,7 +10,7 @@ step of all environments, *acting* a forward pass of the policy and the sampling
 and *rows* making and writing them. *of the engine* is the time of a loop that waits in every step, over that of this loop.
 
 Cases: by E, with levels of telemetry; 100 episodes of E = 4 as a standard run; E = 8 by parameters and live seeds, which
-neither come nor go; and with products in bfloat16 or compiled passes.
+neither come nor go where there are any; and with products in bfloat16 or compiled passes.
 """
 
 import statistics
