@@ -167,14 +167,12 @@ def falling(bend):
 def test_a_loss_on_the_probe_that_falls_more_slowly_than_it_did_makes_a_network_wider():
     run = trained(falling(math.inf), 0, 120)
     assert run[3].growths == []
-    assert run[3].why.startswith(
-        "the loss on the probe falls as compute^-0.30 over the last doubling of compute, and as"
-    )
+    assert run[3].why.startswith("the loss on the probe went as compute^-0.30 while the compute doubled, and as")
     compute = run[3]._compute / run[3].steps
     run = trained(falling(60 * compute), 0, 90)
     (only,) = run[3].growths
     assert 60 < only["step"] < 80
-    assert run[3].why == "growths are a factor of 4 of compute apart"
+    assert run[3].why == "the next growth waits until the compute is 4 times that at the last growth"
 
 
 def test_a_run_that_watches_its_loss_is_resumed_to_the_same_bits():

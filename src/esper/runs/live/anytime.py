@@ -333,11 +333,10 @@ class AnytimeGrowth:
 
     def _bent(self) -> bool:
         """Return whether the loss on the probe falls more slowly than it did; `why` says how it falls."""
-        if self.steps <= 2 * self.warmup:
-            self.why, self._grown_at = (
-                f"the first {2 * self.warmup:,} steps say little of how the loss falls",
-                self._compute,
-            )
+        settled = max(2 * self.warmup, 1)
+        if self.steps <= settled:
+            self._grown_at = self._compute
+            self.why = f"the first {counted(settled, 'step')} say little of how the loss falls"
         if self.steps <= self.warmup or self.seen < self._look_at:
             return False
         now = math.log(self._compute)
@@ -352,12 +351,13 @@ class AnytimeGrowth:
         compute, losses = np.array(self._curve).T
         late = compute >= now - math.log(SHORT)
         if self._compute < APART * self._grown_at or late.sum() < 3:
-            self.why = f"growths are a factor of {APART:g} of compute apart"
+            since = "at the last growth" if self.growths else f"of the first {counted(settled, 'step')}"
+            self.why = f"the next growth waits until the compute is {APART:g} times that {since}"
             return False
         slope, before = (float(np.polyfit(compute[each], losses[each], 1)[0]) for each in (late, compute >= first))
         self.why = (
-            f"the loss on the probe falls as compute^{slope:.2f} over the last doubling of compute, and as "
-            f"compute^{before:.2f} over the last factor of {LONG:g}"
+            f"the loss on the probe went as compute^{slope:.2f} while the compute doubled, and as compute^{before:.2f} while it "
+            f"rose by a factor of {LONG:g}, so it does not yet fall more slowly than before"
         )
         return slope > BEND * before
 
