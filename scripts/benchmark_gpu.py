@@ -27,7 +27,7 @@ import profile_gpu_sync
 import torch
 from benchmark_hot_path import Case, engine_in, machine, measure, population_mib, take_turns
 from benchmark_images import bare_step, engine_step
-from floors import plain_step
+from floors import carry_out, plain_step
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -188,19 +188,9 @@ def grown(task: Task, envs: int, device: str, settings: Mapping[str, Any]) -> Ve
     engine.reset()
     for slot in range(len(engine.space.slots)):
         for op in (Op.GERMINATE, Op.ADVANCE):
-            _, outcome = engine.step(ordered(engine, op, slot, SEED))
-            assert outcome.accepted.all()
+            carry_out(engine, op, slot, np.arange(envs), SEED)
     assert among(engine.state.seeds.stage, LIVE).all()
     return engine
-
-
-def ordered(engine: VectorizedEngine, op: Op, slot: int, seed: str) -> Actions:
-    """The same operation at one slot of every environment, at once and to the whole dose."""
-    actions, space = Actions.wait(engine.config.envs), engine.space
-    actions.op[:], actions.slot[:] = op, slot
-    actions.blueprint[:] = [entry.name for entry in space.blueprints].index(seed)
-    actions.tempo[:], actions.target[:] = space.tempos.index(1), space.targets.index(1.0)
-    return actions
 
 
 def cifar(quick: bool, device: str, repeats: int) -> list[Row]:
@@ -308,8 +298,7 @@ def memory(quick: bool, device: str, repeats: int) -> list[Row]:
     for births in range(2 if quick else 21):
         if births:
             for op in (Op.GERMINATE, Op.PRUNE):
-                _, outcome = engine.step(ordered(engine, op, births % len(engine.space.slots), "bypass-mlp"))
-                assert outcome.accepted.all()
+                carry_out(engine, op, births % len(engine.space.slots), np.arange(envs))
         synchronize(device)
         held = torch.cuda.memory_allocated(device) / 2**20 if device.startswith("cuda") else None
         rows.append(

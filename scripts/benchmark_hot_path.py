@@ -27,7 +27,7 @@ import benchmark_training
 import numpy as np
 import torch
 from device_reads import counted_reads
-from floors import SEED, BareStack, plain_step, torch_loss
+from floors import BareStack, carry_out, plain_step, torch_loss
 
 import esper
 from esper.leyline.config.tree import Config, build_config
@@ -126,26 +126,16 @@ def engine_in(case: Case, task: AnyTask, mapping: str, cadence: int, device: str
     passes, everyone = engine.population.passes, np.arange(case.envs)
     wanted, passes.mode = passes.mode, "off"  # plans on the way to the state of the case are not compiled
     for slot in range(case.live):
-        _order(engine, Op.GERMINATE, slot, everyone)
-        _order(engine, Op.ADVANCE, slot, everyone)
+        carry_out(engine, Op.GERMINATE, slot, everyone)
+        carry_out(engine, Op.ADVANCE, slot, everyone)
     chosen = {"none": everyone[:0], "quarter": everyone[::4], "all": everyone}[case.incubating]
     if len(chosen):
-        _order(engine, Op.GERMINATE, 1, chosen)
+        carry_out(engine, Op.GERMINATE, 1, chosen)
     stage = engine.state.seeds.stage
     assert among(stage, LIVE).sum() == case.live * case.envs
     assert (stage == Stage.TRAINING).sum() == len(chosen)
     passes.mode = wanted
     return engine
-
-
-def _order(engine: VectorizedEngine, op: Op, slot: int, envs: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-    """One step in which some environments carry out an operation, and the others wait."""
-    actions, space = Actions.wait(engine.config.envs), engine.space
-    actions.op[envs], actions.slot[envs] = op, slot
-    actions.blueprint[envs] = [entry.name for entry in space.blueprints].index(SEED)
-    actions.tempo[envs], actions.target[envs] = space.tempos.index(1), space.targets.index(1.0)
-    _, outcome = engine.step(actions)
-    assert outcome.accepted[envs].all()
 
 
 def measure(case: Case, repeats: int, device: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from floors import carry_out
 
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import AnyTask
@@ -43,7 +44,6 @@ from esper.tolaria.runtime import multiplies_bfloat16
 
 LEVELS = ("off", "run", "step", "debug")
 SHARES = ("engine", "acting", "storing", "updating", "rows")
-SEED = "bypass-mlp"
 HELD = 10**6
 """Steps that no seed reaches: it cannot be kept or pruned before."""
 
@@ -144,15 +144,9 @@ class Loop:
         """Begin an episode whose environments have their live seeds."""
         self.engine.reset(episode=self.number)
         self.number += 1
-        everyone = np.arange(self.case.envs)
         for slot in range(self.case.live):
             for op in (Op.GERMINATE, Op.ADVANCE):
-                actions, space = Actions.wait(self.case.envs), self.engine.space
-                actions.op[:], actions.slot[:] = op, slot
-                actions.blueprint[:] = [entry.name for entry in space.blueprints].index(SEED)
-                actions.tempo[:], actions.target[:] = space.tempos.index(1), space.targets.index(1.0)
-                _, outcome = self.engine.step(actions)
-                assert outcome.accepted[everyone].all()
+                carry_out(self.engine, op, slot, np.arange(self.case.envs))
         assert among(self.engine.state.seeds.stage, LIVE).sum() == self.case.live * self.case.envs
 
     def play(self) -> EpisodeSeconds:

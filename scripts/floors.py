@@ -17,6 +17,7 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.data.keys import permutations
 from esper.leyline.data.task import AnyTask, Instance
+from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.data import SharedBatchIterator, stack_splits
@@ -25,6 +26,16 @@ Step = Callable[[], None]
 Loss = Callable[[Tensor, Tensor], Tensor]  # (R, B, C), (R, B) -> (R, B)
 SEED = "bypass-mlp"
 """The blueprint that every case plants: two linear maps that read the stream before a block and write behind it."""
+
+
+def carry_out(engine: VectorizedEngine, op: Op, slot: int, envs: NDArray[np.int64], seed: str = SEED) -> None:
+    """One step in which some environments (n,) carry out an operation, at once and to the whole dose, and the others wait."""
+    actions, space = Actions.wait(engine.config.envs), engine.space
+    actions.op[envs], actions.slot[envs] = op, slot
+    actions.blueprint[envs] = [entry.name for entry in space.blueprints].index(seed)
+    actions.tempo[envs], actions.target[envs] = space.tempos.index(1), space.targets.index(1.0)
+    _, outcome = engine.step(actions)
+    assert outcome.accepted[envs].all()
 
 
 def torch_loss(output: Tensor, target: Tensor) -> Tensor:

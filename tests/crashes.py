@@ -1,12 +1,33 @@
-"""A machine that stops between two system calls, as often as there are calls."""
+"""A machine that stops between two system calls, as often as there are calls, and a process that is gone after some steps."""
 
 import os
+
+from esper.leyline.progress import Silent
 
 CALLS = ("mkdir", "rmdir", "unlink", "rename", "replace", "truncate", "ftruncate", "fsync", "write", "open", "link")
 
 
 class Crash(BaseException):
     """The machine stops: nothing that runs after it has an effect."""
+
+
+class Left(BaseException):
+    """The process is gone."""
+
+
+class Leaving(Silent):
+    """A Progress under which the process is gone after so many steps."""
+
+    def __init__(self, after):
+        self.after, self.notes, self.steps = after, [], 0
+
+    def step(self, view, speed, rollbacks):
+        self.steps += 1
+        if self.steps == self.after:
+            raise Left
+
+    def note(self, text):
+        self.notes.append(text)
 
 
 def crashing(monkeypatch, at):

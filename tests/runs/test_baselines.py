@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from crashes import Left
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network.static import Skipped, WidenedHosts
@@ -306,10 +307,6 @@ def interrupt():
 def interrupt_twice():
     interrupt()
     interrupt()
-
-
-class Left(BaseException):
-    """The process is gone."""
 
 
 def leave():

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from crashes import at_every_call
+from crashes import Leaving, Left, at_every_call
 from esper.leyline.errors import InputError
-from esper.leyline.progress import Silent
 from esper.nissa.events import decode
 from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
@@ -32,20 +31,6 @@ from esper.tamiyo.catalog import get_controller
 from populations import blobs, small_config
 
 EVERY = {"every_steps": 1, "every_seconds": 0, "keep": 2}
-
-
-class Left(BaseException):
-    """The process is gone."""
-
-
-class Leaving(Silent):
-    def __init__(self, after):
-        self.after, self.steps = after, 0
-
-    def step(self, view, speed, rollbacks):
-        self.steps += 1
-        if self.steps == self.after:
-            raise Left
 
 
 def config_of(steps=8, **over):

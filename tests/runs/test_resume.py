@@ -14,6 +14,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
+from crashes import Leaving, Left
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.config.tree import build_config, dump_config
@@ -46,25 +47,6 @@ SCHEDULE = """
 - {at: 2, op: germinate, slot: block1, blueprint: mlp-small, blend: gate, tempo: 2}
 - {at: 7, op: prune, slot: block1, tempo: 1}
 """
-
-
-class Left(BaseException):
-    """The process is gone."""
-
-
-class Leaving(Silent):
-    """A Watch under which the process is gone after so many steps."""
-
-    def __init__(self, after):
-        self.after, self.notes, self.steps = after, [], 0
-
-    def step(self, view, speed, rollbacks):
-        self.steps += 1
-        if self.steps == self.after:
-            raise Left
-
-    def note(self, text):
-        self.notes.append(text)
 
 
 def timeless(value):
