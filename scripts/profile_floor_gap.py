@@ -1,9 +1,10 @@
 """What lies between a step of the engine and one of the bare stack (scripts/floors.py): seconds of each part of both.
 
 Both take turns, step by step. Every figure is the median over turns of the seconds that the process itself ran; the share is
-that of what the engine takes more in the whole step of the bare stack. E = 64, no seeds.
+that of what the engine takes more in the whole step of the bare stack.
 
-    python scripts/profile_floor_gap.py [--quick] [--tasks digits-narrow repair] [--turns 41] [--json FILE]
+    python scripts/profile_floor_gap.py [--quick] [--tasks digits-narrow repair] [--envs 64] [--live 0] [--incubating none]
+        [--turns 41] [--json FILE]
 """
 
 import argparse
@@ -78,12 +79,11 @@ def parts(step: Any) -> dict[str, float]:
     }
 
 
-def measure(task_name: str, turns: int, envs: int) -> dict[str, Any]:
-    """Print the table of one task; return the milliseconds of every part of both."""
-    case = Case("states", task_name, envs=envs)
+def measure(case: Case, turns: int) -> dict[str, Any]:
+    """Print the table of one case; return the milliseconds of every part of both."""
     task = case.build()
     engine = engine_in(case, task, "auto", SELDOM, "cpu")
-    bare, wait = BareStack(task, engine, task.objective.loss), Actions.wait(envs)
+    bare, wait = BareStack(task, engine, task.objective.loss), Actions.wait(case.envs)
     seen: dict[str, list[dict[str, float]]] = {"bare": [], "engine": []}
     for _ in range(turns + 1):
         seen["bare"].append(parts(bare.step))
@@ -93,12 +93,12 @@ def measure(task_name: str, turns: int, envs: int) -> dict[str, Any]:
         for way, found in seen.items()
     }
     whole = middle["bare"]["whole step"]
-    print(f"\n{task_name}, E = {envs}, load {os.getloadavg()[0]:.1f}")
+    print(f"\n{case.title()}, load {os.getloadavg()[0]:.1f}")
     print(f"{'':28}{'bare [ms]':>10}{'engine':>10}{'more':>8}{'of the step':>13}")
     for part, own in middle["bare"].items():
         more = middle["engine"][part] - own
         print(f"{part:28}{own:10.2f}{own + more:10.2f}{more:8.2f}{more / whole:13.0%}", flush=True)
-    return {"task": task_name, "turns": turns, "load": os.getloadavg()[0], "milliseconds": middle}
+    return {"case": case.title(), "turns": turns, "load": os.getloadavg()[0], "milliseconds": middle}
 
 
 def main() -> None:
@@ -106,14 +106,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small population and two turns, to see that it runs")
     parser.add_argument("--tasks", nargs="+", default=["digits-narrow", "repair"])
+    parser.add_argument("--envs", nargs="+", type=int, default=[64])
+    parser.add_argument("--live", type=int, default=0, help="seeds blended into every environment")
+    parser.add_argument("--incubating", default="none", choices=["none", "quarter", "all"])
     parser.add_argument("--turns", type=int, default=41)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for entry in TIMED:
         timed(*entry)
-    turns, envs = (2, 4) if arguments.quick else (arguments.turns, 64)
-    report = [measure(name, turns, envs) for name in arguments.tasks]
+    turns, sizes = (2, [4]) if arguments.quick else (arguments.turns, arguments.envs)
+    state = {"live": arguments.live, "incubating": arguments.incubating}
+    report = [measure(Case("states", name, envs=envs, **state), turns) for name in arguments.tasks for envs in sizes]
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 

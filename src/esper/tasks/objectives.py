@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.leyline.data.task import Label, Objective, Scaling
+from esper.leyline.data.task import Differentiated, Label, Objective, Scaling
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.text import did_you_mean
 
@@ -47,6 +47,29 @@ class Classification(Objective):
         that is written out here, and was a fifth of a training step.
         """
         return by_example(self.losses(output, target))
+
+    def differentiated(self, output: Tensor, target: Tensor) -> Differentiated | None:
+        """Return `loss` and what its gradient is, bit for bit as with autograd; None where autograd is needed."""
+        own = type(self)
+        if own.loss is not Classification.loss or own.losses is not Classification.losses or self.outputs >= MANY:
+            return None
+        z = output - output.amax(-1, keepdim=True)
+        size = z.exp()
+        total, label = size.sum(-1), target.unsqueeze(-1)
+        losses = total.log() - z.gather(-1, label).squeeze(-1)
+
+        def back(gradient: Tensor) -> Tensor:
+            own = gradient
+            if losses.dim() > 2:  # the mean over positions
+                own = (
+                    (gradient / losses[0, 0].numel())
+                    .view(*gradient.shape, *(1,) * (losses.dim() - 2))
+                    .expand_as(losses)
+                )
+            softmax = size * (own / total).unsqueeze(-1)
+            return softmax.scatter_add_(-1, label, -own.unsqueeze(-1))
+
+        return by_example(losses), back
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss of each position: output (E, B, ..., C), target (E, B, ...) int64 -> (E, B, ...) [nats]."""

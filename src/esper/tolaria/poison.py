@@ -81,7 +81,7 @@ def poisoned(engine: VectorizedEngine, row: int, kind: Fault, batch: int = 0) ->
 
     replaced: dict[str, Any] = {"feed": _Around(feed, advance=advance, of=of)}
     if kind == "loss":
-        replaced["objective"] = _Around(objective, loss=loss)
+        replaced["objective"] = _Around(objective, loss=loss, differentiated=None)
     elif kind in ("gradient", "seed gradient"):
         replaced["optimizer"] = _Around(optimizer, begin=begin)
     elif kind == "parameter":

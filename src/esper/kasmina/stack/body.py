@@ -18,20 +18,18 @@ from torch.utils.checkpoint import checkpoint
 from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.host import Chain, SegmentedHost, dtype_of
 from esper.kasmina.lifecycle import Edits
-from esper.kasmina.slot import Seed, Straight, slot_change
+from esper.kasmina.slot import Seed
 from esper.kasmina.stack.layout import BEFORE, INPUT, TAPS, HostTable, Layout
 from esper.kasmina.stack.plan import Branches, CallDoses, CallPlan, Doses, Indices, Plan, PlanCache, Route, Run
 from esper.kasmina.stack.rows import (
     Mapping,
     Rows,
     Stack,
-    append_rows,
     channels_last,
     convolves,
     energy,
-    in_layout_of,
-    select_rows,
 )
+from esper.kasmina.stack.tape import Graph, Tape
 from esper.leyline.data.batches import Batch, map_leaves, on_cpu, run
 from esper.leyline.data.keys import key
 from esper.leyline.lifecycle.actions import Blend
@@ -49,8 +47,6 @@ PLANS = 256
 
 
 Kept = Literal["none", "here", "all"]
-Caller = Callable[..., Tensor]
-"""Calls a stack: takes it and the arguments of `Stack.__call__`."""
 Calls = list[tuple[CallPlan, CallDoses]]
 
 
@@ -286,22 +282,33 @@ class Body:
         doses_of_joins = tuple(join for _, join in joins)
         return Route(plan, Doses(_column(base, 1), _column(branch, 1), doses_of_joins, self._send(owners), owners))
 
-    def run(self, x: Batch, route: Route, *, streams: Kept = "none", keys: Indices | None = None) -> Pass:
+    def run(
+        self,
+        x: Batch,
+        route: Route,
+        *,
+        streams: Kept = "none",
+        keys: Indices | None = None,
+        tape: Tape | None = None,
+    ) -> Pass:
         """Run a route over a batch of its part: leaves x (n, B, ...) -> outputs (n, B, ..., C).
 
         An output that a row does not have is -inf. `keys` (n,) seeds dropout in training mode. With streams "here", the
         stream at each slot and the input of its segment are kept. With "all", inner features are kept too, parameters are
-        constants, and the streams are part of a graph that begins at the first slot. The only state that changes is the
-        buffers of modules in training mode.
+        constants, and the streams are part of a graph that begins at the first slot. A `tape` notes the pass, which then has
+        no graph. The only state that changes is the buffers of modules in training mode.
         """
         plan, bare_host = route.plan, self.by_row and not self.host.draws and self.recomputed is None
         merged = self.plans.get(plan, self._merged)
         x = map_leaves(channels_last, x)
+        ops: Graph = tape or Graph()
         if bare_host and plan.bare and streams == "none":
             # A host that runs in a loop saves one call per segment here; the kernels are the same.
             result = Pass(self.host(x, route.part), None, (), None)
         else:
-            running = _Running(self, route, streams, keys)
+            if streams == "none" and torch.is_grad_enabled() and self.recomputed is not None:
+                ops = Graph(self.recomputed)
+            running = _Running(self, route, streams, keys, ops)
             chain = merged if streams == "none" else self.layout.chain
             flow = chain.run(running.call, _Flow(x, None), running.visit)
             result = Pass(flow.base, flow.extra, tuple(running.streams), running.proximal)
@@ -310,8 +317,21 @@ class Body:
         padded, ends = ~self.real_outputs[route.part], result.branches
         if ends is not None:
             assert route.origin is not None
-            ends = ends.masked_fill(padded.index_select(0, route.origin), -torch.inf)
-        return result._replace(output=result.output.masked_fill(padded, -torch.inf), branches=ends)
+            ends = ops.masked(ends, padded.index_select(0, route.origin))
+        return result._replace(output=ops.masked(result.output, padded), branches=ends)
+
+    def tape(self) -> Tape | None:
+        """Return a tape for a pass of training, or None where autograd has to differentiate it.
+
+        That is where it is traced, computed again, or in another type, and for maps, as the layout of gradients chooses kernels.
+        """
+        apart = (
+            self.by_row
+            or self.recomputed is not None
+            or self.host.traced
+            or any(s.kind == Kind.MAP for s in self.slots)
+        )
+        return None if apart or torch.is_autocast_enabled(self.device.type) else Tape()
 
     @property
     def draws(self) -> bool:
@@ -468,30 +488,13 @@ class _Flow(NamedTuple):
     extra: Tensor | None  # (m, B, ...)
 
 
-class _Rows(NamedTuple):
-    """Rows of a stack of seeds, which compute as one `Seed`."""
-
-    stack: Stack
-    rows: Rows
-    frozen: bool
-    keys: Indices | None
-    run: Caller
-
-    def delta(self, u: Tensor) -> Tensor:
-        return self.run(self.stack, u, self.rows, part="delta", frozen=self.frozen, keys=self.keys)
-
-    def gate(self, u: Tensor) -> Tensor:
-        return self.stack(u, self.rows, part="gate", frozen=self.frozen)
-
-
 class _Running:
     """The state of one run of a plan, with the `call` and `visit` that its chain takes."""
 
-    def __init__(self, body: Body, route: Route, kept: Kept, keys: Indices | None) -> None:
+    def __init__(self, body: Body, route: Route, kept: Kept, keys: Indices | None, ops: Graph) -> None:
         self.body, self.plan, self.doses, self.part = body, route.plan, route.doses, route.part
         self.kept, self.keys, self.frozen = kept, keys, kept == "all"
-        again = body.recomputed if kept == "none" and torch.is_grad_enabled() else None
-        self.run: Caller = Stack.__call__ if again is None else again
+        self.ops = ops
         self.origin: Tensor | None = None  # the network's input for each branch that has left already
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
@@ -499,26 +502,27 @@ class _Running:
     def call(self, path: str, flow: _Flow) -> _Flow:
         host = self.body.host
         segment = self.body.segment_of.get(path, 0)  # merged segments draw nothing and have no branches
-        base = self.run(host, flow.base, self.part, part=path, frozen=self.frozen, keys=place_keys(self.keys, segment))
+        keys = place_keys(self.keys, segment)
+        base = self.ops.call(host, flow.base, self.part, part=path, frozen=self.frozen, keys=keys)
         extra = flow.extra
         if extra is not None:
             rows = _rows(self.plan.joins[segment][0], self.doses.joins[segment][0])
-            extra = self.run(host, extra, rows, part=path, frozen=True)
+            extra = self.ops.call(host, extra, rows, part=path, frozen=True)
         return _Flow(base, extra)
 
     def visit(self, slot: int, taps: Taps[_Flow]) -> _Flow:
         """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot."""
         (h, extra), before, x = taps.here, taps.before.base, taps.input.base
-        layout = self.body.layout
+        layout, ops = self.body.layout, self.ops
         segment, place = layout.slots[slot].after, len(self.body.segment_of) + slot
         extra_before = taps.before.extra
         env = self.doses.joins[segment][1] if self.plan.joins else None
         if env is not None:
-            extra = append_rows(extra, select_rows(h.detach(), env))
+            extra = ops.append(extra, ops.select(ops.constant(h), env))
             if layout.widest.taps[slot, BEFORE]:
-                extra_before = append_rows(extra_before, select_rows(before.detach(), env))
+                extra_before = ops.append(extra_before, ops.select(ops.constant(before), env))
             if layout.reads_input and layout.widest.taps[:, INPUT].any():
-                self.origin = append_rows(self.origin, select_rows(x, env))
+                self.origin = ops.append(self.origin, ops.select(x, env))
         if self.frozen and not h.requires_grad:
             h = h.detach().requires_grad_()
         if self.kept != "none":
@@ -538,30 +542,33 @@ class _Running:
         return _Flow(h, extra)
 
     def _grown(self, plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
-        stream, h = self.body.layout.streams[plan.slot], sources[Tap.HERE]
+        stream, h, ops = self.body.layout.streams[plan.slot], sources[Tap.HERE], self.ops
         first, *others = plan.taps
-        u = stream.fitted(select_rows(sources[first], doses.where), h)
+        u = ops.fitted(stream, ops.select(sources[first], doses.where), h)
         for tap in others:  # each row reads its own tap
-            u = torch.where(doses.tap[tap], stream.fitted(select_rows(sources[tap], doses.where), h), u)
-        acts_on = select_rows(h, doses.where) if plan.blended or plan.straight else h
+            u = ops.either(doses.tap[tap], ops.fitted(stream, ops.select(sources[tap], doses.where), h), u)
+        acts_on = ops.select(h, doses.where) if plan.blended or plan.straight else h
         if plan.straight:
-            u, acts_on = u.detach(), acts_on.detach()
+            u, acts_on = ops.constant(u), ops.constant(acts_on)
         elif doses.attached is not None:
-            u = torch.where(doses.attached, u, u.detach())
+            u = ops.either(doses.attached, u, ops.constant(u))
         drawn = keys[doses.places] if keys is not None else None
-        stack = self.body.stacks[plan.slot, plan.form]
-        seed = _Rows(stack, _rows(plan.run, doses.rows), plan.frozen, drawn, self.run)
-        change = slot_change(stream, acts_on, u, seed, doses.alpha, doses.blend, gated=plan.gated).to(h.dtype)
+        stack, rows = self.body.stacks[plan.slot, plan.form], _rows(plan.run, doses.rows)
+        delta = ops.call(stack, u, rows, part="delta", frozen=plan.frozen, keys=drawn)
+        gate = None
+        if plan.gated:
+            gate = stream.spread(ops.call(stack, stream.gated(u), rows, part="gate", frozen=plan.frozen))
+        change = ops.blended(acts_on, delta, gate, doses.alpha, doses.blend).to(h.dtype)
         if plan.straight:
             where = doses.where if doses.where is not None else torch.arange(len(h), device=h.device)
             size = energy(acts_on)
             tiny = torch.finfo(size.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
             if self.proximal is None:
                 self.proximal = size.new_zeros(len(h))
-            self.proximal = self.proximal.index_add(0, where, energy(change) / size.clamp(min=tiny))
-            return Straight.of(h, change, where)
-        grown = h + change if doses.where is None else h.index_add(0, doses.where, change)
-        return in_layout_of(h, grown)
+            pull = ops.apart(lambda change: energy(change) / size.clamp(min=tiny), change)
+            self.proximal = ops.add(self.proximal, pull, where)
+            return ops.straight(h, change, where)
+        return ops.add(h, change, doses.where)
 
 
 def _rows(run: Run, gathered: Indices | None) -> Rows:

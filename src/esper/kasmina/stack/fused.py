@@ -146,30 +146,47 @@ def mapped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 _MAP, _PRODUCT = Layers((RowMap,), (0, 1)), Layers((RowMap,), (0, None))
 
 
+def streams_of(kinds: Sequence[Any], x: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    """Run layers over x (n, B, D), and return what each of them read, and the output."""
+    streams, start, own = [x], 0, False
+    for kind in kinds:
+        stop = start + len(kind.tensors)
+        # Behind the first layer, a stream belongs to nobody else and may be overwritten.
+        x = (kind.run_own if own else kind.run)(x, *tensors[start:stop])
+        streams.append(x)
+        start, own = stop, True
+    return streams
+
+
+def gradients_of(
+    kinds: Sequence[Any], streams: Sequence[Tensor], tensors: Sequence[Tensor | None], dy: Tensor, needed: Needed
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return the gradients of x and of the tensors from that of the output; `needed` says which are wanted, x first.
+
+    A parameter that `mark` has marked has its gradient added to its `.grad`, and None here.
+    """
+    stop, dx = len(tensors), dy
+    found: list[Tensor | None] = []
+    for index in range(len(kinds) - 1, -1, -1):
+        start = stop - len(kinds[index].tensors)
+        asked = (index > 0 or needed[0], *needed[start + 1 : stop + 1])
+        dx, *own = kinds[index].back(dx, streams[index], streams[index + 1], asked, *tensors[start:stop])
+        found, stop = own + found, start
+    return dx, found
+
+
 class _Fused(torch.autograd.Function):
     """The layers as one node of the graph. Parameters are inputs, so that it is made for inputs without a gradient too."""
 
     @staticmethod
     def forward(ctx: Any, kinds: tuple[Any, ...], x: Tensor, *tensors: Tensor | None) -> Tensor:
-        streams, start, own = [x], 0, False
-        for kind in kinds:
-            stop = start + len(kind.tensors)
-            # Behind the first layer, a stream belongs to nobody else and may be overwritten.
-            x = (kind.run_own if own else kind.run)(x, *tensors[start:stop])
-            streams.append(x)
-            start, own = stop, True
+        streams = streams_of(kinds, x, tensors)
         ctx.kinds = kinds
         ctx.save_for_backward(*streams, *tensors)
-        return x
+        return streams[-1]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        kinds, saved, needed = ctx.kinds, ctx.saved_tensors, ctx.needs_input_grad[2:]
-        first, stop = len(kinds) + 1, len(saved)
-        found: list[Tensor | None] = []
-        for index in range(len(kinds) - 1, -1, -1):
-            start = stop - len(kinds[index].tensors)
-            asked = (index > 0 or ctx.needs_input_grad[1], *needed[start - first : stop - first])
-            dy, *own = kinds[index].back(dy, saved[index], saved[index + 1], asked, *saved[start:stop])
-            found, stop = own + found, start
-        return None, dy, *found
+        first, saved = len(ctx.kinds) + 1, ctx.saved_tensors
+        dx, found = gradients_of(ctx.kinds, saved[:first], saved[first:], dy, ctx.needs_input_grad[1:])
+        return None, dx, *found

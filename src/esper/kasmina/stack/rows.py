@@ -197,7 +197,7 @@ class Stack:
         self._parts: dict[str, _Part] = {}
         # Setting the mode of each module takes a fifth of the time of nn.Module.train; a module may have its own.
         self._plain = inside if all(type(each).train is nn.Module.train for each in inside) else []
-        self._bound = False  # whether `bound` has given it columns without gradients
+        self.traced = False  # whether `bound` has given it columns without gradients
 
     def part(self, path: str) -> _Part:
         """Return a submodule by its dotted path, looked up once; '' is the whole, "segments.i:j" the segments i to j in order."""
@@ -266,7 +266,7 @@ class Stack:
         # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
         # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
         # Fused layers are one node anyway.
-        fused = what.way == "direct" and what.layers is not None and isinstance(x, Tensor) and not self._bound
+        fused = what.way == "direct" and what.layers is not None and isinstance(x, Tensor) and not self.traced
         if single or not fused:
             x = map_leaves(lambda leaf: torch.cat([leaf, leaf]) if single else leaf.view_as(leaf), x)
         if single:
@@ -299,7 +299,7 @@ class Stack:
         if examples % 4:
             x = map_leaves(lambda x: torch.cat([x, x[:, :1].detach().expand(-1, -examples % 4, *x.shape[2:])], 1), x)
         if what.layers is not None and isinstance(x, Tensor):
-            y = what.layers(x, [*tensors, *buffers.values()], not self._bound)
+            y = what.layers(x, [*tensors, *buffers.values()], not self.traced)
         else:
             # Binding is cheaper than functional_call, and nothing else uses this copy of the module.
             for owners, tensor in zip(what.owners, tensors, strict=True):
@@ -436,12 +436,12 @@ class Stack:
         """
         own = self.columns, self._leaves, self._replicas
         self.columns, self._leaves, self._replicas = columns, {}, {}
-        self._bound = "gradient" not in columns
+        self.traced = "gradient" not in columns
         try:
             yield
         finally:
             self.columns, self._leaves, self._replicas = own
-            self._bound = False
+            self.traced = False
 
     @property
     def leaves(self) -> list[tuple[Tensor, slice, ParameterPlace]]:
@@ -457,6 +457,23 @@ class Stack:
         """Whether a part runs in a loop, as far as calls have shown."""
         return self.random or any(part.way == "loop" for part in self._parts.values())
 
+    def layers_of(self, path: str) -> Layers | None:
+        """Return the layers of a submodule; None where it is anything else, or is not called directly, or traced."""
+        part = self.part(path)
+        return part.layers if part.way == "direct" and not self.traced else None
+
+    def given(self, path: str, rows: Rows, frozen: bool) -> tuple[list[Tensor], Tensor | None]:
+        """Return what the layers of a submodule are given, parameters as leaves and then buffers, and an index to gather them by.
+
+        The index (n,) is None where they are those of the rows already, which is the case for a slice.
+        """
+        what = self.part(path)
+        index = None if isinstance(rows, slice) else self._index(rows)
+        run = rows if isinstance(rows, slice) else slice(0, self.capacity)
+        start, stop, _ = run.indices(self.capacity)
+        buffers = [self.columns[name][start:stop] for name, _, _ in what.buffers]
+        return [*self._views(what, start, stop, frozen), *buffers], index
+
     def _parameters(self, what: _Part, rows: Rows, frozen: bool) -> list[Tensor]:
         if isinstance(rows, slice):
             start, stop, _ = rows.indices(self.capacity)
@@ -470,7 +487,7 @@ class Stack:
         found = self._leaves.get(key)
         if found is None:
             found = self._leaves[key] = [self._leaf(place, slice(start, stop), frozen) for place in what.places]
-            for leaf in found if not self._bound else ():
+            for leaf in found if not self.traced else ():
                 if leaf.grad is not None:
                     mark(leaf)
         return found

@@ -246,6 +246,10 @@ class Interface(NamedTuple):
         return read[0] if names == ["x"] else tuple(read)
 
 
+Differentiated = tuple[Tensor, Callable[[Tensor], Tensor]]
+"""Losses (E, B), and a function from their gradient (E, B) to that of the output."""
+
+
 class Objective(Protocol):
     """What is minimised and what is reported, per example and for a stack of rows at once.
 

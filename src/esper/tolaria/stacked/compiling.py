@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,8 +31,16 @@ from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.store.disk import write_atomic
 from esper.store.files import cache_root
 
-Total = tuple[Tensor | None, Tensor]
-"""What a pass is differentiated by, () or None if nothing in it trains, and the losses (n,) of its rows."""
+
+class Differentiable(Protocol):
+    """What a pass is differentiated by: a tensor (), or a tape."""
+
+    def backward(self) -> None:
+        """Add the gradients of all parameters to their `.grad`."""
+
+
+Total = tuple[Differentiable | None, Tensor]
+"""What a pass is differentiated by, or None if nothing in it trains, and the losses (n,) of its rows."""
 TotalOf = Callable[..., Total]
 
 MEASURED = 5
@@ -394,6 +402,7 @@ class Passes:
             total, losses = self.total(Route(plan, doses), *batch, None)
             if total is None:
                 return [losses]
+            assert isinstance(total, Tensor), "a traced pass has no tape"
             runs[:], found = gradients(stacks, total)
             return [losses, *found]
 

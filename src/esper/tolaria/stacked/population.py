@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -19,11 +20,23 @@ from esper.kasmina.stack.body import Body, runs_by_row
 from esper.kasmina.stack.layout import BEFORE, HERE
 from esper.kasmina.stack.plan import Branches, Route
 from esper.kasmina.stack.snapshot import Snapshot
+from esper.kasmina.stack.tape import Tape
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
 from esper.leyline.data.batches import Batch, leaves, map_leaves, picked, shape_leaves
 from esper.leyline.data.duplicates import example_digests
 from esper.leyline.data.keys import Purpose, key, scalar
-from esper.leyline.data.task import SENSED, AnyTask, Instance, Mixture, Objective, Split, Task, finite, nonfinite
+from esper.leyline.data.task import (
+    SENSED,
+    AnyTask,
+    Differentiated,
+    Instance,
+    Mixture,
+    Objective,
+    Split,
+    Task,
+    finite,
+    nonfinite,
+)
 from esper.leyline.errors import DataFault, InputError
 from esper.leyline.lifecycle.slots import Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, Stage
@@ -184,6 +197,79 @@ class StepStatistics(NamedTuple):
     )  # means of norms are over the other updates: nan if there is none, inf if a row is lost
 
 
+class PassLoss(NamedTuple):
+    """Outputs of n rows of a pass, and what their loss is computed from."""
+
+    output: Tensor  # (n, B, ..., C)
+    target: Tensor  # (n, B, ...)
+    weights: Tensor | None  # (n, B) of the examples
+    factors: Tensor | None  # (n,) of the gradients of each row
+
+    def mean(self, objective: Objective) -> Tensor:
+        """Return the mean losses (n,)."""
+        losses = objective.loss(self.output, self.target)
+        return (losses if self.weights is None else losses * self.weights).mean(1)
+
+
+def summed(losses: Tensor, factors: Tensor | None) -> Tensor:
+    """Return the sum of losses (n,), each by its factor."""
+    return losses.sum() if factors is None else (losses * factors).sum()
+
+
+class TapedLoss(NamedTuple):
+    """The loss of a pass on a tape, as its gradients, which have the bits of those of autograd."""
+
+    tape: Tape
+    gradients: list[tuple[Tensor, Tensor]]  # results of the pass, each with its gradient
+
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls,
+        tape: Tape,
+        objective: Objective,
+        parts: Sequence[PassLoss],
+        proximal: tuple[Tensor, Tensor | None, float] | None,
+        accumulate: int,
+    ) -> Total:
+        """Return what the pass is differentiated by, and the losses (n,) of the first part.
+
+        proximal: a number of each row, its factors, and its weight. accumulate: how many passes an update sums.
+        """
+        found, means = [], []
+        one = torch.ones((), dtype=parts[0].output.dtype, device=parts[0].output.device) / accumulate
+
+        def of_each(total: Tensor, rows: int, factors: Tensor | None) -> Tensor:  # the gradient of each row's loss
+            return total.expand(rows) if factors is None else total * factors
+
+        for part in parts:
+            losses, back = differentiated(objective, part.output, part.target)
+            means.append((losses if part.weights is None else losses * part.weights).mean(1))
+            if tape.wants(part.output):
+                of_row = of_each(one, len(losses), part.factors) / losses.shape[1]
+                own = of_row[:, None].expand_as(losses)
+                found.append((part.output, back(own if part.weights is None else own * part.weights)))
+        if proximal is not None:
+            pull, factors, weight = proximal
+            found.append((pull, of_each(one * weight, len(pull), factors)))
+        return (cls(tape, found) if found else None), means[0]
+
+    def backward(self) -> None:
+        """Add the gradients of all parameters to their `.grad`."""
+        self.tape.backward(self.gradients)
+
+
+def differentiated(objective: Objective, output: Tensor, target: Tensor) -> Differentiated:
+    """Return losses (n, B), and a function from their gradient to that of the output, by autograd if an objective has none."""
+    own = getattr(objective, "differentiated", None)
+    if own is not None and (known := own(output, target)) is not None:
+        return known
+    leaf = output.detach().requires_grad_()
+    with torch.enable_grad():
+        losses = objective.loss(leaf, target)
+    return losses.detach(), lambda gradient: torch.autograd.grad(losses, leaf, gradient)[0]
+
+
 class StackedPopulation:
     """R hosts and their seeds in training; implements `tolaria.population.TaskPopulation`."""
 
@@ -288,29 +374,29 @@ class StackedPopulation:
         x leaves (n, B, ...), y (n, B, ...), weights (n, B) of the examples, factors (n,) of the gradients of each row, keys (n,)
         of dropout.
         """
-        objective, body, config = self.objective, self.body, self.config
-
-        def mean(output: Tensor, y: Tensor, weights: Tensor | None) -> Tensor:
-            losses = objective.loss(output.to(body.dtype), y)
-            return (losses if weights is None else losses * weights).mean(1)
-
-        def summed(losses: Tensor, factors: Tensor | None) -> Tensor:
-            return losses.sum() if factors is None else (losses * factors).sum()
-
+        body, config = self.body, self.config
         with products_in(self._products, body.device):
-            result = body.run(x, route, keys=keys)
-        losses = mean(result.output, y, weights)
-        whole = summed(losses, factors)
+            tape = body.tape()
+            with nullcontext() if tape is None else torch.no_grad():
+                result = body.run(x, route, keys=keys, tape=tape)
+        parts = [PassLoss(result.output.to(body.dtype), y, weights, factors)]
         if result.branches is not None:
             origin = route.origin
             assert origin is not None
             own, by = (None if each is None else each.index_select(0, origin) for each in (weights, factors))
-            whole = whole + summed(mean(result.branches, y.index_select(0, origin), own), by)
+            parts.append(PassLoss(result.branches.to(body.dtype), y.index_select(0, origin), own, by))
+        accumulate, proximal = config.optimizer.accumulation_steps, config.lifecycle.proximal
+        if tape is not None:
+            pulled = None if result.proximal is None else (result.proximal, factors, proximal)
+            return TapedLoss.of(tape, self.objective, parts, pulled, accumulate)
+        losses, *others = (part.mean(self.objective) for part in parts)
+        whole = summed(losses, factors)
+        for part, own in zip(parts[1:], others, strict=True):
+            whole = whole + summed(own, part.factors)
         if result.proximal is not None:
-            whole = whole + config.lifecycle.proximal * summed(result.proximal, factors)
+            whole = whole + proximal * summed(result.proximal, factors)
         if not whole.requires_grad:  # nothing trains in a host that is frozen as a whole and has no seed
             return None, losses.detach()
-        accumulate = config.optimizer.accumulation_steps
         return (whole if accumulate == 1 else whole / accumulate), losses.detach()
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
