@@ -177,6 +177,112 @@ class Mappings(nn.Module):
         return {"features": state["streams"][0], "logits": self.head(state["streams"][0])}
 
 
+class UNet1d(nn.Module):
+    """Two levels over a signal (B, C, L), with a value for each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.inner = nn.Conv1d(2, 6, 3, padding=1), self.block(6, 8)
+        self.down, self.up = nn.Conv1d(6, 6, 2, 2), nn.ConvTranspose1d(8, 6, 2, 2)
+        self.outer, self.leave = self.block(12, 6), nn.Conv1d(6, 1, 1)
+
+    @staticmethod
+    def block(inputs, outputs):
+        return nn.Sequential(
+            nn.Conv1d(inputs, outputs, 3, padding=1),
+            nn.GroupNorm(2, outputs),
+            nn.ReLU(),
+            nn.Conv1d(outputs, outputs, 3, padding=1),
+        )
+
+    def forward(self, x):
+        a = torch.relu(self.enter(x))
+        b = self.up(torch.relu(self.inner(self.down(a))))
+        return self.leave(torch.relu(self.outer(torch.cat([a, b], 1)))).squeeze(1)
+
+
+class TemporalBlock(nn.Module):
+    """Two dilated convolutions that see no later position, on a path around them."""
+
+    def __init__(self, dilation):
+        super().__init__()
+        self.first, self.second = (nn.Conv1d(8, 8, 3, dilation=dilation) for _ in range(2))
+        self.behind = 2 * dilation
+
+    def forward(self, x):
+        y = torch.relu(self.first(F.pad(x, (self.behind, 0))))
+        return torch.relu(x + self.second(F.pad(y, (self.behind, 0))))
+
+
+class TCN(nn.Module):
+    """Next tokens, by convolutions alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 8), nn.Conv1d(8, VOCABULARY, 1)
+        self.blocks = nn.Sequential(TemporalBlock(1), TemporalBlock(2), TemporalBlock(4))
+
+    def forward(self, ids):
+        return self.head(self.blocks(self.tokens(ids).mT)).mT
+
+
+class VolumeBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv3d(4, 8, 1), nn.Conv3d(8, 4, 3, padding=1), nn.BatchNorm3d(4)
+
+    def forward(self, x):
+        return x + self.norm(self.second(torch.relu(self.first(x))))
+
+
+class VolumeNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv3d(1, 4, 3, 2, 1), nn.Linear(4, 4)
+        self.blocks = nn.Sequential(VolumeBlock(), VolumeBlock())
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3, 4)))
+
+
+class MixerBlock(nn.Module):
+    """A depthwise convolution on channels in front, and a hidden layer on channels last: (B, H, W, C) -> (B, H, W, C)."""
+
+    def __init__(self):
+        super().__init__()
+        self.spread, self.norm = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        y = self.spread(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return x + self.down(F.gelu(self.up(self.norm(y))))
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 6, 2, 2), nn.Linear(6, 4)
+        self.blocks = nn.Sequential(MixerBlock(), MixerBlock())
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x).permute(0, 2, 3, 1)).mean((1, 2)))
+
+
+class PositionsFirst(nn.Module):
+    """A transformer with batch_first=False inside, which looks at no later token."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.body = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1), 2, enable_nested_tensor=False
+        )
+
+    def forward(self, ids):
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        return self.head(self.body(self.tokens(ids).transpose(0, 1), mask=mask, is_causal=True).transpose(0, 1))
+
+
 def tokens():
     ids = torch.randint(0, VOCABULARY, (6, LENGTH + 1))
     return ids[:, :-1], ids[:, 1:]
@@ -193,6 +299,19 @@ def images():
 
 def vectors():
     return torch.randn(6, 5), torch.randint(0, 4, (6,))
+
+
+def signals():
+    x = torch.randn(6, 2, 12)
+    return x, x.sum(1).roll(1, 1)
+
+
+def volumes():
+    return torch.randn(6, 1, 8, 8, 8), torch.randint(0, 4, (6,))
+
+
+def distances(output, y):
+    return (output - y).square().mean(1)
 
 
 def positions(output, y):
@@ -217,6 +336,11 @@ HOSTS = {
     "U-Net": Host(UNet, images, masked),
     "one block that runs three times": Host(Shared, vectors, F.cross_entropy),
     "blocks that return mappings": Host(Mappings, vectors, named),
+    "U-Net over signals, `nn.Conv1d`": Host(UNet1d, signals, distances),
+    "TCN, `nn.Conv1d` padded in front": Host(TCN, tokens, positions),
+    "residual network over volumes, `nn.Conv3d`": Host(VolumeNet, volumes, F.cross_entropy),
+    "blocks with channels last": Host(ChannelsLast, images, F.cross_entropy),
+    "`nn.TransformerEncoder`, batch_first=False": Host(PositionsFirst, tokens, positions),
 }
 
 
@@ -247,10 +371,24 @@ class Reentrant(nn.Sequential):
         return last(x)
 
 
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return torch.einsum("bhwc,oc->bhwo", x, self.weight)
+
+
 REFUSED = {
-    "`nn.Transformer`, positions in front": lambda: (nn.Transformer(8, 2, 1, 1, 16), (torch.randn(5, 3, 8),) * 2),
-    "convolutions over sequences, `nn.Conv1d`": lambda: (chain(nn.Conv1d), torch.randn(3, 5, 9)),
-    "convolutions over volumes, `nn.Conv3d`": lambda: (chain(nn.Conv3d), torch.randn(3, 5, 4, 4, 4)),
+    "`nn.Transformer`, positions in front of the examples of its input": lambda: (
+        nn.Transformer(8, 2, 1, 1, 16),
+        (torch.randn(5, 3, 8),) * 2,
+    ),
+    "a product on (B, H, W, C) that is no layer": lambda: (
+        nn.Sequential(Product(), Product(), Product()),
+        torch.randn(3, 4, 5, 6),
+    ),
     "`nn.LSTM` on packed sequences": lambda: (Packed(), torch.randn(3, 7, 5)),
     "blocks within a reentrant checkpoint": lambda: (
         Reentrant(nn.Embedding(VOCABULARY, 8), DecoderBlock(), DecoderBlock(), nn.Linear(8, VOCABULARY)),
@@ -258,10 +396,6 @@ REFUSED = {
     ),
     "a single layer": lambda: (nn.Sequential(nn.Linear(5, 4)), torch.randn(3, 5)),
 }
-
-
-def chain(layer):
-    return nn.Sequential(layer(5, 8, 1), nn.ReLU(), layer(8, 8, 1), nn.ReLU(), layer(8, 4, 1))
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
@@ -275,9 +409,10 @@ def test_a_network_without_a_place_for_seeds_is_refused_with_the_reason_on_the_p
     assert not any(hasattr(type(part), "_esper_original") for part in model.modules())
 
 
-def test_what_grows_in_a_causal_network_looks_at_no_later_position():
+@pytest.mark.parametrize("build", [Decoder, TCN, PositionsFirst])
+def test_what_grows_in_a_causal_network_looks_at_no_later_position(build):
     with drawn_with(0):
-        model, probe = Decoder(), [tokens(), tokens()]
+        model, probe = build(), [tokens(), tokens()]
     names = list(graft(model, example=probe[0][0]).sites)
     blueprints = ["attention", "causal-conv", "bypass-mlp", "low-rank"]
     entries = [

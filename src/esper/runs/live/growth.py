@@ -58,6 +58,7 @@ MENU: Mapping[Kind, tuple[str, ...]] = {
     Kind.VECTOR: ("bypass-linear", "bypass-mlp", "mlp-small"),
     Kind.MAP: ("bypass-conv-1x1", "bypass-conv-3x3", "conv-light"),
     Kind.SEQUENCE: ("bypass-linear", "bypass-mlp", "mlp-small"),
+    Kind.VOLUME: ("bypass-conv-1x1x1", "bypass-conv-3x3x3", "conv-light"),
 }
 """Blueprints that may be planted at sites of each kind, if the settings name none."""
 MOST_SITES = 62
@@ -261,10 +262,10 @@ class Growth:
     def finish(self) -> nn.Module:
         """The network with the seeds that were kept, and no others. It goes on training under the same optimizer.
 
-        A kept seed whose change is linear becomes part of the Linear that it is behind. One with a hidden layer of ReLU around
-        two Linear with a ReLU between becomes further units of these two, which get larger parameters (`widened`). Both are done
-        in the model and in its moving average, if the outputs of both on the probe stay the same, to rounding. Every other seed
-        is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own classes again.
+        A kept seed whose change is linear becomes part of the Linear or convolution that it is behind. One with a hidden layer
+        of ReLU around two of these with a ReLU between becomes further units of them, which get larger parameters (`widened`).
+        Both are done in the model and in its moving average, if the outputs of both on the probe stay the same, to rounding.
+        Every other seed is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own classes again.
         """
         if self.finished:
             return self.model

@@ -69,7 +69,9 @@ class Grafts:
             site, seats = self.sites[slot], {}
             for entry in (self.menu[blueprint] for blueprint in np.flatnonzero(fits[slot]).tolist()):
                 made = self.made(slot, entry, Blend.GATE, 0)
-                seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind).train(made.training)
+                seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind, site.stream.permutation).train(
+                    made.training
+                )
                 seats[entry.name].recipe = made.recipe
             bank = Bank(seats)
             copies = [copy.deepcopy(bank).requires_grad_(False) for _ in self.copies]
@@ -136,7 +138,7 @@ class Grafts:
         like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
         with drawn_with(key):
             seed = Seed(entry.build(reads, site.stream.width), reads)
-        made = Planted(seed, entry.tap, blend, site.stream.kind)
+        made = Planted(seed, entry.tap, blend, site.stream.kind, site.stream.permutation)
         made.recipe = Recipe(site, entry.name, reads)
         return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
 
