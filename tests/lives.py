@@ -51,7 +51,11 @@ class Life(NamedTuple):
     folded: list[str]
 
 
-def plan(model: nn.Module, sites: FoundSites) -> dict[str, tuple[str, Blend]]:
+Planned = dict[str, tuple[str, Blend]]
+"""Blueprint and blend of the seed at each site."""
+
+
+def usual_plan(model: nn.Module, sites: FoundSites) -> Planned:
     """What to plant where: at the first and last site, and a linear seed at an nn.Linear, or else at a site in the middle."""
     names = list(sites)
     first, *_, last = names if len(names) > 1 else names * 2
@@ -109,7 +113,7 @@ def assert_untouched(model, plain, host):
         assert gradient is None or torch.equal(gradient, mine[name]), name
 
 
-def live(host: Host) -> Life:
+def live(host: Host, plan: Callable[[nn.Module, FoundSites], Planned] = usual_plan) -> Life:
     """Let a network grow from birth to the end, and check what must hold on the way."""
     with drawn_with(0):
         model, probe = host.build(), [host.batch(), host.batch()]

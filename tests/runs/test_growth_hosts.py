@@ -1,5 +1,6 @@
 """Networks of many kinds live through a whole growth: sites found, seeds born, blended, kept, finished, exported."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -10,14 +11,14 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
-from lives import SETTINGS, Host, live, row, train
+from lives import SETTINGS, Host, equal, live, row, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
 VOCABULARY, LENGTH = 11, 7
@@ -349,6 +350,101 @@ HOSTS = {
 def test_a_network_lives_through_a_whole_growth(name):
     life = live(HOSTS[name])
     assert PAGE.read_text(encoding="utf-8").splitlines().count(row(name, life)) == 1, row(name, life)
+
+
+def repeats(_, sites):
+    """Plant 'repeat' at the first two blocks."""
+    first, second, *_ = (name for name in sites if " blocks of " in sites.why[name])
+    return {first: ("repeat", Blend.ADD), second: ("repeat", Blend.GATE)}
+
+
+REPEATED = [
+    "decoder transformer, head tied",
+    "decoder transformer, checkpointed",
+    "`nn.TransformerEncoder`",
+    "residual CNN",
+    "blocks that return mappings",
+    "TCN, `nn.Conv1d` padded in front",
+    "blocks with channels last",
+]
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_blocks_that_run_again_live_through_a_whole_growth(name):
+    life = live(HOSTS[name], repeats)
+    assert set(life.kept.values()) == {"repeat"}
+
+
+def repeating(**options):
+    """A growth of a decoder that plants 'repeat' at its first block, and nothing else."""
+    with drawn_with(0):
+        model, probe = Decoder(), [tokens(), tokens()]
+    chosen = {"slot": "blocks.0", "blueprint": "repeat", "tempo": 1, "target": 1.0, "keep": True}
+    usual = {
+        "probe": probe,
+        "loss": positions,
+        "controller": Schedule([ScheduleEntry(at=1, op=Op.GERMINATE, **chosen)]),
+        "every": 1,
+        "budget": 1.5 / sum(parameter.numel() for parameter in model.parameters()),
+        "settings": {**SETTINGS, "blueprints": ["repeat"]},
+    }
+    graft(model, example=probe[0][0])
+    return Growth(model, torch.optim.AdamW(model.parameters(), lr=0.01), **(usual | options))
+
+
+def run_on(growth, steps):
+    for number in range(growth.calls, growth.calls + steps):
+        train(growth.model, growth.population.groups.optimizer, HOSTS["decoder transformer, head tied"], number)
+        growth.step()
+
+
+def test_a_block_that_runs_again_adds_one_parameter_and_trains_its_weights_by_both_runs():
+    growth = repeating()
+    assert growth.population.space.fits[:, 0].tolist() == [
+        name in ("blocks.0", "blocks.1") for name in growth.model.sites
+    ]
+    run_on(growth, 12)
+    assert growth.summary()["added_params"] == 1
+    model = growth.finish().eval()
+    plain = Decoder().eval()
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if ".esper." not in name})
+    seed = model.blocks[0].esper
+    with torch.no_grad():
+        seed.seed.delta.scale.fill_(0.7)
+    first = plain.blocks[0].forward
+    plain.blocks[0].forward = lambda x: 0.3 * first(x) + 0.7 * first(first(x))
+    with drawn_with(1):
+        ids, following = tokens()
+    assert equal(model(ids), plain(ids), 1e-6)
+    for each in (model, plain):
+        positions(each(ids), following).mean().backward()
+    theirs = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        if ".esper." not in name:
+            assert torch.allclose(parameter.grad, theirs[name].grad, atol=1e-6), name
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1 + sum(p.numel() for p in plain.parameters())
+
+
+def test_a_growth_with_blocks_that_run_again_goes_on_from_its_state_bit_for_bit():
+    whole, half = repeating(), repeating()
+    run_on(whole, 10)
+    run_on(half, 4)
+    saved = copy.deepcopy((half.state_dict(), half.model.state_dict(), half.population.groups.optimizer.state_dict()))
+    resumed = repeating()
+    resumed.load_state_dict(saved[0])
+    run_on(resumed, 6)
+    mine, theirs = (growth.model.state_dict() for growth in (resumed, whole))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def test_what_cannot_run_a_block_again_says_so():
+    with pytest.raises(
+        InputError, match="mode='reserve' runs all that can be planted in every pass, and 'repeat' would run"
+    ):
+        repeating(mode="reserve")
+    with pytest.raises(InputError, match="blueprint 'repeat' runs the block of a site again, which no population has"):
+        get_blueprint("repeat")
 
 
 class Packed(nn.Module):

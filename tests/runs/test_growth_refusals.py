@@ -57,7 +57,7 @@ def grow(model=None, optimizer=None, **options):
         ({"budget": -1.0}, "budget is -1.0; give a number above 0"),
         ({"budget": True}, "budget is True"),
         ({"budget": torch.nan}, "budget is nan"),
-        ({"budget": 0.01}, r"allows 0, and the smallest seed has 30; give at least 0.323"),
+        ({"budget": 0.01}, r"allows 0, and the smallest seed has 30, bypass-\S+ at '\S+'; give at least 0.323"),
         ({"probe": []}, "probe has no batches"),
         ({"probe": list}, "probe has no batches"),
         ({"probe": None}, "probe is a NoneType; give a list"),

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints import sequence as sequences
-from esper.kasmina.blueprints.vector import Affine, Factored, Gated, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
+from esper.kasmina.blueprints.vector import (
+    Affine,
+    Factored,
+    Gated,
+    LinearMap,
+    LowRank,
+    MLPSeed,
+    Scale,
+    SparseHead,
+    SparseRows,
+)
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
@@ -35,6 +45,7 @@ class Blueprint:
     summary: str  # one line for `esper blueprints`
     causal: bool = True  # False for a blueprint of sequences whose change at a position depends on later positions
     linear: bool = False  # whether the change is a linear map of what it reads
+    again: bool = False  # whether it reads what the submodule of its site would add to the stream if it ran again
 
     @property
     def info(self) -> BlueprintInfo:
@@ -52,6 +63,10 @@ class Blueprint:
 
 BLUEPRINTS: dict[tuple[Kind, str], Blueprint] = {}
 """Blueprints by kind of stream and name. Two kinds may share a name; a name in a menu means the one of the slot's kind."""
+
+
+LIVE: dict[tuple[Kind, str], Blueprint] = {}
+"""Those that need the submodule of a site, and so grow in networks of a person's own alone."""
 
 
 def blueprint(
@@ -82,7 +97,7 @@ def blueprint(
     def register(build: Build) -> Build:
         if kind not in list(Kind):
             raise InputError(f"blueprint {name!r} is of kind {kind!r}; choose one of {', '.join(Kind)}")
-        if (Kind(kind), name) in BLUEPRINTS:
+        if (Kind(kind), name) in BLUEPRINTS | LIVE:
             raise InputError(f"a blueprint named {name!r} is registered already; choose another name")
         if tap not in list(Tap):
             raise InputError(f"blueprint {name!r} reads tap {tap!r}; choose one of {', '.join(Tap)}")
@@ -96,11 +111,18 @@ def blueprint(
     return register
 
 
-def get_blueprint(name: str, kind: Kind | None = None) -> Blueprint:
-    """Return a registered blueprint of a kind, or of the first kind that has the name. InputError if there is none."""
-    for found, entry in BLUEPRINTS.items():
+def get_blueprint(name: str, kind: Kind | None = None, *, live: bool = False) -> Blueprint:
+    """Return a registered blueprint of a kind, or of the first kind that has the name. InputError if there is none.
+
+    live: whether it may be one of `LIVE`.
+    """
+    for found, entry in (BLUEPRINTS | LIVE if live else BLUEPRINTS).items():
         if found[1] == name and kind in (None, found[0]):
             return entry
+    if any(name == known for _, known in LIVE):
+        raise InputError(
+            f"blueprint {name!r} runs the block of a site again, which no population has; leave it out, or use esper.Growth"
+        )
     other = [found.value for found, known in BLUEPRINTS if known == name]
     if other:
         raise InputError(f"blueprint {name!r} is for {other[0]} streams; {_names(kind)} are for {kind} streams")
@@ -398,3 +420,9 @@ _about = "linear map of the normalised features around a last layer"
 _ends(_SEQUENCE, sequences.FullHead, _about, sequences.NormedSparseHead)
 
 _convolutional(Kind.VOLUME)
+
+for _kind in Kind:
+    _about = "the block of the site again, with its own weights, by a learned number: depth (esper.Growth alone)"
+    LIVE[_kind, "repeat"] = Blueprint(
+        "repeat", _kind, Tap.HERE, lambda r, w: Scale(), lambda r, w: 1, _about, linear=True, again=True
+    )

@@ -334,10 +334,12 @@ class Reading(NamedTuple):
     Attributes:
         calls (int): number of calls of the submodule
         widths (dict): the width that a seed reads at each `Tap`, 0 if it cannot read it
+        again (bool): whether the submodule reads a tensor like the one that it returns, so that it can run on its own output
     """
 
     calls: int
     widths: Mapping[Tap, int]
+    again: bool
 
 
 def call(network: nn.Module, given: Any) -> Any:
@@ -449,7 +451,9 @@ def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -
     widths = {tap: _width(site, here, given) for tap, given in taps.items()}
     if site.stream.permutation:  # nobody knows in which order the axes of the network's input are
         widths[Tap.INPUT] = 0
-    return Reading(len(tape.outputs), widths)
+    own = tape.first()
+    again = own is not None and (own.shape, own.dtype) == (here.shape, here.dtype)
+    return Reading(len(tape.outputs), widths, again)
 
 
 def _width(site: Site, here: Tensor, given: Any) -> int:

@@ -59,22 +59,26 @@ class Planted(nn.Module):
     that are the same object for one thing, and does not notice when one of the two places gets another member.
 
     reads: the value of the tap. kind: of the stream. axes: `Stream.permutation`. attached: whether the gradient of the seed
-    reaches what it reads. recipe: what it is built from again; None where nobody knows.
+    reaches what it reads. again: whether it reads what its submodule adds to the stream in a second run (`grown._again`).
+    recipe: what it is built from again; None where nobody knows.
     alpha (): the dose in mode ON, a buffer.
     pull (): weight of |c|^2 / |h|^2 in the objective of a seed in mode STRAIGHT, a buffer that is not saved.
     """
 
     axes: tuple[int, ...] = ()
+    again = False
     alpha: Tensor
     pull: Tensor
 
-    def __init__(self, seed: Seed, tap: Tap, blend: Blend, kind: Kind, axes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, seed: Seed, tap: Tap, blend: Blend, kind: Kind, axes: tuple[int, ...] = (), *, again: bool = False
+    ) -> None:
         super().__init__()
         like = next(seed.parameters())
         self.seed = seed
         if blend != Blend.GATE:
             del self.seed.gate  # a parameter that no loss depends on
-        self.kind, self.axes, self.attached = kind, axes, True
+        self.kind, self.axes, self.again, self.attached = kind, axes, again, True
         self.recipe: Recipe | None = None
         self.reads, self._blend, self._mode = tap.value, blend.name, Mode.OFF.value
         self.register_buffer("alpha", like.detach().new_zeros(()))
@@ -103,6 +107,11 @@ class Planted(nn.Module):
     def runs(self) -> bool:
         """Whether the seed takes part in a pass at all."""
         return self._mode != "off"
+
+    @property
+    def acts(self) -> bool:
+        """Whether the seed changes the stream."""
+        return self._mode == "on"
 
     def forward(self, h: Tensor, u: Tensor) -> Tensor:
         """The stream behind the site: h (B, ...) in front of the seed, u (B, ...) what the seed reads."""

@@ -406,10 +406,10 @@ def _check_hosts(model: nn.Module, seeds: Sequence[_SavedSeed]) -> None:
 
 def _built(seed: _SavedSeed, weights: Mapping[str, Tensor], path: Path, again: str) -> Planted:
     """Build a seed with weights from a file. InputError if they are not those that the blueprint has."""
-    entry = get_blueprint(seed.blueprint, seed.kind)
+    entry = get_blueprint(seed.blueprint, seed.kind, live=True)
     with drawn_with(0):
         made, axes = Seed(entry.build(seed.reads, seed.width), seed.reads), seed.planted_at.stream.permutation
-        planted = Planted(made, entry.tap, Blend[seed.blend], seed.kind, axes)
+        planted = Planted(made, entry.tap, Blend[seed.blend], seed.kind, axes, again=entry.again)
     dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
     planted.to(dtype)
     try:
