@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,9 +11,10 @@ from torch import nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
 from esper.kasmina.graft.find_sites import FoundSites
-from esper.kasmina.graft.grafted import call, graft, planted_at
+from esper.kasmina.graft.grafted import call, graft, planted_at, ungraft
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.recording import floats
+from esper.kasmina.network.saving import attach, load_grown
 from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
@@ -26,8 +28,11 @@ KINDS = {
     Kind.VECTOR: ("gated", "bypass-mlp"),
     Kind.MAP: ("squeeze-excite", "bypass-conv-3x3"),
     Kind.SEQUENCE: ("attention", "causal-conv"),
+    Kind.VOLUME: ("squeeze-excite", "bypass-conv-3x3x3"),
 }
 """Blueprints of the first and of the last site of a kind."""
+FOLDS = {Kind.MAP: "bypass-conv-1x1", Kind.VOLUME: "bypass-conv-1x1x1"}
+"""Blueprints of a linear seed at each position, where it is not 'bypass-linear'."""
 
 
 class Host(NamedTuple):
@@ -46,7 +51,11 @@ class Life(NamedTuple):
     folded: list[str]
 
 
-def plan(model: nn.Module, sites: FoundSites) -> dict[str, tuple[str, Blend]]:
+Planned = dict[str, tuple[str, Blend]]
+"""Blueprint and blend of the seed at each site."""
+
+
+def usual_plan(model: nn.Module, sites: FoundSites) -> Planned:
     """What to plant where: at the first and last site, and a linear seed at an nn.Linear, or else at a site in the middle."""
     names = list(sites)
     first, *_, last = names if len(names) > 1 else names * 2
@@ -55,8 +64,8 @@ def plan(model: nn.Module, sites: FoundSites) -> dict[str, tuple[str, Blend]]:
     for name, blend in ((first, Blend.GATE), (last, Blend.MULTIPLY)):
         chosen[name] = KINDS[sites[name].stream.kind][name == last], blend
     middle = (linear or names)[len(linear or names) // 2]
-    folds = "bypass-conv-1x1" if sites[middle].stream.kind == Kind.MAP else "bypass-linear"
-    fitting = BLUEPRINTS[sites[middle].stream.kind, folds]
+    kind = sites[middle].stream.kind
+    fitting = BLUEPRINTS[kind, FOLDS.get(kind, "bypass-linear")]
     chosen[middle] = fitting.name, Blend.ADD
     return chosen
 
@@ -104,7 +113,7 @@ def assert_untouched(model, plain, host):
         assert gradient is None or torch.equal(gradient, mine[name]), name
 
 
-def live(host: Host) -> Life:
+def live(host: Host, plan: Callable[[nn.Module, FoundSites], Planned] = usual_plan) -> Life:
     """Let a network grow from birth to the end, and check what must hold on the way."""
     with drawn_with(0):
         model, probe = host.build(), [host.batch(), host.batch()]
@@ -164,6 +173,10 @@ def finished(growth: Growth, host: Host, kept: Mapping[str, str]) -> list[str]:
             planted_at(alone, name).mode = Mode.OFF
         assert not equal(call(alone, x), grown, 1e-5), "the seeds act"
         sites = dict(model.sites)
+        with tempfile.TemporaryDirectory() as folder:
+            growth.save_adapter(folder)
+            attached = attach(ungraft(copy.deepcopy(model)), folder)
+        assert equal(call(attached, x), grown)
         network = growth.finish()
         summary = growth.summary()
         for entries in (summary["plantings"], summary["keeps"]):
@@ -171,7 +184,10 @@ def finished(growth: Growth, host: Host, kept: Mapping[str, str]) -> list[str]:
         folded = [name for name in kept if not hasattr(network.get_submodule(sites[name].after), "esper")]
         arguments = ((), dict(x)) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
         exported = torch.export.export(network, *arguments).module()
-        for each in (network, copy.deepcopy(network), pickle.loads(pickle.dumps(network)), exported):
+        with tempfile.TemporaryDirectory() as folder:
+            growth.save(folder)
+            loaded = load_grown(folder, host.build()).eval()
+        for each in (network, copy.deepcopy(network), pickle.loads(pickle.dumps(network)), exported, loaded):
             assert equal(call(each, x), grown, 1e-6)
     assert len(optimizer.param_groups) == 1 + len(kept) - len(folded)
     train(network, optimizer, host, 99)
@@ -180,7 +196,10 @@ def finished(growth: Growth, host: Host, kept: Mapping[str, str]) -> list[str]:
 
 def row(name: str, life: Life) -> str:
     """The row of docs/sites.md for a network that lived through a growth."""
-    streams = ", ".join(dict.fromkeys(f"`{type(site.stream).__name__}`" for site in life.sites.values()))
+    orders = {stream: stream.order if stream.permutation else "" for stream in (s.stream for s in life.sites.values())}
+    streams = ", ".join(
+        dict.fromkeys(f"`{type(stream).__name__}`{f' {order}' * bool(order)}" for stream, order in orders.items())
+    )
     seeds = ", ".join(f"{blueprint} at `{site}`" for site, blueprint in life.kept.items())
     folded = f"{len(life.folded)} of {len(life.kept)}"
     return f"| {name} | {len(life.sites)} | {streams} | {seeds} | {folded} |"

@@ -59,6 +59,7 @@ from esper.leyline.lifecycle.streams import Kind as Kind
 from esper.leyline.lifecycle.slots import Site as Site
 from esper.leyline.lifecycle.streams import Stream as Stream
 from esper.leyline.lifecycle.streams import Vector as Vector
+from esper.leyline.lifecycle.streams import Volume as Volume
 from esper.leyline.lifecycle.streams import Map as Map
 from esper.leyline.lifecycle.streams import Sequence as Sequence
 from esper.kasmina.graft.find_sites import find_sites as find_sites

@@ -37,7 +37,7 @@ from esper.leyline.config.tree import BASELINES, Config, RewardConfig, build_con
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Mixture, Task, with_steps
 from esper.leyline.errors import InputError, RunWarning, warn
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.streams import CONVOLVED
 from esper.leyline.protocols import Controller, Reward
 from esper.leyline.reference import is_own_controller, is_reference, resume_call, resume_command
 from esper.leyline.text import printable
@@ -537,8 +537,8 @@ def check_rows(task: AnyTask) -> dict[str, str]:
     splits, row, dtype = [instance.train], np.zeros(1, np.int64), dtype_of(host)
     examples = stack_splits(splits, row, task.inputs, torch.device("cpu"), scaling=instance.scaling, dtype=dtype)
     found = segments_that_vary(task.largest, picked(examples.x, (0, slice(CHECKED))))
-    # Modules on maps run row by row, in separate calls.
-    streams = sorted({(slot.kind, slot.width) for slot in host.slots if slot.kind != Kind.MAP})
+    # Modules on maps and volumes run row by row, in separate calls.
+    streams = sorted({(slot.kind, slot.width) for slot in host.slots if slot.kind not in CONVOLVED})
     for kind, width in streams:
         for name in task.menu:
             entry = BLUEPRINTS.get((kind, name))

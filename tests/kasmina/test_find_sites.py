@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from esper.kasmina.blueprints import get_blueprint
+from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.graft.grafted import graft, plant, uproot
 from esper.kasmina.graft.planted import Mode, Planted
@@ -23,7 +23,7 @@ from esper.kasmina.slot import Seed
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.lifecycle.streams import Kind, Map, Sequence, Vector
+from esper.leyline.lifecycle.streams import Kind, Map, Sequence, Vector, Volume
 from trees import SHAPES, conv, trees
 
 
@@ -226,12 +226,47 @@ def test_an_encoder_with_a_decoder_is_causal_in_the_decoder_alone():
     assert sites.left_out["body.encoder.layers.0.self_attn.out_proj"] == "does not run on the example"
 
 
-def test_positions_in_front_of_examples_are_left_out():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch advises batch_first
-        module = nn.Transformer(16, 2, 1, 1, 32)
-    with pytest.raises(InputError, match=r"\(L, B, C\), because batch_first is False"):
-        find_sites(module, (torch.randn(5, 2, 16), torch.randn(4, 2, 16)))
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+def test_positions_in_front_of_examples_in_the_input_are_left_out():
+    with pytest.raises(
+        InputError, match=r"\(L, B, C\), because batch_first is False, but its second axis is not the batch"
+    ):
+        find_sites(nn.Transformer(16, 2, 1, 1, 32), (torch.randn(5, 2, 16), torch.randn(4, 2, 16)))
+
+
+def test_positions_in_front_of_examples_are_found_if_their_numbers_differ():
+    class Turned(Recurrent):
+        def forward(self, tokens):
+            return self.head(self.lstm(self.emb(tokens).transpose(0, 1))[0]).transpose(0, 1)
+
+    module = Turned(batch_first=False)
+    sites = find_sites(module, TOKENS)
+    assert streams(sites) == {"lstm": Sequence(12, "LBC")}
+    assert sites["lstm"].causal
+    assert "its axes are (L, B, C), by batch_first=False" in sites.why["lstm"]
+    with pytest.raises(
+        InputError, match=r"it has 12 positions and as many examples, .* an example with another number"
+    ):
+        find_sites(module, TOKENS.repeat(6, 1))
+    both_ways = Turned(batch_first=False, backward=True)
+    assert not find_sites(both_ways, TOKENS)["lstm"].causal
+
+
+@pytest.mark.parametrize("padding", [(2, 0), (1, 1)])
+@pytest.mark.parametrize("head", ["channels", "features"])
+def test_whether_channels_in_front_of_positions_look_ahead_is_measured(padding, head):
+    class Padded(nn.Conv1d):
+        def forward(self, x):
+            return super().forward(F.pad(x, padding))
+
+    class Temporal(nn.Sequential):
+        def forward(self, x):
+            x = super().forward(x)
+            return x if head == "channels" else x.transpose(1, 2)
+
+    module = Temporal(Padded(3, 6, 3), nn.ReLU(), Padded(6, 6, 3), nn.ReLU(), nn.Conv1d(6, 2, 1))
+    sites = find_sites(module, torch.randn(4, 3, 9))
+    assert {site.causal for site in sites.values()} == {padding == (2, 0)}
 
 
 def test_an_lstm_is_a_site_whose_stream_is_the_first_tensor_that_it_returns():
@@ -354,16 +389,50 @@ def test_blocks_inside_a_checkpoint_are_found_or_refused_by_name(reentrant):
             find_sites(module, TOKENS)
 
 
-def test_channels_last_and_channels_of_sequences_in_front_are_unknown_streams():
-    positions = nn.Sequential(Residual(6, 6), Residual(6, 6), nn.Linear(6, 2))
-    with pytest.raises(InputError, match=r"unknown kind of stream, \(B, \*, \*, C\); known are"):
-        find_sites(positions, torch.randn(2, 4, 4, 6))
-    sound = nn.Sequential(*(nn.Conv1d(6, 6, 3, padding=1) for _ in range(3)))
-    with pytest.raises(InputError, match=r"unknown kind of stream, \(B, C, \*\)"):
-        find_sites(sound, torch.randn(2, 6, 9))
-    volumes = nn.Sequential(*(nn.Conv3d(2, 2, 3, padding=1) for _ in range(3)))
-    with pytest.raises(InputError, match=r"unknown kind of stream, \(B, C, \*, \*, \*\)"):
-        find_sites(volumes, torch.randn(2, 2, 4, 4, 4))
+class Mixing(nn.Module):
+    """Multiplies by a matrix of its own in a way that does not show which axis has the features."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return torch.einsum("bhwc,oc->bhwo", x, self.weight)
+
+
+class Convolved(nn.Module):
+    """Convolves with a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, 3))
+
+    def forward(self, x):
+        return F.conv1d(x, self.weight, padding=1)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "stream", "why"),
+    [
+        (lambda: Residual(6, 6), (2, 4, 4, 6), Map(6, "BHWC"), "its axes are (B, H, W, C), by Linear"),
+        (lambda: Residual(6, 6), (2, 4, 4, 4, 6), Volume(6, "BDHWC"), "its axes are (B, D, H, W, C), by Linear"),
+        (lambda: nn.Conv1d(6, 6, 3, padding=1), (2, 6, 9), Sequence(6, "BCL"), "its axes are (B, C, L), by Conv1d"),
+        (Convolved, (2, 6, 6), Sequence(6, "BCL"), "its axes are (B, C, L), by Convolved"),
+        (lambda: nn.Conv3d(6, 6, 3, padding=1), (2, 6, 4, 4, 4), Volume(6), "outside of any repeated block"),
+    ],
+)
+def test_the_order_of_the_axes_is_that_of_the_layers(build, shape, stream, why):
+    with drawn_with(0):
+        sites = find_sites(nn.Sequential(*(build() for _ in range(3))), torch.randn(shape))
+    assert set(streams(sites).values()) == {stream}
+    assert sites.why["1"].endswith(why)
+
+
+def test_the_order_of_axes_that_no_layer_shows_is_not_guessed():
+    with pytest.raises(
+        InputError, match=r"unknown kind of stream, \(B, \*, \*, C\); known are \(B, C\), .*Site for a submodule"
+    ):
+        find_sites(nn.Sequential(*(Mixing() for _ in range(3))), torch.randn(2, 4, 5, 6))
 
 
 def test_a_first_axis_that_is_not_the_batch_is_left_out():
@@ -395,7 +464,7 @@ def test_a_unit_of_a_bypass_costs_a_weight_for_each_feature_on_both_of_its_sides
 def test_the_page_on_sites_shows_what_its_python_prints(capsys):
     page = (Path(__file__).parents[2] / "docs" / "sites.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n((?:(?!```).)*)```\n\n```\n(.*?)```", page, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) == 3
     names = {"__name__": "sites"}
     for program, printed in examples:
         exec(compile(program, "sites.md", "exec"), names)

@@ -15,7 +15,7 @@ from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.slot import Seed
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
-from esper.leyline.lifecycle.streams import STREAMS, Kind, Vector
+from esper.leyline.lifecycle.streams import STREAMS, Kind, Map, Sequence, Vector, Volume
 from loops import equal
 
 READS, WRITES = 5, 8
@@ -274,3 +274,74 @@ def test_outputs_of_infinities_are_compared_as_what_they_are():
     model = behind_layer(built())
     masked = [lambda network: {"logits": network(inputs()).masked_fill(inputs()[:, :1] > 0, -torch.inf)}]
     assert fold_all((model,), "a", masked)
+
+
+CONVOLUTIONS = {1: (nn.Conv1d, Sequence(WRITES, "BCL")), 2: (nn.Conv2d, Map(WRITES)), 3: (nn.Conv3d, Volume(WRITES))}
+
+
+def convolved(sides, name, **options):
+    """A convolution with a seed of random weights at dose 0.6, and an input."""
+    layer, stream = CONVOLUTIONS[sides]
+    entry = BLUEPRINTS[stream.kind, name]
+    with drawn_with(0):
+        usual = {"kernel_size": 3, "padding": 1}
+        model = nn.Sequential(layer(READS, WRITES, **{**usual, **options}), nn.Tanh())
+        x = torch.randn(2, READS, *(7, 6, 5)[:sides])
+        graft(model, {"a": Site("a", "0", "0", stream)})
+        reads = READS if entry.tap == Tap.BEFORE else WRITES
+        made = Seed(entry.build(reads, WRITES), reads)
+        for parameter in made.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    planted = Planted(made, entry.tap, Blend.ADD, stream.kind, stream.permutation)
+    planted.mode = Mode.ON
+    planted.alpha.fill_(0.6)
+    plant(model, "a", planted)
+    return model, x
+
+
+POINTWISE = {1: "bypass-linear", 2: "bypass-conv-1x1", 3: "bypass-conv-1x1x1"}
+WIDE = {2: "bypass-conv-3x3", 3: "bypass-conv-3x3x3"}
+
+
+@pytest.mark.parametrize(
+    ("sides", "name", "options", "folds"),
+    [
+        *((sides, name, {}, True) for sides, name in (*POINTWISE.items(), *WIDE.items())),
+        *((sides, name, {"padding": 2, "dilation": 2}, True) for sides, name in POINTWISE.items()),
+        *((sides, name, {"padding": 2, "dilation": 2}, False) for sides, name in WIDE.items()),
+        *((sides, name, {"kernel_size": 1, "padding": 0}, False) for sides, name in WIDE.items()),
+        *((sides, "bypass-rank-2", {"padding": "same", "padding_mode": "circular"}, True) for sides in CONVOLUTIONS),
+        *((sides, "low-rank", {"stride": 2}, True) for sides in CONVOLUTIONS),  # reads what the layer returns
+        *((sides, "bypass-rank-2", {"stride": 2}, False) for sides in CONVOLUTIONS),  # reads means of positions
+        *((sides, "bypass-rank-2", {"kernel_size": 2, "padding": 0}, False) for sides in CONVOLUTIONS),
+        (2, "bypass-conv-3x3", {"padding_mode": "circular"}, False),
+        (2, "conv-light", {}, False),
+    ],
+)
+def test_a_linear_seed_folds_into_a_convolution_that_reads_the_same_positions(sides, name, options, folds):
+    model, x = convolved(sides, name, **options)
+    before = model(x)
+    assert fold(model, x) == folds
+    ungraft(model)
+    assert torch.allclose(model(x), before, atol=1e-5) == folds
+
+
+@pytest.mark.parametrize("sides", CONVOLUTIONS)
+def test_hidden_units_around_two_convolutions_become_channels_between_them(sides):
+    layer, stream = CONVOLUTIONS[sides]
+    with drawn_with(0):
+        model = nn.Sequential(layer(READS, 2, 3, padding=1), nn.ReLU(), layer(2, WRITES, 1))
+        x = torch.randn(2, READS, *(7, 6, 5)[:sides])
+        graft(model, {"a": Site("a", "2", "0", stream)})
+        made = Seed(BLUEPRINTS[stream.kind, "bypass-mlp-small"].build(READS, WRITES), READS)
+        for parameter in made.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    planted = Planted(made, Tap.BEFORE, Blend.ADD, stream.kind, stream.permutation)
+    planted.mode = Mode.ON
+    planted.alpha.fill_(0.6)
+    plant(model, "a", planted)
+    before = model(x)
+    assert fold(model, x)
+    ungraft(model)
+    assert torch.allclose(model(x), before, atol=1e-5)
+    assert (model[0].out_channels, model[2].in_channels) == (6, 6)

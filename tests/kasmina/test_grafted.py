@@ -788,7 +788,7 @@ def site(after="stem", around=None, stream=None, name="a"):
     [
         (net, site("blocks.0.lif"), r"'blocks.0.lif', which is not there; did you mean 'blocks.0.lift'"),
         (net, site("stem", "sten"), r"'sten', which is not there; did you mean 'stem'"),
-        (net, site(stream=Odd(8)), r"has stream Odd\(width=8\); give esper.Vector"),
+        (net, site(stream=Odd(8)), r"has stream Odd\(width=8, order=''\); give esper.Vector"),
         (net, site(name="b"), "is named 'b'"),
         (net, {"a": "stem"}, "is a str; give an esper.Site"),
         (net, {}, "give at least one"),
@@ -844,3 +844,43 @@ def test_the_sites_are_an_attribute_of_the_network_alone():
 def test_a_network_without_sites_says_so():
     with pytest.raises(InputError, match="the Net has no sites"):
         ungraft(net())
+
+
+ORDERS = [stream(WIDTH, order) for stream in STREAMS.values() for order in stream.orders[1:]]
+
+
+@pytest.mark.parametrize("seated", [False, True])
+@pytest.mark.parametrize("mode", [Mode.ON, Mode.STRAIGHT])
+@pytest.mark.parametrize("stream", ORDERS, ids=str)
+def test_a_seed_computes_the_same_whatever_the_order_of_the_axes(stream, mode, seated):
+    def planted(axes):
+        made = seed(alpha=0.6, kind=stream.kind, blend=Blend.GATE)
+        if seated:
+            own = Seat(made.seed, made.tap, stream.kind, axes)
+            own.take(made)
+        else:
+            own = Planted(made.seed, made.tap, Blend.GATE, stream.kind, axes)
+        own.mode = mode
+        own.alpha.fill_(0.6)
+        return own
+
+    with drawn_with(3):
+        usual = torch.randn(5, *(3, 4, 6)[: stream.axes - 1], WIDTH).movedim(-1, stream.features)
+    inverse = [stream.permutation.index(axis) for axis in range(usual.dim())]
+    given = usual.permute(inverse).contiguous()
+    assert stream.width_at(given) == WIDTH
+    assert torch.equal(stream.arranged(given), usual)
+    plain, turned = planted(()), planted(stream.permutation)
+    expected, found = plain(*[usual] * (2 + seated)), turned(*[given] * (2 + seated))
+    assert torch.allclose(stream.arranged(found), expected, atol=1e-6)
+    assert (found != given).any() == (mode == Mode.ON)
+    expected.cos().sum().backward()
+    found.cos().sum().backward()
+    for one, other in zip(plain.seed.parameters(), turned.seed.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or torch.allclose(one.grad, other.grad, atol=1e-4)
+
+
+def test_an_order_that_a_stream_cannot_have_is_refused():
+    with pytest.raises(InputError, match="the axes of a map are in order 'HWCB'; give one of 'BCHW', 'BHWC'"):
+        Map(4, "HWCB")

@@ -1,5 +1,6 @@
 """Networks of many kinds live through a whole growth: sites found, seeds born, blended, kept, finished, exported."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -10,14 +11,14 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
-from lives import SETTINGS, Host, live, row, train
+from lives import SETTINGS, Host, equal, live, row, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
 VOCABULARY, LENGTH = 11, 7
@@ -177,6 +178,112 @@ class Mappings(nn.Module):
         return {"features": state["streams"][0], "logits": self.head(state["streams"][0])}
 
 
+class UNet1d(nn.Module):
+    """Two levels over a signal (B, C, L), with a value for each position."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.inner = nn.Conv1d(2, 6, 3, padding=1), self.block(6, 8)
+        self.down, self.up = nn.Conv1d(6, 6, 2, 2), nn.ConvTranspose1d(8, 6, 2, 2)
+        self.outer, self.leave = self.block(12, 6), nn.Conv1d(6, 1, 1)
+
+    @staticmethod
+    def block(inputs, outputs):
+        return nn.Sequential(
+            nn.Conv1d(inputs, outputs, 3, padding=1),
+            nn.GroupNorm(2, outputs),
+            nn.ReLU(),
+            nn.Conv1d(outputs, outputs, 3, padding=1),
+        )
+
+    def forward(self, x):
+        a = torch.relu(self.enter(x))
+        b = self.up(torch.relu(self.inner(self.down(a))))
+        return self.leave(torch.relu(self.outer(torch.cat([a, b], 1)))).squeeze(1)
+
+
+class TemporalBlock(nn.Module):
+    """Two dilated convolutions that see no later position, on a path around them."""
+
+    def __init__(self, dilation):
+        super().__init__()
+        self.first, self.second = (nn.Conv1d(8, 8, 3, dilation=dilation) for _ in range(2))
+        self.behind = 2 * dilation
+
+    def forward(self, x):
+        y = torch.relu(self.first(F.pad(x, (self.behind, 0))))
+        return torch.relu(x + self.second(F.pad(y, (self.behind, 0))))
+
+
+class TCN(nn.Module):
+    """Next tokens, by convolutions alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 8), nn.Conv1d(8, VOCABULARY, 1)
+        self.blocks = nn.Sequential(TemporalBlock(1), TemporalBlock(2), TemporalBlock(4))
+
+    def forward(self, ids):
+        return self.head(self.blocks(self.tokens(ids).mT)).mT
+
+
+class VolumeBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv3d(4, 8, 1), nn.Conv3d(8, 4, 3, padding=1), nn.BatchNorm3d(4)
+
+    def forward(self, x):
+        return x + self.norm(self.second(torch.relu(self.first(x))))
+
+
+class VolumeNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv3d(1, 4, 3, 2, 1), nn.Linear(4, 4)
+        self.blocks = nn.Sequential(VolumeBlock(), VolumeBlock())
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x)).mean((2, 3, 4)))
+
+
+class MixerBlock(nn.Module):
+    """A depthwise convolution on channels in front, and a hidden layer on channels last: (B, H, W, C) -> (B, H, W, C)."""
+
+    def __init__(self):
+        super().__init__()
+        self.spread, self.norm = nn.Conv2d(6, 6, 3, padding=1, groups=6), nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        y = self.spread(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return x + self.down(F.gelu(self.up(self.norm(y))))
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 6, 2, 2), nn.Linear(6, 4)
+        self.blocks = nn.Sequential(MixerBlock(), MixerBlock())
+
+    def forward(self, x):
+        return self.head(self.blocks(self.stem(x).permute(0, 2, 3, 1)).mean((1, 2)))
+
+
+class PositionsFirst(nn.Module):
+    """A transformer with batch_first=False inside, which looks at no later token."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.body = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1), 2, enable_nested_tensor=False
+        )
+
+    def forward(self, ids):
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        return self.head(self.body(self.tokens(ids).transpose(0, 1), mask=mask, is_causal=True).transpose(0, 1))
+
+
 def tokens():
     ids = torch.randint(0, VOCABULARY, (6, LENGTH + 1))
     return ids[:, :-1], ids[:, 1:]
@@ -193,6 +300,19 @@ def images():
 
 def vectors():
     return torch.randn(6, 5), torch.randint(0, 4, (6,))
+
+
+def signals():
+    x = torch.randn(6, 2, 12)
+    return x, x.sum(1).roll(1, 1)
+
+
+def volumes():
+    return torch.randn(6, 1, 8, 8, 8), torch.randint(0, 4, (6,))
+
+
+def distances(output, y):
+    return (output - y).square().mean(1)
 
 
 def positions(output, y):
@@ -217,6 +337,11 @@ HOSTS = {
     "U-Net": Host(UNet, images, masked),
     "one block that runs three times": Host(Shared, vectors, F.cross_entropy),
     "blocks that return mappings": Host(Mappings, vectors, named),
+    "U-Net over signals, `nn.Conv1d`": Host(UNet1d, signals, distances),
+    "TCN, `nn.Conv1d` padded in front": Host(TCN, tokens, positions),
+    "residual network over volumes, `nn.Conv3d`": Host(VolumeNet, volumes, F.cross_entropy),
+    "blocks with channels last": Host(ChannelsLast, images, F.cross_entropy),
+    "`nn.TransformerEncoder`, batch_first=False": Host(PositionsFirst, tokens, positions),
 }
 
 
@@ -225,6 +350,101 @@ HOSTS = {
 def test_a_network_lives_through_a_whole_growth(name):
     life = live(HOSTS[name])
     assert PAGE.read_text(encoding="utf-8").splitlines().count(row(name, life)) == 1, row(name, life)
+
+
+def repeats(_, sites):
+    """Plant 'repeat' at the first two blocks."""
+    first, second, *_ = (name for name in sites if " blocks of " in sites.why[name])
+    return {first: ("repeat", Blend.ADD), second: ("repeat", Blend.GATE)}
+
+
+REPEATED = [
+    "decoder transformer, head tied",
+    "decoder transformer, checkpointed",
+    "`nn.TransformerEncoder`",
+    "residual CNN",
+    "blocks that return mappings",
+    "TCN, `nn.Conv1d` padded in front",
+    "blocks with channels last",
+]
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_blocks_that_run_again_live_through_a_whole_growth(name):
+    life = live(HOSTS[name], repeats)
+    assert set(life.kept.values()) == {"repeat"}
+
+
+def repeating(**options):
+    """A growth of a decoder that plants 'repeat' at its first block, and nothing else."""
+    with drawn_with(0):
+        model, probe = Decoder(), [tokens(), tokens()]
+    chosen = {"slot": "blocks.0", "blueprint": "repeat", "tempo": 1, "target": 1.0, "keep": True}
+    usual = {
+        "probe": probe,
+        "loss": positions,
+        "controller": Schedule([ScheduleEntry(at=1, op=Op.GERMINATE, **chosen)]),
+        "every": 1,
+        "budget": 1.5 / sum(parameter.numel() for parameter in model.parameters()),
+        "settings": {**SETTINGS, "blueprints": ["repeat"]},
+    }
+    graft(model, example=probe[0][0])
+    return Growth(model, torch.optim.AdamW(model.parameters(), lr=0.01), **(usual | options))
+
+
+def run_on(growth, steps):
+    for number in range(growth.calls, growth.calls + steps):
+        train(growth.model, growth.population.groups.optimizer, HOSTS["decoder transformer, head tied"], number)
+        growth.step()
+
+
+def test_a_block_that_runs_again_adds_one_parameter_and_trains_its_weights_by_both_runs():
+    growth = repeating()
+    assert growth.population.space.fits[:, 0].tolist() == [
+        name in ("blocks.0", "blocks.1") for name in growth.model.sites
+    ]
+    run_on(growth, 12)
+    assert growth.summary()["added_params"] == 1
+    model = growth.finish().eval()
+    plain = Decoder().eval()
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if ".esper." not in name})
+    seed = model.blocks[0].esper
+    with torch.no_grad():
+        seed.seed.delta.scale.fill_(0.7)
+    first = plain.blocks[0].forward
+    plain.blocks[0].forward = lambda x: 0.3 * first(x) + 0.7 * first(first(x))
+    with drawn_with(1):
+        ids, following = tokens()
+    assert equal(model(ids), plain(ids), 1e-6)
+    for each in (model, plain):
+        positions(each(ids), following).mean().backward()
+    theirs = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        if ".esper." not in name:
+            assert torch.allclose(parameter.grad, theirs[name].grad, atol=1e-6), name
+    assert sum(parameter.numel() for parameter in model.parameters()) == 1 + sum(p.numel() for p in plain.parameters())
+
+
+def test_a_growth_with_blocks_that_run_again_goes_on_from_its_state_bit_for_bit():
+    whole, half = repeating(), repeating()
+    run_on(whole, 10)
+    run_on(half, 4)
+    saved = copy.deepcopy((half.state_dict(), half.model.state_dict(), half.population.groups.optimizer.state_dict()))
+    resumed = repeating()
+    resumed.load_state_dict(saved[0])
+    run_on(resumed, 6)
+    mine, theirs = (growth.model.state_dict() for growth in (resumed, whole))
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def test_what_cannot_run_a_block_again_says_so():
+    with pytest.raises(
+        InputError, match="mode='reserve' runs all that can be planted in every pass, and 'repeat' would run"
+    ):
+        repeating(mode="reserve")
+    with pytest.raises(InputError, match="blueprint 'repeat' runs the block of a site again, which no population has"):
+        get_blueprint("repeat")
 
 
 class Packed(nn.Module):
@@ -247,10 +467,24 @@ class Reentrant(nn.Sequential):
         return last(x)
 
 
+class Product(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return torch.einsum("bhwc,oc->bhwo", x, self.weight)
+
+
 REFUSED = {
-    "`nn.Transformer`, positions in front": lambda: (nn.Transformer(8, 2, 1, 1, 16), (torch.randn(5, 3, 8),) * 2),
-    "convolutions over sequences, `nn.Conv1d`": lambda: (chain(nn.Conv1d), torch.randn(3, 5, 9)),
-    "convolutions over volumes, `nn.Conv3d`": lambda: (chain(nn.Conv3d), torch.randn(3, 5, 4, 4, 4)),
+    "`nn.Transformer`, positions in front of the examples of its input": lambda: (
+        nn.Transformer(8, 2, 1, 1, 16),
+        (torch.randn(5, 3, 8),) * 2,
+    ),
+    "a product on (B, H, W, C) that is no layer": lambda: (
+        nn.Sequential(Product(), Product(), Product()),
+        torch.randn(3, 4, 5, 6),
+    ),
     "`nn.LSTM` on packed sequences": lambda: (Packed(), torch.randn(3, 7, 5)),
     "blocks within a reentrant checkpoint": lambda: (
         Reentrant(nn.Embedding(VOCABULARY, 8), DecoderBlock(), DecoderBlock(), nn.Linear(8, VOCABULARY)),
@@ -258,10 +492,6 @@ REFUSED = {
     ),
     "a single layer": lambda: (nn.Sequential(nn.Linear(5, 4)), torch.randn(3, 5)),
 }
-
-
-def chain(layer):
-    return nn.Sequential(layer(5, 8, 1), nn.ReLU(), layer(8, 8, 1), nn.ReLU(), layer(8, 4, 1))
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
@@ -275,9 +505,10 @@ def test_a_network_without_a_place_for_seeds_is_refused_with_the_reason_on_the_p
     assert not any(hasattr(type(part), "_esper_original") for part in model.modules())
 
 
-def test_what_grows_in_a_causal_network_looks_at_no_later_position():
+@pytest.mark.parametrize("build", [Decoder, TCN, PositionsFirst])
+def test_what_grows_in_a_causal_network_looks_at_no_later_position(build):
     with drawn_with(0):
-        model, probe = Decoder(), [tokens(), tokens()]
+        model, probe = build(), [tokens(), tokens()]
     names = list(graft(model, example=probe[0][0]).sites)
     blueprints = ["attention", "causal-conv", "bypass-mlp", "low-rank"]
     entries = [

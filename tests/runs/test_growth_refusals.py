@@ -16,7 +16,7 @@ from esper.kasmina.graft.grafted import graft, is_grafted, ungraft
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Map, Sequence, Vector
+from esper.leyline.lifecycle.streams import Map, Vector
 from esper.runs.live.growth import Growth
 from populations import Script
 
@@ -57,7 +57,7 @@ def grow(model=None, optimizer=None, **options):
         ({"budget": -1.0}, "budget is -1.0; give a number above 0"),
         ({"budget": True}, "budget is True"),
         ({"budget": torch.nan}, "budget is nan"),
-        ({"budget": 0.01}, r"allows 0, and the smallest seed has 30; give at least 0.323"),
+        ({"budget": 0.01}, r"allows 0, and the smallest seed has 30, bypass-\S+ at '\S+'; give at least 0.323"),
         ({"probe": []}, "probe has no batches"),
         ({"probe": list}, "probe has no batches"),
         ({"probe": None}, "probe is a NoneType; give a list"),
@@ -120,42 +120,33 @@ class Branches(nn.Module):
         return self.used(x) + (self.helper(x)[:, :3] if self.training else 0)
 
 
-class Transposed(nn.Module):
-    """A block of two convolutions over positions, between transposes: (B, L, C) -> (B, L, C)."""
+class Mixing(nn.Module):
+    """Multiplies by a matrix of its own, (B, H, W, C) -> (B, H, W, C)."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = (nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(2))
+        self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x):
-        return x + self.second(torch.relu(self.first(x.transpose(1, 2)))).transpose(1, 2)
+        return torch.einsum("bhwc,oc->bhwo", x, self.weight)
 
 
-def transposed():
-    return nn.Sequential(nn.Linear(4, WIDTH), *(Transposed() for _ in range(3)), nn.Linear(WIDTH, 3))
+def mixing():
+    return nn.Sequential(*(Mixing() for _ in range(3)))
 
 
-def sound():
-    return nn.Sequential(*(nn.Conv1d(4, 4, 3, padding=1) for _ in range(3)))
+KNOWN = "(B, C), (B, C, H, W), (B, L, C), (B, C, L), (L, B, C), (B, H, W, C), (B, C, D, H, W) and (B, D, H, W, C)"
 
 
 @pytest.mark.parametrize(
     ("build", "example", "name", "said"),
     [
         (
-            sound,
-            torch.randn(2, 4, 9),
+            mixing,
+            torch.randn(2, 5, 6, 4),
             "0",
-            "'0' is not a site that find_sites finds: an unknown kind of stream, (B, C, *); known are (B, C), (B, C, H, W) and "
-            "(B, L, C); no seed grows on a stream of this form: let the submodule return one that is known",
-        ),
-        (
-            transposed,
-            torch.randn(2, 9, 4),
-            "2.first",
-            "'2.first' is not a site that find_sites finds: an unknown kind of stream, (B, C, *); known are (B, C), (B, C, H, W) "
-            "and (B, L, C); no seed grows on a stream of this form: let the submodule return one that is known, or give a site "
-            "that it finds: 0",
+            f"'0' is not a site that find_sites finds: an unknown kind of stream, (B, *, *, C); known are {KNOWN}; give it as an "
+            "esper.Site whose stream has `order`, or let the submodule return one that is known",
         ),
         (
             host,
@@ -174,11 +165,11 @@ def test_a_site_that_was_named_is_not_answered_by_the_advice_to_name_it(build, e
 
 def test_a_network_whose_streams_hold_no_seed_says_which_form_is_accepted():
     with pytest.raises(
-        InputError, match=r"give an esper\.Site for a submodule that .* x\.transpose\(1, 2\) at the end"
+        InputError, match=r"give an esper\.Site for a submodule that .* x\.permute\(\.\.\.\) at the end"
     ):
-        graft(sound(), example=torch.randn(2, 4, 9))
-    block = graft(transposed(), {"2": Site("2", "2", "2", Sequence(WIDTH))})
-    assert list(block.sites) == ["2"]
+        graft(mixing(), example=torch.randn(2, 5, 6, 4))
+    block = graft(mixing(), {"1": Site("1", "1", "1", Map(4, "BHWC"))})
+    assert list(block.sites) == ["1"]
 
 
 def of(path, stream=None):

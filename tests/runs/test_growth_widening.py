@@ -82,6 +82,7 @@ def test_a_kept_seed_around_a_pair_becomes_units_of_its_layers_and_the_network_l
     network = growth.finish()
     assert (growth.folded, growth.widened) == (["pair"], {"0": (2, 18)})
     assert growth.summary()["widened"] == {"0": [2, 18]}
+    assert growth.summary()["beside"] == {}
     assert repr(network) == repr(host(18))
     assert not is_grafted(network)
     for one, other in zip(before, outputs(network, average.module), strict=True):
@@ -127,6 +128,7 @@ def test_a_pair_that_cannot_be_wider_keeps_its_seed_beside_and_its_bits(build, f
     before, state = outputs(model, average.module), copy.deepcopy(model.state_dict())
     network = growth.finish()
     assert (growth.folded, growth.widened) == ([], {})
+    assert growth.summary()["beside"] == growth.beside == {"pair": "bypass-mlp"}
     assert all(torch.equal(one, other) for one, other in zip(before, outputs(network, average.module), strict=True))
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     train(network, optimizer, average, 0)

@@ -58,7 +58,7 @@ def test_every_site_of_a_model_runs_has_its_width_and_a_gradient_and_the_model_s
     output = module.train()(**example)
     output.logits.square().sum().backward()
     for path, site in sites.items():
-        assert site.stream.width == site.stream.width_of(outputs[path])
+        assert site.stream.width == site.stream.width_at(outputs[path])
         assert outputs[path].grad.count_nonzero() > 0
 
 

@@ -186,3 +186,11 @@ def test_a_plain_stack_behind_a_zero_head_is_refused():
     with pytest.raises(InputError):
         esper.deepen(nn.Sequential(*layers, head), 1, example=torch.randn(3, 4))
     assert not head.weight.any()
+
+
+def test_more_blocks_than_the_memory_holds_are_refused_before_any_is_made():
+    block = [nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5)) for _ in range(2)]
+    with pytest.raises(
+        InputError, match=r"growing the Sequential by 1,000,000,000,000 blocks takes at least .* give fewer blocks"
+    ):
+        esper.deepen(nn.Sequential(*block), 10**12, example=torch.randn(3, 5))

@@ -234,6 +234,8 @@ def test_a_width_that_cannot_be_is_named_and_nothing_changes():
         ({"4": 9}, "to names '4', which is no layer that returns hidden features; did you mean '"),
         (1, "to is 1; give a factor above 1"),
         ("2", "to is '2'; give a factor above 1"),
+        ({"0": 10**13}, "growing the Sequential to more features takes at least "),
+        (10**13, "GiB are free on cpu; give smaller widths"),
     ):
         with pytest.raises(InputError) as caught:
             esper.widen(model, to, example=x)

@@ -80,7 +80,7 @@ def _check_rows(every_size: bool) -> Iterator[Check]:
     from esper.kasmina.stack.invariance import EVERY_SIZE, FEW_SIZES, blends_that_vary, segments_that_vary
     from esper.leyline.data.batches import first, picked
     from esper.leyline.data.task import Task
-    from esper.leyline.lifecycle.streams import Kind
+    from esper.leyline.lifecycle.streams import CONVOLVED
     from esper.tasks.catalog import TASKS, get_task
 
     sizes = EVERY_SIZE if every_size else FEW_SIZES
@@ -99,7 +99,7 @@ def _check_rows(every_size: bool) -> Iterator[Check]:
             known[host] = segments_that_vary(task.largest, x, sizes)
         yield _row_check(f"host of {name}", known[host])
     for (kind, name), blueprint in BLUEPRINTS.items():
-        if kind != Kind.MAP:  # modules on maps run row by row, in separate calls
+        if kind not in CONVOLVED:  # modules on maps and volumes run row by row, in separate calls
             yield _row_check(
                 f"{kind} blueprint {name}",
                 blends_that_vary(blueprint, 8, sizes) | blends_that_vary(blueprint, 2, sizes),

@@ -1,5 +1,14 @@
 """Blueprints: the kinds of seeds."""
 
-from esper.kasmina.blueprints.catalog import BLUEPRINTS, Blueprint, blueprint, check, count, drawn_with, get_blueprint
+from esper.kasmina.blueprints.catalog import (
+    BLUEPRINTS,
+    LIVE,
+    Blueprint,
+    blueprint,
+    check,
+    count,
+    drawn_with,
+    get_blueprint,
+)
 
-__all__ = ["BLUEPRINTS", "Blueprint", "blueprint", "check", "count", "drawn_with", "get_blueprint"]
+__all__ = ["BLUEPRINTS", "LIVE", "Blueprint", "blueprint", "check", "count", "drawn_with", "get_blueprint"]

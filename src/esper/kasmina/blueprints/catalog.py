@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints import sequence as sequences
-from esper.kasmina.blueprints.vector import Affine, Factored, Gated, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
+from esper.kasmina.blueprints.vector import (
+    Affine,
+    Factored,
+    Gated,
+    LinearMap,
+    LowRank,
+    MLPSeed,
+    Scale,
+    SparseHead,
+    SparseRows,
+)
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
@@ -35,6 +45,7 @@ class Blueprint:
     summary: str  # one line for `esper blueprints`
     causal: bool = True  # False for a blueprint of sequences whose change at a position depends on later positions
     linear: bool = False  # whether the change is a linear map of what it reads
+    again: bool = False  # whether it reads what the submodule of its site would add to the stream if it ran again
 
     @property
     def info(self) -> BlueprintInfo:
@@ -54,6 +65,10 @@ BLUEPRINTS: dict[tuple[Kind, str], Blueprint] = {}
 """Blueprints by kind of stream and name. Two kinds may share a name; a name in a menu means the one of the slot's kind."""
 
 
+LIVE: dict[tuple[Kind, str], Blueprint] = {}
+"""Those that need the submodule of a site, and so grow in networks of a person's own alone."""
+
+
 def blueprint(
     name: str,
     *,
@@ -63,14 +78,15 @@ def blueprint(
     summary: str = "",
     causal: bool = True,
 ) -> Callable[[Build], Build]:
-    """Register a builder of seeds, for vectors, maps or sequences, under a name that tasks and schedules can use.
+    """Register a builder of seeds, for vectors, maps, sequences or volumes, under a name that tasks and schedules can use.
 
         @esper.blueprint("wide", tap="before", parameters=lambda r, w: r * w + w)
         def wide(reads, writes): ...
 
     parameters: number of parameters of a module that reads width r and writes width w.
     tap: what the module reads: 'here', 'before' or 'input'.
-    kind: kind of the stream, whose tensors are (B, C) for 'vector', (B, C, H, W) for 'map' and (B, L, C) for 'sequence'.
+    kind: kind of the stream, whose tensors are (B, C) for 'vector', (B, C, H, W) for 'map', (B, L, C) for 'sequence' and
+    (B, C, D, H, W) for 'volume'. A network of a person's own that has the axes in another order is transposed around the seed.
     summary: one line for `esper blueprints`; if empty, the first line of the builder's docstring.
     causal: for a sequence, whether the change at a position depends only on this and earlier positions, which is checked.
     False registers a blueprint that looks ahead, and no causal slot takes it. It is ignored for other kinds of stream.
@@ -81,7 +97,7 @@ def blueprint(
     def register(build: Build) -> Build:
         if kind not in list(Kind):
             raise InputError(f"blueprint {name!r} is of kind {kind!r}; choose one of {', '.join(Kind)}")
-        if (Kind(kind), name) in BLUEPRINTS:
+        if (Kind(kind), name) in BLUEPRINTS | LIVE:
             raise InputError(f"a blueprint named {name!r} is registered already; choose another name")
         if tap not in list(Tap):
             raise InputError(f"blueprint {name!r} reads tap {tap!r}; choose one of {', '.join(Tap)}")
@@ -95,11 +111,18 @@ def blueprint(
     return register
 
 
-def get_blueprint(name: str, kind: Kind | None = None) -> Blueprint:
-    """Return a registered blueprint of a kind, or of the first kind that has the name. InputError if there is none."""
-    for found, entry in BLUEPRINTS.items():
+def get_blueprint(name: str, kind: Kind | None = None, *, live: bool = False) -> Blueprint:
+    """Return a registered blueprint of a kind, or of the first kind that has the name. InputError if there is none.
+
+    live: whether it may be one of `LIVE`.
+    """
+    for found, entry in (BLUEPRINTS | LIVE if live else BLUEPRINTS).items():
         if found[1] == name and kind in (None, found[0]):
             return entry
+    if any(name == known for _, known in LIVE):
+        raise InputError(
+            f"blueprint {name!r} runs the block of a site again, which no population has; leave it out, or use esper.Growth"
+        )
     other = [found.value for found, known in BLUEPRINTS if known == name]
     if other:
         raise InputError(f"blueprint {name!r} is for {other[0]} streams; {_names(kind)} are for {kind} streams")
@@ -156,7 +179,12 @@ def check(entry: Blueprint) -> None:
             _check_size(entry, module, u.contiguous(), pull.contiguous())
 
 
-_POSITIONS = {Kind.VECTOR: ((), ()), Kind.MAP: ((4, 4), (7, 6)), Kind.SEQUENCE: ((6,), (9,))}
+_POSITIONS = {
+    Kind.VECTOR: ((), ()),
+    Kind.MAP: ((4, 4), (7, 6)),
+    Kind.SEQUENCE: ((6,), (9,)),
+    Kind.VOLUME: ((4, 4, 4), (3, 5, 4)),
+}
 """Shape of the positions of an example at each of the two sizes of a check."""
 
 
@@ -331,43 +359,46 @@ def _ends(kind: Kind, full: Build, what: str, sparse: Callable[[int, int, int], 
 _ends(Kind.VECTOR, LinearMap, "linear map around a last layer", SparseHead)
 
 
-def _two_convs(hidden: int, size: int) -> dict[str, Any]:
-    return {
-        "build": lambda r, w: maps.two_convs(r, w, hidden, size),
-        "parameters": lambda r, w: hidden * (9 * r + 1) + w * (size**2 * hidden + 1),
-        "kind": Kind.MAP,
-    }
+def _convolutional(kind: Kind) -> None:
+    """Register the blueprints of a kind of stream with channels at positions of 2 or 3 sides."""
+    sides = STREAMS[kind].axes - 1
+    area, one, three = 3**sides, "x".join("1" * sides), "x".join("3" * sides)
+    here, before = Tap.HERE, Tap.BEFORE
+
+    def two_convs(hidden: int, size: int) -> tuple[Build, Count]:
+        return partial(maps.two_convs, hidden=hidden, size=size, sides=sides), (
+            lambda r, w: hidden * (area * r + 1) + w * (size**sides * hidden + 1)
+        )
+
+    def one_conv(size: int) -> tuple[Build, Count]:
+        return partial(maps.one_conv, size=size, sides=sides), lambda r, w: w * (size**sides * r + 1)
+
+    _built_in("norm", here, lambda r, w: maps.Norm(w, sides), lambda r, w: 2 * w, "each example normalised", kind)
+    about = "a factor for every channel from the means of all"
+    _built_in(
+        "squeeze-excite", here, lambda r, w: maps.SqueezeExcite(w, 4), lambda r, w: 4 * (r + 1) + 5 * w, about, kind
+    )
+    about, build = (
+        f"{three} within each channel, then {one} across them",
+        partial(maps.depthwise_separable, sides=sides),
+    )
+    _built_in("depthwise-separable", here, build, lambda r, w: (area + 1) * r + r * w + w, about, kind)
+    about, build = f"{one} to 4 channels, {three}, {one} back: depth", partial(maps.bottleneck, hidden=4, sides=sides)
+    _built_in("bottleneck", here, build, lambda r, w: 4 * (r + 1) + 4 * (4 * area + 1) + 5 * w, about, kind)
+    _built_in("conv-light", here, *two_convs(4, 1), f"{three} to 4 channels, then {one}: depth", kind)
+    _built_in("conv-heavy", here, *two_convs(16, 3), f"{three} to 16 channels, then {three}: depth", kind)
+    _built_in(f"bypass-conv-{one}", before, *one_conv(1), f"{one} around the segment: width", kind)
+    _built_in(f"bypass-conv-{three}", before, *one_conv(3), f"{three} around the segment: width", kind)
+    about = f"{three} to 8 channels from the host's input, then {one}"
+    _built_in("skip-conv", Tap.INPUT, *two_convs(8, 1), about, kind)
+    for name in ("low-rank", "mlp-small", *(f"bypass-rank-{k}" for k in (1, 2, 4, 8)), "bypass-mlp-small"):
+        entry = BLUEPRINTS[Kind.VECTOR, name]
+        of_vectors = partial(maps.channelwise, entry.build, sides=sides)
+        _built_in(name, entry.tap, of_vectors, entry.parameters, f"{entry.summary}, at each position", kind)
 
 
-def _one_conv(size: int) -> dict[str, Any]:
-    return {
-        "build": lambda r, w: maps.one_conv(r, w, size),
-        "parameters": lambda r, w: w * (size**2 * r + 1),
-        "kind": Kind.MAP,
-    }
-
-
-_HERE, _BEFORE, _MAP, _SEQUENCE = Tap.HERE, Tap.BEFORE, Kind.MAP, Kind.SEQUENCE
-_built_in("norm", _HERE, lambda r, w: maps.Norm(w), lambda r, w: 2 * w, "each example normalised", _MAP)
-_about = "a factor for every channel from the means of all"
-_built_in(
-    "squeeze-excite", _HERE, lambda r, w: maps.SqueezeExcite(w, 4), lambda r, w: 4 * (r + 1) + 5 * w, _about, _MAP
-)
-_about = "3x3 within each channel, then 1x1 across them"
-_built_in("depthwise-separable", _HERE, maps.depthwise_separable, lambda r, w: 10 * r + r * w + w, _about, _MAP)
-_about, _count = "1x1 to 4 channels, 3x3, 1x1 back: depth", lambda r, w: 4 * (r + 1) + 4 * 37 + 5 * w
-_built_in("bottleneck", _HERE, lambda r, w: maps.bottleneck(r, w, 4), _count, _about, _MAP)
-_built_in("conv-light", Tap.HERE, **_two_convs(4, 1), summary="3x3 to 4 channels, then 1x1: depth")
-_built_in("conv-heavy", Tap.HERE, **_two_convs(16, 3), summary="3x3 to 16 channels, then 3x3: depth")
-_built_in("bypass-conv-1x1", Tap.BEFORE, **_one_conv(1), summary="1x1 around the segment: width")
-_built_in("bypass-conv-3x3", Tap.BEFORE, **_one_conv(3), summary="3x3 around the segment: width")
-_built_in("skip-conv", Tap.INPUT, **_two_convs(8, 1), summary="3x3 to 8 channels from the host's input, then 1x1")
-for _name in ("low-rank", "mlp-small", *(f"bypass-rank-{_k}" for _k in (1, 2, 4, 8)), "bypass-mlp-small"):
-    _entry = BLUEPRINTS[Kind.VECTOR, _name]
-    _build = partial(maps.channelwise, _entry.build)
-    _built_in(_name, _entry.tap, _build, _entry.parameters, f"{_entry.summary}, at each position", Kind.MAP)
-
-
+_HERE, _BEFORE, _SEQUENCE = Tap.HERE, Tap.BEFORE, Kind.SEQUENCE
+_convolutional(Kind.MAP)
 _about = "each position normalised"
 _built_in("norm", _HERE, lambda r, w: sequences.NormSeed(w), lambda r, w: 2 * w, _about, _SEQUENCE)
 _about = "linear map of rank 4 at each position"
@@ -387,3 +418,11 @@ for _name, _units in (("bypass-mlp", 16), ("bypass-mlp-small", 4)):
     _built_in(_name, Tap.BEFORE, **_mlp(_units, _SEQUENCE), summary=_about)
 _about = "linear map of the normalised features around a last layer"
 _ends(_SEQUENCE, sequences.FullHead, _about, sequences.NormedSparseHead)
+
+_convolutional(Kind.VOLUME)
+
+for _kind in Kind:
+    _about = "the block of the site again, with its own weights, by a learned number: depth (esper.Growth alone)"
+    LIVE[_kind, "repeat"] = Blueprint(
+        "repeat", _kind, Tap.HERE, lambda r, w: Scale(), lambda r, w: 1, _about, linear=True, again=True
+    )

@@ -1,9 +1,11 @@
-"""Seeds for maps (B, C, H, W). Each returns the change, and ends in a zero-initialised linear map.
+"""Seeds for maps (B, C, H, W) and volumes (B, C, D, H, W), which have 2 and 3 sides.
+
+Each returns the change, and ends in a zero-initialised linear map.
 
 The input of a seed has the resolution of its slot (`streams.fitted`). Nothing but a product with u follows the last
 map: a ReLU behind it would leave no gradient at initialisation, and a normalisation there would multiply its first step
-by 1 / sqrt(eps). In the counts, r and w are the channels read and written. No module here draws random numbers in
-forward.
+by 1 / sqrt(eps). In the counts, r and w are the channels read and written, and s the number of sides. 3x3 stands for 3x3x3 in a
+volume. No module here draws random numbers in forward.
 """
 
 import math
@@ -14,18 +16,21 @@ from torch import Tensor, nn
 
 from esper.kasmina.stack.layers import zero_linear
 
+_CONVOLUTIONS: dict[int, type[nn.Conv2d] | type[nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
+"""By the number of sides."""
 
-def conv(reads: int, writes: int, size: int, *, groups: int = 1) -> nn.Conv2d:
+
+def conv(reads: int, writes: int, size: int, *, groups: int = 1, sides: int = 2) -> nn.Conv2d | nn.Conv3d:
     """Make a convolution that keeps the resolution: weights normal with variance 2 / fan in, for a ReLU behind it, biases 0."""
-    layer = nn.Conv2d(reads, writes, size, padding=size // 2, groups=groups)
-    nn.init.normal_(layer.weight, std=math.sqrt(2 / (reads // groups * size**2)))
+    layer = _CONVOLUTIONS[sides](reads, writes, size, padding=size // 2, groups=groups)
+    nn.init.normal_(layer.weight, std=math.sqrt(2 / (reads // groups * size**sides)))
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     return layer
 
 
-def zero_conv(reads: int, writes: int, size: int) -> nn.Conv2d:
+def zero_conv(reads: int, writes: int, size: int, *, sides: int = 2) -> nn.Conv2d | nn.Conv3d:
     """Make a convolution that starts at exactly 0."""
-    layer = nn.Conv2d(reads, writes, size, padding=size // 2)
+    layer = _CONVOLUTIONS[sides](reads, writes, size, padding=size // 2)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     return layer
@@ -41,13 +46,13 @@ class Norm(nn.Module):
     draws = False
     eps = 1e-5
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, sides: int = 2) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.zeros(width, 1, 1))
-        self.shift = nn.Parameter(torch.zeros(width, 1, 1))
+        self.scale = nn.Parameter(torch.zeros(width, *(1,) * sides))
+        self.shift = nn.Parameter(torch.zeros(width, *(1,) * sides))
 
     def forward(self, u: Tensor) -> Tensor:
-        variance, mean = torch.var_mean(u, (1, 2, 3), correction=0, keepdim=True)
+        variance, mean = torch.var_mean(u, tuple(range(1, u.dim())), correction=0, keepdim=True)
         return (u - mean) * torch.rsqrt(variance + self.eps) * self.scale + self.shift
 
 
@@ -68,8 +73,8 @@ class SqueezeExcite(nn.Module):
         self.out = zero_linear(hidden, width)
 
     def forward(self, u: Tensor) -> Tensor:
-        factor = self.out(torch.relu(self.inner(u.mean((2, 3)))))
-        return u * factor[:, :, None, None]
+        factor = self.out(torch.relu(self.inner(u.mean(tuple(range(2, u.dim()))))))
+        return u * factor[(..., *(None,) * (u.dim() - 2))]
 
 
 class Convolutions(nn.Sequential):
@@ -77,29 +82,33 @@ class Convolutions(nn.Sequential):
 
     draws = False
 
-    def __init__(self, *layers: nn.Conv2d) -> None:
+    def __init__(self, *layers: nn.Conv2d | nn.Conv3d) -> None:
         parts = [part for layer in layers[:-1] for part in (layer, nn.ReLU())]
         super().__init__(*parts, layers[-1])
 
 
-def depthwise_separable(reads: int, writes: int) -> Convolutions:
-    """3x3 within each channel, ReLU, 1x1 across them; 10 r + r w + w parameters (Howard et al., "MobileNets", 2017)."""
-    return Convolutions(conv(reads, reads, 3, groups=reads), zero_conv(reads, writes, 1))
+def depthwise_separable(reads: int, writes: int, *, sides: int = 2) -> Convolutions:
+    """3x3 within each channel, ReLU, 1x1 across them; (3^s + 1) r + r w + w parameters (Howard et al., "MobileNets", 2017)."""
+    return Convolutions(conv(reads, reads, 3, groups=reads, sides=sides), zero_conv(reads, writes, 1, sides=sides))
 
 
-def bottleneck(reads: int, writes: int, hidden: int) -> Convolutions:
-    """1x1 to k channels, 3x3, 1x1 back; k (r + 1) + k (9 k + 1) + w (k + 1) parameters (He et al., 2016, figure 5)."""
-    return Convolutions(conv(reads, hidden, 1), conv(hidden, hidden, 3), zero_conv(hidden, writes, 1))
+def bottleneck(reads: int, writes: int, hidden: int, *, sides: int = 2) -> Convolutions:
+    """1x1 to k channels, 3x3, 1x1 back; k (r + 1) + k (3^s k + 1) + w (k + 1) parameters (He et al., 2016, figure 5)."""
+    return Convolutions(
+        conv(reads, hidden, 1, sides=sides),
+        conv(hidden, hidden, 3, sides=sides),
+        zero_conv(hidden, writes, 1, sides=sides),
+    )
 
 
-def two_convs(reads: int, writes: int, hidden: int, size: int) -> Convolutions:
-    """3x3 to k channels, ReLU, then a convolution of the given size; k (9 r + 1) + w (size^2 k + 1) parameters."""
-    return Convolutions(conv(reads, hidden, 3), zero_conv(hidden, writes, size))
+def two_convs(reads: int, writes: int, hidden: int, size: int, *, sides: int = 2) -> Convolutions:
+    """3x3 to k channels, ReLU, then a convolution of the given size; k (3^s r + 1) + w (size^s k + 1) parameters."""
+    return Convolutions(conv(reads, hidden, 3, sides=sides), zero_conv(hidden, writes, size, sides=sides))
 
 
-def one_conv(reads: int, writes: int, size: int) -> Convolutions:
-    """One linear convolution; w (size^2 r + 1) parameters."""
-    return Convolutions(zero_conv(reads, writes, size))
+def one_conv(reads: int, writes: int, size: int, *, sides: int = 2) -> Convolutions:
+    """One linear convolution; w (size^s r + 1) parameters."""
+    return Convolutions(zero_conv(reads, writes, size, sides=sides))
 
 
 class Channelwise(nn.Module):
@@ -108,15 +117,16 @@ class Channelwise(nn.Module):
     stacks = True
     draws = False
 
-    def __init__(self, seed: nn.Module) -> None:
+    def __init__(self, seed: nn.Module, sides: int = 2) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.sides = seed, sides
 
     def forward(self, u: Tensor) -> Tensor:
         """(B, reads, H, W) -> (B, writes, H, W), or (E, B, reads, H, W) -> (E, B, writes, H, W)."""
-        return self.seed(u.movedim(-3, -1)).movedim(-1, -3)
+        features = -1 - self.sides
+        return self.seed(u.movedim(features, -1)).movedim(-1, features)
 
 
-def channelwise(build: Callable[[int, int], nn.Module], reads: int, writes: int) -> Channelwise:
+def channelwise(build: Callable[[int, int], nn.Module], reads: int, writes: int, *, sides: int = 2) -> Channelwise:
     """A seed for vectors at each position of a map, as `build` makes it for these widths."""
-    return Channelwise(build(reads, writes))
+    return Channelwise(build(reads, writes), sides)

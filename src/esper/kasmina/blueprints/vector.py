@@ -28,6 +28,17 @@ class Affine(nn.Module):
         return u * self.scale + self.shift
 
 
+class Scale(nn.Module):
+    """delta = s * u with one number s, zero at initialisation; for streams of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+
+    def forward(self, u: Tensor) -> Tensor:
+        return u * self.scale
+
+
 class LinearMap(nn.Module):
     """delta = W u + b, zero at initialisation; r w + w parameters."""
 

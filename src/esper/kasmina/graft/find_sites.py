@@ -25,7 +25,7 @@ from esper.kasmina.graft.recording import (
 )
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
+from esper.leyline.lifecycle.streams import STREAMS, Kind, Sequence, Stream
 from esper.leyline.text import counted
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
@@ -38,6 +38,18 @@ _KEEPS_FEATURES = re.compile(
     r"(Max|Avg|Mean|AdaptiveAvg|AdaptiveMax)Pool\w*|ToCopy|Alias|Clone)Backward\d*$"
 )
 """Names of the autograd nodes whose output has the features of their input, which no weight mixes."""
+
+_KINDS = {
+    (len(order), order.index("B"), order.index("C")): (kind, order)
+    for kind in STREAMS.values()
+    for order in kind.orders
+}
+"""The kind of a stream and the order of its axes, by their number and the places of the batch and of the features."""
+
+KNOWN_STREAMS = (
+    "(B, C), (B, C, H, W), (B, L, C), (B, C, L), (L, B, C), (B, H, W, C), (B, C, D, H, W) and (B, D, H, W, C)"
+)
+"""What an `esper.Site` can be at."""
 
 UNKNOWN_STREAM = "an unknown kind of stream"
 """How the reason begins for which a submodule is left out whose output has a form on which no seed can grow."""
@@ -68,6 +80,7 @@ class Candidates:
         self._input = tuple(given.shape) if given.is_floating_point() else None
         self._modules = submodules(module)
         self._graph = Graph(recording.loss, weights.values())
+        self._convolved = self._graph.convolved
         self._layers = self._find_layers()
         self._inner = {path: [layer for layer in self._layers if _within(layer, path)] for path in self._calls}
         ends = {call.edge.node for layer in self._layers for call in self._calls[layer] if call.edge is not None}
@@ -303,10 +316,14 @@ class Candidates:
         call, head = self._calls[path][0], self._is_head(path)
         if call.entered is None or call.left is None:
             return None
+        stream = self.stream(path)
+        known = (
+            isinstance(stream, str) or not stream.permutation
+        )  # whether the network's input has its axes in that order
         axis, rank = self._features(path, len(call.left)), len(call.left)
         between, after, at, found = call.entered[axis], call.left[axis], path, None
         while (first := self._pair(at)) is not None or head:
-            read = self._input if first is None else self._calls[first][0].entered
+            read = self._calls[first][0].entered if first is not None else self._input if known else None
             if read is None or not rank == len(call.entered) == len(read) or not (head or between < after):
                 break
             if read[axis] > between:
@@ -390,24 +407,32 @@ class Candidates:
         entered, left = calls[0].entered, calls[0].left
         if left is None or entered is None:
             return f"{'returns' if left is None else 'reads'} no floating-point tensor"
+        axis, batch = self._features(path, len(left)), 0
         if len(left) == 3 and self._positions_first(path):
-            return "its axes are (L, B, C), because batch_first is False"
-        if left[0] != self._examples or entered[0] != self._examples:
+            if left[1] != self._examples or entered[1:2] != left[1:2]:
+                return (
+                    "its axes are (L, B, C), because batch_first is False, but its second axis is not the batch, which has "
+                    f"{counted(self._examples, 'example')}"
+                )
+            if left[0] == self._examples:
+                return (
+                    f"it has {self._examples} positions and as many examples, so that batch_first=False does not tell its axes "
+                    "apart; give an example with another number of them"
+                )
+            batch = 1
+        if batch == 0 and (left[0] != self._examples or entered[0] != self._examples):
             return f"its first axis is not the batch, which has {counted(self._examples, 'example')}"
-        axis = self._features(path, len(left))
-        kind = next(
-            (each for each in STREAMS.values() if (len(left), axis - len(left)) == (each.axes + 1, each.features)), None
-        )
-        if kind is None:
-            return f"{UNKNOWN_STREAM}, {_axes(len(left), axis)}; known are (B, C), (B, C, H, W) and (B, L, C)"
+        kind, order = _KINDS.get((len(left), batch, axis), (None, ""))
+        if kind is None or (len(left) > 3 and axis > 1 and not self._told(path, len(left), last=True)):
+            return f"{UNKNOWN_STREAM}, {_axes(len(left), axis)}; known are {KNOWN_STREAMS}"
         if len(entered) != len(left):
             return f"reads a stream with {len(entered)} axes and returns one with {len(left)}"
-        return kind(left[axis])
+        return kind(left[axis], order)
 
     def _features(self, path: str, rank: int) -> int:
         """Return the axis of the features in an output with `rank` axes, judged by the layers inside that return as many axes."""
         layers = [layer for layer in self._inner[path] if len(self._calls[layer][0].left or ()) == rank]
-        first = [layer for layer in layers if isinstance(self._modules[layer], _CONVOLUTIONS)]
+        first = [layer for layer in layers if self._convolves(layer)]
         if rank < 3 or not first:
             return rank - 1
         if len(first) == len(layers):
@@ -417,6 +442,22 @@ class Candidates:
         if (shape[1] in widths) != (shape[-1] in widths):
             return 1 if shape[1] in widths else rank - 1
         return 1 if rank == 4 else rank - 1
+
+    def _convolves(self, layer: str) -> bool:
+        """Whether a layer convolves, so that its features are the second axis: by its class, or by what its weight does."""
+        module = self._modules[layer]
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        return isinstance(module, _CONVOLUTIONS) or bool(own & self._convolved)
+
+    def _told(self, path: str, rank: int, *, last: bool) -> list[str]:
+        """Return the classes of layers inside that show where the features are: last, as of Linear, or second, as of Conv."""
+        layers = (layer for layer in self._inner[path] if len(self._calls[layer][0].left or ()) == rank)
+        kinds = (
+            self._kind(layer)
+            for layer in layers
+            if (isinstance(self._modules[layer], nn.Linear) if last else self._convolves(layer))
+        )
+        return list(dict.fromkeys(kinds))
 
     def _positions_first(self, path: str) -> bool:
         """Whether a submodule, or a neighbour of a layer, reads (L, B, C)."""
@@ -433,9 +474,20 @@ class Candidates:
         narrow = self._behind_narrow(path)
         return (
             (f"; {narrow}" if narrow else "")
+            + self._remark_on_axes(path)
             + several
             + "; its stream is the first floating-point tensor of what it returns" * calls[0].bundled
         )
+
+    def _remark_on_axes(self, path: str) -> str:
+        """Return what the axes of a stream were judged by, if they are not in the order of seeds; else an empty string."""
+        stream = self.stream(path)
+        if isinstance(stream, str) or not stream.permutation:
+            return ""
+        by = "batch_first=False"
+        if stream.order[0] == "B":
+            by = " and ".join(self._told(path, len(stream.order), last=stream.order[-1] == "C"))
+        return f"; its axes are ({', '.join(stream.order)}), by {by}"
 
     def _edges(self, path: str) -> tuple[GradientEdge | None, ...]:
         return tuple(call.edge for call in self._calls[path])
@@ -470,8 +522,8 @@ _NOISE = 16
 """Differences of at most this many units in the last place of the largest value count as rounding."""
 
 
-def causal_paths(module: nn.Module, example: Any, paths: Collection[str]) -> set[str]:
-    """Return the submodules among `paths` whose output (B, L, C) follows an input that the network reads causally.
+def causal_paths(module: nn.Module, example: Any, paths: Mapping[str, Stream]) -> set[str]:
+    """Return the submodules among `paths`, sequences, whose output follows an input that the network reads causally.
 
     The last position of each sequence of the example, (B, L) or (B, L, C), is changed, and the module is run again in
     evaluation mode. The network reads that input causally if later positions of the streams or of the output change and
@@ -489,10 +541,28 @@ def causal_paths(module: nn.Module, example: Any, paths: Collection[str]) -> set
                 streams = _streams(module, other, paths)
             except InputError:
                 return set(paths)
-            effects = {path: _effect(x, streams[path], length) for path, x in usual.items() if path in streams}
-            if not any(early for early, _ in effects.values()):
-                causal.update(path for path in paths if path in effects and effects[path][1])
+            effects = {
+                path: _effect(paths[path].arranged(x), paths[path].arranged(streams[path]), length)
+                for path, x in usual.items()
+                if path in paths and path in streams
+            }
+            outputs = [(x, streams[path]) for path, x in usual.items() if path not in paths and path in streams]
+            if not any(early for early, _ in effects.values()) and not any(
+                _looks_ahead(*pair, length, paths.values()) for pair in outputs
+            ):
+                causal.update(path for path, (_, late) in effects.items() if late)
     return causal
+
+
+def _looks_ahead(usual: Tensor, changed: Tensor, length: int, streams: Collection[Stream]) -> bool:
+    """Whether early positions of an output of the network change, whichever order of axes of its streams the output has.
+
+    Positions in front of the last are what is asked about, so that an order with a single position tells nothing.
+    """
+    orders = {stream.order: stream for stream in (Sequence(1), *streams)}
+    pairs = [(stream.arranged(usual), stream.arranged(changed)) for stream in orders.values()]
+    early = [_effect(*pair, length)[0] for pair in pairs if pair[0].shape[1] > 1 or pair[0].shape != pair[1].shape]
+    return bool(early) and all(early)
 
 
 def _streams(module: nn.Module, example: Any, paths: Collection[str]) -> dict[str, Tensor]:
@@ -605,7 +675,7 @@ class FoundSites(Mapping[str, Site]):
     def __repr__(self) -> str:
         rows = [("site", "around", "reads", "stream", "a unit", "causal", "why")]
         for name, site in self.items():
-            stream, reads = f"{type(site.stream).__name__}({site.stream.width})", self.reads[name]
+            stream, reads = str(site.stream), self.reads[name]
             # A hidden unit of a bypass is a row of weights, a bias and a column of weights.
             sizes_there = ("", "") if reads is None else (f"{reads:,}", f"{reads + 1 + site.stream.width:,}")
             causal = "yes" if site.causal else "no"
@@ -630,9 +700,9 @@ class NoSiteError(InputError):
 
     def __init__(self, found: str, left_out: Mapping[str, str]) -> None:
         forms = any(reason.startswith(UNKNOWN_STREAM) for reason in left_out.values())
-        mend = "give an esper.Site for a submodule that returns (B, C), (B, C, H, W) or (B, L, C)"
+        mend = f"give an esper.Site for a submodule that returns one of {KNOWN_STREAMS.replace(' and ', ', ')}"
         if forms:
-            mend += ", or let one return such a stream, for example by x.transpose(1, 2) at the end of its forward"
+            mend += ", or let one return such a stream, for example by x.permute(...) at the end of its forward"
         super().__init__(f"{found}; {mend}")
         self.found, self.left_out = found, left_out
 
@@ -643,9 +713,10 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
     Blocks are submodules of one class that run one after the other. If no block repeats, every layer that multiplies by
     a weight (Linear, convolutions, recurrent layers) is a candidate. A bypass reads the input of the submodule, unless that
     is a narrow place between two layers: then it reads what the layer in front of the place reads (`Site.around`). The
-    stream of a submodule that returns a tuple is the first floating-point tensor in it. A site needs a stream of shape
-    (B, C), (B, C, H, W) or (B, L, C), and a gradient of the loss. Heads that are not behind a narrow place, embeddings,
-    normalisations, submodules that share a parameter with a head, and submodules that do not run are left out.
+    stream of a submodule that returns a tuple is the first floating-point tensor in it. A site needs a stream with the axes of a
+    `Vector`, `Map`, `Sequence` or `Volume`, and a gradient of the loss. Which axis is which is judged by the layers inside. Heads
+    that are not behind a narrow place, embeddings, normalisations, submodules that share a parameter with a head, and
+    submodules that do not run are left out.
 
     The module runs forward and backward once, in its present mode. If a sequence flows through it, it runs a few more
     times, in evaluation mode, to see whether the sequence looks ahead. The module and the random generators are
@@ -677,7 +748,7 @@ def _found(
     else:
         raise NoSiteError(_nothing(module, left_out), left_out)
     streams = {path: stream for path in chosen if isinstance(stream := candidates.stream(path), Stream)}
-    causal = causal_paths(module, example, [path for path, each in streams.items() if each.kind == Kind.SEQUENCE])
+    causal = causal_paths(module, example, {path: each for path, each in streams.items() if each.kind == Kind.SEQUENCE})
     sites = [Site(path, path, candidates.span(path), stream, path in causal) for path, stream in streams.items()]
     reads = {path: candidates.reads(path) for path in streams}
     return FoundSites(type(module).__name__, sites, chosen, left_out, reads)

@@ -6,8 +6,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper.kasmina.blueprints.map import Channelwise, Convolutions
 from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import sites_of
@@ -20,6 +22,9 @@ from esper.leyline.lifecycle.slots import Tap
 
 LINEAR = (Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows)
 """Modules whose change is W u + b at every position."""
+
+Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+"""Layers that a seed folds into: the weight has the features written, those read, and the sides of a kernel."""
 
 Pass = Callable[[nn.Module], Any]
 """A forward pass of a network on a batch; returns the output."""
@@ -34,11 +39,13 @@ def fold(
     *,
     pairs: bool = True,
 ) -> bool:
-    """Fold the seed at a site into the weights and biases of nn.Linear layers: in a network and its moving averages, or in none.
+    """Fold the seed at a site into weights and biases of linear layers: in a network and its moving averages, or in none.
 
         before:  W x + b + alpha (V x + c)                     becomes  (W + alpha V) x + b + alpha c
         here:    (W x + b) + alpha (V (W x + b) + c)           becomes  (W + alpha V W) x + b + alpha (V b + c)
         a pair:  W f(A x + a) + b + alpha (V f(C x + c) + d)   becomes  [W alpha V] f([A; C] x + [a; c]) + b + alpha d
+
+    A layer is an nn.Linear, or a convolution without groups; that of a seed with another kernel is in the middle of its own.
 
     The seed is folded only if every pass gives what it gave before, to rounding (`_same_output`). So a weight that is also
     used elsewhere, or is computed from other parameters before each pass, and another function between the layers of a pair than
@@ -123,25 +130,26 @@ def _changes(network: nn.Module, name: str) -> list[_Change] | None:
     layer = network.get_submodule(site.after)
     assert planted is not None, "there must be a seed to fold"
     reads_input = planted.tap == Tap.BEFORE and site.around == site.after
-    if not (
-        _is_linear(layer)
-        and isinstance(planted.seed.delta, LINEAR)
-        and planted.blend == Blend.ADD
-        and (reads_input or planted.tap == Tap.HERE)
-    ):
+    if not (_is_layer(layer) and planted.blend == Blend.ADD and (reads_input or planted.tap == Tap.HERE)):
         return None
-    delta = gather_module(planted.seed.delta).double()
-    reads = layer.in_features if reads_input else layer.out_features
-    shift: Tensor = delta(torch.zeros(1, reads, dtype=torch.float64, device=layer.weight.device))[0]
-    matrix: Tensor = (delta(torch.eye(reads, dtype=torch.float64, device=layer.weight.device)) - shift).mT
+    linear = _linear(planted.seed.delta, layer.weight.shape[1 if reads_input else 0], layer.weight.device)
+    if linear is None:
+        return None
+    kernel, shift = linear
     weight, alpha = gather(layer.weight).double(), planted.alpha.double()
     bias = None if layer.bias is None else gather(layer.bias).double()
-    more, moved = (
-        (matrix, shift) if reads_input else (matrix @ weight, shift if bias is None else matrix @ bias + shift)
-    )
+    if reads_input:
+        centred = _centred(kernel, layer)
+        if centred is None:
+            return None
+        more, moved = centred, shift
+    elif kernel.dim() > 2:
+        return None
+    else:
+        more, moved = torch.tensordot(kernel, weight, 1), shift if bias is None else kernel @ bias + shift
     changed = [_Change(layer, "weight", (weight + alpha * more).to(layer.weight.dtype))]
     if moved.count_nonzero():
-        if bias is None:
+        if bias is None or layer.bias is None:
             return None
         changed.append(_Change(layer, "bias", (bias + alpha * moved).to(layer.bias.dtype)))
     return changed
@@ -152,20 +160,27 @@ def _wider(network: nn.Module, name: str) -> list[_Change] | None:
     site, planted = sites_of(network)[name], planted_at(network, name)
     first, second = network.get_submodule(site.around), network.get_submodule(site.after)
     assert planted is not None, "there must be a seed to fold"
-    delta = planted.seed.delta
+    delta = planted.seed.delta.seed if isinstance(planted.seed.delta, Channelwise) else planted.seed.delta
     if not (
         first is not second
-        and _is_linear(first)
-        and _is_linear(second)
+        and _is_layer(first)
+        and _is_layer(second)
         and isinstance(delta, MLPSeed)
         and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD)
-        and first.out_features == second.in_features
+        and first.weight.shape[0] == second.weight.shape[1]
     ):
         return None
-    alpha, units = planted.alpha, first.out_features + len(delta.inner.weight)
+    alpha, units = planted.alpha, first.weight.shape[0] + len(delta.inner.weight)
+    inner, out = _centred(delta.inner.weight, first), _centred(alpha * delta.out.weight, second)
+    if inner is None or out is None:
+        return None
+    writes, reads = (
+        ("out_features" if isinstance(first, nn.Linear) else "out_channels"),
+        ("in_features" if isinstance(second, nn.Linear) else "in_channels"),
+    )
     changed = [
-        _Change(first, "weight", torch.cat([first.weight, delta.inner.weight]), ("out_features", units)),
-        _Change(second, "weight", torch.cat([second.weight, alpha * delta.out.weight], 1), ("in_features", units)),
+        _Change(first, "weight", torch.cat([first.weight, inner]), (writes, units)),
+        _Change(second, "weight", torch.cat([second.weight, out], 1), (reads, units)),
     ]
     for layer, more, own in ((first, delta.inner.bias, True), (second, alpha * delta.out.bias, False)):
         if layer.bias is not None:
@@ -175,10 +190,49 @@ def _wider(network: nn.Module, name: str) -> list[_Change] | None:
     return changed
 
 
-def _is_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a layer is an nn.Linear whose weight and bias are its own parameters, and not computed before each pass."""
+def _is_layer(layer: nn.Module) -> TypeGuard[Layer]:
+    """Whether a seed can fold into a layer: one whose weight and bias are its own parameters, not computed before each pass."""
     own = layer._parameters
-    return isinstance(layer, nn.Linear) and own.get("weight") is not None and "bias" in own
+    if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or getattr(layer, "groups", 1) != 1:
+        return False
+    return own.get("weight") is not None and "bias" in own
+
+
+def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Return the kernel (w, r, ...) of a linear change, a matrix if it is pointwise, and its constant (w,), in float64."""
+    if isinstance(delta, Convolutions) and len(delta) == 1:
+        layer = gather_module(delta[0]).double()
+        assert isinstance(layer, nn.Conv2d | nn.Conv3d), "what one_conv makes"
+        assert layer.bias is not None, "what one_conv makes"
+        pointwise = all(size == 1 for size in layer.kernel_size)
+        return layer.weight.flatten(1) if pointwise else layer.weight, layer.bias
+    each = delta.seed if isinstance(delta, Channelwise) else delta
+    if not isinstance(each, LINEAR):
+        return None
+    each = gather_module(each).double()
+    shift: Tensor = each(torch.zeros(1, reads, dtype=torch.float64, device=device))[0]
+    return (each(torch.eye(reads, dtype=torch.float64, device=device)) - shift).mT, shift
+
+
+def _centred(kernel: Tensor, layer: Layer) -> Tensor | None:
+    """Return a kernel (w, r, ...) in the middle of one of the layer's size; None if that would read other positions."""
+    if isinstance(layer, nn.Linear):
+        return kernel if kernel.dim() == 2 else None
+    sides = layer.weight.dim() - 2
+    own, given = layer.kernel_size, tuple(kernel.shape[2:]) or (1,) * sides
+    pads = [(size - 1) // 2 * apart for size, apart in zip(own, layer.dilation, strict=True)]
+    if (
+        len(given) != sides
+        or any(size % 2 == 0 or size < inner for size, inner in zip(own, given, strict=True))
+        or any(apart > 1 < inner for apart, inner in zip(layer.dilation, given, strict=True))
+        or any(step > 1 for step in layer.stride)
+        or (layer.padding != "same" and list(layer.padding) != pads)
+        or (layer.padding_mode != "zeros" and max(given) > 1)
+    ):
+        return None
+    margins = [(size - inner) // 2 for size, inner in zip(reversed(own), reversed(given), strict=True)]
+    spread = kernel.reshape(*kernel.shape[:2], *given)
+    return F.pad(spread, [margin for margin in margins for _ in range(2)])
 
 
 def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run: Pass) -> bool:

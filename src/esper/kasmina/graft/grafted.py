@@ -220,9 +220,10 @@ def _found(
                 raise InputError(
                     f"{name!r} is not a site that find_sites finds; {mend}" + (f": {hint}" if hint else "")
                 )
-            if reason.startswith(UNKNOWN_STREAM):  # at which no esper.Site can be either
-                others = f", or give a site that it finds: {', '.join(found)}" if found else ""
-                mend = f"no seed grows on a stream of this form: let the submodule return one that is known{others}"
+            if reason.startswith(UNKNOWN_STREAM):
+                mend = (
+                    "give it as an esper.Site whose stream has `order`, or let the submodule return one that is known"
+                )
             raise InputError(f"{name!r} is not a site that find_sites finds: {reason}; {mend}")
     return {name: found[name] for name in names}
 
@@ -252,7 +253,8 @@ def _check_sites(sites: Any) -> None:
             raise InputError(f"site {name!r} is named {site.name!r}; give it one name")
         if not isinstance(site.stream, Stream) or type(site.stream) not in STREAMS.values():
             raise InputError(
-                f"site {name!r} has stream {site.stream!r}; give esper.Vector(width), esper.Map(width) or esper.Sequence(width)"
+                f"site {name!r} has stream {site.stream!r}; give esper.Vector(width), esper.Map(width), "
+                "esper.Sequence(width) or esper.Volume(width)"
             )
 
 
@@ -332,10 +334,12 @@ class Reading(NamedTuple):
     Attributes:
         calls (int): number of calls of the submodule
         widths (dict): the width that a seed reads at each `Tap`, 0 if it cannot read it
+        again (bool): whether the submodule reads a tensor like the one that it returns, so that it can run on its own output
     """
 
     calls: int
     widths: Mapping[Tap, int]
+    again: bool
 
 
 def call(network: nn.Module, given: Any) -> Any:
@@ -435,22 +439,29 @@ def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -
             f"site {site.name!r} is behind {site.after!r}, which no forward pass in evaluation mode calls; choose another"
         )
     here = stream_of(tape.outputs[0])
-    stream: type[Stream] = type(site.stream)
-    if stream.width_of(here) != site.stream.width:
+    if site.stream.width_at(here) != site.stream.width:
         found = f"shape {tuple(here.shape)}" if isinstance(here, Tensor) else f"a {type(here).__name__}"
+        axes = f" ({', '.join(site.stream.order)})" if site.stream.permutation else ""
         raise InputError(
-            f"site {site.name!r} has a {stream.kind} of width {site.stream.width}, but {site.after!r} returns {found}; "
-            f"streams are {', '.join(f'{each.__name__} {1 + each.axes}-D' for each in STREAMS.values())}"
+            f"site {site.name!r} has a {site.stream.kind}{axes} of width {site.stream.width}, but {site.after!r} returns "
+            f"{found}; streams are {', '.join(f'{each.__name__} {1 + each.axes}-D' for each in STREAMS.values())}"
         )
     before = tapes[module.get_submodule(site.around)].first()
     taps = {Tap.HERE: here, Tap.BEFORE: before, Tap.INPUT: tapes[module].first()}
-    return Reading(len(tape.outputs), {tap: _width(site, here, given) for tap, given in taps.items()})
+    widths = {tap: _width(site, here, given) for tap, given in taps.items()}
+    if site.stream.permutation:  # nobody knows in which order the axes of the network's input are
+        widths[Tap.INPUT] = 0
+    own = tape.first()
+    again = own is not None and (own.shape, own.dtype) == (here.shape, here.dtype)
+    return Reading(len(tape.outputs), widths, again)
 
 
 def _width(site: Site, here: Tensor, given: Any) -> int:
     """Return the width at which a seed reads a tensor, 0 if it cannot: at a causal site the positions must be the same."""
-    stream = type(site.stream)
-    width = stream.width_of(given)
-    if width and (given.shape[0] != here.shape[0] or (site.causal and given.shape[1] != here.shape[1])):
+    width = site.stream.width_at(given)
+    if not width:
+        return 0
+    given, here = site.stream.arranged(given), site.stream.arranged(here)
+    if given.shape[0] != here.shape[0] or (site.causal and given.shape[1] != here.shape[1]):
         return 0
     return width

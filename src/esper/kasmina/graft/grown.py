@@ -149,7 +149,7 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
         if point.tape is not None:
             point.tape.end(output)
         if point.planted:
-            output = _grown(self, point, first_tensor(args, kwargs), output)
+            output = _grown(self, point, (args, kwargs), output, functools.partial(original, self))
         if point.anchor is not None and torch.is_grad_enabled():
             output = pytree.tree_map_only(Tensor, functools.partial(_anchored, point.anchor), output)
         return output
@@ -193,9 +193,10 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(forward, original)
 
 
-def _grown(module: nn.Module, point: Point, own: Tensor | None, output: Any) -> Any:
-    """Return the output of a submodule with the change of its seed."""
+def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: Callable[..., Any]) -> Any:
+    """Return the output of a submodule, called with arguments, with the change of its seed; `original` is its own forward."""
     planted: Planted | Bank = getattr(module, CHILD)
+    own = first_tensor(*given)
     if isinstance(planted, Bank):
         h = grown = stream_of(output)
         for seat in planted.runs():
@@ -204,7 +205,38 @@ def _grown(module: nn.Module, point: Point, own: Tensor | None, output: Any) -> 
     if not planted.runs:
         return output
     h = stream_of(output)
-    return _replaced(output, h, planted(h, _read(point, planted.reads, own, h)))
+    if planted.again:
+        assert own is not None, "what the submodule reads has the shape of what it returns"
+        run = functools.partial(_again, original, given, own, h)
+        u = run() if planted.acts else _aside(module, run)
+    else:
+        u = _read(point, planted.reads, own, h)
+    return _replaced(output, h, planted(h, u))
+
+
+def _again(original: Callable[..., Any], given: Any, own: Tensor, h: Tensor) -> Tensor:
+    """Run a submodule on its own output in place of its input: what it adds to the stream then. Other arguments stay."""
+    args, kwargs = _replaced(given, own, h)
+    added: Tensor = stream_of(original(*args, **kwargs)) - h
+    return added
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _aside(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:
+    """Run a submodule in evaluation mode and without gradients: no random number is drawn, and no statistic or wire changes."""
+    parts = list(module.modules())
+    wires = {wire for part in parts if POINT in part.__dict__ for wire in part.__dict__[POINT].records if wire.readers}
+    modes, values = [part.training for part in parts], [(wire, wire.get()) for wire in wires]
+    try:
+        for part in parts:
+            part.training = False
+        with torch.no_grad():
+            return run()
+    finally:
+        for part, training in zip(parts, modes, strict=True):
+            part.training = training
+        for wire, value in values:
+            wire.put(value)
 
 
 def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from esper.kasmina.slot import (
     Seed,
     sigmoid,
     slot_change,
-    slot_output,
 )
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
-from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.lifecycle.streams import STREAMS, Kind, arranged, restored
 
 
 class Mode(StrEnum):
@@ -59,22 +58,27 @@ class Planted(nn.Module):
     `mode`, `attached`, `tap` and `blend`. A pass reads them as plain strings: torch.compile takes two members of an enumeration
     that are the same object for one thing, and does not notice when one of the two places gets another member.
 
-    reads: the value of the tap. kind: of the stream. attached: whether the gradient of the seed reaches what it reads.
+    reads: the value of the tap. kind: of the stream. axes: `Stream.permutation`. attached: whether the gradient of the seed
+    reaches what it reads. again: whether it reads what its submodule adds to the stream in a second run (`grown._again`).
     recipe: what it is built from again; None where nobody knows.
     alpha (): the dose in mode ON, a buffer.
     pull (): weight of |c|^2 / |h|^2 in the objective of a seed in mode STRAIGHT, a buffer that is not saved.
     """
 
+    axes: tuple[int, ...] = ()
+    again = False
     alpha: Tensor
     pull: Tensor
 
-    def __init__(self, seed: Seed, tap: Tap, blend: Blend, kind: Kind) -> None:
+    def __init__(
+        self, seed: Seed, tap: Tap, blend: Blend, kind: Kind, axes: tuple[int, ...] = (), *, again: bool = False
+    ) -> None:
         super().__init__()
         like = next(seed.parameters())
         self.seed = seed
         if blend != Blend.GATE:
             del self.seed.gate  # a parameter that no loss depends on
-        self.kind, self.attached = kind, True
+        self.kind, self.axes, self.again, self.attached = kind, axes, again, True
         self.recipe: Recipe | None = None
         self.reads, self._blend, self._mode = tap.value, blend.name, Mode.OFF.value
         self.register_buffer("alpha", like.detach().new_zeros(()))
@@ -104,18 +108,27 @@ class Planted(nn.Module):
         """Whether the seed takes part in a pass at all."""
         return self._mode != "off"
 
+    @property
+    def acts(self) -> bool:
+        """Whether the seed changes the stream."""
+        return self._mode == "on"
+
     def forward(self, h: Tensor, u: Tensor) -> Tensor:
         """The stream behind the site: h (B, ...) in front of the seed, u (B, ...) what the seed reads."""
         stream, blend = STREAMS[self.kind], _BLENDS[self._blend]
         if self._mode == "on":
             read = u if self.attached else u.detach()
-            return slot_output(stream, h, read, self.seed, self.alpha, blend).to(h.dtype)
+            here, read = arranged(h, self.axes), arranged(read, self.axes)
+            read = stream.fitted(read, here)
+            change = slot_change(stream, here, read, self.seed, self.alpha, blend, gated=blend == Blend.GATE)
+            return (h + restored(change, self.axes)).to(h.dtype)
         if self._mode == "off" or not torch.is_grad_enabled():
             return h
         base = h.detach()
-        read = stream.fitted(u.detach(), base)
-        change = slot_change(stream, base, read, self.seed, None, blend, gated=blend == Blend.GATE)
-        same = ProximalStraight.of(h, change.to(h.dtype), base, self.pull)
+        here = arranged(base, self.axes)
+        read = stream.fitted(arranged(u.detach(), self.axes), here)
+        change = slot_change(stream, here, read, self.seed, None, blend, gated=blend == Blend.GATE)
+        same = ProximalStraight.of(h, restored(change.to(h.dtype), self.axes), base, self.pull)
         return same.clone()  # a module behind it may work in place, which the view of a Function does not allow
 
     def trained(self) -> list[nn.Parameter]:
@@ -158,14 +171,15 @@ class Seat(nn.Module):
     alpha (): the dose in mode ON, a buffer.
     """
 
+    axes: tuple[int, ...] = ()
     alpha: Tensor
     pull: Tensor
     switch: Tensor
 
-    def __init__(self, seed: Seed, tap: Tap, kind: Kind) -> None:
+    def __init__(self, seed: Seed, tap: Tap, kind: Kind, axes: tuple[int, ...] = ()) -> None:
         super().__init__()
         like = next(seed.parameters())
-        self.seed, self.tap, self.kind, self.reads = seed, tap, kind, tap.value
+        self.seed, self.tap, self.kind, self.axes, self.reads = seed, tap, kind, axes, tap.value
         self.blend, self.taken, self.learns = Blend.ADD, False, False
         self.recipe: Recipe | None = None
         self._mode, self._attached = Mode.OFF, True
@@ -245,7 +259,7 @@ class Seat(nn.Module):
 
     def planted(self) -> Planted:
         """The seed on its own, with the same parameters."""
-        planted = Planted(self.seed, self.tap, self.blend, self.kind).train(self.training)
+        planted = Planted(self.seed, self.tap, self.blend, self.kind, self.axes).train(self.training)
         planted.mode, planted.attached, planted.recipe = self._mode, self._attached, self.recipe
         planted.alpha.copy_(self.alpha)
         return planted
@@ -254,15 +268,15 @@ class Seat(nn.Module):
         """The stream (B, ...) behind this seat: y is behind the seat before it, h in front of all seats, u what it reads."""
         stream = STREAMS[self.kind]
         on, straight, attached, gated, multiplied = self.switch.unbind()
-        base = _Valve.of(h, on)
-        read = stream.fitted(_Valve.of(u, on & attached), base)
+        base = arranged(_Valve.of(h, on), self.axes)
+        read = stream.fitted(arranged(_Valve.of(u, on & attached), self.axes), base)
         delta = self.seed.delta(read)
         gate = stream.spread(self.seed.gate(stream.gated(read)))
         change = torch.where(gated, sigmoid(gate) * delta, delta)
         change = torch.where(multiplied, base * torch.tanh(delta), change)
         change = torch.where(straight, torch.ones_like(self.alpha), self.alpha) * change
         pull = torch.where(straight, self.pull, torch.zeros_like(self.pull))
-        change = Proximal.of(change.to(h.dtype), h.detach(), pull)
+        change = Proximal.of(restored(change.to(h.dtype), self.axes), h.detach(), pull)
         return _Join.of(y, change, on, straight)
 
     def _set(self) -> None:

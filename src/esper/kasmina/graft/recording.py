@@ -286,6 +286,11 @@ class Graph:
         """The ids of the parameters with two axes or more that multiply a stream."""
         return set().union(*self._products.values())
 
+    @property
+    def convolved(self) -> set[int]:
+        """The ids of the parameters among `factors` with which a stream is convolved."""
+        return set().union(*(ids for node, ids in self._products.items() if "Conv" in node.name()))
+
     def passes(self, node: Node) -> bool:
         """Whether a node is no product of matrices, attention, softmax or embedding, which mix features or positions."""
         return not re.search(rf"{PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding", node.name())

@@ -69,6 +69,7 @@ class _SavedSeed(_Saved):
     around: str
     kind: Annotated[Kind, Field(strict=False)]
     width: PositiveInt
+    order: str = ""  # of the axes of the stream, as in `Stream`
     causal: bool
     blueprint: str
     reads: PositiveInt
@@ -79,7 +80,7 @@ class _SavedSeed(_Saved):
 
     @property
     def planted_at(self) -> Site:
-        return Site(self.site, self.after, self.around, STREAMS[self.kind](self.width), self.causal)
+        return Site(self.site, self.after, self.around, STREAMS[self.kind](self.width, self.order), self.causal)
 
 
 class _SavedAdapter(_Saved):
@@ -351,6 +352,7 @@ def _described(network: nn.Module, seeds: Mapping[str, Planted | Seat]) -> list[
                 around=site.around,
                 kind=site.stream.kind,
                 width=site.stream.width,
+                order=site.stream.order,
                 causal=site.causal,
                 blueprint=blueprint,
                 reads=reads,
@@ -404,11 +406,10 @@ def _check_hosts(model: nn.Module, seeds: Sequence[_SavedSeed]) -> None:
 
 def _built(seed: _SavedSeed, weights: Mapping[str, Tensor], path: Path, again: str) -> Planted:
     """Build a seed with weights from a file. InputError if they are not those that the blueprint has."""
-    entry = get_blueprint(seed.blueprint, seed.kind)
+    entry = get_blueprint(seed.blueprint, seed.kind, live=True)
     with drawn_with(0):
-        planted = Planted(
-            Seed(entry.build(seed.reads, seed.width), seed.reads), entry.tap, Blend[seed.blend], seed.kind
-        )
+        made, axes = Seed(entry.build(seed.reads, seed.width), seed.reads), seed.planted_at.stream.permutation
+        planted = Planted(made, entry.tap, Blend[seed.blend], seed.kind, axes, again=entry.again)
     dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
     planted.to(dtype)
     try:

@@ -35,7 +35,7 @@ from esper.leyline.data.keys import key
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec, Tap, Taps
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
-from esper.leyline.lifecycle.streams import Kind
+from esper.leyline.lifecycle.streams import CONVOLVED, Kind
 from esper.leyline.lifecycle.view import Seeds
 
 APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
@@ -440,7 +440,7 @@ class Body:
 
     def _make_room(self, at: tuple[int, int], capacity: int) -> None:
         options = self._options
-        if self.by_row and self.slots[at[0]].kind == Kind.MAP:
+        if self.by_row and self.slots[at[0]].kind in CONVOLVED:
             options = {**options, "mapping": "loop"}
         self.stacks[at] = Stack(self.layout.forms[at], capacity, **options)
         self.envs[at] = np.zeros(0, np.int64)

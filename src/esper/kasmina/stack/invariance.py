@@ -29,7 +29,12 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 EVERY_SIZE: Sizes = BATCHES, tuple(range(1, ROWS))
 FEW_SIZES: Sizes = (7,), (1,)
 """A row alone at an odd batch, where a kernel that treats the last elements in another way nearly always shows."""
-POSITIONS: dict[Kind, tuple[int, ...]] = {Kind.VECTOR: (), Kind.MAP: (5, 6), Kind.SEQUENCE: (13,)}
+POSITIONS: dict[Kind, tuple[int, ...]] = {
+    Kind.VECTOR: (),
+    Kind.MAP: (5, 6),
+    Kind.SEQUENCE: (13,),
+    Kind.VOLUME: (3, 4, 5),
+}
 """Positions of an example of each kind of stream."""
 JOLT = 0.3
 """Standard deviation of the noise added to the parameters; without noise, the change of a new seed is 0 for any kernel."""

@@ -31,7 +31,7 @@ class SlotSpec:
         name (str): name of the slot
         after (int): index of the segment whose output the slot changes
         width (int): features of the stream at the slot; channels of a map
-        kind (Kind): shape of the stream at the slot, also by its name: 'vector', 'map' or 'sequence'
+        kind (Kind): shape of the stream at the slot, also by its name: 'vector', 'map', 'sequence' or 'volume'
         inner (int or None): number of modules at the start of that `nn.Sequential` that make its inner features; None lets the
             host find it
         causal (bool): whether no position of a sequence may depend on later ones, so that only causal blueprints fit
@@ -54,7 +54,7 @@ class SlotSpec:
             name: str,
             after: int,
             width: int,
-            kind: Kind | Literal["vector", "map", "sequence"] = Kind.VECTOR,
+            kind: Kind | Literal["vector", "map", "sequence", "volume"] = Kind.VECTOR,
             inner: int | None = None,
             causal: bool = False,
             head: bool = False,
@@ -102,7 +102,7 @@ class Site:
         name (str): name of the site
         after (str): dotted path of the submodule whose output the seed changes
         around (str): dotted path of the submodule whose input a bypass reads
-        stream (Stream): the stream at the site: `Vector`, `Map` or `Sequence`
+        stream (Stream): the stream at the site: `Vector`, `Map`, `Sequence` or `Volume`
         causal (bool): whether no position of the stream may depend on later ones
     """
 

@@ -2,8 +2,12 @@
 
 A tensor of one network begins with the batch axis (B, ...), one of a population with a row axis in front of it (n, B, ...). The
 methods count axes from the last, so that they take both.
+
+Each kind has one order of axes, in which seeds are written. A network of a person's own may have the axes of a stream in another
+order, such as (B, C, L) of `nn.Conv1d`: what a seed reads there is transposed in front of it, and its change behind it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -12,6 +16,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from esper.leyline.errors import InputError
 
 GRID = 4
 """Most positions along each side of a map, and the square root of the most positions of a sequence, whose features are measured:
@@ -25,26 +31,60 @@ class Kind(StrEnum):
         VECTOR: (C,)
         MAP: (C, H, W)
         SEQUENCE: (L, C)
+        VOLUME: (C, D, H, W)
     """
 
     VECTOR = "vector"
     MAP = "map"
     SEQUENCE = "sequence"
+    VOLUME = "volume"
 
 
 @dataclass(frozen=True)
 class Stream:
-    """The stream at a site; use `Vector`, `Map` or `Sequence`.
+    """The stream at a site; use `Vector`, `Map`, `Sequence` or `Volume`.
 
     Attributes:
-        width (int): features of a vector, channels of a map, features of every position of a sequence
+        width (int): features of a vector, channels of a map or volume, features of every position of a sequence
+        order (str): the axes of its tensors in one network, a letter each, one of `orders`; the first of these is that of seeds
     """
 
     width: int
+    order: str = ""
 
     kind: ClassVar[Kind]
     axes: ClassVar[int]  # axes of one example
     features: ClassVar[int]  # the axis of the features, counted from the last
+    orders: ClassVar[tuple[str, ...]] = ("",)
+
+    def __post_init__(self) -> None:
+        """InputError if the axes cannot be in that order."""
+        if self.order == "":
+            object.__setattr__(self, "order", self.orders[0])
+        elif self.order not in self.orders:
+            raise InputError(
+                f"the axes of a {self.kind} are in order {self.order!r}; give one of {', '.join(map(repr, self.orders))}"
+            )
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.width}{'' if self.order == self.orders[0] else f', {self.order}'})"
+
+    @property
+    def permutation(self) -> tuple[int, ...]:
+        """The axes of a tensor (B, ...) in the order in which seeds are written; empty where they are in that order."""
+        if self.order in ("", self.orders[0]):  # "" in a network that was pickled before streams had an order
+            return ()
+        return tuple(self.order.index(axis) for axis in self.orders[0])
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """A tensor of one network with its axes in the order in which seeds are written."""
+        return arranged(x, self.permutation)
+
+    def width_at(self, x: object) -> int:
+        """The width of one network's tensor x, whose axes are in `order`; 0 where x is no floating-point stream of this kind."""
+        if not isinstance(x, torch.Tensor) or x.dim() != len(self.orders[0]):
+            return 0
+        return self.width_of(self.arranged(x))
 
     @classmethod
     def width_of(cls, x: object) -> int:
@@ -83,51 +123,76 @@ class Vector(Stream):
     """(B, C): one vector of features for each example."""
 
     kind = Kind.VECTOR
+    orders = ("BC",)
     axes = 1
     features = -1
 
 
 class Map(Stream):
-    """(B, C, H, W): channels at the positions of an image. A gate reads the mean over positions."""
+    """(B, C, H, W): channels at the positions of an image. A gate reads the mean over positions.
+
+    In one network also (B, H, W, C), channels last.
+    """
 
     kind = Kind.MAP
+    orders = ("BCHW", "BHWC")
     axes = 3
     features = -3
 
     @classmethod
     def fitted(cls, u: Tensor, h: Tensor) -> Tensor:
         """u (..., B, Cu, Hu, Wu) -> (..., B, Cu, H, W), by adaptive average pooling."""
-        if u.shape[-2:] == h.shape[-2:]:
+        sides = cls.axes - 1
+        size = tuple(h.shape[-sides:])
+        if u.shape[-sides:] == size:
             return u
-        size = tuple(h.shape[-2:])
-        if u.dim() == 4:
-            pooled: Tensor = F.adaptive_avg_pool2d(u, size)  # type: ignore[arg-type]
-        else:
-            pooled = F.adaptive_avg_pool2d(u.flatten(0, 1), size).unflatten(0, u.shape[:2])  # type: ignore[arg-type]
-        return pooled
+        pool: Callable[[Tensor, tuple[int, ...]], Tensor] = (
+            F.adaptive_avg_pool2d if sides == 2 else F.adaptive_avg_pool3d  # type: ignore[assignment]
+        )
+        if u.dim() == cls.axes + 1:
+            return pool(u, size)
+        return pool(u.flatten(0, 1), size).unflatten(0, u.shape[:2])
 
     @classmethod
     def gated(cls, u: Tensor) -> Tensor:
         """(..., B, C, H, W) -> (..., B, C), the mean over positions."""
-        return u.mean((-2, -1))
+        return u.mean(tuple(range(1 - cls.axes, 0)))
 
     @classmethod
     def spread(cls, gate: Tensor) -> Tensor:
         """(..., B, 1) -> (..., B, 1, 1, 1)."""
-        return gate[..., None, None]
+        return gate[(..., *(None,) * (cls.axes - 1))]
 
     @classmethod
     def positions(cls, h: Tensor, like: Tensor | None = None) -> Tensor:
         """(n, B, C, H, W) -> (n, B P, C) at an even grid of positions, at most `GRID` along each side."""
         sides = (like if like is not None else h).shape[3:]
-        row, column = (_middles(size, min(GRID, side), h.device) for size, side in zip(h.shape[3:], sides, strict=True))
-        return h.movedim(2, -1).index_select(2, row).index_select(3, column).flatten(1, 3)
+        chosen = h.movedim(2, -1)
+        for axis, (size, side) in enumerate(zip(h.shape[3:], sides, strict=True), 2):
+            chosen = chosen.index_select(axis, _middles(size, min(GRID, side), h.device))
+        return chosen.flatten(1, cls.axes)
+
+
+class Volume(Map):
+    """(B, C, D, H, W): channels at the positions of a volume, as of `nn.Conv3d`. A gate reads the mean over positions.
+
+    In one network also (B, D, H, W, C), channels last.
+    """
+
+    kind = Kind.VOLUME
+    orders = ("BCDHW", "BDHWC")
+    axes = 4
+    features = -4
 
 
 class Sequence(Stream):
-    """(B, L, C): one vector of features for each of L positions. A gate is worked out for each position by itself."""
+    """(B, L, C): one vector of features for each of L positions. A gate is worked out for each position by itself.
+
+    In one network also (B, C, L), as of `nn.Conv1d`, and (L, B, C), as of layers with batch_first=False.
+    """
 
     kind = Kind.SEQUENCE
+    orders = ("BLC", "BCL", "LBC")
     axes = 2
     features = -1
 
@@ -146,7 +211,21 @@ class Sequence(Stream):
         return h.index_select(2, _middles(h.shape[2], min(GRID**2, length), h.device)).flatten(1, 2)
 
 
-STREAMS: dict[Kind, type[Stream]] = {stream.kind: stream for stream in (Vector, Map, Sequence)}
+CONVOLVED = (Kind.MAP, Kind.VOLUME)
+"""Kinds whose seeds have convolutions, which run row by row in a population."""
+
+
+def arranged(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """A tensor with its axes in the order in which seeds are written, by `Stream.permutation`; x itself where that is empty."""
+    return x.permute(axes) if axes else x
+
+
+def restored(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """The inverse of `arranged`."""
+    return x.permute(tuple(axes.index(axis) for axis in range(len(axes)))) if axes else x
+
+
+STREAMS: dict[Kind, type[Stream]] = {stream.kind: stream for stream in (Vector, Map, Sequence, Volume)}
 
 
 @lru_cache

@@ -48,6 +48,7 @@ MENU: Mapping[Kind, tuple[str, ...]] = {
     Kind.VECTOR: ("bypass-linear", "bypass-mlp", "bypass-rank-4", "bypass-rank-2", "bypass-rank-1"),
     Kind.MAP: ("bypass-conv-3x3", "bypass-conv-1x1", "conv-light", "bottleneck", "squeeze-excite"),
     Kind.SEQUENCE: ("bypass-linear", "bypass-mlp", "low-rank", "mlp-small"),
+    Kind.VOLUME: ("bypass-conv-3x3x3", "bypass-conv-1x1x1", "conv-light", "bottleneck", "squeeze-excite"),
 }
 """Blueprints of each kind, the one to prefer first where the budget allows it."""
 SEEDS = 6
@@ -421,9 +422,8 @@ def directions(h: Tensor, kind: type[Stream]) -> float:
 
 @torch.no_grad()
 def dead_units(z: Tensor) -> float:
-    """The share of units that are above 0 on under 1 % of examples and positions; z (N, ...) with channels of maps second."""
-    z = z.flatten(2).mT.flatten(0, 1) if z.dim() == 4 else z.flatten(0, -2)
-    return float(((z > 0).double().mean(0) < 0.01).double().mean())
+    """The share of units that are above 0 on under 1 % of examples and positions; z (N, ..., units)."""
+    return float(((z.flatten(0, -2) > 0).double().mean(0) < 0.01).double().mean())
 
 
 @torch.no_grad()
@@ -446,15 +446,16 @@ def _recorded(
         if isinstance(stream := stream_of(output), Tensor):
             here.setdefault(name, stream.clone())
 
-    def computed(output: Tensor) -> None:
+    def computed(layer: nn.Module, output: Tensor) -> None:
+        units = output if isinstance(layer, nn.Linear) else output.movedim(1, -1)
         for name in before.keys() - here.keys():
-            inner.setdefault(name, []).append(output.float())
+            inner.setdefault(name, []).append(units.float())
 
     handles = []
     try:
         for part in network.modules():
-            if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d):
-                handles.append(part.register_forward_hook(lambda _, a, output: computed(output)))
+            if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+                handles.append(part.register_forward_hook(lambda layer, a, output: computed(layer, output)))
         for name, site in sites.items():
             around, after = network.get_submodule(site.around), network.get_submodule(site.after)
             handles += [
@@ -467,4 +468,10 @@ def _recorded(
         for handle in handles:
             handle.remove()
     # The last layer within a segment computes the stream itself.
-    return {name: (before.get(name), h.float(), inner.get(name, [])[:-1]) for name, h in here.items()}
+    found = {}
+    for name, h in here.items():
+        stream, given = sites[name].stream, before.get(name)
+        if given is not None and given.dim() == h.dim():
+            given = stream.arranged(given)
+        found[name] = given, stream.arranged(h.float()), inner.get(name, [])[:-1]
+    return found

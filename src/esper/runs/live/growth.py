@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, get_blueprint
+from esper.kasmina.blueprints import BLUEPRINTS, LIVE, Blueprint, get_blueprint
 from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
@@ -58,6 +58,7 @@ MENU: Mapping[Kind, tuple[str, ...]] = {
     Kind.VECTOR: ("bypass-linear", "bypass-mlp", "mlp-small"),
     Kind.MAP: ("bypass-conv-1x1", "bypass-conv-3x3", "conv-light"),
     Kind.SEQUENCE: ("bypass-linear", "bypass-mlp", "mlp-small"),
+    Kind.VOLUME: ("bypass-conv-1x1x1", "bypass-conv-3x3x3", "conv-light"),
 }
 """Blueprints that may be planted at sites of each kind, if the settings name none."""
 MOST_SITES = 62
@@ -167,6 +168,9 @@ class Growth:
         self.every, self.calls, self.finished = _optimizer_steps("every", every), 0, False
         self.model, self.mode = network, mode
         self.folded: list[str] = []  # sites whose seeds `finish` made part of layers
+        self.beside: dict[
+            str, str
+        ] = {}  # the blueprint of each kept seed that `finish` could not make part of layers, by site
         self.widened: dict[str, tuple[int, int]] = {}  # layers that got units by that: their widths before and after
         self._first_shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
@@ -195,6 +199,11 @@ class Growth:
         population = LivePopulation(network, averages, groups, measured, menu, config, ranks, shared_gradients)
         population.space = _within_budget(population, budget)
         if mode == "reserve":
+            if any(entry.again for entry in menu):
+                raise InputError(
+                    "mode='reserve' runs all that can be planted in every pass, and 'repeat' would run each block twice; leave "
+                    "it out of blueprints, or give mode='live'"
+                )
             population.grafts.reserve(population.space.fits)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise InputError(f"scaler is a {type(scaler).__name__}; give the torch.amp.GradScaler of the loop, or None")
@@ -261,10 +270,11 @@ class Growth:
     def finish(self) -> nn.Module:
         """The network with the seeds that were kept, and no others. It goes on training under the same optimizer.
 
-        A kept seed whose change is linear becomes part of the Linear that it is behind. One with a hidden layer of ReLU around
-        two Linear with a ReLU between becomes further units of these two, which get larger parameters (`widened`). Both are done
-        in the model and in its moving average, if the outputs of both on the probe stay the same, to rounding. Every other seed
-        is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own classes again.
+        A kept seed whose change is linear becomes part of the Linear or convolution that it is behind. One with a hidden layer
+        of ReLU around two of these with a ReLU between becomes further units of them, which get larger parameters (`widened`).
+        Both are done in the model and in its moving average, if the outputs of both on the probe stay the same, to rounding.
+        Every other seed is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own
+        classes again.
         """
         if self.finished:
             return self.model
@@ -278,6 +288,8 @@ class Growth:
             if planted_at(self.model, site.name) is not None and population.fold(site.name):
                 self.folded.append(site.name)
                 population.free(site.name)
+            elif (seed := planted_at(self.model, site.name)) is not None and seed.recipe is not None:
+                self.beside[site.name] = seed.recipe.blueprint
         for name, shape in self._resized().items():
             layer, _, entry = name.rpartition(".")
             if entry == "weight" and (units := len(self.model.get_parameter(name))) != shape[0]:
@@ -371,7 +383,8 @@ class Growth:
         why; None while something can happen. `loss` is that on the probe at the last decision, and
         `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for `added_params`, which are the parameters
         of the seeds that act. `trained_params` require a gradient, seats that are free left out. `widened` maps the layers that
-        got the units of seeds to their widths before and after. Each list has its last 500 entries, and `unlisted` counts the
+        got the units of seeds to their widths before and after, and `beside` the sites whose seeds are part of no layer after
+        `finish` to their blueprints. Each list has its last 500 entries, and `unlisted` counts the
         earlier ones.
         """
         state, population = self.engine.state, self.population
@@ -405,6 +418,7 @@ class Growth:
             "host_params": host,
             "added_params": added,
             "trained_params": population.grafts.trained_params(),
+            "beside": dict(self.beside),
             "widened": {name: list(widths) for name, widths in self.widened.items()},
             "rollbacks": self.engine.governor.record.counts()["rollbacks"],
             **lists,
@@ -580,7 +594,7 @@ class Growth:
         like = next(network.parameters())
         for slot, own in slots.items():
             assert own.recipe is not None, "growth knows what it planted"
-            entry = get_blueprint(own.recipe.blueprint, own.kind)
+            entry = get_blueprint(own.recipe.blueprint, own.kind, live=True)
             made = live.grafts.made(slot, entry, own.blend, 0).to(like.device)
             made.mode, made.attached = own.mode, own.attached
             plant(network, live.sites[slot].name, made.train(network.training))
@@ -731,11 +745,12 @@ def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
     kinds = dict.fromkeys(site.stream.kind for site in sites.values())
     if config.blueprints is None:
         return [BLUEPRINTS[kind, name] for kind in kinds for name in MENU[kind] if (kind, name) in BLUEPRINTS]
-    named = [(kind, name) for name in config.blueprints for kind in kinds if (kind, name) in BLUEPRINTS]
+    known = {**BLUEPRINTS, **LIVE}
+    named = [(kind, name) for name in config.blueprints for kind in kinds if (kind, name) in known]
     for name in config.blueprints:
-        if not any(name == known for _, known in named):
+        if not any(name == other for _, other in named):
             get_blueprint(name, next(iter(kinds)))  # raises InputError, with the known names
-    menu = [BLUEPRINTS[each] for each in named]
+    menu = [known[each] for each in named]
     for entry in menu:
         if callable(getattr(entry.build(8, 8), "choose", None)):
             raise InputError(
@@ -753,10 +768,12 @@ def _within_budget(population: LivePopulation, budget: float) -> Space:
             f"no blueprint of the menu fits a site: the menu is {', '.join(entry.name for entry in space.blueprints)}; name "
             "others, as settings={'blueprints': [...]}"
         )
-    least = int(space.cost[0][space.fits].min())
+    costs = np.where(space.fits, space.cost[0], np.iinfo(np.int64).max)
+    slot, cheapest = divmod(int(costs.argmin()), costs.shape[1])
+    least = int(costs[slot, cheapest])
     if least > budget * host:
         raise InputError(
             f"budget {budget:g} of a model of {host:,} parameters allows {int(budget * host):,}, and the smallest seed has "
-            f"{least:,}; give at least {least / host:.3g}"
+            f"{least:,}, {space.blueprints[cheapest].name} at {population.sites[slot].name!r}; give at least {least / host:.3g}"
         )
     return space._replace(fits=space.fits & (space.cost[0] <= budget * host))

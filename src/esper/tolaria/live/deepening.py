@@ -16,8 +16,9 @@ from esper.kasmina.graft.multiplying import configs, restore, saved
 from esper.kasmina.graft.recording import floats, on_aliases, record
 from esper.kasmina.graft.widening import unchanged
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.leyline.text import counted
 from esper.tolaria.live.groups import unwrapped
-from esper.tolaria.live.widening import averages, check_growable, check_optimizer
+from esper.tolaria.live.widening import averages, check_growable, check_memory, check_optimizer
 
 _DEPTHS = re.compile(r"(layer|depth|block)(?!.*(size|idx|index|id$|norm|drop|width|dim|scale|decay))", re.I)
 """Names of attributes that count blocks."""
@@ -84,6 +85,8 @@ def deepen(
         raise InputError(
             f"{last!r} is frozen, and so would its copies be; let its parameters require gradients until the blocks are added"
         )
+    each = sum(parameter.numel() * parameter.element_size() for parameter in model.get_submodule(last).parameters())
+    check_memory(networks, blocks * each, f"by {counted(blocks, 'block')}", "give fewer blocks")
     with undisturbed(*networks), torch.no_grad():
         _add(networks, path, stop, blocks, example, stop - start)
     if optimizer is not None:

@@ -69,7 +69,9 @@ class Grafts:
             site, seats = self.sites[slot], {}
             for entry in (self.menu[blueprint] for blueprint in np.flatnonzero(fits[slot]).tolist()):
                 made = self.made(slot, entry, Blend.GATE, 0)
-                seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind).train(made.training)
+                seats[entry.name] = Seat(made.seed, entry.tap, site.stream.kind, site.stream.permutation).train(
+                    made.training
+                )
                 seats[entry.name].recipe = made.recipe
             bank = Bank(seats)
             copies = [copy.deepcopy(bank).requires_grad_(False) for _ in self.copies]
@@ -79,8 +81,10 @@ class Grafts:
 
     def fits(self, slot: int, entry: Blueprint) -> bool:
         """Whether a blueprint can be planted at a site."""
-        site = self.sites[slot]
-        return self.readings[slot].widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal)
+        site, reading = self.sites[slot], self.readings[slot]
+        if entry.again and not reading.again:
+            return False
+        return reading.widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal)
 
     def cost(self, slot: int, blueprint: int, blend: Blend = Blend.ADD) -> int:
         """Parameters of a seed."""
@@ -136,7 +140,7 @@ class Grafts:
         like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
         with drawn_with(key):
             seed = Seed(entry.build(reads, site.stream.width), reads)
-        made = Planted(seed, entry.tap, blend, site.stream.kind)
+        made = Planted(seed, entry.tap, blend, site.stream.kind, site.stream.permutation, again=entry.again)
         made.recipe = Recipe(site, entry.name, reads)
         return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
 

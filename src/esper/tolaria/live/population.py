@@ -369,7 +369,7 @@ class _Heard:
     """The features of a stream at positions of every example of every batch."""
 
     def __init__(self, site: Site) -> None:
-        self.stream = type(site.stream)
+        self.stream = site.stream
         self.features: list[Tensor] = []
 
     def begin(self, given: Tensor | None) -> None:
@@ -377,7 +377,7 @@ class _Heard:
 
     def end(self, output: Any) -> None:
         """Keep the output at its positions; a copy, as a module behind it may work in place."""
-        h = stream_of(output).detach()
+        h = self.stream.arranged(stream_of(output).detach())
         self.features.append(self.stream.positions(h[None].float()).clone())
 
 

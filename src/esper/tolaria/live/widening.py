@@ -18,6 +18,7 @@ from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, widt
 from esper.leyline.errors import InputError
 from esper.leyline.text import did_you_mean
 from esper.tolaria.live.groups import begin_state, unwrapped
+from esper.tolaria.runtime import available_memory
 
 
 class Widened(Mapping[str, tuple[int, int]]):
@@ -111,6 +112,7 @@ def widen(
     networks, optimizer = (model, *averages(ema, before)), unwrapped(optimizer)
     if optimizer is not None:
         check_optimizer(optimizer, before)
+    check_memory(networks, _least_size(model, groups, asked), "to more features", "give smaller widths")
     widths, left_out, way = dict[str, tuple[int, int]](), dict[str, str](), None
     with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
         layers, wider = WideningTrial(networks, example), list[tuple[Hidden, int]]()
@@ -162,6 +164,31 @@ def check_growable(model: Any, name: str) -> None:
         grafted = is_grafted(model)
         mend = "call growth.finish() or esper.ungraft(model) first" if grafted else f"{name} it before fully_shard"
         raise InputError(f"the {type(model).__name__} is {'grafted' if grafted else 'sharded'}; {mend}")
+
+
+def check_memory(networks: Sequence[nn.Module], size: float, what: str, mend: str) -> None:
+    """InputError if that many bytes for each network are more than its device has free."""
+    device = next((parameter.device for parameter in networks[0].parameters()), torch.device("cpu"))
+    free = available_memory(device)
+    if (needed := len(networks) * size) > free:
+        raise InputError(
+            f"growing the {type(networks[0]).__name__} {what} takes at least {needed / 2**30:,.1f} GiB of memory, and "
+            f"{free / 2**30:,.1f} GiB are free on {device}; {mend}"
+        )
+
+
+def _least_size(model: nn.Module, groups: Mapping[str, Hidden], asked: Mapping[str, int]) -> float:
+    """Return the bytes of the weights of the layers that write or read hidden features once these are as many as asked for."""
+    ratios = dict[str, float]()
+    for name, width in asked.items():
+        try:
+            ratio = width / width_of(name, model.get_submodule(name))
+        except InputError:  # said with the reason where the layers are widened
+            continue
+        for path in (*groups[name].writers, *groups[name].readers):
+            ratios[path] = ratios.get(path, 1.0) * ratio
+    parameters = {path: next(model.get_submodule(path).parameters()) for path in ratios}
+    return sum(each.numel() * each.element_size() * ratios[path] for path, each in parameters.items())
 
 
 def _multiply(
