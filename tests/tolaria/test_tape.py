@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from esper.kasmina.slot import blend_change, blend_gradients
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.tape import Tape
 from esper.leyline.config.tree import build_config
+from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.stages import IN_BUDGET, among
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tasks.catalog import get_task
@@ -114,3 +116,18 @@ def test_a_tape_sums_the_gradients_of_a_stream_that_is_read_twice():
     y = tape.add(tape.either(mask, x, tape.constant(x)), tape.select(x, rows), rows)
     tape.backward([(y, torch.ones_like(y))])
     np.testing.assert_array_equal(w.grad[:, 0, 0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_gradients_of_every_blend_have_the_bits_of_autograd(gated):
+    torch.manual_seed(0)
+    h, delta = (torch.randn(6, 8, 5, requires_grad=True) for _ in range(2))
+    gate = torch.randn(6, 8, 1, requires_grad=True) if gated else None
+    blends = [Blend.ADD, Blend.MULTIPLY, Blend.GATE] if gated else [Blend.ADD, Blend.MULTIPLY, Blend.MULTIPLY]
+    alpha, blend = torch.rand(6, 1, 1), torch.tensor(blends).repeat(2).view(-1, 1, 1)
+    dc = torch.randn(6, 8, 5)
+    blend_change(h, delta, gate, alpha, blend).backward(dc)
+    with torch.no_grad():
+        found = blend_gradients(dc, h, delta, gate, alpha, blend)
+    for source, gradient in zip((h, delta, gate), found, strict=True):
+        assert source is None or torch.equal(source.grad, gradient)

@@ -52,6 +52,27 @@ def blend_change(
     return change if alpha is None else alpha * change
 
 
+def blend_gradients(
+    dc: Tensor, h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    """Return the gradients of h, delta and gate from that of the change, for the rows of a population (`blend_change`).
+
+    They are rounded and summed as autograd does it. That of h is None where it is 0.
+    """
+    d, dh, dgate = dc if alpha is None else dc * alpha, None, None
+    if blend is None:
+        return None, d, None
+    multiplied, slope = blend.eq(Blend.MULTIPLY), torch.tanh(delta)
+    own, d = d.where(multiplied, 0), d.where(~multiplied, 0)
+    dh, ddelta = own * slope, torch.ops.aten.tanh_backward(own * h, slope)
+    if gate is None:
+        return dh, ddelta + d, None
+    gated, bent = blend.eq(Blend.GATE), torch.tanh(gate / 2)
+    own, d = d.where(gated, 0), d.where(~gated, 0)
+    dgate = torch.ops.aten.tanh_backward((own * delta).sum(-1, keepdim=True) / 2, bent) / 2
+    return dh, ddelta + d + own * ((1 + bent) / 2), dgate
+
+
 class DifferentiableFunction(torch.autograd.Function):
     """A function with gradients of its own, which `torch.func` can transform.
 

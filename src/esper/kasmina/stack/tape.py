@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina.slot import Straight, blend_change
+from esper.kasmina.slot import Straight, blend_change, blend_gradients
 from esper.kasmina.stack.fused import gradients_of, streams_of
 from esper.kasmina.stack.rows import Rows, Stack, append_rows, in_layout_of, select_rows
 from esper.leyline.data.batches import Batch
@@ -181,13 +181,17 @@ class Tape(Graph):
     def blended(
         self, h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
     ) -> Tensor:
-        if gate is not None:
-            return self.apart(lambda h, delta, gate: blend_change(h, delta, gate, alpha, blend), h, delta, gate)
-        if blend is not None:
-            return self.apart(lambda h, delta: blend_change(h, delta, None, alpha, blend), h, delta)
-        if alpha is None or not self.wants(delta):
-            return delta if alpha is None else alpha * delta
-        return self._note(alpha * delta, lambda dy: self._add(delta, dy * alpha))
+        change = blend_change(h, delta, gate, alpha, blend)
+        sources = [h, delta, gate]
+        if change is delta or not any(map(self.wants, sources)):
+            return change
+
+        def back(dy: Tensor) -> None:
+            for source, gradient in zip(sources, blend_gradients(dy, h, delta, gate, alpha, blend), strict=True):
+                if source is not None and gradient is not None:
+                    self._add(source, gradient)
+
+        return self._note(change, back)
 
     def apart(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """Compute any function of streams; autograd differentiates it when its gradient is known."""
