@@ -1,10 +1,10 @@
 """What heals networks that come inside packages, damaged and repaired frozen: `esper heal` beside its opponents.
 
-    python bench/scripts/study_real_networks.py [--out DIR] [--part | --quick] [--tables]
+    python bench/scripts/study_real_networks.py [--out DIR] [--part | --quick] [--networks NAME ...] [--tables]
 
 Every case is a network, a damage, a draw of the damaged layers, a seed and a cap on the parameters. All repairs of a case have
-the same examples, batches and steps, and the better of two learning rates on the probe. Errors and losses are on test examples, on
-which nothing was chosen. A case that was measured is kept in --out and not measured again. The whole study takes weeks of a
+the same examples, batches and steps, and the better of two learning rates on the probe. Errors and losses are on test examples,
+on which nothing was chosen. A case that was measured is kept in --out and not measured again. The whole study takes weeks of a
 core; `--part` is the study that bench/docs/real-networks.md reports on, `--quick` shows that the script runs, and `--tables`
 prints what is there.
 """
@@ -126,10 +126,11 @@ def measure(name: str, kind: str, draw: int, seed: int, cap: float, size: Size) 
     return {**facts, "best": healed.best, "rows": rows, "seconds": time.perf_counter() - begin}
 
 
-def measure_all(out: Path, size: Size) -> None:
+def measure_all(out: Path, size: Size, names: Iterable[str]) -> None:
     """Measure what is not there yet, a case after the other. A network whose package is not installed is left out."""
     there = []
-    for name, network in NETWORKS.items():
+    for name in names:
+        network = NETWORKS[name]
         try:
             network.build(), network.drawn(0, 1)
             there.append(name)
@@ -207,6 +208,26 @@ def tables(records: list[Record]) -> str:
     return "\n".join(lines)
 
 
+def damage_table(names: Iterable[str]) -> str:
+    """The errors of the damaged networks, lowest to highest of three draws, in Markdown."""
+    lines = [f"| damage | {' | '.join(f'{name}: {NETWORKS[name].what}' for name in names)} |"]
+    lines.append("|---|" + "---|" * len(lines[0].split(" | ")[1:]))
+    intact = {name: NETWORKS[name].build() for name in names}
+    tests = {name: NETWORKS[name].drawn(WHOLE.examples, PART.test) for name in names}
+    lines.append(
+        "| none | " + " | ".join(f"{NETWORKS[name].error(intact[name], *tests[name]):.3f}" for name in names) + " |"
+    )
+    for kind in DAMAGES:
+        cells = [kind]
+        for name in names:
+            errors = [
+                NETWORKS[name].error(damaged(intact[name], kind, draw), *tests[name]) for draw in range(WHOLE.draws)
+            ]
+            cells.append(f"{min(errors):.3f} to {max(errors):.3f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def interval(values: NDArray[np.float64], sign: str = "") -> str:
     """The mean of (N,) values with its 95 % t interval over cases."""
     if len(values) < 2:
@@ -219,15 +240,21 @@ def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/study-real-networks"), help="where cases are kept")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--part", action="store_true", help="one draw, seed and cap, for a page: half an hour of a core")
-    size.add_argument("--quick", action="store_true", help="one small case of each network")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--part", action="store_true", help="one draw, seed and cap, for a page: half an hour of a core")
+    sizes.add_argument("--quick", action="store_true", help="one small case of each network")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS], help="networks to measure")
     parser.add_argument("--tables", action="store_true", help="print the tables of what is there, and measure nothing")
+    parser.add_argument("--damage", action="store_true", help="print what the damage does to each network, and end")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.damage:
+        print(damage_table(arguments.networks))
+        return
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.tables:
-        measure_all(arguments.out, PART if arguments.part else QUICK if arguments.quick else WHOLE)
+        size = PART if arguments.part else QUICK if arguments.quick else WHOLE
+        measure_all(arguments.out, size, arguments.networks)
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(arguments.out.glob("*.json"))]
     print(tables(records))
 
