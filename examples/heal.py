@@ -28,4 +28,4 @@ prune.ln_structured(pruned[2], "weight", amount=0.8, n=2, dim=0)  # four units o
 
 healed = esper.heal(pruned, (x, y), intact=intact, budget=0.3, steps=48)
 print(healed)  # every network on examples that were held back, what was planted and why, and the verdict
-network = healed.network  # a copy of the pruned network with its seeds; healed.save("folder") writes it
+network = healed.network  # the best one that keeps the weights; healed.save("folder") writes it

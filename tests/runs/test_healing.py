@@ -17,10 +17,10 @@ from torch.nn.utils import parametrize, prune
 import esper
 from esper.cli import main
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.graft.find_sites import find_sites
 from esper.leyline.errors import DataWarning, InputError
 from esper.runs.healing.heal import _permanent, dead_units, directions, drift, ranked
-from esper.runs.healing.training import Case, all_weights, examples_of, split, uniform_adapters, usual_loss
+from esper.runs.healing.refit import RIDGE, refit
+from esper.runs.healing.training import Case, adapters, all_weights, bias_and_scale, examples_of, split, usual_loss
 from esper.store.lock import Lock
 
 
@@ -58,6 +58,18 @@ def damaged(intact):
     return model
 
 
+REMEDIES = [
+    "nothing",
+    "grown",
+    "refit",
+    "uniform adapters",
+    "adapters where damaged",
+    "bias and scale",
+    "refit and trained",
+    "all weights",
+]
+
+
 @pytest.fixture(scope="module")
 def healed():
     """The intact network, the damaged one, and what healing gave."""
@@ -80,7 +92,7 @@ def test_healing_lowers_the_loss_with_seeds_within_the_budget_and_leaves_the_net
     assert grown.gain > grown.half_width > 0
     assert result.planted
     assert grown.trained == sum(seed.parameters for seed in result.planted) <= 0.3 * result.host_params
-    after = dict(result.network.named_parameters())
+    after = dict(result.networks["grown"].named_parameters())
     for path in ("1.up", "2.up", "3.down"):
         assert torch.equal(after[f"{path}.weight"], model.get_submodule(path).weight)
     assert "drifts" in result.planted[0].why
@@ -89,14 +101,14 @@ def test_healing_lowers_the_loss_with_seeds_within_the_budget_and_leaves_the_net
 
 def test_the_table_has_every_remedy_and_the_verdict_says_which_is_better(healed):
     result = healed[2]
-    assert [row.network for row in result.table] == ["nothing", "grown", "uniform adapters", "all weights"]
+    assert [row.network for row in result.table] == REMEDIES
     assert result.row("all weights").trained == result.host_params
     gap = (result.losses["grown"] - result.losses["all weights"]).mean()
     assert gap == pytest.approx(result.row("grown").loss - result.row("all weights").loss)
-    for name in ("uniform adapters", "all weights"):
-        assert f"{name}: " in result.verdict
+    for name in REMEDIES[2:]:
+        assert f"{name} (" in result.verdict
     assert "lower by [95 %]" in repr(result)
-    assert result._repr_html_().count("<tr>") == 5
+    assert result._repr_html_().count("<tr>") == 1 + len(REMEDIES)
 
 
 def test_the_intervals_are_over_the_examples_that_were_held_back(healed):
@@ -143,9 +155,8 @@ def test_a_transformer_encoder_is_healed_at_its_layers_and_lora_adapts_its_atten
         model = Encoder().eval()
     result = esper.heal(model, data, budget=0.3, steps=24)
     assert {seed.site for seed in result.planted} <= {"body.layers.0", "body.layers.1"}
-    sites = list(esper.find_sites(model, data[0][:2]).values())
     case = Case(model, {}, split(examples_of(data), 0), usual_loss, 2, 16, 0)
-    adapted = uniform_adapters(case, 1e-2, sites, 100).network.body.layers[0]
+    adapted = adapters(case, 1e-2, ["body.layers"], 100).network.body.layers[0]
     assert parametrize.is_parametrized(adapted.self_attn, "in_proj_weight")
     assert parametrize.is_parametrized(adapted.linear1, "weight")
 
@@ -153,16 +164,16 @@ def test_a_transformer_encoder_is_healed_at_its_layers_and_lora_adapts_its_atten
 class Reader(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+        self.body, self.head = nn.LSTM(6, 8, batch_first=True), nn.LSTM(8, 3, batch_first=True)
 
     def forward(self, x):
-        return self.head(self.body(x)[0][:, -1])
+        return self.head(self.body(x)[0])[0][:, -1]
 
 
 def test_a_network_without_a_weight_for_lora_has_no_row_of_adapters():
     x, y = examples(60)
     result = esper.heal(Reader(), (x[:, None].repeat(1, 3, 1), torch.zeros_like(y)), budget=0.3, steps=24)
-    assert [row.network for row in result.table] == ["nothing", "grown", "all weights"]
+    assert [row.network for row in result.table] == ["nothing", "grown", "bias and scale", "all weights"]
     assert "uniform adapters: absent" in repr(result)
     assert "every target that was held back is 0" in repr(result)
 
@@ -187,12 +198,12 @@ def test_the_folder_gives_the_same_network_back_with_and_without_esper(healed, t
     intact, _, result = healed
     assert result.save(tmp_path / "out").endswith("adapter, network.pt2, healing.json")
     x = examples(7)[0]
-    expected = result.network(x)
+    expected = result.networks["grown"](x)
     host = damaged(intact)
     for part in (host[2].up, host[2].down):
         prune.remove(part, "weight")
     torch.testing.assert_close(esper.attach(host, tmp_path / "out" / "adapter").eval()(x), expected)
-    torch.testing.assert_close(torch.export.load(tmp_path / "out" / "network.pt2").module()(x), expected)
+    torch.testing.assert_close(torch.export.load(tmp_path / "out" / "network.pt2").module()(x), result.network(x))
     assert json.loads((tmp_path / "out" / "healing.json").read_text())["verdict"] == result.verdict
 
 
@@ -206,10 +217,83 @@ def test_training_all_weights_keeps_what_was_pruned_at_zero_and_adapters_leave_t
     whole = all_weights(case, 1e-2).network
     assert not whole[1].up.weight[mask == 0].any()
     assert not torch.equal(whole[2].up.weight, host[2].up.weight)
-    sites = esper.find_sites(host, x[:2])
-    adapted = uniform_adapters(case, 1e-2, list(sites.values()), 300)
-    assert adapted.learned == pytest.approx(300, rel=0.3)
+    adapted = adapters(case, 1e-2, [""], 500)
+    assert 250 < adapted.learned <= 500
     assert torch.equal(adapted.network[1].up.parametrizations.weight.original, host[1].up.weight)
+
+
+def test_the_network_that_is_returned_has_the_least_loss_on_the_probe_of_those_that_keep_the_weights_and_the_budget(
+    healed,
+):
+    _, model, result = healed
+    probe = split(examples_of(examples(600)), 0).probe
+    able = [row.network for row in result.table[:-1] if row.trained <= 0.3 * result.host_params]
+    with torch.no_grad():
+        losses = {name: float(usual_loss(result.networks[name](probe.x), probe.y).mean()) for name in able}
+    assert result.best == min(losses, key=losses.get)
+    assert result.network is result.networks[result.best]
+    assert f"within the budget: {result.best} (" in result.verdict
+    state = result.network.state_dict()
+    if result.best != "grown":
+        assert torch.equal(state["2.up.parametrizations.weight.original"], model[2].up.weight)
+
+
+def test_biases_and_scales_leave_the_weights_as_they_are():
+    case = Case(build(), {}, split(examples_of(examples()), 0), usual_loss, 3, 16, 0)
+    tuned = bias_and_scale(case, 1e-2)
+    layer, own = tuned.network[1].up, case.host[1].up
+    assert torch.equal(layer.parametrizations.weight.original, own.weight)
+    scale = layer.parametrizations.weight[0].scale
+    torch.testing.assert_close(layer.weight, own.weight * scale)
+    assert not torch.equal(layer.bias, own.bias)
+    outputs = sum(len(part.weight) for part in case.host.modules() if isinstance(part, nn.Linear))
+    assert tuned.learned == 2 * outputs
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.Conv2d(4, 3, (2, 1))
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x))).mean((2, 3))
+
+
+@pytest.mark.parametrize("kind", [build, Convolutions])
+def test_a_refit_of_every_rank_gives_the_outputs_of_the_intact_network_back(kind, monkeypatch):
+    monkeypatch.setattr("esper.runs.healing.refit.RIDGE", 1e-9)
+    with drawn_with(2):
+        intact = kind()
+        x = torch.randn(200, 6) if kind is build else torch.randn(200, 2, 6, 5)
+    model = copy.deepcopy(intact)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(torch.rand(len(parameter), *[1] * (parameter.dim() - 1)) > 0.5)
+    case = Case(model, {}, split(examples_of((x, torch.zeros(200).long())), 0), usual_loss, 1, 16, 0)
+    whole = refit(case, intact, 10**6)
+    with torch.no_grad():
+        assert (model(x) - intact(x)).abs().max() > 0.1
+        torch.testing.assert_close(whole.network(x), intact(x), atol=1e-3, rtol=1e-3)
+    few = refit(case, intact, 60)
+    assert 0 < few.learned <= 60
+    assert refit(case, intact, 1) is None
+
+
+def test_a_refit_is_the_reduced_rank_regression_of_the_errors_on_what_the_damaged_layer_reads():
+    torch.manual_seed(3)
+    intact, x = nn.Sequential(nn.Linear(6, 5)), torch.randn(100, 6)
+    model = copy.deepcopy(intact)
+    with torch.no_grad():
+        model[0].weight[:3] = 0
+    case = Case(model, {}, split(examples_of((x, torch.zeros(100).long())), 0), usual_loss, 1, 16, 0)
+    added = refit(case, intact, 11).network[0].weight - model[0].weight
+    read = case.parts.train.x.double()
+    error = read @ (intact[0].weight - model[0].weight).double().T
+    ridge = RIDGE * read.square().sum() / 6
+    fitted = torch.linalg.inv(read.T @ read + ridge * torch.eye(6)) @ read.T @ error
+    first = torch.linalg.svd(read @ fitted)[2][0]
+    torch.testing.assert_close(added, (fitted @ torch.outer(first, first)).T.float(), atol=1e-5, rtol=1e-4)
 
 
 def test_places_are_ranked_by_the_rise_of_the_drift():
@@ -540,8 +624,7 @@ def test_a_healing_writes_nothing_to_the_temporary_folder(tmp_path, monkeypatch)
 def test_the_rank_of_adapters_is_at_most_that_of_their_matrices():
     parts = split(examples_of(examples(60)), 0)
     case = Case(build(), {}, parts, usual_loss, 1, 8, 0)
-    sites = list(find_sites(case.host, parts.train.x[:2]).values())
-    adapted = uniform_adapters(case, 1e-3, sites, 10**30)
+    adapted = adapters(case, 1e-3, [""], 10**30)
     assert adapted is not None
     assert adapted.learned < 10**5
 

@@ -29,17 +29,18 @@ def heal(
     intact: Annotated[
         str | None, Option(metavar="MODEL", help="The network before the damage, given like MODEL.")
     ] = None,
-    budget: Annotated[float, Option(help="Most parameters of all seeds / parameters of the model.")] = 0.06,
+    budget: Annotated[float, Option(help="Most parameters that a remedy adds / parameters of the model.")] = 0.06,
     steps: Annotated[int, Option(help="Steps of the optimizer for each network that is trained.")] = 480,
     batch_size: Annotated[int, Option(help="Examples in a step.")] = 64,
     seed: Annotated[int, Option(help="Seed of the split, the batches and the seeds.")] = 0,
     out: Annotated[
-        Path | None, Option(metavar="DIR", help="Folder to write: the adapter, network.pt2 and healing.json.")
+        Path | None,
+        Option(metavar="DIR", help="Folder to write: the adapter, the best network.pt2, healing.json."),
     ] = None,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace the healing that DIR holds.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
 ) -> None:
-    """Repair a pruned, quantised or truncated network by seeds, and compare that with the usual remedies."""
+    """Repair a pruned, quantised or truncated network by seeds and other remedies, and say which is best."""
     use_one_thread()
     from esper.leyline.reference import is_reference, load_reference
     from esper.runs.folder.interrupt import ended_by_signals

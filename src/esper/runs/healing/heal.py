@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,17 +27,21 @@ from esper.leyline.lifecycle.streams import Kind, Stream
 from esper.leyline.lifecycle.view import Space, View
 from esper.runs.explanations import few_examples
 from esper.runs.healing.healed import Healed, HealingSeed
+from esper.runs.healing.refit import refit
 from esper.runs.healing.training import (
     Case,
+    LowRank,
     TrainedNetwork,
+    adapters,
     all_weights,
+    bias_and_scale,
     examples_of,
     probe_loss,
     settled,
     split,
     table,
     train,
-    uniform_adapters,
+    trained,
     usual_loss,
 )
 from esper.runs.live.growth import Growth
@@ -80,8 +85,9 @@ def heal(
     The network itself stays bit for bit what it is. Places are ranked by how much the stream drifts from that of the intact
     network, or without one by how many directions it loses; seeds are planted in that order until the budget is used, and kept
     where the gates of `esper.Growth` allow. The result is compared, on examples that were held back, with the network as it
-    is, with LoRA of the same size at every layer, and with training all weights, each with the same updates and the better of
-    two learning rates.
+    is, with LoRA at every layer and where the damage is, with training biases and scales, with layers that are refitted to those
+    of the intact network, and with training all weights, each with the same updates and the better of two learning rates. The
+    one with the least loss on the probe, of those that keep the weights and the budget, is the network that is returned.
 
     Args:
         model: the damaged module. It is not changed. Pruning by torch.nn.utils.prune is made permanent in the copies.
@@ -89,7 +95,7 @@ def heal(
             tuple or a mapping is the arguments of the model; floating-point inputs get the dtype of its parameters. 20 examples
             or more.
         intact: the network before the damage, which has the same submodules at the places that are ranked.
-        budget: most parameters of all seeds / parameters of the model.
+        budget: most parameters that a remedy adds or trains with frozen weights / parameters of the model.
         loss: loss(output, target) of a batch; by default the cross-entropy for whole numbers, and else the squared error.
         steps: steps of the optimizer for each of the networks that are trained.
         batch_size: examples in a step.
@@ -138,22 +144,44 @@ def heal(
 
     grown = [_grown(case, sites, places, budget, rate) for rate in rates("the grown network", "adapters")]
     best, planted, explained, adapter = min(grown, key=lambda each: each[0].probe)
-    size = best.learned or int(budget * _size(host))
-    adapted = [uniform_adapters(case, rate, [*sites.values()], size) for rate in rates("uniform adapters", "adapters")]
-    whole = [all_weights(case, rate) for rate in rates("all weights", "all weights")]
-    networks = {"nothing": TrainedNetwork(host, 0.0, 0, 0.0, 0.0), "grown": best}
-    for name, trained in (("uniform adapters", adapted), ("all weights", whole)):
-        if there := [each for each in trained if each is not None]:
+    room = int(budget * _size(host))
+    corrected = None if intact is None else refit(case, intact, room)
+    remedies: dict[str, tuple[str, Callable[[float], TrainedNetwork | None]]] = {
+        "uniform adapters": ("adapters", lambda rate: adapters(case, rate, [""], room)),
+        "adapters where damaged": ("adapters", lambda rate: adapters(case, rate, [sites[places[0].site].around], room)),
+        "bias and scale": ("adapters", partial(bias_and_scale, case)),
+        "refit and trained": ("adapters", partial(further, case, corrected)),
+        "all weights": ("all weights", partial(all_weights, case)),
+    }
+    networks = {"nothing": TrainedNetwork(host, probe_loss(host, case), 0, 0.0, 0.0), "grown": best}
+    if corrected is not None:
+        networks["refit"] = corrected
+    for name, (kind, remedy) in remedies.items():
+        if there := [network for rate in rates(name, kind) if (network := remedy(rate)) is not None]:
             networks[name] = min(there, key=lambda each: each.probe)
+    frozen = [name for name, each in networks.items() if each.learned <= room and name != "all weights"]
+    chosen = min(frozen, key=lambda name: networks[name].probe)
     rows, losses = table(case, networks)
     remarks, y = few_examples({"what was held back for the table": len(parts.held)}), parts.held.y
     if "uniform adapters" not in networks:
-        remarks.append("uniform adapters: absent: no layer at or in a site has a weight that LoRA can be added to")
+        remarks.append("uniform adapters: absent: no layer has a weight that LoRA can be added to")
     if isinstance(y, Tensor) and not y.is_floating_point() and len(y.unique()) == 1:
         label = int(y.flatten()[0])
         remarks.append(f"every target that was held back is {label}: the table says nothing about other labels")
     reasons, shown = (*explained, *remarks), parts.held.at(slice(2)).x
-    return Healed(best.network, rows, planted, reasons, adapter, losses, _size(host), shown)
+    modules = {name: each.network for name, each in networks.items()}
+    return Healed(modules, chosen, rows, planted, reasons, adapter, losses, _size(host), shown)
+
+
+def further(case: Case, corrected: TrainedNetwork | None, rate: float) -> TrainedNetwork | None:
+    """A copy of a network that `refit` corrected, whose corrections are trained; None if it corrected none."""
+    if corrected is None:
+        return None
+    network = copy.deepcopy(corrected.network)
+    for part in network.modules():
+        if isinstance(part, LowRank):
+            part.requires_grad_(True)
+    return trained(network, case, rate)
 
 
 def _grown(

@@ -71,7 +71,7 @@ class ComparedNetwork(NamedTuple):
     """A row of the table: one network on the examples that were held back.
 
     Attributes:
-        network (str): 'nothing', 'grown', 'uniform adapters' or 'all weights'
+        network (str): 'nothing', 'grown', or the name of another remedy
         loss (float): mean loss
         gain (float): mean loss of 'nothing' less that of this network, paired by example
         half_width (float): half width of the 95 % interval of the gain
@@ -105,7 +105,8 @@ class Healed:
     """The result of `esper.heal`. Prints as a table.
 
     Attributes:
-        network (nn.Module): a copy of the model with the seeds that were kept, in evaluation mode
+        networks (nn.Module by name): the network of each row of the table, in evaluation mode
+        best (str): the row with the least loss on the probe, of those that keep the weights and the budget
         table (Contenders): every network on the examples that were held back
         planted (HealingSeeds): what was planted where and why
         explanations (sentences): why seeds were removed or not planted
@@ -116,7 +117,8 @@ class Healed:
         example (tensor or tuple): two inputs, with which `save` exports the network
     """
 
-    network: nn.Module
+    networks: Mapping[str, nn.Module]
+    best: str
     table: tuple[ComparedNetwork, ...]
     planted: tuple[HealingSeed, ...]
     explanations: tuple[str, ...]
@@ -126,8 +128,13 @@ class Healed:
     example: Any
 
     @property
+    def network(self) -> nn.Module:
+        """The network of the best row, whose weights are those of the model."""
+        return self.networks[self.best]
+
+    @property
     def verdict(self) -> str:
-        """One sentence: what growth brought, and which remedy was better than it."""
+        """One sentence: what growth brought, which remedy was better than it, and which is best where weights must stay."""
         own = self.row("grown")
         figures = f"({own.gain:+.4g} ± {own.half_width:.2g})"
         if not np.isfinite(own.gain):
@@ -138,14 +145,22 @@ class Healed:
             said = f"growth {'lowers' if own.gain > 0 else 'raises'} the loss {figures}"
         if not self.planted:
             said = "no seed was kept, so growth left the network as it was"
+        compared: dict[str, list[str]] = {
+            "better than growth": [],
+            "within chance of growth": [],
+            "worse than growth": [],
+        }
         for name in [row.network for row in self.table if row.network not in ("nothing", "grown")]:
             difference = self.losses["grown"] - self.losses[name]
             mean, half = float(difference.mean()), half_width(difference)
-            how = "better than" if mean > half else "worse than" if mean < -half else "within chance of"
-            said += (
-                f"; {name}: {how} growth ({mean:+.4g} ± {half:.2g})" if np.isfinite(mean) else f"; {name}: not finite"
+            better, level, worse = compared.values()
+            (better if mean > half else level if abs(mean) <= half else worse).append(
+                f"{name} ({mean:+.4g} ± {half:.2g})"
             )
-        return said
+        said += "".join(f"; {how}: {', '.join(names)}" for how, names in compared.items() if names)
+        best = self.row(self.best)
+        gain = "" if self.best == "nothing" else f" ({best.gain:+.4g} ± {best.half_width:.2g} over nothing)"
+        return f"{said}; best on the probe, with frozen weights and within the budget: {self.best}{gain}"
 
     def row(self, name: str) -> ComparedNetwork:
         """The row of a network."""
@@ -157,6 +172,7 @@ class Healed:
             "status": "finished",
             "host_params": self.host_params,
             "verdict": self.verdict,
+            "best": self.best,
             "table": [row._asdict() for row in self.table],
             "planted": [seed._asdict() for seed in self.planted],
             "explanations": list(self.explanations),

@@ -25,7 +25,6 @@ from esper.leyline.data.batches import check_lengths, check_pairs
 from esper.leyline.data.keys import Purpose, key, permutations, scalar
 from esper.leyline.data.task import check_finite
 from esper.leyline.errors import InputError, typed_line
-from esper.leyline.lifecycle.slots import Site
 from esper.runs.healing.healed import ComparedNetwork, half_width
 from esper.tolaria.live.probe import Loss, Probe, Way
 
@@ -248,6 +247,23 @@ def train(
     network.eval()
 
 
+def trained(
+    network: nn.Module,
+    case: Case,
+    rate: float,
+    behind: Callable[[Any, Any], Any] = lambda x, y: None,
+    *,
+    still: bool = True,
+) -> TrainedNetwork:
+    """Train what requires gradients, as `train` does, with AdamW, and measure the result on the probe."""
+    begin = time.perf_counter()
+    learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
+    train(network, optimizer, case, behind, still=still)
+    score = probe_loss(network, case)
+    return TrainedNetwork(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
+
+
 def all_weights(case: Case, rate: float) -> TrainedNetwork:
     """A copy of which every weight is trained; what was pruned stays 0."""
     network = copy.deepcopy(case.host)
@@ -260,16 +276,16 @@ def all_weights(case: Case, rate: float) -> TrainedNetwork:
         for parameter, mask in masks:
             parameter.mul_(mask)
 
-    return _trained(network, case, rate, behind, still=False)
+    return trained(network, case, rate, behind, still=False)
 
 
-def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int) -> TrainedNetwork | None:
-    """A frozen copy with LoRA of one rank, at least 1, at every layer at or in a site, of about `size` parameters in all.
+def adapters(case: Case, rate: float, within: Collection[str], size: int) -> TrainedNetwork | None:
+    """A frozen copy with LoRA of one rank, at least 1, at every layer at or in submodules, of at most about `size` parameters.
 
     No rank is larger than its matrix. None if no layer there has a weight that can be adapted.
     """
     network = copy.deepcopy(case.host).requires_grad_(False)
-    inside = {id(part): part for site in sites for part in network.get_submodule(site.after).modules()}
+    inside = {id(part): part for path in within for part in network.get_submodule(path).modules()}
     weights = [(part, name, weight) for part in inside.values() for name, weight in _matrices(part)]
     if not weights:
         return None
@@ -277,8 +293,20 @@ def uniform_adapters(case: Case, rate: float, sites: Collection[Site], size: int
     with drawn_with(scalar(Purpose.BIRTH, case.seed)):
         for part, name, weight in weights:
             most = min(len(weight), weight[0].numel())  # a higher rank computes nothing more
-            parametrize.register_parametrization(part, name, _LowRank(weight, min(max(round(size / each), 1), most)))
-    return _trained(network, case, rate, lambda x, y: None, still=True)
+            parametrize.register_parametrization(part, name, LowRank(weight, min(max(size // each, 1), most)))
+    return trained(network, case, rate)
+
+
+def bias_and_scale(case: Case, rate: float) -> TrainedNetwork:
+    """A frozen copy of which biases, normalisations, and a factor for each output of a layer are trained."""
+    network = copy.deepcopy(case.host)
+    for parameter in network.parameters():
+        parameter.requires_grad_(parameter.dim() < 2 and parameter.is_floating_point())
+    for part in [*network.modules()]:
+        for name, weight in _matrices(part):
+            weight.requires_grad_(False)
+            parametrize.register_parametrization(part, name, _Scaled(weight))
+    return trained(network, case, rate)
 
 
 def settled(case: Case) -> Case:
@@ -328,7 +356,7 @@ def table(
     return tuple(rows), losses
 
 
-class _LowRank(nn.Module):
+class LowRank(nn.Module):
     """LoRA (arXiv 2106.09685, section 4.1): W + B A, with B zero at first; of a kernel, each output channel is a row of W."""
 
     def __init__(self, weight: Tensor, rank: int) -> None:
@@ -342,6 +370,18 @@ class _LowRank(nn.Module):
         return weight + (self.b @ self.a).view_as(weight)
 
 
+class _Scaled(nn.Module):
+    """A factor, at first 1, for each row of a weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(len(weight), *[1] * (weight.dim() - 1)).to(weight))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """(out, ...) -> (out, ...)."""
+        return self.scale * weight
+
+
 def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
     """The weights that a layer multiplies by, with their names; none for other modules."""
     own = {} if isinstance(part, nn.Embedding) else part._parameters
@@ -350,17 +390,6 @@ def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _probe(network: nn.Module, batches: list[tuple[Any, Any]], loss: Loss) -> Probe:
     return Probe(batches, loss, next((parameter.device for parameter in network.parameters()), torch.device("cpu")))
-
-
-def _trained(
-    network: nn.Module, case: Case, rate: float, behind: Callable[[Any, Any], Any], *, still: bool
-) -> TrainedNetwork:
-    begin = time.perf_counter()
-    learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
-    train(network, optimizer, case, behind, still=still)
-    score = probe_loss(network, case)
-    return TrainedNetwork(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""Trained networks that come inside packages: letters to phonemes, pitch, and speech, to be damaged and repaired."""

@@ -1,0 +1,136 @@
+"""Opponents of `esper heal` that it does not have: each trains a copy of a damaged network on the same batches."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.graft.grafted import call
+from esper.leyline.data.keys import Purpose, scalar
+from esper.runs.healing.training import Case, TrainedNetwork, adapters, probe_loss, trained
+from esper_bench.packaged.networks import Map
+
+
+def maps(network: nn.Module) -> dict[str, Map]:
+    """Return the linear layers and convolutions by path."""
+    return {path: part for path, part in network.named_modules() if isinstance(part, Map)}
+
+
+def head(case: Case, rate: float, size: int) -> TrainedNetwork | None:
+    """Train the last layer alone, or where it has more than `size` parameters LoRA there, of at most about that size."""
+    path, layer = [*maps(case.host).items()][-1]
+    if sum(map(Tensor.numel, layer.parameters())) > size:
+        return adapters(case, rate, [path], size)
+    network = copy.deepcopy(case.host).requires_grad_(False)
+    network.get_submodule(path).requires_grad_(True)
+    return trained(network, case, rate)
+
+
+def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> TrainedNetwork | None:
+    """Draw pruned weights anew, and train them alone: dead units at the first places first, then single entries.
+
+    A unit is an output whose weights are all 0; it is drawn as wide as the living ones, with a bias of 0. Of the other entries
+    that are 0, those with the largest gradients are trained from 0 on, as RigL regrows them (Evci and others, arXiv 1911.11134,
+    2020, section 3). At most `size` weights in all. None if no weight is 0.
+    """
+    network, left = copy.deepcopy(case.host).requires_grad_(False), size
+    layers, masks = maps(network), dict[str, Tensor]()
+    order = sorted(
+        layers, key=lambda path: min((i for i, p in enumerate(places) if path.startswith(p)), default=len(places))
+    )
+    generator = torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))
+    for path in order:
+        weight = layers[path].weight
+        masks[path] = torch.zeros_like(weight, dtype=torch.bool)
+        alive = weight.flatten(1).any(1)
+        units = (~alive).nonzero()[: left // weight[0].numel(), 0]
+        if len(units) and alive.any():
+            drawn = torch.randn(len(units), *weight.shape[1:], generator=generator)
+            weight[units] = drawn.to(weight) * weight[alive].std()
+            masks[path][units] = True
+            left -= len(units) * weight[0].numel()
+    slopes = _gradients(case, network, layers)
+    empty = {
+        path: slope.abs() * ((layer.weight == 0) & ~masks[path])
+        for (path, layer), slope in zip(layers.items(), slopes, strict=True)
+    }
+    every = torch.cat([each.flatten() for each in empty.values()])
+    if left and (found := min(left, int((every > 0).sum()))):
+        least = every.topk(found).values[-1]
+        for path, each in empty.items():
+            masks[path] |= (each > 0) & (each >= least)
+    count = sum(int(mask.sum()) for mask in masks.values())
+    if not count:
+        return None
+    for path, mask in masks.items():
+        if mask.any():
+            weight = layers[path].weight.requires_grad_(True)
+            weight.register_hook(lambda slope, mask=mask: slope * mask)  # an entry without a gradient does not move
+    return trained(network, case, rate)._replace(learned=count)
+
+
+def distilled(case: Case, rate: float, size: int, intact: nn.Module) -> TrainedNetwork | None:
+    """Train LoRA at every layer so that each returns what that of the intact network does, in place of the task's loss.
+
+    The loss is the mean over layers of |h - h0|^2 / |h0|^2, with the outputs h of the layer and h0 of the intact one.
+    """
+    adapted = adapters(case._replace(steps=0), rate, [""], size)
+    if adapted is None:
+        return None
+    given: list[Any] = []
+    ours, theirs = dict[str, list[Tensor]](), dict[str, list[Tensor]]()
+
+    def apart(output: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            intact(*given[-1])
+        errors = [
+            (torch.stack(ours[path]) - torch.stack(h)).square().sum() / torch.stack(h).square().sum()
+            for path, h in theirs.items()
+        ]
+        for found in (given, ours, theirs):
+            found.clear()
+        return torch.stack(errors).mean().expand(len(target))
+
+    handles = [adapted.network.register_forward_pre_hook(lambda _, arguments: given.append(arguments))]
+    handles += [
+        layer.register_forward_hook(lambda _, a, h, found=found, path=path: found.setdefault(path, []).append(h))
+        for network, found in ((adapted.network, ours), (intact, theirs))
+        for path, layer in maps(network).items()
+    ]
+    try:
+        taught = trained(adapted.network, case._replace(loss=apart, way="given"), rate)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return taught._replace(probe=probe_loss(taught.network, case))
+
+
+def revived(case: Case, rate: float) -> TrainedNetwork:
+    """Train every weight after dead units were drawn anew: nothing stays frozen, and nothing stays pruned."""
+    network = copy.deepcopy(case.host)
+    generator = torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))
+    with torch.no_grad():
+        for layer in maps(network).values():
+            alive = layer.weight.flatten(1).any(1)
+            if alive.any() and not alive.all():
+                drawn = torch.randn(layer.weight[~alive].shape, generator=generator)
+                layer.weight[~alive] = drawn * layer.weight[alive].std()
+    return trained(network.requires_grad_(True), case, rate, still=False)
+
+
+def _gradients(case: Case, network: nn.Module, layers: dict[str, Map]) -> list[Tensor]:
+    """Gradients of the loss on 256 training examples in the weights of some layers, which are 0 for a weight of no effect."""
+    x, y = case.parts.train.at(slice(256))
+    for layer in layers.values():
+        layer.weight.requires_grad_(True)
+    with drawn_with(scalar(Purpose.DROPOUT, case.seed)):
+        case.loss(call(network.eval(), x), y).mean().backward()
+    found = [
+        torch.zeros_like(layer.weight) if layer.weight.grad is None else layer.weight.grad for layer in layers.values()
+    ]
+    network.requires_grad_(False)
+    network.zero_grad()
+    return found
