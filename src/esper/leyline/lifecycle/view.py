@@ -358,6 +358,10 @@ def choose(rows: Bools, one: Any, other: Any) -> Any:
     return map_arrays(lambda x, y: np.where(rows.reshape(-1, *(1,) * (y.ndim - 1)), x, y), one, other)
 
 
+MISSING = "missing"
+"""The growth sensor of a network in a loop of a person's own: what its layers cannot follow (`esper.tolaria.live.missing`)."""
+
+
 def sensor(view: View, name: str) -> Floats:
     """The values (E, S) of a growth sensor; nan where the space does not have it."""
     if name not in view.space.sensors:

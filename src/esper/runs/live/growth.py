@@ -27,7 +27,7 @@ from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, SETTLED, Stage, among
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.verdicts import Refusal
-from esper.leyline.lifecycle.view import Space, View
+from esper.leyline.lifecycle.view import MISSING, Space, View
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.runs.explanations import Attempts, explanations, few_examples, nothing_left, unfinished
@@ -41,7 +41,7 @@ from esper.runs.live.growth_state import (
     signed,
 )
 from esper.runs.verdict import verdict_of_loop
-from esper.tamiyo.catalog import find_controller
+from esper.tamiyo.catalog import find_controller, with_sensors
 from esper.tolaria.engine import Engine
 from esper.tolaria.live.averages import Average
 from esper.tolaria.live.grafts import GrowthMode
@@ -185,6 +185,8 @@ class Growth:
             graft(network, example=measured.first)
         sites = sites_of(network)
         config = _growth_config(sites, share, self.every, steps, seed, settings or {})
+        self.controller = find_controller(controller).make(config)
+        config = _with_sensors(config, self.controller)
         averages = [] if ema is None else [Average(ema, network)]
         ranks = Ranks(
             shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1), sharded=sharded
@@ -214,7 +216,6 @@ class Growth:
                 "find_unused_parameters=True"
             )
         self.frozen = Frozen(network, freeze)
-        self.controller = find_controller(controller).make(config)
         arguments = {"budget": share, "freeze": freeze, "every": self.every, "steps": steps, "seed": seed, "mode": mode}
         self._made_with = ranks.from_first(made_with(population, (controller, self.controller), config, arguments))
         self.engine = Engine(population, config)
@@ -527,7 +528,10 @@ class Growth:
         population.groups.load_state(tree["groups"], population.grafts.names())
         self.frozen.note()
         self.calls = tree["calls"]
-        self.engine.restore(tree["engine"])
+        measured, own = tree["engine"]["measurements"], self.engine.state.measurements.sensors
+        if measured["sensors"].shape != own.shape:  # another controller reads other sensors, which are measured again
+            measured = {**measured, "sensors": np.full_like(own, np.nan)}
+        self.engine.restore({**tree["engine"], "measurements": measured})
         self.attempts = Attempts(**tree["attempts"])
         population.follow(self.engine.state.seeds)
         since: Any = tree.get("stopped")
@@ -725,7 +729,6 @@ def _growth_config(
         "seed": seed,
         "steps": ENDLESS if steps is None else max(_optimizer_steps("steps", steps) // every, 1),
         "lifecycle": {"max_seeds": len(sites)},
-        "probe": {"sensors_every": 0},
         "reward": {"objective": "log_loss"},
         # The loss on the probe stands in for the training loss. It has no upper bound, and rises when a network overfits, which
         # is not a failure.
@@ -738,6 +741,15 @@ def _growth_config(
                 f"settings sets {key}, which a network in your own training loop does not have; leave it out"
             )
     return build_config(usual, settings)
+
+
+def _with_sensors(config: Config, client: Controller) -> Config:
+    """The config with the decisions between measurements of what is missing, if they are null: 0 where nobody reads that."""
+    if any(MISSING in names for names in client.sensors_read.values()):
+        return with_sensors(config, client)
+    if config.probe.sensors_every is not None:
+        return config
+    return config.model_copy(update={"probe": config.probe.model_copy(update={"sensors_every": 0})})
 
 
 def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:

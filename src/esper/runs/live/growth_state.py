@@ -32,7 +32,12 @@ _FIXED = (
     *("gates.certify", "governor.enabled", "governor.loss_window", "probe.sensors", "probe.sensors_every"),
 )
 """What cannot change, because arrays of the state follow from it."""
-_IMPLIED = {"budget": ("governor.param_limit",), "steps": ("decisions",), "every": ("decisions",)}
+_IMPLIED = {
+    "controller": ("probe.sensors_every",),
+    "budget": ("governor.param_limit",),
+    "steps": ("decisions",),
+    "every": ("decisions",),
+}
 """Settings that follow from an argument, and change with it."""
 _PLAIN = (bool, int, float, str, type(None))
 _MEND = "give the state as growth.state_dict() returned it"

@@ -15,12 +15,16 @@ from esper.leyline.config.tree import GatesConfig, HeuristicConfig
 from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Space, View, sensor
+from esper.leyline.lifecycle.view import MISSING, Bools, Floats, Outcome, Space, View, sensor
 from esper.leyline.text import nothing_planted
 from esper.tamiyo.rules.baselines import Rule
 
 DEAD = 0.02
 """Relative participation below which the inner features of a segment count as dead."""
+FEW = 1e-2
+"""Share of the gradient's energy up to which nothing is missing at a site."""
+VAIN = 3
+"""Measurements in a row by which nothing is missing anywhere, after which no more seeds are planted."""
 
 
 class PlantingObstacle(IntEnum):
@@ -56,6 +60,8 @@ class _Plans(NamedTuple):
     narrow: Bools  # (E, S) narrow segments
     inner: Floats  # (E, S) participation_inner
     blind: Bools  # (E,) the inner features of no segment are measured
+    missing: Floats  # (E, S) share of the gradient that is missing at nominated sites; nan elsewhere
+    vain: Bools  # (E,) that is measured, seeds were planted, and nothing is missing at any free site
 
 
 class Heuristic(Rule):
@@ -77,6 +83,10 @@ class Heuristic(Rule):
        features of no segment are measured, the bound is `plant_below`, seeds may incubate, and the slot is the first whose
        participation is within `tie_ratio` times the lowest, because a stream stays thin behind the segment that made it thin.
        The rule compares the slots of one host, because the smallest possible ratio, 1 / width, differs between hosts.
+       Where it is measured what is missing at the slots (`esper.tolaria.live.missing`), as in `esper.Growth`, the slot that
+       lacks most is planted instead, among those that lack at least `missing_ratio` times as much, while fewer than `nominated`
+       seeds incubate. If nothing is missing at any slot, the slot is chosen as above until the first seed is planted, and none is
+       planted afterwards; after three such measurements in a row none will be.
     6. WAIT.
 
     A seed is planted only while there are enough steps to fossilize it, and `spare_steps` more. Its blueprint is the first of
@@ -85,7 +95,7 @@ class Heuristic(Rule):
     """
 
     sensors_every = 4
-    sensors_read = MappingProxyType({Op.GERMINATE: ("participation", "participation_inner")})
+    sensors_read = MappingProxyType({Op.GERMINATE: ("participation", "participation_inner", MISSING)})
 
     def __init__(self, config: HeuristicConfig, gates: GatesConfig) -> None:
         self.config = config
@@ -94,6 +104,7 @@ class Heuristic(Rule):
         self._planted = np.zeros(0, bool)  # (E,) whether a seed was planted in this episode
         self._obstacle = np.zeros(0, np.int8)  # (E,) the last one; LATE only where there was no other
         self._share = np.zeros(0)  # (E,) relative metric at that obstacle
+        self._vain = np.zeros(0, np.int64)  # (E,) measurements in a row that found nothing missing
         self._steps = 0
         self._blind = False  # whether slots were chosen without measured inner features
 
@@ -118,7 +129,9 @@ class Heuristic(Rule):
             slot = np.where(any_candidate, _best(candidates, score), slot)
         if view.step == 0 or len(self._planted) != envs:
             self._planted, self._obstacle = np.zeros(envs, bool), np.zeros(envs, np.int8)
-            self._share = np.full(envs, np.nan)
+            self._share, self._vain = np.full(envs, np.nan), np.zeros(envs, np.int64)
+        if view.measurements.sensor_age == 0:
+            self._vain = np.where(plans.vain, self._vain + 1, 0)
         late = (plans.obstacle == PlantingObstacle.LATE) & (self._obstacle != PlantingObstacle.NONE)
         record = (plans.obstacle != PlantingObstacle.NONE) & ~late
         self._obstacle = np.where(record, plans.obstacle, self._obstacle)
@@ -143,7 +156,7 @@ class Heuristic(Rule):
         names = [self.config.weak_blueprints, *([self.config.narrow_blueprints] if measured else [])]
         chosen = [_first_that_fits(each, fits, view.space)[..., None] for each in names]
         those: Bools = np.logical_or.reduce([np.arange(fits.shape[2]) == each for each in chosen]) & fits
-        return those & self.timely(view, view.step)
+        return those & self.timely(view, view.step) & (self._vain < VAIN)[:, None, None]
 
     def reasons(self) -> Sequence[str | None]:
         """For each environment, the reason of a GERMINATE, PRUNE or FOSSILIZE at the last decision; None for other operations."""
@@ -169,12 +182,13 @@ class Heuristic(Rule):
 
     def state(self) -> dict[str, Any]:
         """The obstacles so far, from which `explain` makes its sentences."""
-        told = {"planted": self._planted, "obstacle": self._obstacle, "share": self._share}
+        told = {"planted": self._planted, "obstacle": self._obstacle, "share": self._share, "vain": self._vain}
         return {**told, "steps": self._steps, "blind": self._blind}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
         self._planted, self._obstacle, self._share = state["planted"], state["obstacle"], state["share"]
+        self._vain = state.get("vain", np.zeros_like(state["obstacle"], np.int64))  # older states have none
         self._steps, self._blind = state["steps"], state["blind"]
 
     def _judge(self, view: View) -> _Trials:
@@ -233,8 +247,18 @@ class Heuristic(Rule):
         low = np.where(blind, share < config.plant_below, (share < config.weak_below) & ~incubating)
         weak = may & none & thinnest & low
         where: Bools = timely & ((narrow & (share < config.plant_below)) | weak)
-
         score = np.where(none, 0.0, -rank)
+
+        missing = sensor(view, MISSING)
+        lacks = may & (missing > FEW)
+        most = np.where(lacks, missing, -np.inf).max(1, keepdims=True)
+        lacks &= missing >= config.missing_ratio * most
+        room = (view.seeds.stage == Stage.TRAINING).sum(1, keepdims=True) < config.nominated
+        measured_at_all = ~np.isnan(missing).all(1, keepdims=True)
+        begun = (view.seeds.stage != Stage.DORMANT).any(1, keepdims=True)
+        judged = lacks.any(1, keepdims=True) | (measured_at_all & begun)
+        where = np.where(judged, timely & lacks & room & (share < config.plant_below), where)
+        score = np.where(judged, missing, score)
         blueprint: Ints = np.where(
             narrow,
             _first_that_fits(config.narrow_blueprints, view.masks.blueprint, space),
@@ -247,13 +271,19 @@ class Heuristic(Rule):
         if not timely:
             obstacle[:] = PlantingObstacle.LATE
         obstacle[where.any(1) | ~may.any(1)] = PlantingObstacle.NONE
-        return _Plans(where, score, blueprint, obstacle, share, narrow, inner, blind[:, 0])
+        missing, vain = np.where(lacks, missing, np.nan), (judged & ~lacks.any(1, keepdims=True))[:, 0]
+        return _Plans(where, score, blueprint, obstacle, share, narrow, inner, blind[:, 0], missing, vain)
 
     def _why_planted(self, plans: _Plans, view: View, env: int, slot: int) -> str:
         config, name = self.config, view.space.slots[slot]
         blueprint = view.space.blueprints[int(plans.blueprint[env, slot])].name
         inner, narrow = plans.inner[env, slot], bool(plans.narrow[env, slot])
-        if narrow:
+        if np.isfinite(plans.missing[env, slot]):
+            place = (
+                f"at {name}, {plans.missing[env, slot]:.1%} of the gradient is what the layer in front cannot follow and a "
+                "bypass can (heuristic.missing_ratio)"
+            )
+        elif narrow:
             bound = (
                 f"under {DEAD:.0%}" if inner < DEAD else f"at least {config.narrow_from:.0%} (heuristic.narrow_from)"
             )
@@ -264,7 +294,7 @@ class Heuristic(Rule):
             )
         else:
             place = f"no segment is narrow (heuristic.narrow_from), and the stream is the thinnest at {name}"
-        if not narrow and np.isfinite(plans.share[env]):
+        if not narrow and np.isnan(plans.missing[env, slot]) and np.isfinite(plans.share[env]):
             limit = "plant_below" if plans.blind[env] else "weak_below"
             bound = f"under {getattr(config, limit):.0%} (heuristic.{limit})"
             place += f"; {progress_of(plans.share[env])}, {bound}"

@@ -25,11 +25,12 @@ from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
-from esper.leyline.lifecycle.view import Bools, Seeds, Space, choose
+from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, Space, choose
 from esper.tolaria.live.averages import Average
 from esper.tolaria.live.grafts import Grafts
 from esper.tolaria.live.groups import Groups, placed_moments
 from esper.tolaria.live.incubation import Incubation
+from esper.tolaria.live.missing import missing, read_sites
 from esper.tolaria.live.probe import Probe
 from esper.tolaria.live.ranks import Ranks, SharedGradients
 from esper.tolaria.live.widening import follow
@@ -85,7 +86,7 @@ class LivePopulation:
             cost=cost[None],
             fits=fits,
             width=np.array([[site.stream.width for site in self.sites]]),
-            sensors=(),
+            sensors=(MISSING,) if config.probe.sensors_every else (),
             max_seeds=config.lifecycle.max_seeds,
             seed=config.seed,
             number=np.zeros(1, np.int64),
@@ -141,6 +142,16 @@ class LivePopulation:
                 figures = measure_live(self, seeds, asked, trained)
             reshard(self.network)
         return self.ranks.from_first(figures)
+
+    def sense(self) -> Tensor:
+        """(1, S, 1) what is missing at each site where a seed may be planted; nan elsewhere, and in a sharded network."""
+        free = [site.name for slot, site in enumerate(self.sites) if self.space.fits[slot].any()]
+        names = [] if is_sharded(self.network) else [name for name in free if self.grafts.at(name) is None]
+        read = read_sites(self.network, names, self.probe_batches.batches(), self.probe_batches.mean) if names else {}
+        absent = torch.full((), torch.nan, device=self.device)
+        return torch.stack([missing(read[site.name]) if site.name in read else absent for site in self.sites])[
+            None, :, None
+        ]
 
     def sound(self) -> bool:
         """Return whether every parameter is finite; one read of the device."""
@@ -317,7 +328,6 @@ def measure_live(
 
     The metric is minus the loss. `norms` are those of the seeds that incubate, by site; None leaves the training out.
     """
-    assert not asked.sensors, "a live network has no growth sensors"
     assert not asked.validation, "a live network has no validation split"
     live.grafts.doses(doses(seeds)[0])
     with _listening(live.network, live.sites) as heard:
@@ -336,13 +346,17 @@ def measure_live(
         participation_ratio(torch.cat(each.features, 1))[0].to(own) if each.features else own.new_full((), torch.nan)
         for each in heard
     ]
-    packet = read_packet([torch.stack(means), rise, torch.stack(participation_ratios), signs, *trained.values()])
-    loss, risen, participation, sign = packet[:4]
+    sensors = None
+    if asked.sensors:
+        live.grafts.doses(doses(seeds)[0])
+        sensors = live.sense()
+    read = [torch.stack(means), rise, torch.stack(participation_ratios), signs, sensors, *trained.values()]
+    loss, risen, participation, sign, sensors, *norms_read = read_packet(read)
     slot_of = {site.name: slot for slot, site in enumerate(live.sites)}
     figures = TrainedFigures(
         loss=loss[:1],
         gradient_norm=None,
-        seed_norms=[norm.reshape(1) for norm in packet[4:]],
+        seed_norms=[norm.reshape(1) for norm in norms_read],
         seed_owners=tuple((slot_of[name], np.zeros(1, np.int64)) for name in trained),
     )
     return Figures(
@@ -354,6 +368,7 @@ def measure_live(
         metric_fall=risen,
         participation=participation[None],
         signs=sign[None],
+        sensors=sensors,
         finite=np.ones(1, bool) if asked.finite else None,
         trained=None if norms is None else figures,
     )

@@ -1,0 +1,42 @@
+"""The default controller plants behind the narrow place of a network, and nothing more where nothing else is missing."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import esper
+from esper.kasmina.blueprints import drawn_with
+
+
+def grown(**options):
+    with drawn_with(0):
+        x, teacher = torch.randn(900, 12), nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 4))
+        y = teacher(x).argmax(1)
+        model = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 2), nn.ReLU(), nn.Linear(2, 24), nn.ReLU())
+        model.append(nn.Linear(24, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    growth = esper.Growth(
+        model, optimizer, probe=[(x[600:], y[600:])], loss=F.cross_entropy, budget=2.0, every=10, **options
+    )
+    for step in range(300):
+        batch = slice(step * 60 % 600, step * 60 % 600 + 60)
+        F.cross_entropy(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step(x[batch], y[batch])
+    return growth
+
+
+def test_the_first_seed_goes_past_the_narrow_place_and_its_reason_says_what_is_missing():
+    growth = grown()
+    first = growth.summary()["plantings"][0]
+    assert growth.model.sites[first["site"]].around != first["site"]
+    assert "of the gradient is what the layer in front cannot follow" in first["reason"]
+
+
+def test_without_the_measurement_no_reason_speaks_of_what_is_missing():
+    blind = grown(settings={"probe": {"sensors_every": 0}})
+    assert blind.population.space.sensors == ()
+    plantings = blind.summary()["plantings"]
+    assert plantings
+    assert not any("of the gradient" in each["reason"] for each in plantings)
