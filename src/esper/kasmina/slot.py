@@ -52,25 +52,37 @@ def blend_change(
     return change if alpha is None else alpha * change
 
 
-def blend_gradients(
-    dc: Tensor, h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return the gradients of h, delta and gate from that of the change, for the rows of a population (`blend_change`).
+Blended = tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, Tensor, Tensor | None]]]
+"""A change (n, B, ...), and a function from its gradient to those of h (None where it is 0), delta and gate."""
 
-    They are rounded and summed as autograd does it. That of h is None where it is 0.
-    """
-    d, dh, dgate = dc if alpha is None else dc * alpha, None, None
+
+def differentiated_blend(
+    h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
+) -> Blended:
+    """Compute `blend_change` for rows of a population, and how it is differentiated: rounded and summed as autograd does it."""
     if blend is None:
-        return None, d, None
+        change = delta if alpha is None else alpha * delta
+        return change, lambda dc: (None, dc if alpha is None else dc * alpha, None)
+    tanh_backward = torch.ops.aten.tanh_backward
+    change, gated, bent, passed = delta, delta, delta, delta
+    if gate is not None:
+        gated, bent = blend.eq(Blend.GATE), torch.tanh(gate / 2)
+        passed = (1 + bent) / 2
+        change = torch.where(gated, passed * delta, change)
     multiplied, slope = blend.eq(Blend.MULTIPLY), torch.tanh(delta)
-    own, d = d.where(multiplied, 0), d.where(~multiplied, 0)
-    dh, ddelta = own * slope, torch.ops.aten.tanh_backward(own * h, slope)
-    if gate is None:
-        return dh, ddelta + d, None
-    gated, bent = blend.eq(Blend.GATE), torch.tanh(gate / 2)
-    own, d = d.where(gated, 0), d.where(~gated, 0)
-    dgate = torch.ops.aten.tanh_backward((own * delta).sum(-1, keepdim=True) / 2, bent) / 2
-    return dh, ddelta + d + own * ((1 + bent) / 2), dgate
+    change = torch.where(multiplied, h * slope, change)
+
+    def back(dc: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        d = dc if alpha is None else dc * alpha
+        own, d = d.where(multiplied, 0), d.where(~multiplied, 0)
+        dh, ddelta = own * slope, tanh_backward(own * h, slope)
+        if gate is None:
+            return dh, ddelta + d, None
+        own, d = d.where(gated, 0), d.where(~gated, 0)
+        dgate = tanh_backward((own * delta).sum(-1, keepdim=True) / 2, bent) / 2
+        return dh, ddelta + d + own * passed, dgate
+
+    return change if alpha is None else alpha * change, back
 
 
 class DifferentiableFunction(torch.autograd.Function):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina.slot import Straight, blend_change, blend_gradients
+from esper.kasmina.slot import Straight, blend_change, differentiated_blend
 from esper.kasmina.stack.fused import gradients_of, streams_of
 from esper.kasmina.stack.rows import Rows, Stack, append_rows, in_layout_of, select_rows
 from esper.leyline.data.batches import Batch
@@ -81,6 +81,7 @@ class Tape(Graph):
         self._steps: list[tuple[Tensor, Callable[[Tensor], None]]] = []  # each result, and what passes its gradient on
         self._wanted: set[int] = set()  # ids of the results, whose gradients are asked for; `_steps` keeps them alive
         self._gradients: dict[int, Tensor] = {}
+        self._owned: set[int] = set()  # ids of the results whose gradient is a sum of its own
 
     def call(
         self, stack: Stack, x: Batch, rows: Rows, *, part: str = "", frozen: bool = False, keys: Any = None
@@ -139,7 +140,10 @@ class Tape(Graph):
             return y
 
         def back(dy: Tensor) -> None:
-            self._add(x, dy if where is None else dy.new_zeros(x.shape).index_add_(0, where, dy))
+            if where is None:
+                self._add(x, dy)
+            else:
+                self._sum(x).index_add_(0, where, dy)
 
         return self._note(y, back)
 
@@ -181,13 +185,13 @@ class Tape(Graph):
     def blended(
         self, h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
     ) -> Tensor:
-        change = blend_change(h, delta, gate, alpha, blend)
+        change, backward = differentiated_blend(h, delta, gate, alpha, blend)
         sources = [h, delta, gate]
         if change is delta or not any(map(self.wants, sources)):
             return change
 
         def back(dy: Tensor) -> None:
-            for source, gradient in zip(sources, blend_gradients(dy, h, delta, gate, alpha, blend), strict=True):
+            for source, gradient in zip(sources, backward(dy), strict=True):
                 if source is not None and gradient is not None:
                     self._add(source, gradient)
 
@@ -247,6 +251,22 @@ class Tape(Graph):
         return y
 
     def _add(self, x: Tensor, gradient: Tensor) -> None:
-        if self.wants(x):
-            known = self._gradients.get(id(x))
-            self._gradients[id(x)] = gradient if known is None else known + gradient
+        if not self.wants(x):
+            return
+        at = id(x)
+        if at in self._owned:
+            self._gradients[at].add_(gradient)
+        elif at in self._gradients:
+            self._gradients[at] = self._gradients[at] + gradient
+            self._owned.add(at)
+        else:
+            self._gradients[at] = gradient  # which others may hold too
+
+    def _sum(self, x: Tensor) -> Tensor:
+        """Return the sum of the gradients of a stream so far, zeros at first, to add to in place."""
+        at = id(x)
+        if at not in self._owned:
+            known = self._gradients.get(at)
+            self._gradients[at] = x.new_zeros(x.shape) if known is None else known.clone()
+            self._owned.add(at)
+        return self._gradients[at]
