@@ -1,17 +1,22 @@
 """Memory and time of a training step with pieces of a batch and with activations that are computed again.
 
     python scripts/benchmark_memory.py [--layers 8] [--width 128] [--batch 16] [--turns 3]
+    python scripts/benchmark_memory.py --steps 20000     # of a whole growth, as its steps go by, instead
 
 The host is a transformer on the bytes of the standard library, in one environment. Every way runs in a process of its
 own. Memory is the largest resident set within the second training step of one batch, less that in front of it, as Linux reports
 it (VmHWM, reset by /proc/self/clear_refs); meanwhile the C library returns every freed block at once, so that the figure is what
 is in use. Time is the median of processor seconds of further steps, for which the C library keeps freed blocks.
+
+With `--steps`, `esper grow iris` with four environments writes its folder, with a row for each step, and
+resident memory and the processor milliseconds of a step are printed as steps go by.
 """
 
 import argparse
 import ctypes
 import multiprocessing
 import os
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +27,7 @@ import torch
 import esper
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split
+from esper.nissa.rows import Row, StepRow
 from esper.tolaria.engine import VectorizedEngine
 
 LENGTH = 64
@@ -34,8 +40,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("layers", 8), ("width", 128), ("batch", 16), ("turns", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int, help="steps of a whole growth, whose memory is measured instead")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.steps:
+        long_growth(asked.steps)
+        return
     print("| `data.microbatch` | `activation_checkpointing` | memory | | processor time | |", flush=True)
     print("|---|---|---|---|---|---|", flush=True)
     first = None
@@ -78,6 +88,32 @@ def measure(asked: argparse.Namespace, settings: dict[str, object]) -> tuple[int
         engine.population.train(seeds)
         times.append(time.process_time() - begin)
     return memory, median(times)
+
+
+class Resident:
+    """Prints the resident memory as rows of steps arrive: after a tenth of the steps first, then each tenth."""
+
+    def __init__(self, steps: int) -> None:
+        self.every, self.begin = max(steps // 10, 1), time.process_time()
+
+    def write(self, row: Row) -> None:
+        """Take a row; those of steps count."""
+        if isinstance(row, StepRow) and row.step % self.every == self.every - 1:
+            now = time.process_time()
+            spent, self.begin = (now - self.begin) / self.every * 1e3, now
+            print(f"| {row.step + 1:,} | {_status('VmRSS') / 2**20:,.1f} MiB | {spent:.2f} ms |", flush=True)
+
+    def close(self) -> None:
+        """Do nothing: every line is printed."""
+
+
+def long_growth(steps: int) -> None:
+    """Grow for many steps, and print the memory as they go by."""
+    print("| steps | resident | processor time of a step |", flush=True)
+    print("|---|---|---|", flush=True)
+    settings = {"envs": 4, "steps": steps, "data.batches_per_step": 2, "baselines": []}
+    with tempfile.TemporaryDirectory() as folder:
+        esper.grow("iris", settings, run=f"{folder}/run", outputs=[Resident(steps)], progress=False)
 
 
 def _status(name: str) -> int:
