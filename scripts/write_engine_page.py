@@ -236,8 +236,8 @@ All ways of a case take turns, step by step, in one process. The *bare stack* is
 the engine's own parameters, data and passes (leave-one-out passes of live seeds, shadow passes of incubating ones, probe and
 paired errors) with baddbmm, autograd, torch's fused AdamW and nothing else, and it must measure what the engine measures before
 it is timed. It is run with the engine's cross-entropy, and once more with `F.cross_entropy`, which takes four times as long for
-ten classes. The *plain loop* is ordinary PyTorch over one network after another with a DataLoader and `.item()`; four networks are
-timed and scaled. A step is 16 batches of 64 and one probe. What the engine does beyond the floor: the rank of every slot,
+ten classes. The *plain loop* is ordinary PyTorch over one network after another with a DataLoader and `.item()`; four networks
+are timed and scaled. A step is 16 batches of 64 and one probe. What the engine does beyond the floor: the rank of every slot,
 gradient norms, frozen rows, an order of its own for every row and epoch, gates, masks, events.
 
 The aims: .9 of the bare stack, which came out at {min(bare):.2f} to {max(bare):.2f}; ten times the plain loop, which came out at
