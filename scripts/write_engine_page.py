@@ -210,9 +210,9 @@ with the arithmetic. It is not memory that ends the flat part: the population le
 products of a block, about 120 us an environment, and every live seed its own and a pass of the probe. The memory of a
 population is 16 bytes for each parameter: value, gradient and two moments.
 
-In steps, memory is flat: `python scripts/benchmark_memory.py --steps 20000` grows four environments of `iris` by the default rule,
-with a row of events for each step, and has 442.3 MiB resident after 2,000 steps, and 442.6 MiB from 6,000 to 20,000. With
-decisions at random, which plant and remove a seed in nearly every step, what the summary says of each seed takes 1.5 KB a step."""
+In steps, memory is flat: `python scripts/benchmark_memory.py --steps 20000` grows four environments of `iris` by the default
+rule, with a row of events for each step, and has 442.3 MiB resident after 2,000 steps, and 442.6 MiB from 6,000 to 20,000. With
+decisions at random, which plant and remove a seed in nearly every step, what the summary says of them takes 1.5 KB a step."""
 """What the tables of scale say."""
 
 
