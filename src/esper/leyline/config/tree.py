@@ -415,6 +415,8 @@ class PPOConfig(Section):
     """rounds between greedy evaluations of the policy on validation instances [rounds]"""
     validate_envs: int = Field(64, ge=1)
     """environments of each validation [environments]"""
+    device: str = "cpu"
+    """device of the policy: cpu, cuda or cuda:i, or same, that of the networks (`esper docs training`)"""
 
     @pydantic.field_validator("entropy_weights")
     @classmethod

@@ -488,6 +488,11 @@ def check_facts(own: Tree, ready: Tree) -> None:
                 f"a worker has other data of task {name!r} than this process; let the function that makes the task return the "
                 "same data at every call, and give every machine the same files"
             )
+    if ready.get("policy") != own.get("policy"):  # in a training alone
+        raise InputError(
+            f"the policy of a worker is on {ready['policy']}, that of this process on {own['policy']}, and devices of two kinds "
+            "round differently; give ppo.device=cpu, or devices of one kind"
+        )
     if ready["versions"] != own["versions"]:
         raise InputError(
             f"a worker runs {ready['versions']}, this process {own['versions']}; install the same versions"
