@@ -49,7 +49,7 @@ from esper.runs.training.cohort import (
     settings_of_policy,
     with_shards,
 )
-from esper.runs.workers.transports import connect, serve_rank
+from esper.runs.workers.transports import connect, give_sign, serve_rank
 from esper.runs.workers.workers import ALONE, Peers, SentTask, Stop, WorkerOptions, shared_facts, start_workers
 from esper.simic.anomalies import MENDS, learning_anomalies
 from esper.simic.exchange import Exchange, ExchangeError, divide
@@ -126,6 +126,7 @@ def train(
             facts = {**shared_facts(sealed), "policy": name_of_place(place)}
             others = start_workers(Peers, asked, work, watch.note, facts, stop=lambda: interrupt.asked)
             peers = stack.enter_context(closing(others))
+            peers.patience = config.faults.worker_seconds
         trainer = Trainer([cohort for each in shards for cohort in each], policy, config, reward, run.hub)
         stack.callback(lambda: trainer.exchange.close())
         trainer.started = started
@@ -671,7 +672,9 @@ class TrainingWorker:
         """Take part in the rounds that are left after a state of the first worker, which has all results."""
         trainer = self.trainer
         trainer.load_state(part["state"])
-        trainer.use(connect(part["meeting"], part["owners"], part["rank"], part["size"]))
+        exchange = connect(part["meeting"], part["owners"], part["rank"], part["size"])
+        exchange.at_work = partial(give_sign, observers)
+        trainer.use(exchange)
         try:
             for _ in trainer.rounds(Interrupt(), *observers):
                 pass
