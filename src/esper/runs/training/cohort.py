@@ -337,8 +337,11 @@ def policy_device(config: Config, devices: Sequence[str] = ()) -> torch.device:
         raise InputError(f"ppo.device is {name[:60]!r}; give cpu, cuda, cuda:i, or same, the device of the networks")
     try:
         device = resolve_device(name)
-    except InputError as error:
-        raise InputError(f"ppo.device: {error}; the policy can live on cpu") from None
+    except InputError:
+        there = torch.cuda.device_count()
+        raise InputError(
+            f"ppo.device is {name}, but torch sees {counted(there, 'CUDA device')}; give cpu, or same, the device of the networks"
+        ) from None
     others = {other for other in map(resolve_device, devices) if other.type == "cuda"}
     if device.type == "cuda" and any((other.index or 0) != (device.index or 0) for other in others):
         raise InputError(
