@@ -1,6 +1,7 @@
 """What workers bring: two beside one, what their time goes to, and many workers whose environments sleep.
 
     python scripts/benchmark_workers.py ratio [--task repair] [--envs 64] [--shards 2] [--rounds 4]
+    python scripts/benchmark_workers.py simulate [--task repair] [--workers 8,64,512] [--check 2,8] [--steps 6] [--sleep 4]
     python scripts/benchmark_workers.py sleep [--task repair] [--workers 8,64] [--steps 6] [--sleep 4]
     python scripts/benchmark_workers.py eval [--task repair] [--instances 8] [--seeds 2] [--turns 3]
     python scripts/benchmark_workers.py grow [--task digits-image] [--envs 64] [--steps 20] [--turns 3]
@@ -11,8 +12,13 @@ other programs use, the processor seconds of the first worker say more: their ra
 
 `sleep` trains with many workers, which are processes with one shard each. Their environments sleep for so many seconds a step in
 place of growing; the policy decides, and all else of a training is done. It prints the shares of the time of all workers in which
-they played, computed gradients, and waited or exchanged. Where there are more workers than cores, they compute one after
-another, so it also prints what follows from the processor seconds: the share of playing where each worker has a core.
+they played, computed gradients, and waited or exchanged. Where there are more workers than cores, they compute one after another.
+
+`simulate` predicts such trainings for any number of workers with a core each. It measures what one worker computes (deciding in a
+step, preparing an update, a step of the optimizer), and how long a message between two processes takes over the loopback
+interface, by its size; then it simulates rounds event by event, with times that are drawn by key from the measured ones. For the
+numbers of `--check` it also runs the real training on the cores of this machine, and prints it beside the prediction for as many
+cores. `--uneven` repeats the simulation with playing times as unequal as those of shards that grow.
 
 `eval` runs `esper eval` with the rules, with one worker and with two; `grow` runs `esper grow` without workers and with two; in
 turns, as commands that start with nothing stored. They compare the results, and print the wall and the processor seconds of each
@@ -21,26 +27,36 @@ command, those of all of its processes together.
 
 import argparse
 import ctypes
+import heapq
 import json
+import multiprocessing
 import os
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.distributed import FileStore
 
+from esper.leyline.data.keys import Purpose, key
 from esper.leyline.progress import Silent
 from esper.runs.configuration import training_configs
 from esper.runs.training import cohort
 from esper.runs.training.train import train
 from esper.runs.workers.workers import WorkerOptions
+from esper.simic.exchange import Exchange
+from esper.simic.ppo import PPO
+from esper.tamiyo.policy.controller import Language, Policy
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 
@@ -51,21 +67,26 @@ SLEEP = "ESPER_BENCHMARK_SLEEP"
 def main() -> None:
     """Measure what the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("ratio", "sleep", "eval", "grow"))
+    parser.add_argument("command", choices=("ratio", "sleep", "simulate", "eval", "grow"))
     parser.add_argument("--task", default="repair")
     parser.add_argument("--envs", type=int, default=64)
     parser.add_argument("--shards", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, help="steps of an episode; by default those of the task")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--workers", default="8,64")
+    parser.add_argument("--workers", default="8,64", help="numbers of workers")
+    parser.add_argument("--check", default="2,8", help="numbers of workers of the real trainings beside the simulation")
+    parser.add_argument(
+        "--uneven", action="store_true", help="simulate playing times as unequal as those of growing shards"
+    )
     parser.add_argument("--envs-of-shard", type=int, default=8)
     parser.add_argument("--sleep", type=float, default=1.0, help="seconds of a step of an environment that sleeps")
     parser.add_argument("--instances", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    {"ratio": ratio, "sleep": sleep, "eval": commands, "grow": commands}[arguments.command](arguments)
+    parts = {"ratio": ratio, "sleep": sleep, "simulate": simulate, "eval": commands, "grow": commands}
+    parts[arguments.command](arguments)
 
 
 class Clock(Silent):
@@ -169,21 +190,252 @@ def sleep(asked: argparse.Namespace) -> None:
     """Print what the time of many workers goes to."""
     os.environ[SLEEP] = str(asked.sleep)
     vars(cohort)["VectorizedEngine"] = SleepingEngine
-    steps = asked.steps or training_configs([get_task(asked.task)], "quick", {})[0].steps
     for workers in map(int, asked.workers.split(",")):
         clock = trained(asked, workers * asked.envs_of_shard, workers, workers)
         playing, gradients = clock.share("playing_share"), clock.share("gradients_share")
-        slept, busy = steps * asked.sleep, clock.whole(clock.busy)
-        deciding = median(SleepingEngine.deciding[:-1])
         print(
             f"{workers} workers, {asked.envs_of_shard} environments each that sleep {asked.sleep:g} s a step, on "
             f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}: a round takes {clock.whole(clock.walls):.1f} s, of which "
-            f"they play {playing:.1%}, compute gradients {gradients:.1%}, and wait or exchange {1 - playing - gradients:.1%}. "
-            f"In a round a worker sleeps {slept:.1f} s, decides for {deciding:.2f} s of processor time, and learns and exchanges "
-            f"for {busy - deciding:.2f} s: with a core for each, {(slept + deciding) / (slept + busy):.1%} is playing",
+            f"they play {playing:.1%}, compute gradients {gradients:.1%}, and wait or exchange {1 - playing - gradients:.1%}",
             flush=True,
         )
+
+
+class Measured(NamedTuple):
+    """What a worker computes and sends, measured on this machine; lists have one entry for each time that it was measured."""
+
+    steps: int  # of an episode
+    sleep: float  # of a step [s]
+    decide: list[float]  # processor seconds of the decisions of a step
+    prepare: list[float]  # processor seconds of an update without its steps of the optimizer
+    descend: list[float]  # processor seconds of a step of the optimizer, gradients included
+    descents: int  # steps of the optimizer in a round
+    statistics: int  # bytes of the statistics of a shard
+    gradients: int  # bytes of the gradients
+    latency: float  # seconds of a small message between two processes
+    by_byte: float  # further seconds for each byte
+    add: float  # seconds in which two vectors of gradients are added
+    uneven: list[float]  # playing times of shards, over the mean of their round
+
+    def message(self, size: int) -> float:
+        return self.latency + self.by_byte * size
+
+
+def measured(asked: argparse.Namespace) -> Measured:
+    """Measure a worker whose environments sleep, and messages."""
+    decide, prepare, descend, sizes = list[float](), list[float](), list[float](), list[int]()
+    update, step, table = PPO.update, PPO._descend, Exchange.table
+
+    def timed_step(self: PPO, *arguments: Any) -> Any:
+        begin = time.process_time()
+        found = step(self, *arguments)
+        descend.append(time.process_time() - begin)
+        return found
+
+    def timed_update(self: PPO, *arguments: Any) -> Any:
+        begin, before = time.process_time(), len(descend)
+        found = update(self, *arguments)
+        prepare.append(time.process_time() - begin - sum(descend[before:]))
+        return found
+
+    def sized_table(self: Exchange, rows: Any, count: int) -> Any:
+        sizes.append(max(row.nbytes for row in rows.values()))
+        return table(self, rows, count)
+
+    vars(cohort)["VectorizedEngine"] = SleepingEngine
+    with patched(PPO, update=timed_update, _descend=timed_step), patched(Exchange, table=sized_table):
+        trained(asked, asked.envs_of_shard, 1, 1)
+    steps = asked.steps or training_configs([get_task(asked.task)], "quick", {})[0].steps
+    decide += [seconds / steps for seconds in SleepingEngine.deciding]
+    SleepingEngine.deciding.clear()
+    uneven = unequal_shards(asked) if asked.uneven else [1.0]
+    gradients = gradient_bytes(asked)
+    latency, by_byte, add = messages(gradients)
+    descents = round(len(descend) / len(prepare))
+    sleep = asked.sleep
+    return Measured(
+        steps, sleep, decide, prepare[1:], descend, descents, max(sizes), gradients, latency, by_byte, add, uneven
+    )
+
+
+@contextmanager
+def patched(kind: type, **methods: Any) -> Iterator[None]:
+    """Let a class have other methods for a while."""
+    before = {name: getattr(kind, name) for name in methods}
+    for name, method in methods.items():
+        setattr(kind, name, method)
+    yield
+    for name, method in before.items():
+        setattr(kind, name, method)
+
+
+def gradient_bytes(asked: argparse.Namespace) -> int:
+    """Return the bytes of a message of gradients: two numbers for each weight of the policy."""
+    task = get_task(asked.task).sealed()
+    config = training_configs([task], "quick", {"envs": asked.envs_of_shard})[0]
+    policy = Policy.fresh(Language.of([VectorizedEngine(task, config).space]), 0)
+    return 8 * sum(parameter.numel() for parameter in policy.network.parameters())
+
+
+def unequal_shards(asked: argparse.Namespace) -> list[float]:
+    """Return the processor seconds in which shards grow in an episode, over the mean of their round."""
+    taken, close = list[float](), cohort.Player.close
+
+    def timed(self: cohort.Player, *arguments: Any) -> None:
+        begin = time.process_time()
+        close(self, *arguments)
+        taken.append(time.process_time() - begin)
+
+    vars(cohort)["VectorizedEngine"] = VectorizedEngine
+    shards = 8
+    with patched(cohort.Player, close=timed):
+        trained(asked, shards * asked.envs_of_shard, shards, 1)
+    vars(cohort)["VectorizedEngine"] = SleepingEngine
+    rounds = np.array(taken).reshape(-1, shards)[1:]  # networks are made in the first
+    return (rounds / rounds.mean(1, keepdims=True)).ravel().tolist()
+
+
+def messages(size: int) -> tuple[float, float, float]:
+    """Return the seconds of a message of 4 bytes, those of each further byte, and those of the sum of two vectors."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        other = context.Process(target=exchanged, args=(f"{folder}/meeting", 1, size))
+        other.start()
+        small, large = exchanged(f"{folder}/meeting", 0, size)
+        other.join()
+    vectors, begin = [torch.ones(size // 4) for _ in range(2)], time.perf_counter()
+    for _ in range(100):
+        vectors[0] = vectors[0] + vectors[1]
+    return small, (large - small) / size, (time.perf_counter() - begin) / 100
+
+
+def exchanged(path: str, rank: int, size: int) -> tuple[float, float]:
+    """Send messages to and fro between two processes; return the seconds of a small one and of one of `size` bytes."""
+    torch.set_num_threads(1)
+    exchange = Exchange.joined(FileStore(path, 2), [0, 1], rank, 2, "127.0.0.1")
+    found = []
+    for numbers in (1, size // 4):
+        vector, taken = torch.ones(numbers), list[float]()
+        for _ in range(200):
+            begin = time.perf_counter()
+            for sender in (0, 1):
+                if sender == rank:
+                    exchange._group.send([vector], 1 - rank, 0).wait()
+                else:
+                    exchange._group.recv([vector], 1 - rank, 0).wait()
+            taken.append((time.perf_counter() - begin) / 2)
+        # the fastest tenth, because the simulated workers have cores that no other program uses
+        found.append(sorted(taken)[len(taken) // 10])
+    exchange.close()
+    return found[0], found[1]
+
+
+class Simulation:
+    """Rounds of a training with a shard for each of N workers, on some cores. Times are arrays (N,) [s]."""
+
+    def __init__(self, known: Measured, workers: int, cores: int, uneven: bool = False) -> None:
+        self.known, self.workers, self.cores, self.uneven = known, workers, cores, uneven
+        self._draws = 0
+
+    def round(self) -> tuple[float, float, float]:
+        """Return the seconds of a round, and the shares in which the workers play and compute for the update."""
+        known, now = self.known, np.zeros(self.workers)
+        stretch = self._drawn(known.uneven) if self.uneven else np.ones(self.workers)
+        for _ in range(known.steps):
+            now = self._computed(now + known.sleep * stretch, known.decide)
+        played = now.sum()
+        # All meet and gather their results; the first collects rows; the statistics of all shards are exchanged.
+        now = self._ring(self._ring(self._ring(now, 4), 8 * self.workers), 2000 * self.workers)
+        now[0] += (self.workers - 1) * known.message(1000)
+        now, computed = self._computed(now, known.prepare), 0.0
+        now = self._ring(now, known.statistics * self.workers)
+        for _ in range(known.descents):
+            ready = self._computed(now, known.descend)
+            computed += (ready - now).sum()
+            now = self._sent_to_all(self._summed(ready))
+        seconds = now.max()
+        return seconds, played / (self.workers * seconds), computed / (self.workers * seconds)
+
+    def _drawn(self, times: Sequence[float]) -> NDArray[np.float64]:
+        """Draw measured times by key, one for each worker."""
+        self._draws += 1
+        drawn = key(0, Purpose.SAMPLE, self.workers, self._draws, np.arange(self.workers)) & ((1 << 62) - 1)
+        return np.array(times)[drawn % len(times)]
+
+    def _computed(self, begin: NDArray[np.float64], times: Sequence[float]) -> NDArray[np.float64]:
+        """Return when the workers have computed something that each can begin at a time, first come, first served."""
+        seconds, end = self._drawn(times), begin.copy()
+        if self.cores >= self.workers:
+            return end + seconds
+        free = [0.0] * self.cores
+        for worker in np.argsort(begin, kind="stable"):
+            end[worker] = max(heapq.heappop(free), begin[worker]) + seconds[worker]
+            heapq.heappush(free, end[worker])
+        return end
+
+    def _ring(self, now: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+        """Return the end of an all-reduce of gloo, in which N parts go around a ring twice."""
+        return np.full_like(now, now.max() + 2 * (self.workers - 1) * self.known.message(size // self.workers))
+
+    def _summed(self, now: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the times after the sum in the tree over shards, in which each sends its part to one on its left."""
+        message, stride = self.known.message(self.known.gradients), 1
+        while stride < self.workers:
+            for left in range(0, self.workers - stride, 2 * stride):
+                arrived = max(now[left], now[left + stride]) + message
+                now[left + stride], now[left] = arrived, arrived + self.known.add
+            stride *= 2
+        return now
+
+    def _sent_to_all(self, now: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return when the workers have the sum, which every one that has it sends on, to the farthest first."""
+        message, stride = self.known.message(self.known.gradients), 1 << (self.workers - 1).bit_length()
+        now = np.maximum(now, 0.0)
+        while stride > 1:
+            stride //= 2
+            for sender in range(0, self.workers - stride, 2 * stride):
+                now[sender] += message
+                now[sender + stride] = max(now[sender], now[sender + stride])
+        return now
+
+
+def simulate(asked: argparse.Namespace) -> None:
+    """Print predictions for workers with a core each, and for those of `--check` beside the real training."""
+    os.environ[SLEEP] = str(asked.sleep)
+    known = measured(asked)
+    message, decide, prepare, descend = known.message(known.gradients), known.decide, known.prepare, known.descend
+    print(
+        f"measured, load {os.getloadavg()[0]:.1f}: {asked.envs_of_shard} environments decide in {1000 * median(decide):.1f} ms "
+        f"of processor time a step; an update takes {1000 * median(prepare):.0f} ms, and {known.descents} optimizer steps of "
+        f"{1000 * median(descend):.1f} ms; a message takes {1e6 * known.latency:.0f} us, and {1000 * message:.2f} ms with "
+        f"gradients of {known.gradients / 1e6:.1f} MB, which are added in {1000 * known.add:.2f} ms",
+        flush=True,
+    )
+    for workers in map(int, asked.check.split(",")):
+        clock = trained(asked, workers * asked.envs_of_shard, workers, workers)
         SleepingEngine.deciding.clear()
+        seconds, playing, _ = simulated(known, workers, os.cpu_count() or 1)
+        print(
+            f"{workers} workers on {os.cpu_count()} cores: predicted {seconds:.2f} s a round, {playing:.1%} playing; measured "
+            f"{clock.whole(clock.walls):.2f} s, {clock.share('playing_share'):.1%}; load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
+    for uneven in (False, True) if asked.uneven else (False,):
+        for workers in map(int, asked.workers.split(",")):
+            seconds, playing, computing = simulated(known, workers, workers, uneven)
+            how, rest = ", as unequal as growing shards" if uneven else "", 1 - playing - computing
+            print(
+                f"{workers} workers with a core each{how}: {seconds:.2f} s a round, {playing:.1%} playing, "
+                f"{computing:.1%} computing gradients, {rest:.1%} waiting and exchanging",
+                flush=True,
+            )
+
+
+def simulated(known: Measured, workers: int, cores: int, uneven: bool = False) -> tuple[float, float, float]:
+    """Return the medians over 20 rounds of a simulation."""
+    simulation = Simulation(known, workers, cores, uneven)
+    seconds, playing, computing = np.median([simulation.round() for _ in range(20)], axis=0).tolist()
+    return seconds, playing, computing
 
 
 def commanded(asked: argparse.Namespace, workers: int) -> tuple[float, float, Any]:

@@ -139,9 +139,11 @@ def test_a_damaged_network_on_the_gpu_is_healed_there():
     assert accuracy["grown"] > accuracy["nothing"]
 
 
-def test_workers_on_one_gpu_train_the_controller_that_one_worker_trains(tmp_path):
+@pytest.mark.parametrize("place", ["cpu", "same"])
+def test_workers_on_one_gpu_train_the_controller_that_one_worker_trains(tmp_path, place):
+    small = SMALL | {"deterministic": place == "same", "ppo": SMALL["ppo"] | {"device": place}}
     assert resolve_device("auto").type == DEVICE
     for name, options in (("one", {"workers": 1}), ("two", {"workers": 2}), ("named", {"devices": "cuda:0,cuda:0"})):
-        esper.train("iris", SMALL, run=tmp_path / name, progress=False, **options)
+        esper.train("iris", small, run=tmp_path / name, progress=False, **options)
     weights = [(tmp_path / name / "controller" / WEIGHTS).read_bytes() for name in ("one", "two", "named")]
     assert weights[0] == weights[1] == weights[2]

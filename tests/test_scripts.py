@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import benchmark_workers
 import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -332,3 +333,37 @@ def test_the_damaged_networks_are_healed_by_one_command(model, intact, data, tmp
     arguments = ["heal", place + model, "--intact", place + intact, "--data", place + data, "--out", "out"]
     subprocess.run([sys.executable, "-m", "esper", *arguments], cwd=tmp_path, check=True)
     assert json.loads((tmp_path / "out" / "healing.json").read_text())["planted"]
+
+
+def a_measured_worker(**over):
+    known = {"steps": 3, "sleep": 2.0, "decide": [0.0], "prepare": [0.0], "descend": [0.0], "descents": 2}
+    known |= {"statistics": 0, "gradients": 10, "latency": 0.0, "by_byte": 0.0, "add": 0.0, "uneven": [1.0]}
+    return benchmark_workers.Measured(**known | over)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 8, 512])
+def test_a_simulated_round_without_work_is_its_sleep_and_hops_grow_with_the_logarithm_of_the_workers(workers):
+    def seconds(**over):
+        return benchmark_workers.simulated(a_measured_worker(**over), workers, workers)
+
+    assert seconds() == (6.0, 1.0, 0.0)
+    depth = (workers - 1).bit_length()
+    # two sums, each up a tree and down another; other messages are small, but for the last, which has 10 bytes for each worker
+    rings = seconds(by_byte=0.01, gradients=0)[0] - 6.0
+    assert seconds(by_byte=0.01)[0] - 6.0 - rings == pytest.approx(2 * 2 * depth * 0.1)
+    assert seconds(add=0.5)[0] == pytest.approx(6.0 + 2 * depth * 0.5)
+
+
+def test_simulated_workers_share_cores_first_come_first_served_and_wait_for_the_slowest():
+    known = a_measured_worker(descend=[0.25])
+    assert benchmark_workers.simulated(known, 8, 2)[0] == pytest.approx(6.0 + 2 * 4 * 0.25)
+    assert benchmark_workers.simulated(known, 8, 8) == pytest.approx((6.5, 6.0 / 6.5, 0.5 / 6.5))
+    uneven = a_measured_worker(uneven=[0.5, 1.5])
+    assert benchmark_workers.simulated(uneven, 512, 512, uneven=True)[:2] == pytest.approx((9.0, 2 / 3), rel=0.05)
+
+
+def test_messages_between_two_processes_are_measured():
+    small, by_byte, add = benchmark_workers.messages(100_000)
+    assert small > 0
+    assert add > 0
+    assert small + by_byte * 100_000 > 0

@@ -191,6 +191,34 @@ def test_a_row_that_breaks_is_restored_where_it_is(tmp_path, beside, monkeypatch
     assert content(tmp_path / "shards") == content(tmp_path / "alone")
 
 
+class StoppingOne(Silent):
+    """Stops the process of the second worker after the third step, as a debugger or a machine that hangs would."""
+
+    def __init__(self):
+        self.notes, self.stopped = [], False
+
+    def step(self, view, speed, rollbacks):
+        if view.step == 3 and not self.stopped:
+            self.stopped = True
+            (worker,) = (each for each in multiprocessing.active_children() if each.name == "worker-1")
+            os.kill(worker.pid, signal.SIGSTOP)
+
+    def note(self, text):
+        self.notes.append(text)
+
+
+@pytest.mark.campaign
+def test_a_worker_that_is_stopped_is_ended_and_its_environments_are_played_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("esper.runs.workers.workers.QUIET", 3.0)
+    over, watch = {"baselines": ["twin"], "models": "none", "steps": 6}, StoppingOne()
+    grown(tmp_path / "alone", **over)
+    summary = grown(tmp_path / "run", WorkerOptions(2), watch, faults={"worker_seconds": 20}, **over)
+    assert watch.notes[0].startswith("worker 1 has given no sign for 3 s: a step takes long")
+    assert [note.split(";")[0] for note in watch.notes if "lost" in note] == ["worker 1 was lost"]
+    assert summary["workers"]["lost"] == 1
+    assert content(tmp_path / "run") == content(tmp_path / "alone")
+
+
 def test_workers_that_are_lost_for_good_stop_the_run(tmp_path, beside):
     beside[1].extend([False] * 4 + [True] * TRIES)
     with pytest.raises(WorkerError, match=f"was lost {TRIES} times.* its environments were lost with each; give fewer"):

@@ -35,6 +35,7 @@ from esper.runs.workers.workers import (
     check_facts,
     worker_options,
 )
+from esper.simic.rewards import get_reward
 from esper.store.checkpoint import LATEST, TENSORS
 from esper.store.files import CHECKPOINTS
 from esper.store.tensors import pack, unpack
@@ -185,6 +186,62 @@ def test_a_worker_that_is_lost_in_any_phase_of_a_round_changes_nothing(alone, tm
     assert watch.notes == ["worker 1 was lost; the workers are started again, and the round is played again"]
     assert summary["workers"]["lost"] == 1
     assert content(tmp_path / "run") == alone
+
+
+class Stopping(Killing):
+    """A trainer whose worker is stopped when it comes to a phase, as by a debugger or by a machine that hangs."""
+
+    def come(self, phase):
+        if phase == self.phase and self.exchange.rank == 0 and self.exchange.size > 1 and self.killed != phase:
+            type(self).killed = phase
+            (worker,) = multiprocessing.active_children()
+            os.kill(worker.pid, signal.SIGSTOP)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("phase", ["imitation", "update"])
+def test_a_worker_that_is_stopped_is_ended_and_changes_nothing(alone, tmp_path, monkeypatch, phase):
+    monkeypatch.setattr(Stopping, "phase", phase, raising=False)
+    monkeypatch.setattr(Stopping, "killed", "")
+    monkeypatch.setattr("esper.runs.training.train.Trainer", Stopping)
+    monkeypatch.setattr("esper.runs.workers.workers.QUIET", 3.0)
+    summary, watch = trained(tmp_path / "run", WorkerOptions(2), faults={"worker_seconds": 20})
+    assert Stopping.killed == phase
+    assert watch.notes[0].startswith("worker 1 has given no sign for 3 s: a step takes long, its process is stopped")
+    lost = [note.split("; ")[0] for note in watch.notes if "has given no sign" not in note]  # also said of a slow start
+    assert [note.split(" for ")[0] for note in lost] == ["worker 1 gave no sign", "worker 1 was lost"]
+    assert summary["workers"]["lost"] == 1
+    assert content(tmp_path / "run") == alone
+
+
+class Blocking:
+    """Makes rewards, which block in the process of another worker the first time."""
+
+    def __init__(self, mark):
+        self.mark, self.__name__ = mark, "blocking"
+
+    def __call__(self, config):
+        pay = get_reward(config)
+
+        def paid(outcome):
+            if multiprocessing.parent_process() is not None and not self.mark.exists():
+                self.mark.touch()
+                time.sleep(600)
+            return pay(outcome)
+
+        return paid
+
+
+@pytest.mark.campaign
+def test_a_worker_whose_environment_blocks_is_ended_and_changes_nothing(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr("esper.runs.workers.workers.QUIET", 3.0)
+    task, watch, mark = get_task("iris"), Watching(), tmp_path / "blocked"
+    configs = training_configs([task], "quick", SMALL, {"faults": {"worker_seconds": 20}})
+    train([task], configs, tmp_path / "run", watch, reward=Blocking(mark), asked=WorkerOptions(2))
+    assert mark.exists()
+    assert watch.notes[0].startswith("worker 1 has given no sign for 3 s: a step takes long")
+    assert len([note for note in watch.notes if "has given no sign" not in note]) == 2
+    assert content(tmp_path / "run")[0] == alone[0]
 
 
 @pytest.mark.slow
@@ -443,6 +500,48 @@ def test_a_worker_with_other_data_is_refused():
     with pytest.raises(InputError, match="install the same versions"):
         check_facts(own, {**own, "versions": {"torch": "1"}})
     check_facts(own, dict(own))
+
+
+class Quiet(Beside):
+    """A crew whose second worker gives no sign for some times that are told."""
+
+    def __init__(self, times):
+        super().__init__(3, Squares)
+        self.times, self.ended = times, []
+
+    def silent(self):
+        return {0: 5.0, 1: self.times.pop(0), 2: 100.0} if self.times else {}
+
+    def end(self, worker):
+        self.ended.append(worker)
+
+
+def test_a_worker_that_gives_no_sign_is_named_once_until_it_gives_one_and_then_ended():
+    crew, notes = Quiet([]), []
+    pool = WorkerPool(crew, notes.append)
+    pool.patience, crew.times = 150.0, [101.0, 102.0, 1.0, 103.0, 151.0]
+    for _ in range(3):
+        pool.hear(0.0)
+    assert [note.split(":")[0] for note in notes] == [
+        "worker 1 has given no sign for 101 s",
+        "worker 2 has given no sign for 100 s",
+    ]
+    assert notes[0].endswith(
+        "or its environment blocks; after 150 s it is ended, and another plays its part again (faults.worker_seconds)"
+    )
+    for _ in range(2):
+        pool.hear(0.0)
+    assert notes[2:] == [notes[0].replace("101", "103"), "worker 1 gave no sign for 151 s, and is ended"]
+    assert crew.ended == [1]
+
+
+def test_a_worker_is_never_ended_where_patience_is_0():
+    crew, notes = Quiet([]), []
+    pool = WorkerPool(crew, notes.append)
+    pool.patience, crew.times = 0.0, [1e6]
+    pool.hear(0.0)
+    assert notes[0].endswith("or its environment blocks (faults.worker_seconds)")
+    assert not crew.ended
 
 
 class Failing(Squares):

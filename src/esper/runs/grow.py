@@ -113,6 +113,7 @@ def grow(
                 pool, sealed, sensing = None, task.sealed(), with_sensors(placed, client)
                 if asked.any:
                     pool = start_shards(asked, task, watch.note, lambda: interrupt.asked)
+                    pool.patience = config.faults.worker_seconds
                     readers.callback(pool.close)
                 engine = VectorizedEngine(sealed, sensing) if pool is None else ShardedEngine(pool, sealed, sensing)
                 readers.callback(engine.population.close)

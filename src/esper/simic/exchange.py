@@ -37,6 +37,7 @@ class Exchange:
     def __init__(self, owners: Sequence[int] = (), rank: int = 0, size: int = 1, group: Any = None) -> None:
         """owners: rank of the worker that has each shard. rank: of this worker, of `size` workers. group: theirs, of gloo."""
         self.rank, self.size = rank, size
+        self.at_work: Callable[[], None] = lambda: None  # called now and then while this worker waits for others
         self._owners, self._group = owners, group
 
     @classmethod
@@ -68,6 +69,7 @@ class Exchange:
                 while not work.is_completed():
                     if asked():
                         return False
+                    self.at_work()
                     time.sleep(_POLL)
                 work.wait()
         return True
@@ -89,6 +91,7 @@ class Exchange:
         others. Where the shards of each worker follow each other, a worker sends a number of vectors that grows with the
         logarithm of the number of its shards. The first shard's worker sends the sum to all.
         """
+        self.at_work()
         total = self._subtree(parts, shards, length)
         if self._group is None:
             assert total is not None, "a worker that is alone has all shards"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from esper.leyline.config.tree import PPOConfig
 from esper.leyline.data.keys import Purpose, key, permutations
@@ -24,7 +25,7 @@ from esper.simic.exchange import Exchange, ExchangeError
 from esper.simic.rollout import Rollout, ShardedRollout, take
 from esper.tamiyo.policy.controller import Policy
 from esper.tamiyo.policy.distribution import GREEDY, Judged, judge
-from esper.tamiyo.policy.network import Batch
+from esper.tamiyo.policy.network import Batch, full_precision
 from esper.tamiyo.policy.observation import Moments, Normaliser, Observation
 
 TOLERANCE = 1e-5
@@ -204,7 +205,7 @@ class PPO:
         Raises LearningError, and restores the weights, where an advantage or a loss is not finite, or the rollouts were made
         with other weights; ExchangeError, and restores them too, where another worker is lost.
         """
-        config = self.config
+        config, device = self.config, self.policy.device
         names = ["policy_loss", "value_loss", "entropy", "kl_mean", "clip_fraction"]
         names += [f"entropy_{head.name.lower()}" for head in Head]
         with self._restored_on_failure():
@@ -216,11 +217,12 @@ class PPO:
                     f"{TOLERANCE:g}: the rollout was made by another policy, or a feature is not finite"
                 )
             self._rescale(statistics)
-            scaled = self._scaled(data, statistics)
+            scaled = self._placed(self._scaled(data, statistics))
             for group in self.optimizer.param_groups:
                 group["lr"] = anneal(config.lr, self._progress, config.lr / 10)
             given = [config.entropy_weights.get(head.name.lower(), config.entropy_weight) for head in Head]
-            entropy_weights = torch.tensor([anneal(weight, self._progress, weight / 10) for weight in given])
+            entropy_weights = torch.tensor([anneal(weight, self._progress, weight / 10) for weight in given]).to(device)
+            relevant = torch.from_numpy(RELEVANT.copy()).to(device)
 
             def losses(part: TrainingBatch) -> tuple[Tensor, Tensor, list[Tensor]]:
                 judged, value = self._judge(part)
@@ -231,7 +233,7 @@ class PPO:
                 kl = ((change.exp() - 1 - change) * weight).sum()  # http://joschu.net/blog/kl-approx.html, k3
                 clipped = (((change.exp() - 1).abs() > config.clip_range).float() * weight).sum()
                 # The entropy of each head is averaged over the decisions that use it.
-                used = torch.from_numpy(RELEVANT.copy())[part.rollout.actions[Head.OP]] & (weight > 0).unsqueeze(-1)
+                used = relevant[part.rollout.actions[Head.OP]] & (weight > 0).unsqueeze(-1)
                 heads = [(judged.entropy * used).sum((0, 1)), used.sum((0, 1))]
                 sums = torch.stack([policy, (judged.entropy.sum(-1) * weight).sum(), kl, clipped])
                 return policy - bonus, self._fit(part, value), [sums, *heads]
@@ -282,6 +284,7 @@ class PPO:
             since = 0 if fresh is None else len(data) - fresh
             statistics = self._statistics(played[since:], data[since:])
             self._rescale(statistics)
+            data = self._placed(data)
             for epoch in range(passes or self.config.update_epochs):
                 for place, shards, index in self._minibatches(played, epoch):
                     _, fit, choices, sums = self._descend(losses, data[place], shards, index, 1, epoch)
@@ -318,7 +321,8 @@ class PPO:
         weights, moments = deepcopy(policy.network.state_dict()), deepcopy(self.optimizer.state_dict())
         self.computing = 0.0
         try:
-            yield
+            with full_precision(policy.device):
+                yield
         except (LearningError, ExchangeError):
             policy.network.load_state_dict(weights)
             policy.normaliser, self.begun = normaliser, begun
@@ -369,7 +373,8 @@ class PPO:
             off = 0.0
             if judging:
                 with torch.no_grad():
-                    off = float((self._judge(part)[0].log_prob - rollout.log_prob).abs().max())
+                    judged, _ = self._judge(self._placed(part))
+                    off = float((judged.log_prob.cpu() - rollout.log_prob).abs().max())
             extremes = [float(earned.max()), -float(earned.min()), float(target.abs().max()), off]
             rows[shard] = np.concatenate([*(np.concatenate(field) for field in zip(*moments, strict=True)), extremes])
         table = self.exchange.table(rows, 1 + max(shard for each in played for shard in each.envs))
@@ -396,6 +401,10 @@ class PPO:
             {shard: part._replace(advantage=(part.advantage - centre) * rate) for shard, part in parts.items()}
             for parts in data
         ]
+
+    def _placed(self, batches: Any) -> Any:
+        """Return batches on the device of the policy. Rollouts are played, stored and measured on the CPU."""
+        return pytree.tree_map(lambda values: values.to(self.policy.device), batches)
 
     def _compared(self, values: Tensor) -> Tensor:
         """Return values (T, E) less those of the other members of each group; as they are where there are no groups."""
@@ -424,10 +433,10 @@ class PPO:
         parameters = list(self.policy.network.parameters())
         vectors, length = dict[int, Tensor](), sum(parameter.numel() for parameter in parameters)
         for shard, index in rows.items():
-            begin, part = time.perf_counter(), _rows(parts[shard], index)
+            begin, part = time.perf_counter(), _rows(parts[shard], index.to(self.policy.device))
             policy, critic, further = losses(part)
             vector = [
-                torch.zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
+                parameter.new_zeros(parameter.numel()) if gradient is None else gradient.reshape(-1)
                 for loss in (policy, critic)
                 for parameter, gradient in zip(
                     parameters,
@@ -437,7 +446,10 @@ class PPO:
             ]
             counts = torch.stack([critic.detach(), (~part.rollout.idle).sum(), part.weight.sum()])
             vector += [counts, *(each.detach() for each in further)]
-            vectors[shard] = torch.cat([*vector, torch.tensor([time.perf_counter() - begin])])
+            # Workers exchange gradients through gloo, which reads the memory of the CPU. A worker that is alone copies them too,
+            # so that sums have the same bits for any number of workers.
+            vectors[shard] = torch.cat([*vector, counts.new_zeros(1)]).cpu()
+            vectors[shard][-1] = time.perf_counter() - begin
         total = self.exchange.sum(vectors, shards, 2 * length + 3 + sums + 1)
         error, decisions, choices = total[2 * length : 2 * length + 3]
         choices = choices.clamp(min=1)  # without any choice the loss of the policy is 0
@@ -447,7 +459,9 @@ class PPO:
         if not bool(torch.isfinite(norms).all()):
             raise LearningError(f"the loss of the policy or its gradient is not finite in epoch {epoch}; lower ppo.lr")
         clipped = (gradients * (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1).unsqueeze(1)).sum(0)
-        for parameter, gradient in zip(parameters, clipped.split([p.numel() for p in parameters]), strict=True):
+        for parameter, gradient in zip(
+            parameters, clipped.to(self.policy.device).split([p.numel() for p in parameters]), strict=True
+        ):
             parameter.grad = gradient.view_as(parameter)
         self.optimizer.step()
         self.computing += float(total[-1])
@@ -508,12 +522,11 @@ class PPO:
             raise LearningError(
                 f"the returns of the round reach {reach:.3g}, whose square is not finite; check the reward"
             )
-        mean, spread = (
-            torch.tensor(statistics.mean["target"]),
-            torch.tensor(statistics.spread["target"]).clamp(min=1e-3),
-        )
-        rate = 1.0 if self.updates == 0 or bool(spread > network.value_scale) else 0.1
-        network.rescale(torch.lerp(network.value_mean, mean, rate), torch.lerp(network.value_scale, spread, rate))
+        before, scale = network.value_mean.cpu(), network.value_scale.cpu()
+        mean = torch.tensor(statistics.mean["target"])
+        spread = torch.tensor(statistics.spread["target"]).clamp(min=1e-3)
+        rate = 1.0 if self.updates == 0 or bool(spread > scale) else 0.1
+        network.rescale(torch.lerp(before, mean, rate), torch.lerp(scale, spread, rate))
 
     def _update_moments(self, statistics: Statistics) -> None:
         """Add the round to the moments of observations, which are then constant until the next update."""

@@ -328,6 +328,9 @@ class FaultsConfig(Section):
 
     disk_seconds: float = Field(300.0, ge=0)
     """seconds for which a run waits for room on a full disk; 0 stops it immediately [seconds]"""
+    worker_seconds: float = Field(1800.0, ge=0)
+    """seconds without a sign of a worker after which it is ended, and another plays its part again; 0 waits for it without
+    end [seconds]"""
 
 
 class HeuristicConfig(Section):
@@ -419,6 +422,8 @@ class PPOConfig(Section):
     """rounds between greedy evaluations of the policy on validation instances [rounds]"""
     validate_envs: int = Field(64, ge=1)
     """environments of each validation [environments]"""
+    device: str = "cpu"
+    """device of the policy: cpu, cuda or cuda:i, or same, that of the networks (`esper docs training`)"""
 
     @pydantic.field_validator("entropy_weights")
     @classmethod

@@ -129,6 +129,7 @@ class EvaluationPool:
             done(place, result["arrays"] if absent is None else Absent(absent), result["seconds"])
 
         sent = []
+        self.pool.patience = max((part.config.faults.worker_seconds for part in parts), default=self.pool.patience)
         for part in parts:
             content = pickled((part.config, part.compute), f"the controller {part.who[0]!r}")
             sent.append({"task": self._places[id(part.task)], "content": np.frombuffer(content, np.uint8)})

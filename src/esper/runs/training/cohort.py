@@ -4,6 +4,7 @@ What an episode gives depends on its work item and the policy alone, so any work
 """
 
 import itertools
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config, RewardConfig
@@ -36,6 +38,7 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.governor import GovernorRecord
 from esper.tolaria.journal import Journal, RowSource
 from esper.tolaria.play import Observer, Step, planted, play
+from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import instance_keys
 
 ENVS_OF_SHARD = 32
@@ -320,6 +323,37 @@ def _teacher(config: Config) -> Controller:
             f"ppo.teacher is {config.ppo.teacher}, which reads growth sensors, but probe.sensors_every is 0; set it to 1 or more"
         )
     return teacher
+
+
+def policy_device(config: Config, devices: Sequence[str] = ()) -> torch.device:
+    """Return the device of the policy. devices: those that the workers were given.
+
+    Raises InputError if the device does not exist, or is a GPU other than that of a worker.
+    """
+    name = config.ppo.device
+    if name == "same":
+        return resolve_device(config.device)
+    if not re.fullmatch("cpu|cuda(:[0-9]+)?", name):
+        raise InputError(f"ppo.device is {name[:60]!r}; give cpu, cuda, cuda:i, or same, the device of the networks")
+    try:
+        device = resolve_device(name)
+    except InputError:
+        there = torch.cuda.device_count()
+        raise InputError(
+            f"ppo.device is {name}, but torch sees {counted(there, 'CUDA device')}; give cpu, or same, the device of the networks"
+        ) from None
+    others = {other for other in map(resolve_device, devices) if other.type == "cuda"}
+    if device.type == "cuda" and any((other.index or 0) != (device.index or 0) for other in others):
+        raise InputError(
+            f"ppo.device is {name}, but the devices of the workers are {','.join(devices)}; give same, the device of each "
+            "worker, or cpu"
+        )
+    return device
+
+
+def name_of_place(device: torch.device) -> str:
+    """Return 'cpu', or the model of a GPU. Policies on two of them do not stay equal bit for bit."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def learner_of(policy: Policy, config: Config) -> PPO:

@@ -44,10 +44,12 @@ from esper.runs.training.cohort import (
     by_task,
     cohorts_of,
     learner_of,
+    name_of_place,
+    policy_device,
     settings_of_policy,
     with_shards,
 )
-from esper.runs.workers.transports import connect, serve_rank
+from esper.runs.workers.transports import connect, give_sign, serve_rank
 from esper.runs.workers.workers import ALONE, Peers, SentTask, Stop, WorkerOptions, shared_facts, start_workers
 from esper.simic.anomalies import MENDS, learning_anomalies
 from esper.simic.exchange import Exchange, ExchangeError, divide
@@ -102,6 +104,7 @@ def train(
     for task, own in zip(tasks, configs, strict=True):
         check_place(task, own)
     placed = {"device": asked.devices[0]} if asked.devices else {}
+    place = policy_device(config.model_copy(update=placed), asked.devices)
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID_BY}{name_of_reward(reward)}")
     sealed = [task.sealed() for task in tasks]
     opened = partial(RunFolder, folder, kept, watch.note)
@@ -116,12 +119,14 @@ def train(
         spaces = [each[0].engine.space for each in shards]
         ppo, language = config.ppo, Language.of(spaces, config.ppo.packages)
         settings = settings_of_policy(config)
-        policy = Policy.fresh(language, config.seed, settings, ppo.decisions_per_step, ppo.undo_bias)
+        policy = Policy.fresh(language, config.seed, settings, ppo.decisions_per_step, ppo.undo_bias).to(place)
         peers = None
         if asked.size > 1:
             work = training_work(asked, sealed, configs, reward, "off" if not run.hub.outputs else run.hub.asked)
-            others = start_workers(Peers, asked, work, watch.note, shared_facts(sealed), stop=lambda: interrupt.asked)
+            facts = {**shared_facts(sealed), "policy": name_of_place(place)}
+            others = start_workers(Peers, asked, work, watch.note, facts, stop=lambda: interrupt.asked)
             peers = stack.enter_context(closing(others))
+            peers.patience = config.faults.worker_seconds
         trainer = Trainer([cohort for each in shards for cohort in each], policy, config, reward, run.hub)
         stack.callback(lambda: trainer.exchange.close())
         trainer.started = started
@@ -657,7 +662,9 @@ class TrainingWorker:
         shards = [cohorts_of(task, config, made=0) for task, config in zip(made, configs, strict=True)]
         language = Language.of([each[0].engine.space for each in shards], configs[0].ppo.packages)
         policy = Policy.fresh(language, configs[0].seed, decisions_per_step=configs[0].ppo.decisions_per_step)
-        self.facts = shared_facts(made)
+        place = policy_device(configs[0])
+        policy.to(place)
+        self.facts = {**shared_facts(made), "policy": name_of_place(place)}
         cohorts = [cohort for each in shards for cohort in each]
         self.trainer = Trainer(cohorts, policy, configs[0], reward, Hub([_KeptRows()], level))
 
@@ -665,7 +672,9 @@ class TrainingWorker:
         """Take part in the rounds that are left after a state of the first worker, which has all results."""
         trainer = self.trainer
         trainer.load_state(part["state"])
-        trainer.use(connect(part["meeting"], part["owners"], part["rank"], part["size"]))
+        exchange = connect(part["meeting"], part["owners"], part["rank"], part["size"])
+        exchange.at_work = partial(give_sign, observers)
+        trainer.use(exchange)
         try:
             for _ in trainer.rounds(Interrupt(), *observers):
                 pass

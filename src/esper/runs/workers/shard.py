@@ -17,7 +17,7 @@ from esper.kasmina.stack.plan import Branches
 from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.lifecycle.view import Bools, Seeds
-from esper.runs.workers.transports import unpickled
+from esper.runs.workers.transports import give_sign, unpickled
 from esper.runs.workers.workers import SentTask, shared_facts
 from esper.store.tensors import Tree
 from esper.tolaria.play import Observer
@@ -174,7 +174,8 @@ class ShardWorker:
     def play(self, part: Tree, *observers: Observer) -> Tree:
         """Carry out commands. Returns the result of the last one, and the duration of all [seconds]."""
         begin, value = time.perf_counter(), None
-        for command in part["commands"]:
+        for command in part["commands"]:  # very many in place of a worker that was lost
+            give_sign(observers)
             value = self._carry_out(command["population"], command["name"], command["arguments"])
         return {"value": value, "seconds": time.perf_counter() - begin}
 

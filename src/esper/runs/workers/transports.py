@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -44,6 +45,8 @@ else:
     from torch.distributed import FileStore, TCPStore
 
 _PATIENCE = 5.0  # seconds that a process is given to end
+_SIGN = b""  # the message by which a busy worker says that it is at work
+_BETWEEN = 2.0  # seconds between two of them
 
 _SOCKET_FOLDER = "ESPER_SOCKET_FOLDER"
 """The variable that names, to a fork server that starts, the folder of its socket."""
@@ -77,6 +80,12 @@ class Transport(Protocol):
 
     def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
         """Wait for answers at most so long; return workers with their answers, None of a worker that was lost."""
+
+    def silent(self) -> dict[int, float]:
+        """Return how long each worker whose answer is awaited has given no sign [seconds]."""
+
+    def end(self, worker: int) -> None:
+        """End a worker that gives no sign; `receive` then says that it is lost."""
 
     def meeting(self) -> tuple["Store", Tree]:
         """Return a new store where workers publish their addresses, and how the others reach it (`connect`)."""
@@ -133,16 +142,31 @@ class StarterGone(BaseException):
     """The process that started this worker is gone, so the part is not needed any more."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StarterWatch(Observer):
-    """Ends a part that nobody waits for any more."""
+    """Says at every step that this worker is at work, and ends a part that nobody waits for any more."""
 
-    gone: Callable[[], bool]
+    connection: Connection
+    _said: float = 0.0
 
     def going(self, view: View) -> bool:
-        if self.gone():
-            raise StarterGone
+        self.sign()
         return True
+
+    def sign(self) -> None:
+        """Give a sign to the process that started this worker, a few seconds after the last. Raises StarterGone."""
+        if self.connection.poll():  # who waits for an answer sends nothing
+            raise StarterGone
+        if time.monotonic() - self._said >= _BETWEEN:
+            self._said = time.monotonic()
+            self.connection.send_bytes(_SIGN)
+
+
+def give_sign(observers: Sequence[Observer]) -> None:
+    """Say that this worker is at work, if a process watches it."""
+    for each in observers:
+        if isinstance(each, StarterWatch):
+            each.sign()
 
 
 def pickled(work: object, name: str = "the run") -> bytes:
@@ -179,7 +203,7 @@ def serve(connection: Connection, make: Callable[[], Work]) -> None:
         signal.signal(
             number, signal.SIG_IGN
         )  # the process that started the workers gets them too, and ends the workers
-    attached = StarterWatch(connection.poll)  # who waits for an answer sends nothing
+    attached = StarterWatch(connection)
     answers = MessageAnswers(make)
     with suppress(EOFError, OSError, StarterGone):
         connection.send_bytes(answers.ready())
@@ -198,6 +222,8 @@ class ProcessTransport:
         self._context.set_forkserver_preload([__name__, "esper.runs.training.train"])  # what every worker needs
         self.connections: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
+        self._cut: list[int] = []  # workers that `end` has left
+        self._signs: dict[int, float] = {}  # when the workers whose answer is awaited gave their last sign [s]
 
     def start(self, worker: int) -> None:
         self._end([worker])
@@ -220,8 +246,10 @@ class ProcessTransport:
             os.environ.update(before)
         theirs.close()  # so that the end of the process ends the connection
         self.connections[worker], self._processes[worker] = ours, process
+        self._signs[worker] = time.monotonic()
 
     def send(self, worker: int, message: bytes) -> None:
+        self._signs[worker] = time.monotonic()
         with suppress(OSError):  # of a connection that is broken, as `receive` will say
             self.connections[worker].send_bytes(message)
 
@@ -233,21 +261,42 @@ class ProcessTransport:
     def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
         """Wait for answers. A worker whose connection has ended, as that of a process that ended, is lost."""
         connections = self.connections.copy()  # a thread of `TorchrunTransport` adds some
-        ready, found = wait(list(connections.values()), seconds), list[tuple[int, bytes | None]]()
+        found: list[tuple[int, bytes | None]] = [(worker, None) for worker in self._cut]
+        self._cut.clear()
+        ready = wait(list(connections.values()), 0.0 if found else seconds)
         for worker, connection in sorted(connections.items()):
-            if connection in ready:
-                try:
-                    found.append((worker, connection.recv_bytes()))
-                except (EOFError, OSError):
-                    self.connections.pop(worker).close()
-                    found.append((worker, None))
+            if connection not in ready:
+                continue
+            answer: bytes | None = None
+            try:
+                answer = connection.recv_bytes()
+            except (EOFError, OSError):
+                self.connections.pop(worker).close()
+            if answer == _SIGN:
+                self._signs[worker] = time.monotonic()
+            else:
+                self._signs.pop(worker, None)
+                found.append((worker, answer))
         return found
+
+    def silent(self) -> dict[int, float]:
+        return {worker: time.monotonic() - sign for worker, sign in self._signs.copy().items()}
+
+    def end(self, worker: int) -> None:
+        self._signs.pop(worker, None)
+        if worker in self._processes:
+            self._processes[worker].kill()  # also one that is stopped, which no other signal reaches
+        else:
+            self._cut.append(worker)  # a rank of torchrun is no process of this one
+            if (connection := self.connections.pop(worker, None)) is not None:
+                connection.close()
 
     def close(self) -> None:
         self._end([*self.connections, *self._processes])
 
     def _end(self, workers: Sequence[int]) -> None:
         for worker in workers:
+            self._signs.pop(worker, None)
             if (connection := self.connections.pop(worker, None)) is not None:
                 connection.close()
             if worker in self._processes:
@@ -313,6 +362,7 @@ class TorchrunTransport(ProcessTransport):
         elif worker in self._started:
             raise WorkerError(f"rank {worker} was lost, and torchrun does not start a single rank again; {self._again}")
         self._started.add(worker)
+        self._signs[worker] = time.monotonic()
 
     def _accept(self, listener: Listener) -> None:
         """Take the connections of all other ranks; what does not know the secret is no rank."""
@@ -393,6 +443,13 @@ class RayTransport:
             self._answers = {each: its for each, its in self._answers.items() if its != worker}
             return [(worker, None)]
         return [(worker, answer)]
+
+    def silent(self) -> dict[int, float]:
+        """Return no worker: a Ray worker cannot give a sign before its answer."""
+        return {}
+
+    def end(self, worker: int) -> None:
+        self._ray.kill(self._actors[worker])
 
     def meeting(self) -> tuple["Store", Tree]:
         return _open_meeting(self._ray.util.get_node_ip_address())

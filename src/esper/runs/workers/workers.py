@@ -16,6 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
+from esper.leyline.config.tree import FaultsConfig
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import (
     DataFault,
@@ -46,6 +47,9 @@ TRIES = 3
 WAIT = 0.5
 """Longest time until an interrupt is seen [seconds]."""
 
+QUIET = 60.0
+"""How long a busy worker gives no sign before a line says so [seconds]."""
+
 _ERRORS = {kind.__name__: kind for kind in (DataFault, InputError, LearningError, OutOfMemory, UserCodeError)}
 
 
@@ -58,6 +62,7 @@ class Workers:
 
     first = 0  # number of the first of them
     waiting = 0.0  # seconds that workers lost in waiting, all together
+    patience = FaultsConfig().worker_seconds  # after which a worker that gives no sign is ended; 0 never ends it [s]
 
     def __init__(
         self,
@@ -71,6 +76,7 @@ class Workers:
         self.transport, self.note, self._check, self._mend, self._asked = transport, note, check, mend, asked
         self.lost = 0  # workers that were lost and started again
         self._idle: set[int] = set()
+        self._told: set[int] = set()  # workers of whose silence a line has said
         try:
             if (gone := self._start(transport.numbers)) is not None:
                 raise InputError(
@@ -94,6 +100,33 @@ class Workers:
         """End the workers."""
         self.transport.close()
 
+    def hear(self, seconds: float = WAIT) -> list[tuple[int, bytes | None]]:
+        """Wait for answers at most so long; return them as `Transport.receive`.
+
+        A line says which worker has given no sign for a minute, and it is ended after `patience`. Where several are silent, that
+        is the one which has been so for the longest time, because others may wait for it.
+        """
+        found, silent = self.transport.receive(seconds), self.transport.silent()
+        quiet = {worker: since for worker, since in silent.items() if since >= QUIET}
+        self._told &= set(quiet)
+        if quiet:
+            worker = max(quiet, key=quiet.__getitem__)
+            ends = (
+                ""
+                if not self.patience
+                else f"; after {self.patience:g} s it is ended, and another plays its part again"
+            )
+            if 0 < self.patience <= quiet[worker]:
+                self.note(f"worker {worker} gave no sign for {quiet[worker]:.0f} s, and is ended")
+                self.transport.end(worker)
+            elif worker not in self._told:
+                self._told.add(worker)
+                self.note(
+                    f"worker {worker} has given no sign for {quiet[worker]:.0f} s: a step takes long, its process is stopped, or "
+                    f"its data or its environment blocks{ends} (faults.worker_seconds)"
+                )
+        return found
+
     def _start(self, numbers: Sequence[int]) -> int | None:
         """Start workers, and return the number of one that ended while it was started, if any."""
         self._idle.clear()
@@ -102,7 +135,7 @@ class Workers:
         while len(self._idle) < len(numbers):
             if self._asked():
                 raise KeyboardInterrupt("interrupted while the workers were started")
-            for worker, message in self.transport.receive(WAIT):
+            for worker, message in self.hear():
                 if message is None:
                     return worker
                 self._ready(worker, message)
@@ -154,7 +187,7 @@ class WorkerPool(Workers):
                 tries[place] += 1
                 self._idle.discard(worker)
                 self.transport.send(worker, pack({"part": parts[place]}))
-            for worker, answer in self.transport.receive(WAIT):
+            for worker, answer in self.hear():
                 if answer is None:
                     self.lost += 1
                     self._idle.discard(worker)
@@ -228,7 +261,7 @@ class ShardPool(Workers):
         """Wait until no worker is busy; return the answers of those that were asked. A lost worker is started again."""
         found, losses = dict[int, Tree](), Counter[int]()
         while self._busy:
-            for worker, answer in self.transport.receive(WAIT):
+            for worker, answer in self.hear():
                 if answer is None:
                     self.lost += 1
                     losses[worker] += 1
@@ -255,6 +288,13 @@ class Peers(Workers):
     first = 1
     _gone: int | None = None  # a worker that was lost
     _losses = 0  # since a round was finished
+    _watch: tuple[threading.Event, threading.Thread] | None = (
+        None  # hears the workers while this one takes part in rounds
+    )
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._heard: list[tuple[int, bytes | None]] = []  # by the thread
 
     def join(self, part: Callable[[int], Tree], owners: Sequence[int]) -> Exchange:
         """Give all workers their parts, and return the exchange with them. Raises ExchangeError if one is lost.
@@ -280,10 +320,11 @@ class Peers(Workers):
                 exchange = found.get(timeout=WAIT)
                 if isinstance(exchange, ExchangeError):
                     raise exchange
+                self._begin_watch()
                 return exchange
             if self._asked():
                 raise KeyboardInterrupt("interrupted while the workers met")
-            for rank, answer in self.transport.receive(0.0):
+            for rank, answer in self.hear(0.0):
                 self._gone = rank
                 if answer is not None:
                     _checked(unpack(answer))
@@ -294,13 +335,40 @@ class Peers(Workers):
         self.waiting += waiting
         self._losses = 0
 
+    def _begin_watch(self) -> None:
+        """Hear the workers in a thread, as this process may wait for one that is silent in a call that nothing interrupts.
+
+        If that worker is ended, the call raises an error.
+        """
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.is_set():
+                self._heard.extend(self.hear())
+
+        self._watch = ended, threading.Thread(target=watch, name="watch", daemon=True)
+        self._watch[1].start()
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            ended, thread = self._watch
+            ended.set()
+            thread.join()
+            self._watch = None
+
+    def close(self) -> None:
+        self._end_watch()
+        super().close()
+
     def restart(self) -> None:
         """Start all workers again after one was lost. Raises the error of a worker that failed, or WorkerError."""
+        self._end_watch()
         told = set[int]()  # those that have heard of the loss
         while self._gone is None:
             if self._asked():
                 raise KeyboardInterrupt("interrupted after a worker was lost")
-            for worker, answer in self.transport.receive(WAIT):
+            heard, self._heard = self._heard or self.hear(), []
+            for worker, answer in heard:
                 tree = {} if answer is None else unpack(answer)
                 if "error" in tree and tree["error"]["type"] != ExchangeError.__name__:
                     _checked(tree)
@@ -488,6 +556,11 @@ def check_facts(own: Tree, ready: Tree) -> None:
                 f"a worker has other data of task {name!r} than this process; let the function that makes the task return the "
                 "same data at every call, and give every machine the same files"
             )
+    if ready.get("policy") != own.get("policy"):  # in a training alone
+        raise InputError(
+            f"the policy of a worker is on {ready['policy']}, that of this process on {own['policy']}, and devices of two kinds "
+            "round differently; give ppo.device=cpu, or devices of one kind"
+        )
     if ready["versions"] != own["versions"]:
         raise InputError(
             f"a worker runs {ready['versions']}, this process {own['versions']}; install the same versions"

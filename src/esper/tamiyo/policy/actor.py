@@ -14,7 +14,7 @@ from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Masks, Outcome, Space, View
 from esper.leyline.protocols import Judgement
 from esper.tamiyo.policy.distribution import GREEDY, SampledDecision, decide
-from esper.tamiyo.policy.network import Encoded, Hidden
+from esper.tamiyo.policy.network import Encoded, Hidden, full_precision
 from esper.tamiyo.policy.observation import History, Inputs, Observation, observe
 from esper.tamiyo.policy.packages import Opened, package_costs, package_reasons, unpacked, with_packages
 from esper.tamiyo.rules.baselines import draws
@@ -136,14 +136,14 @@ class RecurrentActor:
         """One decision of the environments that are open and plant no package, and WAIT in the others."""
         observation, idle = self.observe(view, self.history), ~self._open | self._opened.rows
         masks = only_wait(self.masks(view), idle) if idle.any() else self.masks(view)
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(self.policy.device):
             encoded, value, hidden = self._forward(observation, view.space, self.hidden)
             drawn = None if greedy else draws(view, self._calls)
             decision = decide(self.policy.network, encoded, masks, drawn, exploration)
-            hold = torch.from_numpy(idle)[:, None]
+            hold = torch.from_numpy(idle).to(self.policy.device)[:, None]
             self.hidden = torch.where(hold, self.hidden[0], hidden[0]), torch.where(hold, self.hidden[1], hidden[1])
         self._made, self._calls = self._made + ~idle, self._calls + 1
-        return ActorOutput(observation, decision, value[0], self._begins, idle)
+        return ActorOutput(observation, decision, value[0].cpu(), self._begins, idle)
 
     def store(self, outcome: Outcome) -> None:
         """Add the last decisions to the history, if `further` has not. The memory of a row that was rolled back is emptied."""
@@ -154,7 +154,7 @@ class RecurrentActor:
 
     def reset(self, rows: NDArray[np.bool_]) -> None:
         """Empty the memory of the environments that are marked in `rows` (E,), which begin a new sequence."""
-        keep = torch.from_numpy(~rows)[:, None]
+        keep = torch.from_numpy(~rows).to(self.policy.device)[:, None]
         self.history, self.hidden = self.history.reset(rows), (self.hidden[0] * keep, self.hidden[1] * keep)
         self._begins = self._begins | rows
         self._opened = self._opened._replace(slots=self._opened.slots & ~rows[:, None])
@@ -172,7 +172,9 @@ class RecurrentActor:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`. The policy is not part of it."""
         self.history, (first, second) = History(**state["history"]), state["hidden"]
-        self.hidden, self._begins, self._episode = (first, second), state["begins"], state["episode"]
+        device = self.policy.device
+        self.hidden = first.to(device), second.to(device)
+        self._begins, self._episode = state["begins"], state["episode"]
         self._opened = Opened(state["opened"]["slots"], Actions(*state["opened"]["seed"]))
 
     def _forward(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:

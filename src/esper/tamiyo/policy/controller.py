@@ -127,6 +127,16 @@ class Policy:
         normaliser = Normaliser.prior(language.sensors)
         return cls(network, normaliser, language, dict(settings or {}), decisions_per_step=decisions_per_step)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights. Observations and decisions are on the CPU."""
+        return self.network.value_scale.device
+
+    def to(self, device: torch.device) -> "Policy":
+        """Move the weights to a device. Actors and learners of the policy are made afterwards."""
+        self.network.to(device)
+        return self
+
     def normalised(self, observation: Observation) -> Inputs:
         """The inputs of the network for an observation."""
         return normalise(observation, self.normaliser, slot_features(self.language.sensors))
@@ -143,7 +153,7 @@ class Policy:
             ("environment", env, self.network.pooled[0]),
             ("slot", slot, self.network.encoder[0]),
         ):
-            own = layer.get_parameter("weight").detach()[:, : len(names)]  # the other columns are encodings
+            own = layer.get_parameter("weight").detach().cpu()[:, : len(names)]  # the other columns are encodings
             shares = (own.square().sum(0) / own.square().sum(0).mean()).tolist()
             weights |= {f"{part}: {name}": share for name, share in zip(names, shares, strict=True)}
         return weights
@@ -162,19 +172,16 @@ class Policy:
         self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
 
     def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
-        """Inputs (T, E, ...) as tensors. Indices into the menu become indices into the vocabulary, where packages come last."""
+        """Inputs (T, E, ...) as tensors on the device of the weights. Indices into the menu become indices into the vocabulary,
+        where packages come last.
+        """
         known = {name: index for index, name in enumerate(self.language.blueprints)}
         vocabulary = [known.get(name, -1) for name in menu]
         empty = len(known)
         index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, takes the last entry
-        return Batch(
-            torch.from_numpy(inputs.env),
-            torch.from_numpy(inputs.slot),
-            torch.from_numpy(index),
-            torch.from_numpy(inputs.cost),
-            torch.from_numpy(inputs.prospects),
-            torch.tensor([*vocabulary, *(empty + 1 + package for package in range(len(self.language.packages)))]),
-        )
+        menu_index = [*vocabulary, *(empty + 1 + package for package in range(len(self.language.packages)))]
+        fields = inputs.env, inputs.slot, index, inputs.cost, inputs.prospects, np.array(menu_index)
+        return Batch(*(torch.from_numpy(each).to(self.device) for each in fields))
 
 
 class Learned(Rule):
@@ -227,7 +234,7 @@ class Learned(Rule):
 
 def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None:
     """Write the two files as a folder, which replaces an existing one. A crash leaves either the old or the new folder."""
-    weights = save({name: tensor.contiguous() for name, tensor in policy.network.state_dict().items()})
+    weights = save({name: tensor.cpu().contiguous() for name, tensor in policy.network.state_dict().items()})
     facts = {
         "version": VERSION,
         "sha256": hashlib.sha256(weights).hexdigest(),

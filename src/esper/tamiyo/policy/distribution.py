@@ -75,17 +75,19 @@ def decide(
     draws: NDArray[np.float64] | None,
     exploration: Mapping[Head, float],
 ) -> SampledDecision:
-    """One decision per environment, from the encodings of one step (1, E, ...).
+    """One decision per environment, from the encodings of one step (1, E, ...). What is returned is on the CPU.
 
     draws: (heads, E) uniform in [0, 1), for inverse transform sampling. None takes the most probable choice, and the first of
     equally probable ones.
     """
-    log_prob = torch.zeros(len(masks.op))
+    log_prob, device = torch.zeros(len(masks.op)), encoded.trunk.device
     told = torch.full((2, len(masks.op), len(Head)), torch.nan)  # probability and entropy
 
     def choose(head: Head, may: Bools, chosen: Actions) -> Ints:
         op, slot = (torch.from_numpy(x)[None] for x in (chosen.op, chosen.slot))
-        p = probabilities(network.logits(head, encoded, op, slot)[0], torch.from_numpy(may), exploration[head])
+        # sampled on the CPU, so that a draw has the same meaning on every device
+        logits = network.logits(head, encoded, op.to(device), slot.to(device))[0].cpu()
+        p = probabilities(logits, torch.from_numpy(may), exploration[head])
         if draws is None:
             choice = p.argmax(-1)
         else:
@@ -115,11 +117,12 @@ def judge(
     exploration: by head, one number for all decisions, or a float64 tensor (T, E, 1).
     """
     op, slot = actions[Head.OP], actions[Head.SLOT]
+    relevant = _RELEVANT.to(op.device)
     log_probs, entropies = [], []
     for head in Head:
         p = probabilities(network.logits(head, encoded, op, slot), valid[head], exploration[head])
         log_p = p.clamp(min=1e-30).log()
-        matters = _RELEVANT[op, head]
+        matters = relevant[op, head]
         log_probs.append(torch.where(matters, log_p.gather(-1, actions[head].unsqueeze(-1)).squeeze(-1), 0.0))
         entropies.append(torch.where(matters, -(p * log_p).sum(-1), 0.0))
     return Judged(torch.stack(log_probs).sum(0), torch.stack(entropies, -1))

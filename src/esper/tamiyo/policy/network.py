@@ -4,6 +4,7 @@ T steps, E environments, S slots, K blueprints. Any number of slots, and any men
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -110,7 +111,7 @@ class FactoredRecurrentActorCritic(nn.Module):
 
     def initial(self, envs: int) -> Hidden:
         """The state at the start of a sequence: zeros."""
-        zeros = torch.zeros(envs, self.shapes.hidden)
+        zeros = torch.zeros(envs, self.shapes.hidden, device=self.value_scale.device)
         return zeros, zeros
 
     def forward(
@@ -173,6 +174,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         """
         last = self.value_head[-1]
         assert isinstance(last, nn.Linear)
+        mean, scale = mean.to(self.value_mean.device), scale.to(self.value_scale.device)
         last.weight.mul_(self.value_scale / scale)
         last.bias.copy_((last.bias * self.value_scale + self.value_mean - mean) / scale)
         self.value_mean.copy_(mean)
@@ -181,8 +183,8 @@ class FactoredRecurrentActorCritic(nn.Module):
     def _recur(self, x: Tensor, hidden: Hidden, starts: Tensor | None, idle: Tensor | None) -> tuple[Tensor, Hidden]:
         """Run the LSTM over (T, E, H), in one call for each range of steps within which no sequence begins and no row is idle."""
         state = (hidden[0].unsqueeze(0), hidden[1].unsqueeze(0))
-        cuts = [] if starts is None else [t for t in starts.any(1).nonzero()[:, 0].tolist() if t > 0]
-        alone = set() if idle is None else set(idle.any(1).nonzero()[:, 0].tolist())
+        cuts = [] if starts is None else [t for t in starts.any(1).cpu().nonzero()[:, 0].tolist() if t > 0]
+        alone = set() if idle is None else set(idle.any(1).cpu().nonzero()[:, 0].tolist())
         if alone:
             cuts = sorted({*cuts, *alone, *(t + 1 for t in alone)} - {0, len(x)})
         parts = []
@@ -197,6 +199,17 @@ class FactoredRecurrentActorCritic(nn.Module):
             state = after
             parts.append(part)
         return torch.cat(parts), (state[0][0], state[1][0])
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a policy runs, without TF32 in the LSTM of cuDNN.
+
+    The error of TF32, 1e-3, would differ between the step of a decision and the sequence from which it is learnt.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    cudnn = torch.backends.cudnn
+    return cudnn.flags(enabled=True, benchmark=cudnn.benchmark, deterministic=cudnn.deterministic, allow_tf32=False)
 
 
 def _head(reads: int, units: int, writes: int) -> nn.Sequential:
