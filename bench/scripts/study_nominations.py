@@ -318,11 +318,11 @@ def _test(network: nn.Module, problem: Problem) -> tuple[float, float]:
     return float(problem.loss(output, y)), right
 
 
-def study(name: str, seeds: int, arms: Sequence[str]) -> None:
+def study(name: str, seeds: range, arms: Sequence[str]) -> None:
     """Print the rows of a setting."""
     runs: dict[str, list[Run]] = {arm: [] for arm in arms}
     places = []
-    for seed in range(seeds):
+    for seed in seeds:
         for arm in arms:
             problem = PROBLEMS[name](seed)
             if arm != "oracle" or problem.place:
@@ -348,10 +348,10 @@ def study(name: str, seeds: int, arms: Sequence[str]) -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def rankings(seeds: int) -> None:
+def rankings(seeds: range) -> None:
     """Print for `unknown place`, without growth, in how many seeds each ranking has the narrow place first after some steps."""
     hits: dict[tuple[int, str], int] = {}
-    for seed in range(seeds):
+    for seed in seeds:
         problem = unknown_place(seed)
         network, batches = problem.network, torch.Generator().manual_seed(seed)
         esper.graft(network, example=problem.probe[0][:8])
@@ -367,14 +367,15 @@ def rankings(seeds: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for (step, name), count in hits.items():
-        print(f"step {step}, {name}: {count} of {seeds}")
+        print(f"step {step}, {name}: {count} of {len(seeds)}")
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"part of a name: {', '.join(PROBLEMS)}; all")
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=8, help="how many")
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--arms", nargs="+", default=ARMS)
     parser.add_argument(
         "--rankings", action="store_true", help="only which site each ranking has first, without growth"
@@ -382,8 +383,9 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", UserWarning)
+    seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
     if asked.rankings:
-        rankings(asked.seeds)
+        rankings(seeds)
         return
     print(
         "| setting | arm | loss | accuracy | less blind, equal steps | equal seconds | seconds | parameters | place first |"
@@ -391,7 +393,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for name in PROBLEMS:
         if not asked.settings or any(part in name for part in asked.settings):
-            study(name, asked.seeds, asked.arms)
+            study(name, seeds, asked.arms)
 
 
 if __name__ == "__main__":

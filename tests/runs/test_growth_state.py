@@ -15,7 +15,7 @@ from esper.kasmina.graft.grafted import graft
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
+from esper.leyline.lifecycle.streams import Sequence, Vector
 from esper.runs.live.growth import Growth
 from esper.runs.live.growth_state import describe
 from loops import equal, stages
@@ -142,6 +142,26 @@ def test_what_the_state_consists_of_cannot_change(saved, options, said):
     with pytest.raises(InputError, match=said):
         grown.load_state_dict(saved)
     assert equal(grown.state_dict(), before)
+
+
+def test_a_state_from_before_the_heuristic_read_what_is_missing_names_the_setting_with_which_it_goes_on():
+    blind = {"controller": "heuristic", "settings": {**SETTINGS, "probe": {"sensors_every": 0}}}
+    older, _ = growth(**blind)
+    older.step()
+    state = older.state_dict()
+    grown, _ = growth(controller="heuristic")
+    with pytest.raises(
+        InputError, match=r"every 0, where .* 4; .*, with settings=\{'probe': \{'sensors_every': 0\}\}$"
+    ):
+        grown.load_state_dict(state)
+    again, _ = growth(**blind)
+    again.load_state_dict(state)
+    assert equal(again.state_dict(), state)
+
+
+def test_a_stream_in_the_usual_order_is_saved_as_before_streams_had_an_order(saved):
+    assert "stream=Vector(width=4)," in saved["made_with"]["sites"]["0"]
+    assert repr(Sequence(8, "BCL")) == "Sequence(width=8, order='BCL')"
 
 
 def test_names_of_changes_that_cannot_be_are_refused(saved):

@@ -67,7 +67,11 @@ class Stream:
             )
 
     def __str__(self) -> str:
-        return f"{type(self).__name__}({self.width}{'' if self.order == self.orders[0] else f', {self.order}'})"
+        return f"{type(self).__name__}({self.width}{f', {self.order}' if self.permutation else ''})"
+
+    def __repr__(self) -> str:
+        """Leave out the usual order: states of a growth that were saved before streams had one are compared by this text."""
+        return f"{type(self).__name__}(width={self.width}{f', order={self.order!r}' if self.permutation else ''})"
 
     @property
     def permutation(self) -> tuple[int, ...]:

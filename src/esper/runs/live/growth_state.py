@@ -89,7 +89,9 @@ def check_made_with(saved: Mapping[str, Any], mine: Mapping[str, Any], changed: 
             theirs, own = next((theirs[key], own[key]) for key in own if theirs[key] != own[key])
         elif isinstance(theirs, dict):
             theirs, own = list(theirs), list(own)
-        mend = "" if name in _FIXED else f", or go on with this one by load_state_dict(state, changed=[{name!r}])"
+        section, _, key = name.partition(".")
+        mend = f", with settings={ {section: {key: theirs}} }" if key else ""
+        mend += "" if name in _FIXED else f", or go on with this one by load_state_dict(state, changed=[{name!r}])"
         raise InputError(
             f"the saved state has {name} {theirs!r}, where this one has {own!r}; make Growth as it was then{mend}"
         )
