@@ -42,6 +42,7 @@ RUN_ELSEWHERE = [
     "duckdb.md",
     "exporters.md",
     "gym.md",
+    "how-wide.md",
     "saving.md",
     "sites.md",
     "trainers.md",
