@@ -8,7 +8,9 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-@pytest.mark.parametrize(("page", "blocks"), [("widening.md", 4), ("how-wide.md", 1)])
+@pytest.mark.parametrize(
+    ("page", "blocks"), [("widening.md", 4), ("how-wide.md", 1), ("more-data.md", 1)]
+)
 def test_the_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, blocks, capsys):
     text, namespace = (DOCS / page).read_text(encoding="utf-8"), {}
     code, shown = (re.findall(rf"^```{kind}\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for kind in ("python", "text"))
