@@ -43,6 +43,7 @@ RUN_ELSEWHERE = [
     "exporters.md",
     "gym.md",
     "how-wide.md",
+    "lora-ranks.md",
     "more-data.md",
     "saving.md",
     "sites.md",
