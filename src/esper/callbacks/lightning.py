@@ -87,7 +87,7 @@ class LightningGrowth(GrowthCallback, Callback):
             raise InputError(
                 f"the trainer has {len(trainer.optimizers)} optimizers; return one from configure_optimizers"
             )
-        for each in trainer.callbacks:  # type: ignore[attr-defined]  # that a trainer has callbacks is no part of its types
+        for each in trainer.callbacks:
             # their copy of the module was made before its seeds, and pairs parameters with those of the module in order
             if any(kind.__name__ in AVERAGING for kind in type(each).__mro__):
                 raise InputError(
