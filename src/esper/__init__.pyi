@@ -22,6 +22,7 @@ from esper.runs.estimators import GrowingClassifier as GrowingClassifier
 from esper.runs.estimators import GrowingRegressor as GrowingRegressor
 from esper.runs.healing.heal import heal as heal
 from esper.runs.healing.healed import Healed as Healed
+from esper.runs.lora import lora_ranks as lora_ranks
 from esper.kasmina.graft.grafted import graft as graft
 from esper.kasmina.graft.grafted import ungraft as ungraft
 from esper.kasmina.network.saving import attach as attach

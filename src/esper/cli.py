@@ -13,7 +13,7 @@ import typer
 from esper.commands.doctor import doctor
 from esper.commands.evaluating import evaluate
 from esper.commands.exporting import events, export, export_events
-from esper.commands.healing import heal
+from esper.commands.healing import find_sites, heal
 from esper.commands.listing import blueprints, config, controller, docs, tasks
 from esper.commands.options import fail, say, spread_devices
 from esper.commands.running import grow, resume, train
@@ -70,6 +70,7 @@ COMMANDS: Mapping[str, Command] = {
     "grow": Command(grow, GROW, "runs"),
     "resume": Command(resume, GROW, "checkpoints"),
     "heal": Command(heal, GROW, "heal"),
+    "find-sites": Command(find_sites, LIST, "lora-ranks"),
     "train": Command(train, LEARN, "training"),
     "eval": Command(evaluate, LEARN, "evaluation"),
     "watch": Command(watch, LOOK, "watch"),
@@ -94,6 +95,8 @@ esper resume runs/digits  # go on where it was interrupted or killed
 esper resume runs/digits --set steps=48  # go on for longer than was asked at first
 esper heal model.pt2 --data data.npz --out healed  # a network that was damaged, and labelled examples
 esper heal net.py:pruned --data net.py:data --intact net.py:whole  # also learn from the intact network
+esper find-sites net.py:model --data data.npz  # where seeds can be planted
+esper find-sites net.py:model --data data.npz --as peft --budget 0.02  # layers and ranks for a LoraConfig
 esper train repair --preset quick --run runs/learnt  # learn from damaged networks
 esper train repair --workers 2 --rounds 100 --seed 1  # in two processes, with the same result
 esper eval runs/learnt --tasks repair --instances 50  # a trained controller and the rules

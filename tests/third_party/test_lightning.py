@@ -257,6 +257,8 @@ class ByHand(Classifier):
         ({"module": ByHand, "arguments": {"gradient_clip_val": None}}, "optimizes by hand"),
         ({"budgets": 1}, "no argument 'budgets'; did you mean 'budget'"),
         ({"optimizer": None}, "takes optimizer from the trainer"),
+        ({"callbacks": [lightning.pytorch.callbacks.EMAWeightAveraging()]}, "EMAWeightAveraging averages a copy"),
+        ({"callbacks": [lightning.pytorch.callbacks.StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging aver"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_in_one_sentence(tmp_path, change, sentence):

@@ -22,6 +22,9 @@ except ModuleNotFoundError:
         f"esper.callbacks.LightningGrowth needs lightning, which is not installed; run {pip_install('lightning')}"
     ) from None
 
+AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+"""Callbacks of Lightning, by name: not every version has the first."""
+
 
 class LightningGrowth(GrowthCallback, Callback):
     """Grows a LightningModule: takes a step of `esper.Growth` after each step of the optimizer.
@@ -84,6 +87,13 @@ class LightningGrowth(GrowthCallback, Callback):
             raise InputError(
                 f"the trainer has {len(trainer.optimizers)} optimizers; return one from configure_optimizers"
             )
+        for each in trainer.callbacks:
+            # their copy of the module was made before its seeds, and pairs parameters with those of the module in order
+            if any(kind.__name__ in AVERAGING for kind in type(each).__mro__):
+                raise InputError(
+                    f"{type(each).__name__} averages a copy of the module, which gets no seeds; leave it out, or average "
+                    "in a loop of your own with esper.Growth(ema=...)"
+                )
         self.check_first()
         if self._saved is not None:
             self._begin(trainer, pl_module)

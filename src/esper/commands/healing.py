@@ -1,9 +1,10 @@
-"""`esper heal`: a damaged network, repaired by seeds in the places that were hurt."""
+"""`esper heal` and `esper find-sites`: a network of yours, repaired by seeds, or where LoRA goes in it."""
 
 import json
 import logging
 import warnings
 from contextlib import ExitStack
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,6 +78,46 @@ def heal(
     except KeyboardInterrupt:
         say("interrupted; nothing was written, and the same command begins anew", err=True)
         raise typer.Exit(130) from None
+
+
+class Format(StrEnum):
+    """What `esper find-sites` prints."""
+
+    ESPER = "esper"
+    PEFT = "peft"
+
+
+def find_sites(
+    model: Annotated[str, Argument(metavar="MODEL", help=f"{PLACE} that returns the module, or a .pt2 file.")],
+    data: Annotated[
+        str,
+        Option(metavar="DATA", help=f"A .npz, .pt or .safetensors file with x and y, or {PLACE} that returns (x, y)."),
+    ],
+    form: Annotated[
+        Format, Option("--as", help="esper: sites of seeds. peft: arguments of a LoraConfig, as JSON.")
+    ] = Format.ESPER,
+    budget: Annotated[float, Option(help="Most parameters of LoRA / parameters of the model, for --as peft.")] = 0.01,
+    layers: Annotated[
+        list[str] | None, Option(metavar="NAME", help="Linear layers for LoRA, as 'blocks.*'; repeat for more; all.")
+    ] = None,
+) -> None:
+    """List where seeds can be planted in a network, or choose layers and ranks for LoRA by the gradient of the data.
+
+    Such ranks are not better than one rank for all layers on all data: `esper docs lora-ranks` has the figures.
+    """
+    use_one_thread()
+    from esper.kasmina.graft.find_sites import find_sites as find
+    from esper.leyline.reference import is_reference, load_reference
+    from esper.runs.healing.training import examples_of
+    from esper.runs.lora import lora_ranks
+
+    network = _module(model)
+    examples = examples_of(load_reference(data, "data", "(x, y)") if is_reference(data) else data).like(network)
+    if form is Format.ESPER:
+        for line in repr(find(network, examples.at(slice(2)).x)).splitlines():
+            say(line)
+    else:
+        typer.echo(json.dumps(lora_ranks(network, examples, budget=budget, layers=layers or ["*"]), indent=2))
 
 
 def _module(place: str) -> Any:

@@ -1,17 +1,22 @@
-"""The page on networks that start small prints what it shows, but for figures that depend on the machine."""
+"""Pages that show what their code prints are right about it, but for figures that depend on the machine."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "widening.md"
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
 
 
-def test_the_page_runs_from_top_to_bottom_and_prints_what_it_shows(capsys):
-    text, namespace = PAGE.read_text(encoding="utf-8"), {}
+@pytest.mark.parametrize(
+    ("page", "blocks"), [("widening.md", 4), ("how-wide.md", 1), ("lora-ranks.md", 1), ("more-data.md", 1)]
+)
+def test_the_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, blocks, capsys):
+    text, namespace = (DOCS / page).read_text(encoding="utf-8"), {}
     code, shown = (re.findall(rf"^```{kind}\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for kind in ("python", "text"))
-    assert len(code) == len(shown) == 4
+    assert len(code) == len(shown) == blocks
     for block, wanted in zip(code, shown, strict=True):
-        exec(compile(block, PAGE.name, "exec"), namespace)
+        exec(compile(block, page, "exec"), namespace)
         printed = capsys.readouterr().out
         rounded = [re.sub(r"0\.\d\d$|step [\d,]+|after [\d,]+", "#", line) for line in printed.splitlines()]
         assert rounded == [re.sub(r"0\.\d\d$|step [\d,]+|after [\d,]+", "#", line) for line in wanted.splitlines()]
