@@ -11,14 +11,15 @@ counts is the average of the weights over about the last tenth of the compute, a
 static networks have each of these widths, the same average and warm-up. Each arm has the best of three rates by its mean over
 the stops, found with seed 99 (of both texts on the first). Restarts: each width anew for its share, the best so far kept.
 Halving: a quarter of the budget is shared by all widths, the rest is for the best. Small batches first: a quarter of the batch
-until the first stop, half of it until four times its compute (in FLOPs alone). "Grown, in seconds" has cost='seconds'.
+for 5,000 steps and half of it for as many, by `growth.batch_size`. "Grown, in seconds" has cost='seconds'.
 
-Gap: bits per byte, or test error in percent, above the best static width for each stop, mean over stops; in FLOPs, and in
-seconds by interpolation. As the machine has other work, a step of each width has the seconds that are measured first, for all
-widths in turn; what growth itself takes is added as it is measured.
+Gap: bits per byte, or test error in percent, above the best static width for each stop, with small batches first or without,
+mean over stops; in FLOPs, and in seconds by interpolation. As the machine has other work, a step of each width and batch has
+the seconds that are measured first, for all in turn; what growth itself takes is added as it is measured.
 """
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -40,6 +41,8 @@ from esper.leyline.intervals import t_interval
 from esper_bench.public_sets import letter_recognition
 
 LENGTH, HEAD = 64, 16
+EARLY = (1 / 8, 1 / 4, 1 / 2)
+"""Shares of the first stop at which networks are looked at too, for the comparison in seconds."""
 RATES = (4e-3, 8e-3, 1.6e-2)
 
 
@@ -194,26 +197,32 @@ def parameters(model: nn.Module) -> int:
     return sum(each.numel() for each in model.parameters())
 
 
-def prices(setting: Setting, data: Data, turns: int = 200) -> dict[int, float]:
-    """CPU seconds of a step by the parameters of the network: the median of turns, in each of which every width takes a step."""
+def batches(setting: Setting) -> tuple[int, ...]:
+    """Sizes of the batches with small batches first."""
+    return setting.batch // 4, setting.batch // 2, setting.batch
+
+
+def prices(setting: Setting, data: Data, turns: int = 200) -> dict[tuple[int, int], float]:
+    """CPU seconds of a step by parameters and batch: the median of turns, in each of which every width and batch takes a step."""
     generator = torch.Generator().manual_seed(0)
-    models = [setting.build(width) for width in setting.widths]
     loops = []
-    for model in models:
+    for width, batch in itertools.product(setting.widths, batches(setting)):
+        model = setting.build(width)
         optimizer = adam(model, 1e-3)
-        loops.append((model, optimizer, esper.AnytimeGrowth(model, optimizer, example=data.test[0][:2], ratio=1e12)))
-    taken: dict[int, list[float]] = {parameters(model): [] for model in models}
+        growth = esper.AnytimeGrowth(model, optimizer, example=data.test[0][:2], ratio=1e12)
+        loops.append((setting._replace(batch=batch), model, optimizer, growth))
+    taken: dict[tuple[int, int], list[float]] = {(parameters(model), each.batch): [] for each, model, *_ in loops}
     for turn in range(turns + 10):
-        for model, optimizer, growth in loops:
+        for each, model, optimizer, growth in loops:
             begun = time.process_time()
-            x, y = batch_of(setting, data, generator)
+            x, y = batch_of(each, data, generator)
             loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             growth.step(y)
             if turn >= 10:
-                taken[parameters(model)].append(time.process_time() - begun)
-    return {size: statistics.median(each) for size, each in taken.items()}
+                taken[parameters(model), each.batch].append(time.process_time() - begun)
+    return {key: statistics.median(each) for key, each in taken.items()}
 
 
 def train(
@@ -223,11 +232,11 @@ def train(
     most_width: int,
     rate: float,
     seed: int,
-    price: Mapping[int, float],
+    price: Mapping[tuple[int, int], float],
     counted: Literal["parameters", "seconds"] = "parameters",
     ramp: bool = False,
 ) -> list[Point]:
-    """Train one network, which grows up to a width; returns its stops. ramp: small batches first, whose seconds are not known."""
+    """Train one network, which grows up to a width; returns its early looks and its stops. ramp: small batches first."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed + 1000)
     model = setting.build(width)
@@ -244,13 +253,13 @@ def train(
     )
     flops = seconds = 0.0
     found: list[Point] = []
-    for stop in setting.stops:
+    for stop in (*(share * setting.stops[0] for share in EARLY), *setting.stops):
         while flops < stop:
-            small = (flops < setting.stops[0]) + (flops < 4 * setting.stops[0]) if ramp else 0
-            x, y = batch_of(setting._replace(batch=setting.batch >> small), data, generator)
+            size = growth.batch_size(setting.batch // 4, setting.batch) if ramp else setting.batch
+            x, y = batch_of(setting._replace(batch=size), data, generator)
             loss(model(x), y).backward()
             flops += cost(model, y.numel())
-            seconds += price[growth.parameters]
+            seconds += price[growth.parameters, size]
             optimizer.step()
             optimizer.zero_grad()
             begun = time.process_time()
@@ -303,21 +312,24 @@ def halving(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.flo
 
 
 def in_seconds(arms: Mapping[str, list[Point]]) -> dict[str, float]:
-    """Gap of each arm to the best static width at equal seconds, mean over 12 of them that all arms reach."""
-    low = max(points[0].seconds for points in arms.values())
-    high = min(points[-1].seconds for points in arms.values())
+    """Gap of each arm to the best static one at equal seconds, mean over 12 that all arms with batches of one size reach."""
+    equal = [points for arm, points in arms.items() if not arm.endswith("small batches first")]
+    low = max(points[len(EARLY)].seconds for points in equal)
+    high = min(points[-1].seconds for points in equal)
     at = np.log(np.geomspace(low, max(high, 1.01 * low), 12))
     timed = {arm: np.interp(at, np.log([p.seconds for p in points]), figures(points)) for arm, points in arms.items()}
     best = np.min([found for arm, found in timed.items() if not arm.startswith("grown")], 0)
     return {arm: float((found - best).mean()) for arm, found in timed.items()}
 
 
-def study(name: str, seeds: int, rates: Mapping[int, float], head: Sequence[str]) -> dict[str, list[list[float]]]:
+def study(
+    name: str, setting: Setting, seeds: int, rates: Mapping[int, float], head: Sequence[str]
+) -> dict[str, list[list[float]]]:
     """Print the table of a setting. rates: by width, and of the grown network by 0. Returns the figures of each arm and seed."""
-    setting = SETTINGS[name]
     data, widths = setting.load(), setting.widths
     price = prices(setting, data)
-    print("seconds of a step:", ", ".join(f"{size:,} parameters {1e3 * each:.2f} ms" for size, each in price.items()))
+    shown = (f"{size:,} parameters, batch {batch} {1e3 * each:.2f} ms" for (size, batch), each in price.items())
+    print("seconds of a step:", "; ".join(shown))
     arms: dict[str, list[NDArray[np.float64]]] = {}
     timed: dict[str, list[float]] = {}
     for seed in range(100, 100 + seeds):
@@ -325,26 +337,29 @@ def study(name: str, seeds: int, rates: Mapping[int, float], head: Sequence[str]
         both = {
             "grown": train(setting, data, widths[0], widths[-1], rates[0], seed, price),
             "grown, in seconds": train(setting, data, widths[0], widths[-1], rates[0], seed, price, "seconds"),
+            "grown, small batches first": train(setting, data, widths[0], widths[-1], rates[0], seed, price, ramp=True),
             **{f"width {width}": points for width, points in runs.items()},
         }
-        for arm, gap in in_seconds(both).items():
-            timed.setdefault(arm, []).append(gap)
         both |= {
             f"width {width}, small batches first": train(
                 setting, data, width, width, rates[width], seed, price, ramp=True
             )
             for width in widths
         }
-        static = {arm: figures(points) for arm, points in both.items()}
+        for arm, gap in in_seconds(both).items():
+            timed.setdefault(arm, []).append(gap)
+        runs = {width: points[len(EARLY) :] for width, points in runs.items()}
+        static = {arm: figures(points[len(EARLY) :]) for arm, points in both.items()}
         for arm, found in (static | {"restarts": restarts(setting, runs), "halving": halving(setting, runs)}).items():
             arms.setdefault(arm, []).append(found)
-    hindsight = np.min([np.mean(arms[f"width {width}"], 0) for width in widths], 0)  # for each stop, over seeds
+    hindsight = np.min([np.mean(each, 0) for arm, each in arms.items() if arm.startswith("width")], 0)  # for each stop
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     for arm, each in arms.items():
         shown = [f"{name}, {setting.unit}", arm, *(f"{value:.3f}" for value in np.mean(each, 0)[1::2])]
         shown.append(f"{t_interval([float((own - hindsight).mean()) for own in each]):+.3f}")
-        behind = [float((own - mine).mean()) for own, mine in zip(each, arms["grown"], strict=True)]
-        shown.append("" if arm == "grown" else f"{t_interval(behind):+.3f}")
+        for grown in ("grown", "grown, small batches first"):
+            behind = [float((own - mine).mean()) for own, mine in zip(each, arms[grown], strict=True)]
+            shown.append("" if arm == grown else f"{t_interval(behind):+.3f}")
         shown.append(f"{t_interval(timed[arm]):+.3f}" if arm in timed else "")
         print(f"| {' | '.join(shown)} |", flush=True)
     return {arm: [list(map(float, own)) for own in each] for arm, each in arms.items()}
@@ -357,7 +372,10 @@ def tuned(name: str) -> dict[int, float]:
     price = prices(setting, data)
     for width in (0, *setting.widths):
         first, last = width or setting.widths[0], width or setting.widths[-1]
-        tried = {rate: float(figures(train(setting, data, first, last, rate, 99, price)).mean()) for rate in RATES}
+        tried = {
+            rate: float(figures(train(setting, data, first, last, rate, 99, price)[len(EARLY) :]).mean())
+            for rate in RATES
+        }
         rates[width] = min(tried, key=lambda rate: tried[rate])
         shown = ", ".join(f"{rate:g}: {figure:.3f}" for rate, figure in tried.items())
         print(f"{name}, {f'width {width}' if width else 'grown'}: {shown}", flush=True)
@@ -372,6 +390,7 @@ def main() -> None:
     parser.add_argument(
         "--rates", type=float, nargs="+", metavar="RATE", help="of grown, and of each width; tuned without"
     )
+    parser.add_argument("--most", type=float, default=math.inf, metavar="GF", help="stops below so many GFLOP alone")
     parser.add_argument("--json", type=Path, help="writes the figures of each arm, seed and stop")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -379,11 +398,19 @@ def main() -> None:
     results = {}
     for name in asked.settings or SETTINGS:
         setting = SETTINGS[name]
+        setting = setting._replace(stops=setting.stops[setting.stops < asked.most * 1e9])
         given = asked.rates and dict(zip((0, *setting.widths), asked.rates, strict=True))
         rates = given or tuned("stdlib" if name == "headers" else name)
         stops = [f"{stop / 1e9:.0f} GF" for stop in setting.stops[1::2]]
-        head = ["setting", "arm", *stops, "above the best for each stop", "behind grown", "in seconds"]
-        results[name] = study(name, asked.seeds, rates, head)
+        head = [
+            "setting",
+            "arm",
+            *stops,
+            "above the best for each stop",
+            "behind grown",
+            "behind grown, small batches first",
+        ]
+        results[name] = study(name, setting, asked.seeds, rates, [*head, "in seconds"])
     if asked.json:
         asked.json.write_text(json.dumps(results))
 

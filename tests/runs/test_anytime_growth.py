@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 import esper
 from esper.leyline.errors import InputError
+from esper.runs.live import anytime
 
 RATIO = 0.1
 
@@ -108,6 +109,33 @@ def test_a_resumed_run_goes_on_to_the_same_bits(stop):
         state = other.state_dict()
         assert all(torch.equal(value, state[key]) for key, value in one.state_dict().items())
     assert growth.summary() == whole[3].summary()
+
+
+def test_small_batches_come_first_and_a_resumed_run_goes_on_with_the_same(monkeypatch):
+    monkeypatch.setattr(anytime, "DOUBLED", 8)
+
+    def drawn(run, first, last):
+        model, optimizer, _, growth = run
+        sizes = []
+        for step in range(first, last):
+            batch = texts(step)[: growth.batch_size(1, 3)]
+            F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            growth.step(batch[:, 1:])
+            sizes.append(len(batch))
+        return sizes
+
+    whole, half, rest = made(), made(), made()
+    assert drawn(whole, 0, 60) == [1] * 8 + [2] * 8 + [3] * 44
+    drawn(half, 0, 12)
+    rest[3].load_state_dict(half[3].state_dict())
+    for part, other in zip(rest[:2], half[:2], strict=True):
+        part.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert drawn(rest, 12, 60) == [2] * 4 + [3] * 44
+    assert rest[3].summary() == whole[3].summary()
+    assert whole[3].growths[0]["step"] > 12
+    assert all(torch.equal(*pair) for pair in zip(rest[0].parameters(), whole[0].parameters(), strict=True))
 
 
 def test_a_snapshot_is_a_plain_module_and_disturbs_nothing():
@@ -251,6 +279,9 @@ def test_what_cannot_be_is_refused_in_a_sentence():
     for given in (0, "32", None, True):
         with pytest.raises(InputError, match="targets is "):
             growth.step(given)
+    for sizes, sentence in (((0, 4), "least is 0; give a whole number from 1 on"), ((8, 4), "most is 4; .* from 8 on")):
+        with pytest.raises(InputError, match=sentence):
+            growth.batch_size(*sizes)
     *_, growth = trained(made(cost="seconds"), 0, 20)
     with pytest.raises(
         InputError,

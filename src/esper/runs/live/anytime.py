@@ -43,6 +43,8 @@ BEND = 0.9
 """The network becomes wider when the late slope is below this share of the earlier one."""
 APART = 4.0
 """Least factor of the compute between two growths, and from the end of twice the warm-up to the first."""
+DOUBLED = 5000
+"""Steps of the loop after which the batch is doubled, so that it is about in proportion to the examples seen."""
 WINDOW = 8.0
 """The running average weighs a step at compute C by (C / total)^8, so that about the last tenth of the compute counts."""
 
@@ -178,6 +180,18 @@ class AnytimeGrowth:
     def parameters(self) -> int:
         """Number of parameters of the network as it is."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def batch_size(self, least: int, most: int) -> int:
+        """Return the size of the next batch: `least` at first, twice as many after each 5,000 steps, and at most `most`.
+
+        At first the gradient of a few examples points about where that of many does, so that the same examples are worth more as
+        more steps. The learning rates do not depend on it, and a resumed run goes on with the same batches. With cost='seconds'
+        every batch is as large as `example`, so this is not for it.
+        """
+        for name, value, low in (("least", least, 1), ("most", most, least)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise InputError(f"{name} is {value!r}; give a whole number from {low} on")
+        return min(least << (self.steps // DOUBLED), most)
 
     def step(self, targets: Tensor | int) -> bool:
         """Take note of a step of the optimizer, on these targets or so many; returns whether the network became wider.
