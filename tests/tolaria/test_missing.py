@@ -104,3 +104,25 @@ def test_rows_of_maps_and_sequences_are_positions_and_gradients_are_those_of_eac
     )
     one = read_sites(model, ["2"], [(x[3:4], y[3:4])], F.cross_entropy)["2"]
     torch.testing.assert_close(one.gradient, read.gradient[48:64])
+
+
+def test_channels_in_front_of_positions_are_read_as_features():
+    with drawn_with(2):
+        convolutions = nn.Sequential(nn.Conv1d(4, 2, 1), nn.ReLU(), nn.Conv1d(2, 6, 1), nn.ReLU(), nn.Conv1d(6, 3, 1))
+        linear = nn.Sequential(nn.Linear(4, 2), nn.ReLU(), nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 3))
+        x, y = torch.randn(32, 7, 4), torch.randint(3, (32, 7))
+    for one, other in zip(linear[::2], convolutions[::2], strict=True):
+        one.load_state_dict({"weight": other.weight.detach()[..., 0], "bias": other.bias.detach()})
+    found = []
+    for model, own, classes in ((convolutions, x.mT, 1), (linear, x, 2)):
+        esper.graft(model, example=own[:4])
+        read = read_sites(
+            model, list(model.sites), [(own, y)], lambda out, y, at=classes: F.cross_entropy(out.movedim(at, 1), y)
+        )
+        found.append(read)
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) > 1
+    for name, each in found[0].items():
+        for one, other in zip(each[:3], found[1][name][:3], strict=True):
+            torch.testing.assert_close(one, other)
+        assert each.positions == found[1][name].positions

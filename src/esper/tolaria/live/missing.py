@@ -135,14 +135,15 @@ def _listening(network: nn.Module, site: Site) -> Iterator[dict[str, Tensor]]:
 
 def _rows(site: Site, heard: Mapping[str, Tensor]) -> Read | None:
     """What was heard at positions of the stream; None where no gradient arrived, or a bypass cannot read it."""
-    stream, gradient = type(site.stream), heard.get("gradient")
-    if gradient is None:
+    stream = site.stream
+    if "gradient" not in heard:
         return None
+    gradient = stream.arranged(heard["gradient"])
 
     def rows(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or stream.width_of(tensor) == 0:
+        if tensor is None or stream.width_at(tensor) == 0:
             return None
-        return stream.positions(stream.fitted(tensor.float(), gradient)[None], gradient[None])[0]
+        return stream.positions(stream.fitted(stream.arranged(tensor).float(), gradient)[None], gradient[None])[0]
 
     g = stream.positions(gradient[None].float())[0] * len(gradient)
     source, inputs = rows(heard.get("source")), rows(heard.get("inputs"))
