@@ -33,6 +33,7 @@ class Mutation(NamedTuple):
 
 LIFECYCLE, GATES, MASKS = "kasmina/lifecycle.py", "leyline/lifecycle/gates.py", "leyline/lifecycle/masks.py"
 SLOT, FOLDING, COALITIONS = "kasmina/slot.py", "kasmina/graft/folding.py", "tolaria/measure/coalitions.py"
+TAPE = "kasmina/stack/tape.py"
 OPTIMIZER, PPO, REWARDS = "tolaria/stacked/optimizer.py", "simic/ppo.py", "simic/rewards.py"
 
 MUTATIONS = (
@@ -101,11 +102,19 @@ MUTATIONS = (
     ),
     Mutation(SLOT, "2 * weight / h.square()", "weight / h.square()", "kasmina tolaria"),
     Mutation(SLOT, "return h + slot_change", "return h - slot_change", "kasmina"),
+    Mutation(
+        SLOT,
+        "return dh, ddelta + d + own * passed, dgate",
+        "return dh, ddelta + own * passed, dgate",
+        "tolaria/test_tape.py",
+    ),
+    Mutation(TAPE, "dy if where is None else dy.index_select(0, where)", "dy", "tolaria/test_tape.py"),
+    Mutation(TAPE, "self._gradients[at].add_(gradient)", "self._gradients[at] = gradient", "tolaria/test_tape.py"),
     # Folding
     Mutation(
         FOLDING,
-        "(matrix, shift) if reads_input else (matrix @ weight,",
-        "(matrix, shift) if reads_input else (weight @ matrix,",
+        "more, moved = torch.tensordot(kernel, weight, 1), shift",
+        "more, moved = torch.tensordot(weight, kernel, 1), shift",
         "kasmina/test_folding.py",
     ),
     Mutation(FOLDING, "bias + alpha * moved", "bias", "kasmina/test_folding.py"),

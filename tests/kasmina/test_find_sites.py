@@ -721,15 +721,28 @@ def test_every_site_of_a_random_tree_runs_has_its_width_and_a_gradient(data, kin
         if site.around != name:
             assert narrower(module, site, x)
         module.get_submodule(site.after).register_forward_hook(
-            lambda _, __, y, name=name: outputs.setdefault(name, y.clone())
+            lambda _, __, y, name=name: outputs.update(
+                {name: outputs.get(name, y.clone())}
+            )  # a hook that returns changes
         )
     twins = {name: copy.deepcopy(module) for name in sites}
     module(x)
     for name, site in sites.items():
         assert type(site.stream) is KINDS[kind]
         assert site.stream.width == site.stream.width_of(outputs[name])
-        assert site.causal == (kind == "sequence"), "no position of these trees reads another one"
+        causal = kind == "sequence" and follows_the_end(copy.deepcopy(twins[name]), x, site)
+        assert site.causal == causal, "no position of these trees reads another one"
         assert changes_the_output(twins[name], x, site), name
+
+
+def follows_the_end(module, x, site):
+    """Whether the output of a site changes with the last position of x, which units that are never active keep from it."""
+    seen, other = [], x.clone()
+    other[:, -1] = 1 - other[:, -1]
+    module.get_submodule(site.after).register_forward_hook(lambda _, __, y: seen.append(y.clone()))
+    module.eval()
+    module(x), module(other)
+    return not torch.equal(*seen)
 
 
 def narrower(module, site, x):

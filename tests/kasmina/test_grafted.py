@@ -788,7 +788,7 @@ def site(after="stem", around=None, stream=None, name="a"):
     [
         (net, site("blocks.0.lif"), r"'blocks.0.lif', which is not there; did you mean 'blocks.0.lift'"),
         (net, site("stem", "sten"), r"'sten', which is not there; did you mean 'stem'"),
-        (net, site(stream=Odd(8)), r"has stream Odd\(width=8, order=''\); give esper.Vector"),
+        (net, site(stream=Odd(8)), r"has stream Odd\(width=8\); give esper.Vector"),
         (net, site(name="b"), "is named 'b'"),
         (net, {"a": "stem"}, "is a str; give an esper.Site"),
         (net, {}, "give at least one"),
