@@ -1,4 +1,4 @@
-"""Break the core in forty ways, one at a time, and show that the tests notice each.
+"""Break the core in 43 ways, one at a time, and show that the tests notice each.
 
     python scripts/mutations.py                    # all of them; exit code 1 where one is not caught
     python scripts/mutations.py 3 17               # some, by number

@@ -20,7 +20,7 @@ import torch
 from benchmark_hot_path import SELDOM, Case, engine_in
 from floors import BareStack
 
-from esper.kasmina.stack.tape import Tape
+from esper.kasmina.stack.tape import PassTape
 from esper.leyline.lifecycle.actions import Actions
 from esper.tolaria.stacked.compiling import Passes
 from esper.tolaria.stacked.data import SharedBatchIterator
@@ -32,7 +32,7 @@ SPENT: dict[str, float] = defaultdict(float)
 
 TIMED = (
     (torch.Tensor, "backward", "backward"),
-    (Tape, "backward", "backward"),
+    (PassTape, "backward", "backward"),
     (Passes, "backward", "pass"),
     (SharedBatchIterator, "advance", "batches"),
     (SharedBatchIterator, "of", "batches"),

@@ -14,7 +14,7 @@ from torch import nn
 
 from commands import files
 from esper.cli import main
-from esper.kasmina.blueprints import BLUEPRINTS, LIVE, Blueprint
+from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS, Blueprint
 from esper.kasmina.blueprints.vector import zero_linear
 from esper.kasmina.stack import invariance
 from esper.leyline.config.tree import Config, build_config, reference
@@ -166,7 +166,7 @@ def test_blueprints_are_listed_with_their_cost(esper):
 
     code, out, _ = esper("blueprints")
     assert code == 0
-    assert [(line.split()[1], line.split()[0]) for line in out.splitlines()[1:]] == [*BLUEPRINTS, *LIVE]
+    assert [(line.split()[1], line.split()[0]) for line in out.splitlines()[1:]] == [*BLUEPRINTS, *LIVE_BLUEPRINTS]
 
 
 def test_config_lists_every_key(esper):

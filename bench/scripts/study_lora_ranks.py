@@ -35,7 +35,7 @@ from torch.nn.utils import parametrize
 
 import esper
 from esper.leyline.intervals import t_interval
-from esper.runs.healing.training import LowRank
+from esper.runs.healing.training import LowRankAdapter
 
 Pair = tuple[Tensor, Tensor]
 Ranks = Mapping[str, int]
@@ -191,7 +191,7 @@ def adapted(network: nn.Module, ranks: Ranks, data: Pair, rate: float, seed: int
     for name, rank in ranks.items():
         layer = network.get_submodule(name)
         if rank:
-            parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
+            parametrize.register_parametrization(layer, "weight", LowRankAdapter(layer.weight, rank))
     learn(network, data, STEPS, rate, seed)
     return network
 

@@ -34,7 +34,7 @@ from esper.kasmina.blueprints.vector import MLPSeed
 from esper.kasmina.graft.grafted import planted_at
 from esper.leyline.intervals import spread
 from esper.tolaria.live import population
-from esper.tolaria.live.missing import Read, missing, read_sites, ridge, with_ones
+from esper.tolaria.live.missing import Read, energy, missing, read_sites, ridge, with_ones
 from esper_bench.public_sets import letter_recognition
 
 Pair = tuple[Tensor, Tensor]
@@ -219,7 +219,7 @@ def directions(read: Read) -> tuple[Tensor, Tensor]:
     """
     u, b, g = (part.double() for part in read[:3])
     present, centred = with_ones(b), u - u.mean(0)
-    remainder = g - present @ ridge(present, g, 1e-4)
+    remainder = g - present @ ridge(present, g, 1e-4 * energy(present))
     covariance = centred.mT @ centred / len(u)
     penalty = 1e-2 * covariance.diagonal().mean() + 1e-12
     factor = torch.linalg.cholesky(covariance + penalty * torch.eye(len(covariance)))

@@ -6,7 +6,7 @@ import torch
 
 from esper.kasmina.slot import blend_change, differentiated_blend
 from esper.kasmina.stack.body import Body
-from esper.kasmina.stack.tape import Tape
+from esper.kasmina.stack.tape import PassTape
 from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.stages import IN_BUDGET, among
@@ -59,7 +59,7 @@ def test_a_tape_gives_the_bits_of_autograd(case, monkeypatch):
     monkeypatch.setattr(Body, "tape", lambda body: tapes.append(make(body)) or tapes[-1])
     taped, planted = grown(*CASES[case])
     assert planted, "the episode must plant seeds"
-    assert all(isinstance(tape, Tape) for tape in tapes)
+    assert all(isinstance(tape, PassTape) for tape in tapes)
     monkeypatch.setattr(Body, "tape", lambda body: None)
     graphed, _ = grown(*CASES[case])
     assert len(taped) == len(graphed)
@@ -110,7 +110,7 @@ def test_objectives_that_compute_another_loss_are_differentiated_by_autograd():
 
 
 def test_a_tape_sums_the_gradients_of_a_stream_that_is_read_twice():
-    tape, mask = Tape(), torch.tensor([True, False])[:, None, None]
+    tape, mask = PassTape(), torch.tensor([True, False])[:, None, None]
     x = tape.apart(lambda w: w * 1.0, w := torch.ones(2, 4, 3, requires_grad=True))
     rows = torch.tensor([1])
     y = tape.add(tape.either(mask, x, tape.constant(x)), tape.select(x, rows), rows)

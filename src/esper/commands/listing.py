@@ -56,12 +56,12 @@ def _print_task(name: str, task: Any) -> None:
 
 def blueprints() -> None:
     """List the blueprints: what each reads, and what it costs between two streams of width 16."""
-    from esper.kasmina.blueprints import BLUEPRINTS, LIVE
+    from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS
 
     rows = [("blueprint", "kind", "reads", "parameters", "summary")]
     rows += [
         (name, str(kind), str(blueprint.tap), f"{blueprint.parameters(16, 16):,}", blueprint.summary)
-        for (kind, name), blueprint in {**BLUEPRINTS, **LIVE}.items()
+        for (kind, name), blueprint in {**BLUEPRINTS, **LIVE_BLUEPRINTS}.items()
     ]
     print_columns(rows)
 

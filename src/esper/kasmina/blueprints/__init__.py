@@ -2,7 +2,7 @@
 
 from esper.kasmina.blueprints.catalog import (
     BLUEPRINTS,
-    LIVE,
+    LIVE_BLUEPRINTS,
     Blueprint,
     blueprint,
     check,
@@ -11,4 +11,4 @@ from esper.kasmina.blueprints.catalog import (
     get_blueprint,
 )
 
-__all__ = ["BLUEPRINTS", "LIVE", "Blueprint", "blueprint", "check", "count", "drawn_with", "get_blueprint"]
+__all__ = ["BLUEPRINTS", "LIVE_BLUEPRINTS", "Blueprint", "blueprint", "check", "count", "drawn_with", "get_blueprint"]

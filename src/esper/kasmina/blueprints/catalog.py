@@ -16,10 +16,10 @@ from esper.kasmina.blueprints.vector import (
     Affine,
     Factored,
     Gated,
+    LearnedScale,
     LinearMap,
     LowRank,
     MLPSeed,
-    Scale,
     SparseHead,
     SparseRows,
 )
@@ -65,7 +65,7 @@ BLUEPRINTS: dict[tuple[Kind, str], Blueprint] = {}
 """Blueprints by kind of stream and name. Two kinds may share a name; a name in a menu means the one of the slot's kind."""
 
 
-LIVE: dict[tuple[Kind, str], Blueprint] = {}
+LIVE_BLUEPRINTS: dict[tuple[Kind, str], Blueprint] = {}
 """Those that need the submodule of a site, and so grow in networks of a person's own alone."""
 
 
@@ -97,7 +97,7 @@ def blueprint(
     def register(build: Build) -> Build:
         if kind not in list(Kind):
             raise InputError(f"blueprint {name!r} is of kind {kind!r}; choose one of {', '.join(Kind)}")
-        if (Kind(kind), name) in BLUEPRINTS | LIVE:
+        if (Kind(kind), name) in BLUEPRINTS | LIVE_BLUEPRINTS:
             raise InputError(f"a blueprint named {name!r} is registered already; choose another name")
         if tap not in list(Tap):
             raise InputError(f"blueprint {name!r} reads tap {tap!r}; choose one of {', '.join(Tap)}")
@@ -114,12 +114,12 @@ def blueprint(
 def get_blueprint(name: str, kind: Kind | None = None, *, live: bool = False) -> Blueprint:
     """Return a registered blueprint of a kind, or of the first kind that has the name. InputError if there is none.
 
-    live: whether it may be one of `LIVE`.
+    live: whether it may be one of `LIVE_BLUEPRINTS`.
     """
-    for found, entry in (BLUEPRINTS | LIVE if live else BLUEPRINTS).items():
+    for found, entry in (BLUEPRINTS | LIVE_BLUEPRINTS if live else BLUEPRINTS).items():
         if found[1] == name and kind in (None, found[0]):
             return entry
-    if any(name == known for _, known in LIVE):
+    if any(name == known for _, known in LIVE_BLUEPRINTS):
         raise InputError(
             f"blueprint {name!r} runs the block of a site again, which no population has; leave it out, or use esper.Growth"
         )
@@ -423,6 +423,6 @@ _convolutional(Kind.VOLUME)
 
 for _kind in Kind:
     _about = "the block of the site again, with its own weights, by a learned number: depth (esper.Growth alone)"
-    LIVE[_kind, "repeat"] = Blueprint(
-        "repeat", _kind, Tap.HERE, lambda r, w: Scale(), lambda r, w: 1, _about, linear=True, again=True
+    LIVE_BLUEPRINTS[_kind, "repeat"] = Blueprint(
+        "repeat", _kind, Tap.HERE, lambda r, w: LearnedScale(), lambda r, w: 1, _about, linear=True, again=True
     )

@@ -28,7 +28,7 @@ class Affine(nn.Module):
         return u * self.scale + self.shift
 
 
-class Scale(nn.Module):
+class LearnedScale(nn.Module):
     """delta = s * u with one number s, zero at initialisation; for streams of every kind."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from esper.kasmina.stack.rows import (
     convolves,
     energy,
 )
-from esper.kasmina.stack.tape import Graph, Tape
+from esper.kasmina.stack.tape import PassOperations, PassTape
 from esper.leyline.data.batches import Batch, map_leaves, on_cpu, run
 from esper.leyline.data.keys import key
 from esper.leyline.lifecycle.actions import Blend
@@ -289,7 +289,7 @@ class Body:
         *,
         streams: Kept = "none",
         keys: Indices | None = None,
-        tape: Tape | None = None,
+        tape: PassTape | None = None,
     ) -> Pass:
         """Run a route over a batch of its part: leaves x (n, B, ...) -> outputs (n, B, ..., C).
 
@@ -301,13 +301,13 @@ class Body:
         plan, bare_host = route.plan, self.by_row and not self.host.draws and self.recomputed is None
         merged = self.plans.get(plan, self._merged)
         x = map_leaves(channels_last, x)
-        ops: Graph = tape or Graph()
+        ops: PassOperations = tape or PassOperations()
         if bare_host and plan.bare and streams == "none":
             # A host that runs in a loop saves one call per segment here; the kernels are the same.
             result = Pass(self.host(x, route.part), None, (), None)
         else:
             if streams == "none" and torch.is_grad_enabled() and self.recomputed is not None:
-                ops = Graph(self.recomputed)
+                ops = PassOperations(self.recomputed)
             running = _Running(self, route, streams, keys, ops)
             chain = merged if streams == "none" else self.layout.chain
             flow = chain.run(running.call, _Flow(x, None), running.visit)
@@ -320,7 +320,7 @@ class Body:
             ends = ops.masked(ends, padded.index_select(0, route.origin))
         return result._replace(output=ops.masked(result.output, padded), branches=ends)
 
-    def tape(self) -> Tape | None:
+    def tape(self) -> PassTape | None:
         """Return a tape for a pass of training, or None where autograd has to differentiate it.
 
         That is where it is traced, computed again, or in another type, and for maps, as the layout of gradients chooses kernels.
@@ -331,7 +331,7 @@ class Body:
             or self.host.traced
             or any(s.kind == Kind.MAP for s in self.slots)
         )
-        return None if apart or torch.is_autocast_enabled(self.device.type) else Tape()
+        return None if apart or torch.is_autocast_enabled(self.device.type) else PassTape()
 
     @property
     def draws(self) -> bool:
@@ -491,7 +491,7 @@ class _Flow(NamedTuple):
 class _Running:
     """The state of one run of a plan, with the `call` and `visit` that its chain takes."""
 
-    def __init__(self, body: Body, route: Route, kept: Kept, keys: Indices | None, ops: Graph) -> None:
+    def __init__(self, body: Body, route: Route, kept: Kept, keys: Indices | None, ops: PassOperations) -> None:
         self.body, self.plan, self.doses, self.part = body, route.plan, route.doses, route.part
         self.kept, self.keys, self.frozen = kept, keys, kept == "all"
         self.ops = ops

@@ -20,7 +20,7 @@ Caller = Callable[..., Tensor]
 """Calls a stack: takes it and the arguments of `Stack.__call__`."""
 
 
-class Graph:
+class PassOperations:
     """The operations of a pass on streams, each differentiated by autograd."""
 
     def __init__(self, call: Caller = Stack.__call__) -> None:
@@ -70,11 +70,11 @@ class Graph:
         return x.masked_fill(mask, -torch.inf)
 
 
-class Tape(Graph):
+class PassTape(PassOperations):
     """The same operations, noted one after another; a backward pass takes them in reverse.
 
-    A stream's gradients are summed in the order in which autograd would sum them, so all numbers are equal to those of `Graph`,
-    bit for bit. What is neither a fused layer nor an operation of a slot is differentiated by autograd, by itself.
+    A stream's gradients are summed in the order in which autograd would sum them, so all numbers are equal to those of
+    `PassOperations`, bit for bit. Autograd differentiates what is neither a fused layer nor an operation of a slot, by itself.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from esper.runs.healing.healed import Healed, HealingSeed
 from esper.runs.healing.refit import refit
 from esper.runs.healing.training import (
     Case,
-    LowRank,
+    LowRankAdapter,
     TrainedNetwork,
     adapters,
     all_weights,
@@ -179,7 +179,7 @@ def further(case: Case, corrected: TrainedNetwork | None, rate: float) -> Traine
         return None
     network = copy.deepcopy(corrected.network)
     for part in network.modules():
-        if isinstance(part, LowRank):
+        if isinstance(part, LowRankAdapter):
             part.requires_grad_(True)
     return trained(network, case, rate)
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from esper.kasmina.graft.grafted import call, undisturbed
-from esper.runs.healing.training import Case, LowRank, TrainedNetwork, probe_loss
+from esper.runs.healing.training import Case, LowRankAdapter, TrainedNetwork, probe_loss
+from esper.tolaria.live.missing import ridge
 
 Map = nn.Linear | nn.Conv2d
 
@@ -56,21 +57,13 @@ def refit(case: Case, intact: nn.Module, size: int) -> TrainedNetwork | None:
     for name in (name for name, rank in ranks.items() if rank):  # in the order in which the network runs them
         layer, x = layers[name], _inputs(network, {name: layers[name]}, batches)[name]
         error = _read(inputs[name], _affine(theirs[name])) - _read(x, _affine(layer))
-        fitted = _ridge(x, error)
+        fitted = ridge(x, error, RIDGE * x.square().sum() / min(x.shape))
         directions = torch.linalg.eigh((x @ fitted).T @ (x @ fitted))[1].flip(1)[:, : ranks[name]]
-        added = LowRank(layer.weight, ranks[name])
+        added = LowRankAdapter(layer.weight, ranks[name])
         added.b.copy_(directions)
         added.a.copy_((fitted @ directions).T)
         parametrize.register_parametrization(layer, "weight", added)
     return TrainedNetwork(network.eval(), probe_loss(network, case), size - left, 0.0, time.perf_counter() - begin)
-
-
-def _ridge(x: Tensor, y: Tensor) -> Tensor:
-    """(K, O) coefficients of the ridge regression of y (N, O) on x (N, K), by the smaller of its two systems of equations."""
-    ridge = RIDGE * x.square().sum() / min(x.shape)
-    if x.shape[1] <= len(x):
-        return torch.linalg.solve(x.T @ x + ridge * torch.eye(x.shape[1]).to(x), x.T @ y)
-    return x.T @ torch.linalg.solve(x @ x.T + ridge * torch.eye(len(x)).to(x), y)
 
 
 def _affine(layer: Map) -> Tensor:

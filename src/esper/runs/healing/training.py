@@ -293,7 +293,7 @@ def adapters(case: Case, rate: float, within: Collection[str], size: int) -> Tra
     with drawn_with(scalar(Purpose.BIRTH, case.seed)):
         for part, name, weight in weights:
             most = min(len(weight), weight[0].numel())  # a higher rank computes nothing more
-            parametrize.register_parametrization(part, name, LowRank(weight, min(max(size // each, 1), most)))
+            parametrize.register_parametrization(part, name, LowRankAdapter(weight, min(max(size // each, 1), most)))
     return trained(network, case, rate)
 
 
@@ -356,7 +356,7 @@ def table(
     return tuple(rows), losses
 
 
-class LowRank(nn.Module):
+class LowRankAdapter(nn.Module):
     """LoRA (arXiv 2106.09685, section 4.1): W + B A, with B zero at first; of a kernel, each output channel is a row of W."""
 
     def __init__(self, weight: Tensor, rank: int) -> None:

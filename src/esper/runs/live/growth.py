@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from esper.kasmina.blueprints import BLUEPRINTS, LIVE, Blueprint, get_blueprint
+from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS, Blueprint, get_blueprint
 from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
@@ -757,7 +757,7 @@ def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
     kinds = dict.fromkeys(site.stream.kind for site in sites.values())
     if config.blueprints is None:
         return [BLUEPRINTS[kind, name] for kind in kinds for name in MENU[kind] if (kind, name) in BLUEPRINTS]
-    known = {**BLUEPRINTS, **LIVE}
+    known = {**BLUEPRINTS, **LIVE_BLUEPRINTS}
     named = [(kind, name) for name in config.blueprints for kind in kinds if (kind, name) in known]
     for name in config.blueprints:
         if not any(name == other for _, other in named):

@@ -50,8 +50,8 @@ def missing(read: Read) -> Tensor:
     odd = torch.arange(len(g), device=g.device) // read.positions % 2 == 1
     shares = []
     for fit, held in ((~odd, odd), (odd, ~odd)):
-        p = ridge(present[fit], g[fit], 1e-4)
-        w = ridge(bypass[fit], g[fit] - present[fit] @ p, 1e-2)
+        p = ridge(present[fit], g[fit], 1e-4 * energy(present[fit]))
+        w = ridge(bypass[fit], g[fit] - present[fit] @ p, 1e-2 * energy(bypass[fit]))
         explained = bypass[held] @ w
         along = ((g[held] - present[held] @ p) * explained).sum().clamp_min(0)
         whole = explained.square().sum() * g[held].square().sum()
@@ -156,8 +156,13 @@ def with_ones(features: Tensor) -> Tensor:
     return torch.cat([features.new_ones(len(features), 1), features], 1)
 
 
-def ridge(features: Tensor, target: Tensor, weight: float) -> Tensor:
-    """Return the map W with the least |target - features W|^2 + weight m |W|^2, with m the mean square norm of a feature."""
-    square = features.mT @ features
-    penalty = (weight * square.diagonal().mean() + 1e-12) * torch.eye(len(square)).to(square)
-    return torch.linalg.solve(square + penalty, features.mT @ target)
+def energy(features: Tensor) -> Tensor:
+    """Return the mean over features (N, f) of their squared norm."""
+    return features.square().sum() / features.shape[1] + 1e-12
+
+
+def ridge(x: Tensor, y: Tensor, penalty: Tensor) -> Tensor:
+    """Return the map W (K, O) with the least |y - x W|^2 + penalty |W|^2 for x (N, K), by the smaller of two systems."""
+    if x.shape[1] <= len(x):
+        return torch.linalg.solve(x.T @ x + penalty * torch.eye(x.shape[1]).to(x), x.T @ y)
+    return x.T @ torch.linalg.solve(x @ x.T + penalty * torch.eye(len(x)).to(x), y)

@@ -20,7 +20,7 @@ from esper.kasmina.stack.body import Body, runs_by_row
 from esper.kasmina.stack.layout import BEFORE, HERE
 from esper.kasmina.stack.plan import Branches, Route
 from esper.kasmina.stack.snapshot import Snapshot
-from esper.kasmina.stack.tape import Tape
+from esper.kasmina.stack.tape import PassTape
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
 from esper.leyline.data.batches import Batch, leaves, map_leaves, picked, shape_leaves
 from esper.leyline.data.duplicates import example_digests
@@ -205,9 +205,8 @@ class PassLoss(NamedTuple):
     weights: Tensor | None  # (n, B) of the examples
     factors: Tensor | None  # (n,) of the gradients of each row
 
-    def mean(self, objective: Objective) -> Tensor:
-        """Return the mean losses (n,)."""
-        losses = objective.loss(self.output, self.target)
+    def mean(self, losses: Tensor) -> Tensor:
+        """Return the mean losses (n,) from those of the examples (n, B)."""
         return (losses if self.weights is None else losses * self.weights).mean(1)
 
 
@@ -219,14 +218,14 @@ def summed(losses: Tensor, factors: Tensor | None) -> Tensor:
 class TapedLoss(NamedTuple):
     """The loss of a pass on a tape, as its gradients, which have the bits of those of autograd."""
 
-    tape: Tape
+    tape: PassTape
     gradients: list[tuple[Tensor, Tensor]]  # results of the pass, each with its gradient
 
     @classmethod
     @torch.no_grad()
     def of(
         cls,
-        tape: Tape,
+        tape: PassTape,
         objective: Objective,
         parts: Sequence[PassLoss],
         proximal: tuple[Tensor, Tensor | None, float] | None,
@@ -244,7 +243,7 @@ class TapedLoss(NamedTuple):
 
         for part in parts:
             losses, back = differentiated(objective, part.output, part.target)
-            means.append((losses if part.weights is None else losses * part.weights).mean(1))
+            means.append(part.mean(losses))
             if tape.wants(part.output):
                 of_row = of_each(one, len(losses), part.factors) / losses.shape[1]
                 own = of_row[:, None].expand_as(losses)
@@ -389,7 +388,7 @@ class StackedPopulation:
         if tape is not None:
             pulled = None if result.proximal is None else (result.proximal, factors, proximal)
             return TapedLoss.of(tape, self.objective, parts, pulled, accumulate)
-        losses, *others = (part.mean(self.objective) for part in parts)
+        losses, *others = (part.mean(self.objective.loss(part.output, part.target)) for part in parts)
         whole = summed(losses, factors)
         for part, own in zip(parts[1:], others, strict=True):
             whole = whole + summed(own, part.factors)
