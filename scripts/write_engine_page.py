@@ -228,7 +228,7 @@ def main() -> None:
     plain = [r["table"]["engine auto"]["of_floor"] / r["table"][PLAIN]["of_floor"] for r in seeds]
     text = f"""# Speed of the engine
 
-`python scripts/benchmark_hot_path.py --repeats 9 --json docs/benchmarks/engine.json`, then `python
+`python scripts/benchmark_hot_path.py --repeats 7 --json docs/benchmarks/engine.json`, then `python
 scripts/write_engine_page.py`: a virtual machine with {report["cores"]} cores of an {report["processor"]}, one thread, torch
 {report["torch"]}, Python {report["python"]}. Its load was {report["load_average_before"]:.1f} before and
 {report["load_average_after"]:.1f} after. It has not run on a GPU.
