@@ -162,9 +162,10 @@ class Killing(Trainer):
             os.kill(worker.pid, signal.SIGKILL)
             worker.join()
 
-    def _play(self, kind, *how):
-        self.come(kind)
-        return super()._play(kind, *how)
+    def _play(self, first, *how):
+        self.come(first.kind)
+        self.come(first.number)
+        return super()._play(first, *how)
 
     def _divided(self, rollouts):
         self.come("update" if self.number == 0 else "imitate")
@@ -186,6 +187,33 @@ def test_a_worker_that_is_lost_in_any_phase_of_a_round_changes_nothing(alone, tm
     assert watch.notes == ["worker 1 was lost; the workers are started again, and the round is played again"]
     assert summary["workers"]["lost"] == 1
     assert content(tmp_path / "run") == alone
+
+
+@pytest.mark.campaign
+def test_what_a_teacher_has_shown_is_played_again_where_its_rollouts_are_lost(tmp_path, monkeypatch):
+    """By a worker that is lost, and by one that leaves the training, in the last of three rounds of imitation."""
+    rounds = {"ppo": {**SMALL["ppo"], "imitation_rounds": 3}}
+    trained(tmp_path / "alone", **rounds)
+    monkeypatch.setattr(Killing, "phase", -1, raising=False)
+    monkeypatch.setattr(Killing, "killed", "")
+    with monkeypatch.context() as killing:
+        killing.setattr("esper.runs.training.train.Trainer", Killing)
+        _, watch = trained(tmp_path / "killed", WorkerOptions(2), **rounds)
+    assert Killing.killed == -1
+    lost, again = watch.notes
+    assert lost.startswith("worker 1 was lost")
+    assert (
+        again == "playing 2 episodes of imitation again, whose rollouts another worker had; the results stay the same"
+    )
+    assert content(tmp_path / "killed") == content(tmp_path / "alone")
+
+    def interrupt(number):
+        if number == -2:
+            signal.raise_signal(signal.SIGINT)
+
+    trained(tmp_path / "left", WorkerOptions(2), interrupt, **rounds)
+    resumed(tmp_path / "left")
+    assert content(tmp_path / "left") == content(tmp_path / "alone")
 
 
 class Stopping(Killing):

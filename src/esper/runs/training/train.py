@@ -9,10 +9,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -184,7 +185,12 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
         try:
             if peers is not None and not trainer.begun:
                 owners = trainer.owners(peers.size)
-                trainer.use(peers.join(partial(trainer.sent, owners), owners))
+                trainer.use(peers.join(trainer.sent(), owners))
+            if again := len(trainer.lacking()) + trainer.lacked_by_others():
+                watch.note(
+                    f"playing {counted(again, 'episode')} of imitation again, whose rollouts another worker had; the "
+                    "results stay the same"
+                )
             for number, figures, better, failed in trainer.rounds(interrupt):
                 if better and run.path is not None:
                     save_policy(trainer.best_policy(), run.path / FOLDER, run.retry)
@@ -294,6 +300,31 @@ class _KeptRows(list[bytes]):
         """No row follows."""
 
 
+class _Asked(Observer):
+    """Ends an episode that leaves no trace where it was interrupted."""
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self.interrupt, self.asked = interrupt, False
+
+    def going(self, view: View) -> bool:
+        self.asked = self.interrupt.asked
+        return not self.asked
+
+
+class Shown(NamedTuple):
+    """What a teacher has shown in a round of imitation, and all that its episodes depend on.
+
+    Attributes:
+        part (WorkItem): of the first cohort
+        policy (dict): state of the policy at the begin of the round
+        rollouts (dict): those of this worker, by cohort
+    """
+
+    part: WorkItem
+    policy: dict[str, Any]
+    rollouts: dict[int, Rollout]
+
+
 class Trainer:
     """A learner with its cohorts, and the best round so far: what each worker has, and the same in all of them."""
 
@@ -313,8 +344,7 @@ class Trainer:
         self.learner = learner_of(policy, config)
         self.exchange = self.learner.exchange
         self.player = Player(cohorts, self.learner, reward, self.hub)
-        # the rollouts of the teacher so far, of each round by cohort: of all in the first worker, else of a worker's own
-        self.shown: list[dict[int, Rollout]] = []
+        self.shown: list[Shown] = []  # by the teacher so far, of each round
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
         self.history = RoundHistory(config.ppo)
         self.wrong: dict[str, str] = {}  # with the learner after the last round
@@ -348,10 +378,10 @@ class Trainer:
             if not exchange.owns(place):
                 cohort.release()
 
-    def sent(self, owners: Sequence[int], rank: int) -> dict[str, Any]:
-        """Return what the worker of a rank begins with."""
+    def sent(self) -> dict[str, Any]:
+        """Return what another worker begins with."""
         state = self.state()
-        state["shown"] = [entry for entry in state["shown"] if owners[entry["cohort"]] == rank]
+        state["shown"] = [{**shown, "rollouts": []} for shown in state["shown"]]
         return {"state": state}
 
     def rounds(self, interrupt: Interrupt, *observers: Observer) -> Iterator[tuple[int, dict[str, float], bool, bool]]:
@@ -385,22 +415,62 @@ class Trainer:
     def learn(self, number: int, interrupt: Interrupt, *observers: Observer) -> dict[str, float]:
         """Run one round: every cohort grows a population, and the policy is updated. Raises Stop on an interrupt."""
         self.shown.clear()
-        rollouts, _, seconds = self._play("training", number, 0.0, interrupt, observers)
+        rollouts, seconds = self._play(WorkItem("training", 0, number, self.learner.updates), interrupt, observers)
         begin = time.perf_counter()
         return self._close(self.learner.update(self._divided(rollouts)), seconds, begin)
 
     def imitate(self, number: int, interrupt: Interrupt, *observers: Observer) -> dict[str, float]:
         """Run one round of imitation of the teacher. The numbers of these rounds end with -1."""
         passed = max(number + self.config.ppo.imitation_rounds, 0)  # a resumed run may have fewer rounds
-        led = LED[min(passed, len(LED) - 1)]
-        own, others, seconds = self._play("imitation", number, led, interrupt, observers)
+        part = WorkItem("imitation", 0, number, self.learner.updates, LED[min(passed, len(LED) - 1)])
+        self._show_again(interrupt, observers)
+        policy = deepcopy(self.policy.state())
+        own, seconds = self._play(part, interrupt, observers)
         begin = time.perf_counter()
-        fresh = {place: rollout.copied() for place, rollout in own.items()}
-        played = [each for shown in (*self.shown, fresh) for each in self._divided(shown)]
+        fresh = Shown(part, policy, {place: rollout.copied() for place, rollout in own.items()})
+        played = [each for shown in (*self.shown, fresh) for each in self._divided(shown.rollouts)]
         passes = self.config.ppo.imitation_passes if number == -1 else None
         figures = self.learner.imitate(played, len(by_task(self.cohorts)), passes)
-        self.shown.append(fresh | others)
+        self.shown.append(fresh)
         return self._close(figures, seconds, begin)
+
+    def lacking(self) -> list[tuple[Shown, int]]:
+        """Return the episodes of imitation, each with its cohort, of which this worker should have the rollout and does not.
+
+        Another worker has played them, or this one before it was started again. No worker sends a rollout, or a training with
+        many of them would wait for one that gets all.
+        """
+        own = [place for place in range(len(self.cohorts)) if self.exchange.owns(place)]
+        return [(shown, place) for shown in self._needed() for place in own if place not in shown.rollouts]
+
+    def lacked_by_others(self) -> int:
+        """Return the number of episodes of imitation that the other workers lack, which begin with none."""
+        return len(self._needed()) * sum(not self.exchange.owns(place) for place in range(len(self.cohorts)))
+
+    def _needed(self) -> Sequence[Shown]:
+        return self.shown if self.number < 0 else ()  # learning needs none of them
+
+    def _show_again(self, interrupt: Interrupt, observers: Sequence[Observer]) -> None:
+        """Play the episodes that are `lacking` again, with the policy that played them and to the same bits. Writes no rows."""
+        lacking = self.lacking()
+        if not lacking:
+            return
+        assert not self.begun, "the engines of a round that was begun are in use"
+        present, hub, asked = deepcopy(self.policy.state()), self.player.hub, _Asked(interrupt)
+        self.player.hub = Hub()
+        try:
+            for shown, place in lacking:
+                self.policy.load_state(shown.policy)
+                part = shown.part._replace(cohort=place)
+                self.player.close(part, self.player.open(part), asked, *observers)
+                if asked.asked:
+                    raise Stop
+                client = self.player.client(part)
+                shown.rollouts[place] = client.rollout().copied()
+                client.clear()
+        finally:
+            self.policy.load_state(present)
+            self.player.hub = hub
 
     def validate(self, number: int, figures: dict[str, float], *observers: Observer) -> bool:
         """Grow the validation instances greedily and add J to the figures. Returns whether J is the best so far."""
@@ -410,7 +480,7 @@ class Trainer:
                 found[place] = self.player.validate(WorkItem("validation", place, number), *observers)
                 rows[place] = self._taken_rows()
         self.exchange.meet()
-        found, _ = self._exchanged(found, rows, {})
+        found = self._exchanged(found, rows)
         self._write_rows()
         of_task = [[found[place] for place in places if place in found] for places in by_task(self.cohorts)]
         scores = [np.concatenate([each["objective"] for each in shards]) for shards in of_task]
@@ -504,9 +574,12 @@ class Trainer:
             "policy": self.policy.state(),
             "learner": self.learner.state(),
             "shown": [
-                {"round": place, "cohort": cohort, "rollout": rollout.tree()}
-                for place, shown in enumerate(self.shown)
-                for cohort, rollout in shown.items()
+                {
+                    "part": list(shown.part),
+                    "policy": shown.policy,
+                    "rollouts": [[place, rollout.tree()] for place, rollout in shown.rollouts.items()],
+                }
+                for shown in self.shown
             ],
             "best": self.best,
             "history": self.history.state(),
@@ -522,9 +595,14 @@ class Trainer:
         self.record = GovernorRecord(**state["record"])
         self.policy.load_state(state["policy"])
         self.learner.load_state(state["learner"])
-        self.shown = [{} for _ in range(max((entry["round"] + 1 for entry in state["shown"]), default=0))]
-        for entry in state["shown"]:
-            self.shown[entry["round"]][entry["cohort"]] = Rollout.of_tree(entry["rollout"])
+        self.shown = [
+            Shown(
+                WorkItem(*entry["part"]),
+                entry["policy"],
+                {place: Rollout.of_tree(tree) for place, tree in entry["rollouts"]},
+            )
+            for entry in state["shown"]
+        ]
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self.history.load_state(state["history"])
         if state["cohorts"] is not None:
@@ -533,22 +611,17 @@ class Trainer:
             self.cohorts[self._unfinished].engine.restore(state["engine"])
 
     def _play(
-        self,
-        kind: Literal["training", "imitation"],
-        number: int,
-        led: float,
-        interrupt: Interrupt,
-        observers: Sequence[Observer],
-    ) -> tuple[dict[int, Rollout], dict[int, Rollout], float]:
+        self, first: WorkItem, interrupt: Interrupt, observers: Sequence[Observer]
+    ) -> tuple[dict[int, Rollout], float]:
         """Play this worker's episodes of the round that are not finished, and exchange the statistics of all.
 
-        Returns the rollouts of this worker's cohorts, those of the others that the first worker keeps, and the duration [s].
+        first: the part of the first cohort. Its episode is the number of updates, since every update follows one episode of
+        every cohort. Returns the rollouts of this worker's cohorts, and the duration [s].
         """
-        self.number, begin, before = number, time.perf_counter(), self.steps
-        episode = self.learner.updates  # every update follows one episode of every cohort
+        self.number, begin, before = first.number, time.perf_counter(), self.steps
         rows, rollouts = dict[int, bytes](), dict[int, Rollout]()
         for place in filter(self.exchange.owns, range(len(self.cohorts))):
-            part = WorkItem(kind, place, number, episode, led)
+            part = first._replace(cohort=place)
             if place not in self.played:
                 if self.episode is None:
                     self.episode = self.player.open(part)
@@ -562,31 +635,23 @@ class Trainer:
             rollouts[place] = self.player.client(part).rollout()
         if not self.exchange.meet(lambda: interrupt.asked):
             raise Stop
-        own = {place: asdict(played) for place, played in self.played.items()}
-        shown = {place: rollout.tree() for place, rollout in rollouts.items() if kind == "imitation"}
-        played, others = self._exchanged(own, rows, shown)
+        played = self._exchanged({place: asdict(played) for place, played in self.played.items()}, rows)
         self.played = {place: EpisodeStatistics(**played[place]) for place in sorted(played)}
         seconds = sum(each.seconds for each in self.played.values())
         if self.exchange.size > 1:
             self.steps = before + sum(cohort.config.steps for cohort in self.cohorts)
             seconds = time.perf_counter() - begin
-        return rollouts, others, seconds
+        return rollouts, seconds
 
-    def _exchanged(
-        self, results: Mapping[int, Any], rows: Mapping[int, bytes], shown: Mapping[int, Any]
-    ) -> tuple[dict[int, Any], dict[int, Rollout]]:
-        """Return the results of all workers by cohort. The first worker also keeps the rows of events of all, and returns the
-        rollouts that the others have shown: it alone writes events and checkpoints.
-        """
+    def _exchanged(self, results: Mapping[int, Any], rows: Mapping[int, bytes]) -> dict[int, Any]:
+        """Return the results of all workers by cohort. The first worker, which alone writes events, keeps the rows of all."""
         if self.exchange.size == 1:
-            return dict(results), {}
+            return dict(results)
         every = self.exchange.gather(pack({"results": list(results.items())}))
-        sent = {"shown": [] if self.exchange.rank == 0 else list(shown.items())}
-        sent["rows"] = [(place, np.frombuffer(lines, np.uint8)) for place, lines in rows.items()]
-        collected = [unpack(each) for each in self.exchange.collect(pack(sent))]
-        self._lines = dict(pair for each in collected for pair in each["rows"])
-        others = {place: Rollout.of_tree(tree) for each in collected for place, tree in each["shown"]}
-        return dict(pair for each in every for pair in unpack(each)["results"]), others
+        lines = [(place, np.frombuffer(each, np.uint8)) for place, each in rows.items()]
+        collected = self.exchange.collect(pack({"rows": lines}))
+        self._lines = dict(pair for each in collected for pair in unpack(each)["rows"])
+        return dict(pair for each in every for pair in unpack(each)["results"])
 
     def _write_rows(self) -> None:
         """Write the rows of all workers, in the order of the cohorts, now that their part cannot be played again."""

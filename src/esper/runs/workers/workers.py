@@ -296,14 +296,14 @@ class Peers(Workers):
         super().__init__(*arguments)
         self._heard: list[tuple[int, bytes | None]] = []  # by the thread
 
-    def join(self, part: Callable[[int], Tree], owners: Sequence[int]) -> Exchange:
+    def join(self, part: Mapping[str, Any], owners: Sequence[int]) -> Exchange:
         """Give all workers their parts, and return the exchange with them. Raises ExchangeError if one is lost.
 
-        part: from the rank of a worker to what it begins with. owners: rank of the worker that has each shard.
+        part: what they begin with. owners: rank of the worker that has each shard.
         """
         store, meeting = self.transport.meeting()
         for rank in self.transport.numbers:
-            given = {**part(rank), "meeting": meeting, "owners": list(owners), "rank": rank, "size": self.size}
+            given = {**part, "meeting": meeting, "owners": list(owners), "rank": rank, "size": self.size}
             self.transport.send(rank, pack({"part": given}))
         found = SimpleQueue[Exchange | ExchangeError]()
 
