@@ -57,6 +57,11 @@ class Chain:
         return found
 
 
+def first_segment(path: str) -> int:
+    """Return the index of the segment of a path, or of the first of those that run as one."""
+    return int(path.removeprefix("segments.").partition(":")[0])
+
+
 def calling(segments: Sequence[nn.Module] | nn.ModuleList) -> Callable[[str, Batch], Batch]:
     """Return a `call` that runs the segments of a plain network: the first on the batch, every other on one tensor."""
     by_path = {f"segments.{index}": segment for index, segment in enumerate(segments)}

@@ -27,7 +27,8 @@ MANY = 64
 
 def _correct(output: Tensor, target: Tensor) -> Tensor:
     """1 where the largest output is the label's, else 0."""
-    return (output.argmax(-1) == target).to(output.dtype)
+    # `max` takes two thirds of the time of `argmax` on a CPU, and of equal ones finds the first too.
+    return (output.max(-1).indices == target).to(output.dtype)
 
 
 @dataclass(frozen=True)

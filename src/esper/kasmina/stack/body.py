@@ -3,6 +3,7 @@
 E environments, S slots, K blueprints of the menu, n rows of a pass, B examples, X branches.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.host import Chain, SegmentedHost, dtype_of
+from esper.kasmina.host import Chain, SegmentedHost, dtype_of, first_segment
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed
-from esper.kasmina.stack.layout import BEFORE, INPUT, TAPS, HostTable, Layout
-from esper.kasmina.stack.plan import Branches, CallDoses, CallPlan, Doses, Indices, Plan, PlanCache, Route, Run
+from esper.kasmina.stack.layout import TAPS, HostTable, Layout
+from esper.kasmina.stack.plan import Branches, CallDoses, CallPlan, Doses, Indices, Join, Plan, PlanCache, Route, Run
 from esper.kasmina.stack.rows import (
     Mapping,
     Rows,
@@ -123,7 +124,6 @@ class Body:
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
         self.plans: PlanCache[Plan, Chain] = PlanCache(PLANS)
-        self.segment_of = {path: index for index, path in enumerate(self.layout.chain.paths)}
 
     # Surgery.
 
@@ -267,7 +267,6 @@ class Body:
             return Route(
                 Plan(bounds, _column(base, 0), (), ()), Doses(_column(base, 1), (), (), None, np.zeros(0, np.int64))
             )
-        joins = [self._join(segment, branches, envs) for segment in range(len(self.layout.chain.paths))]
         branch: list[Calls] = []
         for slot in range(len(self.slots)):
             there = np.searchsorted(branches.slot, slot, side="right")  # those that run through the slot or join there
@@ -277,6 +276,7 @@ class Body:
             if train:
                 calls += self._calls(seeds, slot, owners, np.where(learns, doses, none), frozen=False)
             branch.append(calls)
+        joins = [self._join(segment, branches, branch, envs) for segment in range(len(self.layout.chain.paths))]
         owners = branches.env - part.start
         plan = Plan(bounds, _column(base, 0), _column(branch, 0), tuple(join for join, _ in joins))
         doses_of_joins = tuple(join for _, join in joins)
@@ -359,17 +359,25 @@ class Body:
     # Inside.
 
     def _join(
-        self, segment: int, branches: Branches, envs: Indices
-    ) -> tuple[tuple[Run, int], tuple[Indices | None, Tensor | None]]:
-        """Plan the branches at a segment in a pass over `envs` (n,): those that run through it, and that join behind it."""
+        self, segment: int, branches: Branches, calls: Sequence[Calls], envs: Indices
+    ) -> tuple[Join, tuple[Indices | None, Tensor | None]]:
+        """Plan the branches at a segment in a pass over `envs` (n,): those that run through it, and that join behind it.
+
+        calls: of each slot for branches.
+        """
         first = sum(slot.after < segment for slot in self.slots)  # the first slot behind the segment
         owners = branches.env[: np.searchsorted(branches.slot, first)]
         here = first < len(self.slots) and self.slots[first].after == segment
         joining = branches.env[branches.slot == first] - envs[0] if here else np.zeros(0, np.int64)
-        env = self._send(joining) if len(joining) else None
+        whole = np.array_equal(joining, np.arange(len(envs)))
+        env = self._send(joining) if len(joining) and not whole else None
+        read = here and any(
+            Tap.BEFORE in plan.taps and doses.places.max() >= len(owners) for plan, doses in calls[first]
+        )
+        rest = len(joining), whole, read
         if np.array_equal(owners, envs):
-            return ((int(envs[0]), int(envs[-1]) + 1), len(joining)), (None, env)
-        return (len(owners), len(joining)), (owners, env)
+            return Join((int(envs[0]), int(envs[-1]) + 1), *rest), (None, env)
+        return Join(len(owners), *rest), (owners, env)
 
     def _calls(
         self, seeds: Seeds, slot: int, envs: Indices, dose: NDArray[np.float32], *, frozen: bool, straight: bool = False
@@ -431,9 +439,11 @@ class Body:
     def _merged(self, plan: Plan) -> Chain:
         """Return the chain in which fused segments between which nothing happens are one; other segments would gain nothing."""
         own = self.layout.chain
-        if plan.joins or self.recomputed is not None:
+        if self.recomputed is not None:
             return own
-        chain = own.merged([slot for slot, calls in enumerate(plan.base) if calls])
+        joined = [bool(plan.joins) and bool(plan.joins[slot.after].joining) for slot in self.slots]
+        acting = itertools.zip_longest(plan.base, plan.branch, joined, fillvalue=())
+        chain = own.merged([slot for slot, happens in enumerate(acting) if any(happens)])
         parts = [self.host.part(path) for path in chain.paths]
         fused = all(part.way == "direct" and part.layers is not None for part in parts)
         return chain if fused and len(parts) < len(own.paths) else own
@@ -495,18 +505,21 @@ class _Running:
         self.body, self.plan, self.doses, self.part = body, route.plan, route.doses, route.part
         self.kept, self.keys, self.frozen = kept, keys, kept == "all"
         self.ops = ops
-        self.origin: Tensor | None = None  # the network's input for each branch that has left already
+        self.origin: Tensor | None = (
+            None  # the network's input for each branch that has left already, where one is read
+        )
+        self.reads_input = any(Tap.INPUT in call.taps for calls in self.plan.branch for call in calls)
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
 
     def call(self, path: str, flow: _Flow) -> _Flow:
         host = self.body.host
-        segment = self.body.segment_of.get(path, 0)  # merged segments draw nothing and have no branches
+        segment = first_segment(path)  # merged segments draw nothing, and no branch joins between them
         keys = place_keys(self.keys, segment)
         base = self.ops.call(host, flow.base, self.part, part=path, frozen=self.frozen, keys=keys)
         extra = flow.extra
         if extra is not None:
-            rows = _rows(self.plan.joins[segment][0], self.doses.joins[segment][0])
+            rows = _rows(self.plan.joins[segment].run, self.doses.joins[segment][0])
             extra = self.ops.call(host, extra, rows, part=path, frozen=True)
         return _Flow(base, extra)
 
@@ -514,14 +527,14 @@ class _Running:
         """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot."""
         (h, extra), before, x = taps.here, taps.before.base, taps.input.base
         layout, ops = self.body.layout, self.ops
-        segment, place = layout.slots[slot].after, len(self.body.segment_of) + slot
+        segment, place = layout.slots[slot].after, len(layout.chain.paths) + slot
         extra_before = taps.before.extra
-        env = self.doses.joins[segment][1] if self.plan.joins else None
-        if env is not None:
+        if self.plan.joins and self.plan.joins[segment].joining:
+            env = self.doses.joins[segment][1]
             extra = ops.append(extra, ops.select(ops.constant(h), env))
-            if layout.widest.taps[slot, BEFORE]:
+            if self.plan.joins[segment].read:
                 extra_before = ops.append(extra_before, ops.select(ops.constant(before), env))
-            if layout.reads_input and layout.widest.taps[:, INPUT].any():
+            if self.reads_input:
                 self.origin = ops.append(self.origin, ops.select(x, env))
         if self.frozen and not h.requires_grad:
             h = h.detach().requires_grad_()

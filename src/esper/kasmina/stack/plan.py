@@ -58,14 +58,22 @@ class CallPlan(NamedTuple):
     straight: bool  # whether the seeds incubate behind the host in the pass itself (`blending.Straight`)
 
 
+class Join(NamedTuple):
+    """What branches do at a segment of the host."""
+
+    run: Run  # rows of the host for the branches that run through it
+    joining: int  # how many branches join behind it
+    whole: bool  # whether these leave the rows of the pass, each once and in order
+    read: bool  # whether a seed behind the segment reads the input of the segment in a branch that joins there
+
+
 class Plan(NamedTuple):
     """The structure of a pass. Passes with one plan differ only in their doses and share what is prepared."""
 
     part: tuple[int, int]  # the first environment of the pass, and one past the last
     base: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for the environments themselves
     branch: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for branches; empty without branches
-    # by segment, empty without branches: rows of the host for the branches that run already, and how many join behind it
-    joins: tuple[tuple[Run, int], ...]
+    joins: tuple[Join, ...]  # by segment; empty without branches
 
     @property
     def bare(self) -> bool:
@@ -90,7 +98,8 @@ class Doses(NamedTuple):
 
     base: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for the environments themselves
     branch: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for branches
-    # rows (n,) of the host that are gathered for the branches that run already, and of the pass (m,) that the joining ones leave
+    # rows (n,) of the host that are gathered for the branches that run already, and of the pass (m,) that the joining ones
+    # leave; None for rows that need not be gathered
     joins: tuple[tuple[Indices | None, Tensor | None], ...]
     origin: Tensor | None  # (X,) the row of the pass that each branch leaves
     owners: Indices  # (X,) the same on the host
