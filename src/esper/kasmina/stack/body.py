@@ -269,7 +269,9 @@ class Body:
             )
         branch: list[Calls] = []
         for slot in range(len(self.slots)):
-            there = np.searchsorted(branches.slot, slot, side="right")  # those that run through the slot or join there
+            # Those that run through the slot, and those that join there if a seed acts on one of them.
+            through, there = np.searchsorted(branches.slot, [slot, slot + 1])
+            there = there if (branches.dose[through:there, slot] > 0).any() else through
             owners, doses = branches.env[:there], branches.dose[:there, slot]
             learns = train & (branches.slot[:there] == slot)
             calls = self._calls(seeds, slot, owners, np.where(learns, none, doses), frozen=True)
@@ -371,10 +373,7 @@ class Body:
         joining = branches.env[branches.slot == first] - envs[0] if here else np.zeros(0, np.int64)
         whole = np.array_equal(joining, np.arange(len(envs)))
         env = self._send(joining) if len(joining) and not whole else None
-        read = here and any(
-            Tap.BEFORE in plan.taps and doses.places.max() >= len(owners) for plan, doses in calls[first]
-        )
-        rest = len(joining), whole, read
+        rest = len(joining), whole, here and any(doses.places.max() >= len(owners) for _, doses in calls[first])
         if np.array_equal(owners, envs):
             return Join((int(envs[0]), int(envs[-1]) + 1), *rest), (None, env)
         return Join(len(owners), *rest), (owners, env)
@@ -505,9 +504,7 @@ class _Running:
         self.body, self.plan, self.doses, self.part = body, route.plan, route.doses, route.part
         self.kept, self.keys, self.frozen = kept, keys, kept == "all"
         self.ops = ops
-        self.origin: Tensor | None = (
-            None  # the network's input for each branch that has left already, where one is read
-        )
+        self.origin: Tensor | None = None  # the network's input for each branch that has left, if a branch reads it
         self.reads_input = any(Tap.INPUT in call.taps for calls in self.plan.branch for call in calls)
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
@@ -529,13 +526,11 @@ class _Running:
         layout, ops = self.body.layout, self.ops
         segment, place = layout.slots[slot].after, len(layout.chain.paths) + slot
         extra_before = taps.before.extra
-        if self.plan.joins and self.plan.joins[segment].joining:
-            env = self.doses.joins[segment][1]
-            extra = ops.append(extra, ops.select(ops.constant(h), env))
-            if self.plan.joins[segment].read:
-                extra_before = ops.append(extra_before, ops.select(ops.constant(before), env))
-            if self.reads_input:
-                self.origin = ops.append(self.origin, ops.select(x, env))
+        join = self.plan.joins[segment] if self.plan.joins else None
+        leaving = h
+        if join is not None and join.grown:
+            extra = self._joined(segment, extra, h, x)
+            extra_before = ops.append(extra_before, ops.select(ops.constant(before), self.doses.joins[segment][1]))
         if self.frozen and not h.requires_grad:
             h = h.detach().requires_grad_()
         if self.kept != "none":
@@ -552,7 +547,16 @@ class _Running:
             for plan, doses in zip(self.plan.branch[slot], self.doses.branch[slot], strict=True):
                 sources = {Tap.HERE: extra, Tap.BEFORE: extra_before, Tap.INPUT: self.origin}
                 extra = self._grown(plan, doses, sources, keys)
+        if join is not None and join.joining and not join.grown:
+            extra = self._joined(segment, extra, leaving, x)  # behind the seeds, which would copy it
         return _Flow(h, extra)
+
+    def _joined(self, segment: int, extra: Tensor | None, h: Tensor, x: Any) -> Tensor:
+        """Append the streams of the branches that join behind a segment."""
+        env = self.doses.joins[segment][1]
+        if self.reads_input:
+            self.origin = self.ops.append(self.origin, self.ops.select(x, env))
+        return self.ops.append(extra, self.ops.select(self.ops.constant(h), env))
 
     def _grown(self, plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
         stream, h, ops = self.body.layout.streams[plan.slot], sources[Tap.HERE], self.ops

@@ -148,9 +148,12 @@ class HostTable:
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
         """Return (E,) the parameters of the seeds in the given stages; the gate counts for seeds that use it."""
-        env, slot = (np.arange(size) for size in seeds.stage.shape)
-        price = self.price(env[:, None], slot, np.maximum(seeds.blueprint, 0), seeds.blend)
-        return np.asarray(np.where(among(seeds.stage, stages), price, 0).sum(1), np.int64)
+        env, slot = np.nonzero(among(seeds.stage, stages))
+        added = np.zeros(len(seeds.stage), np.int64)
+        np.add.at(
+            added, env, self.price(env, slot, seeds.blueprint[env, slot].astype(np.int64), seeds.blend[env, slot])
+        )
+        return added
 
     def price(self, env: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
         """Return the parameters that seeds add; the gate counts for seeds that use it. The arrays broadcast."""

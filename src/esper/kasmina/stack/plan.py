@@ -64,7 +64,7 @@ class Join(NamedTuple):
     run: Run  # rows of the host for the branches that run through it
     joining: int  # how many branches join behind it
     whole: bool  # whether these leave the rows of the pass, each once and in order
-    read: bool  # whether a seed behind the segment reads the input of the segment in a branch that joins there
+    grown: bool  # whether a seed behind the segment acts on a branch that joins there
 
 
 class Plan(NamedTuple):

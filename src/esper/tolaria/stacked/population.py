@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,6 +216,12 @@ def summed(losses: Tensor, factors: Tensor | None) -> Tensor:
     return losses.sum() if factors is None else (losses * factors).sum()
 
 
+@cache
+def share(passes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return 1 / passes, the gradient of the loss of a pass in an update that sums so many."""
+    return torch.ones((), dtype=dtype, device=device) / passes
+
+
 class TapedLoss(NamedTuple):
     """The loss of a pass on a tape, as its gradients, which have the bits of those of autograd."""
 
@@ -236,21 +243,18 @@ class TapedLoss(NamedTuple):
         proximal: a number of each row, its factors, and its weight. accumulate: how many passes an update sums.
         """
         found, means = [], []
-        one = torch.ones((), dtype=parts[0].output.dtype, device=parts[0].output.device) / accumulate
-
-        def of_each(total: Tensor, rows: int, factors: Tensor | None) -> Tensor:  # the gradient of each row's loss
-            return total.expand(rows) if factors is None else total * factors
-
+        one = share(accumulate, parts[0].output.dtype, parts[0].output.device)
         for part in parts:
             losses, back = differentiated(objective, part.output, part.target)
             means.append(part.mean(losses))
             if tape.wants(part.output):
-                of_row = of_each(one, len(losses), part.factors) / losses.shape[1]
-                own = of_row[:, None].expand_as(losses)
+                of_row = one if part.factors is None else one * part.factors[:, None]  # the gradient of each row's loss
+                own = (of_row / losses.shape[1]).expand_as(losses)
                 found.append((part.output, back(own if part.weights is None else own * part.weights)))
         if proximal is not None:
             pull, factors, weight = proximal
-            found.append((pull, of_each(one * weight, len(pull), factors)))
+            of_row = one * weight
+            found.append((pull, of_row.expand_as(pull) if factors is None else of_row * factors))
         return (cls(tape, found) if found else None), means[0]
 
     def backward(self) -> None:
