@@ -202,7 +202,8 @@ def page(arguments: argparse.Namespace, found: Mapping[str, tuple[float, float, 
     text = HEAD + (
         f"{arguments.envs} environments, batches of {BATCH}, {BATCHES} batches a step, hosts of width {arguments.width} (a "
         f"transformer of width 32 for the windows), one thread of torch on {len(os.sched_getaffinity(0))} cores;\n"
-        f"{arguments.rounds} rounds of {arguments.steps} steps. Machine: {where}load average {os.getloadavg()[0]:.1f}.\n"
+        f"{arguments.rounds} rounds of {arguments.steps} steps. Machine: {where}load average {os.getloadavg()[0]:.1f}. It "
+        "has not run on a GPU.\n"
     )
     for kind, (alone, copy, ways) in found.items():
         train = next(iter(ways.values())).batch

@@ -363,7 +363,8 @@ def page(rows: list[LevelFigures], arguments: argparse.Namespace, load: float) -
             HEAD,
             f"{arguments.envs} environments and their twins, {arguments.steps} steps, controller {arguments.controller}; torch "
             f"{torch.__version__} with one thread on {os.cpu_count()} cores; load average {load:.1f} before the start and "
-            f"{os.getloadavg()[0]:.1f} at the end; above 1 the ratios hold the noise of the other processes.\n",
+            f"{os.getloadavg()[0]:.1f} at the end; above 1 the ratios hold the noise of the other processes. It "
+            "has not run on a GPU.\n",
             "| task | level | median step [ms] | median ratio | p95 ratio | median ratio, processor | p95 ratio, processor "
             "| rows, processor | MB | reads |",
             "|---|---|---|---|---|---|---|---|---|---|",

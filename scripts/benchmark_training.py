@@ -246,7 +246,7 @@ def page(report: Mapping[str, Any]) -> str:
         "",
         begin,
         "",
-        f"`{command}`: {machine}, {loads}.",
+        f"`{command}`: {machine}, {loads}." + ("" if "capability" in report else " It has not run on a GPU."),
         "",
         explained.strip(),
         "",
