@@ -104,7 +104,7 @@ def scales() -> list[Case]:
     return [
         *(case("scale-envs", envs=envs) for envs in (1, 8, 64, 256, 1024)),
         *(case("scale-slots", slots=slots) for slots in (1, 2, 4, 8, 16)),
-        *(case("scale-parameters", envs=8, slots=4, width=width) for width in (1, 8, 32, 128, 350)),
+        *(case("scale-parameters", envs=8, slots=4, width=width) for width in (1, 8, 32, 128, 350, 1120)),
         *(case("scale-live", live=live) for live in (0, 1, 2, 3)),
     ]
 
