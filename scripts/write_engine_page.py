@@ -203,12 +203,13 @@ source and target together have this many MiB runs at, in GiB/s: {copies}."""
 
 
 FLAT = """In E a step is nearly flat up to 8 environments, because calls of operators and Python, which do not depend on
-E, take 10 ms of it; from 64 on it grows as E does, because the arithmetic outweighs them and one thread has
+E, take 12 ms of it; from 64 on it grows as E does, because the arithmetic outweighs them and one thread has
 nothing left to share. In parameters it is flat up to 10^3 and costs 40 % more at 10^4; from 10^5 on it grows
-with the arithmetic. It is not memory that ends the flat part: the population leaves the cache of the core (1 MiB) at
-10^4 parameters and the shared cache (32 MiB) at 10^6, and the rate of arithmetic rises all the way. Every slot adds the
-products of a block, about 120 us an environment, and every live seed its own and a pass of the probe. The memory of a
-population is 16 bytes for each parameter: value, gradient and two moments.
+with the arithmetic. It is not memory that ends the flat part: the population leaves the cache of the core (2 MiB) at
+10^5 parameters and the shared cache (260 MiB) at 10^7, and from 10^5 on the rate of arithmetic hardly changes. Every slot adds the
+products of a block, about 110 us an environment, and every live seed its own and a pass of the probe. The memory of a
+population is 16 bytes for each parameter: value, gradient and two moments. At 10^7 parameters autograd makes copies that a tape
+does not need, so that the bare stack is slower there.
 
 In steps, memory is flat: `python scripts/benchmark_memory.py --steps 20000` grows four environments of `iris` by the default
 rule, with a row of events for each step, and has 442.3 MiB resident after 2,000 steps, and 442.6 MiB from 6,000 to 20,000. With
@@ -228,7 +229,7 @@ def main() -> None:
     plain = [r["table"]["engine auto"]["of_floor"] / r["table"][PLAIN]["of_floor"] for r in seeds]
     text = f"""# Speed of the engine
 
-`python scripts/benchmark_hot_path.py --repeats 7 --json docs/benchmarks/engine.json`, then `python
+`python scripts/benchmark_hot_path.py --repeats 9 --json docs/benchmarks/engine.json`, then `python
 scripts/write_engine_page.py`: a virtual machine with {report["cores"]} cores of an {report["processor"]}, one thread, torch
 {report["torch"]}, Python {report["python"]}. Its load was {report["load_average_before"]:.1f} before and
 {report["load_average_after"]:.1f} after. It has not run on a GPU.
