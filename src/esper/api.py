@@ -360,7 +360,7 @@ def evaluate(
         if grown is not None:
             config = build_config(found[0].defaults, *layers)
             retry = disk_retry(config, note, path)
-            retry(path / FIGURE, lambda: draw_evaluation(record, path / FIGURE))
+            retry(path / FIGURE, lambda: write_atomic(path / FIGURE, draw_evaluation(record)))
             if config.report:
                 report_of_evaluation(record, path)
             # last, as a folder with a record is whole

@@ -1,29 +1,21 @@
 """What an evaluation shows, from its record, the object that `esper eval --json` prints: tables, a figure and a page."""
 
-import io
 from collections.abc import Mapping, Sequence
 from math import nan
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from esper.karn.report.drawing import Figure, ForestRow, forest
+from esper.karn.report.drawing import Figure, ForestRow, below_each_other, forest, paint
 from esper.karn.report.frame import Content, ReportSection, Table, flat_settings, table_of
 from esper.karn.terminal.console import empty_table, print_line, print_table, worker_lines
-from esper.leyline.errors import InputError
 from esper.leyline.intervals import MeanInterval, shown
 from esper.leyline.text import counted, printable, rounded
-from esper.store.disk import FULL, write_atomic
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Record = Mapping[str, Any]
 PATHS = ("controller", "against")  # columns whose names may be paths, which may wrap; numbers may not
-FORMATS = (".png", ".svg", ".pdf")
 
 
 def print_evaluation(record: Record, console: Console) -> None:
@@ -150,38 +142,17 @@ def group_lines(task: Record) -> list[str]:
     return lines
 
 
-def draw_evaluation(record: Record, path: Path) -> None:
-    """Write a figure of J by controller and of the paired differences, for each task.
-
-    Raises InputError if `path` cannot be written, and OSError on a full disk.
-    """
-    if path.suffix not in FORMATS:
-        raise InputError(f"{path} is not a figure that can be drawn; give a name that ends in {', '.join(FORMATS)}")
-    from matplotlib.figure import Figure  # imported here because it takes 1 s; without pyplot it opens no window
-
-    tasks = record["tasks"]
-    count = max(len(tasks[0]["controllers"]), len(compared(tasks[0], record)))
-    figure = Figure(figsize=(11, (1.2 + 0.34 * count) * len(tasks)), layout="constrained")
-    axes = figure.subplots(len(tasks), 2, squeeze=False)
-    for task, (left, right) in zip(tasks, axes, strict=True):
-        controllers, comparisons = task["controllers"], compared(task, record)
-        names = [row["name"] for row in controllers]
-        _points(left, names, [row["objective"] for row in controllers], 0.12, "o", "mean")
-        _points(left, names, [row["objective_iqm"] for row in controllers], -0.12, "d", "interquartile mean")
-        left.set(title=drawn_text(f"{task['task']}: {sample_words(record, task)}"), xlabel="J on the test split")
-        pairs = [f"{row['controller']} - {row['rule']}" for row in comparisons]
-        _points(right, pairs, [row["difference"] for row in comparisons], 0.0, "o", "paired difference")
-        right.axvline(0, color="0.6", linewidth=1)
-        right.set(title=drawn_text(f"{task['task']}: paired differences"), xlabel="difference of J")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize="small")
-    content = io.BytesIO()
-    figure.savefig(content, format=path.suffix[1:], dpi=150)
-    try:
-        write_atomic(path, content.getvalue())
-    except OSError as error:
-        if error.errno in FULL:
-            raise
-        raise InputError(f"cannot write the figure {path}: {error.strerror}; name another file") from None
+def draw_evaluation(record: Record, form: str = "png") -> bytes:
+    """Draw J by controller and the paired differences of every task, and of all together, as the content of a file."""
+    parts = [(f"{task['task']}, {sample_words(record, task)}", task) for task in record["tasks"]]
+    if record["together"] is not None:
+        parts.append((f"all {counted(len(record['tasks']), 'task')} together", record["together"]))
+    figures = [
+        figure._replace(name=f"{words}: {figure.name}")
+        for words, estimates in parts
+        for figure in _figures(estimates, record)
+    ]
+    return paint(below_each_other(figures), form)
 
 
 def spread(estimate: Record, form: str) -> str:
@@ -195,22 +166,6 @@ def plain(estimate: Record, form: str) -> str:
     return "-" if estimate["value"] is None else rounded(estimate["value"], form)
 
 
-def _points(
-    axes: "Axes", names: Sequence[str], estimates: Sequence[Record], shift: float, marker: str, label: str
-) -> None:
-    """Draw estimates as points with bars, the first on top; the line of an absent estimate is empty."""
-    known = [(index, estimate) for index, estimate in enumerate(estimates) if estimate["value"] is not None]
-    values = [estimate["value"] for _, estimate in known]
-    lines = [index - shift for index, _ in known]
-    axes.plot(values, lines, marker, markersize=4, label=label)
-    bounded = [(index - shift, estimate) for index, estimate in known if estimate["low"] is not None]
-    colour = axes.lines[-1].get_color()
-    lows, highs = ([estimate[name] for _, estimate in bounded] for name in ("low", "high"))
-    axes.hlines([line for line, _ in bounded], lows, highs, colors=colour, linewidth=1.5)
-    axes.set_yticks(range(len(names)), [drawn_text(name) for name in names], fontsize="small")
-    axes.set_ylim(len(names) - 0.5, -0.5)
-
-
 def sample_words(record: Record, task: Record) -> str:
     """The number of runs of each controller."""
     if task["sampled"]:
@@ -221,11 +176,6 @@ def sample_words(record: Record, task: Record) -> str:
 
 def _cell(text: str) -> Text:
     return Text(printable(text))
-
-
-def drawn_text(text: str) -> str:
-    """Text for matplotlib, which reads text between two dollar signs as a formula."""
-    return printable(text).replace("$", r"\$")
 
 
 def content_of(record: Record, name: str) -> Content:
@@ -295,14 +245,20 @@ def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Tab
         "What J is made of: means over runs, and the seconds of all of its training",
         "Paired differences of J, controller less rule",
     )
-    tables = list(map(table_of, captions, tables_of(estimates, metric, record)))
-    controllers = [(row["name"], row["objective"]) for row in estimates["controllers"]]
+    return list(map(table_of, captions, tables_of(estimates, metric, record))), _figures(estimates, record)
+
+
+def _figures(estimates: Record, record: Record) -> list[Figure]:
+    controllers = [
+        (f"{row['name']}{which}", row[figure])
+        for row in estimates["controllers"]
+        for which, figure in (("", "objective"), (", interquartile mean", "objective_iqm"))
+    ]
     pairs = [(f"{row['controller']} less {row['rule']}", row["difference"]) for row in compared(estimates, record)]
-    figures = [
+    return [
         forest("J on the test split", _forest_rows(controllers, ".4f"), "J, with its interval"),
         forest("Paired differences of J", _forest_rows(pairs, "+.4f"), "difference of J, with its interval"),
     ]
-    return tables, figures
 
 
 def _forest_rows(named: Sequence[tuple[str, Record]], form: str) -> list[ForestRow]:

@@ -7,6 +7,7 @@ Every text from outside is escaped. Colours are CSS variables of the page and fo
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from html import escape
@@ -295,6 +296,18 @@ def _text(value: object) -> str:
     return escape(printable(value))
 
 
+def below_each_other(figures: Sequence[Figure]) -> Figure:
+    """One figure of several, each under its heading, for a picture that stands alone."""
+    shapes: list[Shape] = []
+    height = 0.0
+    for figure in figures:
+        shapes.append(Shape("text", [(4, height + LINE - 6)], "name", figure.name, room=WIDTH - 8))
+        height += LINE
+        shapes += [shape._replace(points=[(x, y + height) for x, y in shape.points]) for shape in figure.shapes]
+        height += figure.height
+    return Figure("", height=height, shapes=shapes)
+
+
 def paint(figure: Figure, form: str) -> bytes:
     """A figure with its heading and its keys as the content of a file, the same for the same data."""
     from matplotlib import patches, rc_context  # imported here because it takes 1 s; without pyplot it opens no window
@@ -348,7 +361,9 @@ def paint(figure: Figure, form: str) -> bytes:
                     )
         content = io.BytesIO()
         date = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(form, {})
-        picture.savefig(content, format=form, dpi=DOTS, metadata=date)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph")  # a letter that the font does not have is drawn as a box
+            picture.savefig(content, format=form, dpi=DOTS, metadata=date)
     return content.getvalue()
 
 
