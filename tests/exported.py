@@ -1,12 +1,11 @@
 """What an export must hold, worked out slowly from the file of events; and a target that keeps it in memory."""
 
 from collections import Counter, defaultdict
-from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
 
-from esper.karn.exporters import Export, Exports
+from esper.karn.exporters import Export
 from esper.karn.reader import open_run
 from esper.nissa.events import read_events
 from esper.nissa.rows import LifecycleRow, RollbackRow, StepRow
@@ -51,17 +50,13 @@ def curves_of_steps(folder):
 class Kept:
     """A target in memory, which holds what it got by run and checks that x never decreases."""
 
-    session = None
-
     def __init__(self):
         self.runs, self.said = {}, []
 
-    def open(self, name, known, facts):
-        assert (known is None) == (name not in self.runs), (name, known)
-        self.runs.setdefault(name, {"curves": defaultdict(list), "images": [], "tables": [], "facts": facts, "x": -1})
-        self.now = self.runs[name]
+    def open(self, name, identity, facts):
+        self.now = {"curves": defaultdict(list), "images": [], "tables": [], "facts": facts, "x": -1, "id": identity}
+        self.runs[name] = self.now
         self.said.append("open")
-        return name
 
     def scalars(self, x, time, values):
         assert x >= self.now["x"]
@@ -78,21 +73,17 @@ class Kept:
     def flush(self):
         self.said.append("flush")
 
-    def held(self, name):
-        return {x for x, _ in self.now["curves"][name]}
-
     def close(self):
         self.said.append("close")
 
 
-def carried(folder, store, target, more=lambda: False):
+def carried(folder, target, more=lambda: False):
     """Export a run to a target in memory, and return what was exported. `more` writes further rows, as long as it is true."""
-    exports = Exports(store, "kept", folder)
-    exports.make()
-    exports.lock.take()
-    with closing(Export(open_run(folder), exports, target, lambda run, summary: None)) as export:
+    export = Export(open_run(folder), folder.name, target, lambda run, summary: None)
+    try:
         while more():
             export.update()
-        status, record = export.end(), export.record
-        final = record.ended is not None
-        return SimpleNamespace(name=record.name, status=status, points=export.points, x=record.x, final=final)
+        status = export.end()
+    finally:
+        export.close()
+    return SimpleNamespace(status=status, points=export.points, x=export.x, final=export.is_final)

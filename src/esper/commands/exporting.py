@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -15,6 +15,7 @@ from typer import Argument, Option
 from esper.commands.options import fail, say
 from esper.leyline.distribution import TARGETS
 from esper.leyline.errors import InputError
+from esper.leyline.text import counted
 
 if TYPE_CHECKING:
     from esper.karn.export_targets import Box
@@ -152,28 +153,26 @@ def export_events(
 ) -> None:
     """Export the curves, the best network and the final table of a run; `esper docs exporters` lists the curves.
 
-    Nothing is exported twice: a run that was continued is continued in the target too. Nothing goes to a network, except with
-    W&B if WANDB_MODE asks for it.
+    An export replaces the one before of the same run. Nothing goes to a network, except with W&B if WANDB_MODE asks for it.
     """
-    from esper.karn.exporters import ExportError, begin_export
+    from esper.karn.exporters import EVERY, ExportError, export_of
     from esper.karn.reader import open_run
 
     source = open_run(run)
     try:
-        with closing(begin_export(source, to, into, patience=60.0 if follow else 0.0, draw=network_boxes)) as export:
+        with export_of(source, to, into, patience=60.0 if follow else 0.0, draw=network_boxes) as (export, folder):
             while follow and source.is_written:
                 export.update()
-                time.sleep(0.5)
+                time.sleep(EVERY)
             status = export.end()
     except ExportError as error:
         fail(error, 1)
-    record = export.record
-    place = "no points" if record.x < 0 else f"points up to x = {record.x:,}, of which {export.points:,} are new"
-    say(f"{export.exports.folder}: {to} has {place}, as the run {record.name}")
+    place = "no points" if export.x < 0 else f"{counted(export.points, 'point')} up to x = {export.x:,}"
+    say(f"{folder}: {to} has {place}, as the run {export.name}")
     if status in ("running", "killed"):
         state = "goes on" if status == "running" else "was killed"
         say(f"{run} {state}: what it has written so far is exported, without image and final table")
-    elif record.ended is None:
+    elif not export.is_final:
         say(f"{run} has the status {status} and no final figures: there is no image and no table")
 
 

@@ -1,11 +1,11 @@
 """The programs that a run can be exported to, one class each, and the table and the image that they get at its end."""
 
-import glob
+import io
 import logging
 import os
+import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 
+from esper.karn.report.drawing import Figure, Shape, paint
 from esper.karn.terminal.console import can_print, comparison_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
@@ -37,12 +38,8 @@ class FinalTable(NamedTuple):
 class Target(Protocol):
     """A store of runs that another program shows. x never decreases from call to call."""
 
-    session: str | None = None
-    """The folder, in that of the exports, which holds what was written since `open`, if a process that is killed may leave it
-    without points that were flushed; None if they are on the disk then."""
-
-    def open(self, name: str, known: str | None, facts: Facts) -> str:
-        """Begin the run `name`, or continue the one that an earlier `open` returned as `known`. Returns what identifies it."""
+    def open(self, name: str, identity: str, facts: Facts) -> None:
+        """Begin the run `name`, in place of one of that name. `identity` (16 letters and digits) is that of the run folder."""
 
     def scalars(self, x: int, time: float, values: Values) -> None:
         """The values of curves at x. time: when they were measured [seconds since 1970]."""
@@ -54,11 +51,7 @@ class Target(Protocol):
         """A table."""
 
     def flush(self) -> None:
-        """Put on the disk what was written so far, unless the target has a session."""
-
-    def held(self, name: str) -> set[int]:
-        """The x at which the run that was opened has values of the curve `name` on the disk; asked only without a session."""
-        return set()
+        """Put on the disk what was written so far, where the program shows it."""
 
     def close(self) -> None:
         """Finish the run; everything is on the disk afterwards."""
@@ -73,16 +66,11 @@ class TensorBoard(Target):
 
         self.folder, self._make = folder, SummaryWriter
 
-    def open(self, name: str, known: str | None, facts: Facts) -> str:
-        """A further event file in the folder of a known run continues it."""
-        before = set(self.folder.glob(f"{glob.escape(name)}/*"))
+    def open(self, name: str, identity: str, facts: Facts) -> None:
+        shutil.rmtree(self.folder / name, ignore_errors=True)
         self._writer = self._make(str(self.folder / name))
-        (made,) = set(self.folder.glob(f"{glob.escape(name)}/*")) - before
-        self.session = os.path.relpath(made, self.folder)
-        if known is None:
-            about = FinalTable(("run", name), [(key, str(value)) for key, value in facts.items()])
-            self._writer.add_text("run", as_markdown(about), 0)
-        return name
+        about = FinalTable(("run", name), [(key, str(value)) for key, value in facts.items()])
+        self._writer.add_text("run", as_markdown(about), 0)
 
     def scalars(self, x: int, time: float, values: Values) -> None:
         for name, value in values.items():
@@ -102,10 +90,10 @@ class TensorBoard(Target):
 
 
 class WeightsAndBiases(Target):
-    """Writes a folder `wandb/offline-run-...`; a run that continues has one more folder with the same id.
+    """Writes a folder `wandb/offline-run-...`, or to a server, where a run that is exported again goes on.
 
     Runs are offline unless WANDB_MODE says otherwise; `wandb sync` uploads them if the user wants that. A process of its own
-    writes the file, some seconds later, and ends unsaved with the process that it belongs to, so there is nothing to flush.
+    writes the file, some seconds later, so there is nothing to flush.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -115,13 +103,14 @@ class WeightsAndBiases(Target):
 
         self.folder, self._wandb = folder, wandb
 
-    def open(self, name: str, known: str | None, facts: Facts) -> str:
-        """The id of the run is drawn by wandb."""
+    def open(self, name: str, identity: str, facts: Facts) -> None:
         wandb = self._wandb
+        for earlier in self.folder.glob(f"wandb/offline-run-*-{identity}"):
+            shutil.rmtree(earlier, ignore_errors=True)
         self._run = wandb.init(
             project=PROJECT,
             name=name,
-            id=known,
+            id=identity,
             dir=str(self.folder),
             config=dict(facts),
             resume="allow" if os.environ["WANDB_MODE"] == "online" else None,
@@ -129,8 +118,6 @@ class WeightsAndBiases(Target):
                 console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True
             ),
         )
-        self.session = os.path.relpath(Path(self._run.dir).parent, self.folder.absolute())
-        return str(self._run.id)
 
     def scalars(self, x: int, time: float, values: Values) -> None:
         self._run.log({**values, "_timestamp": time}, step=x)
@@ -162,8 +149,8 @@ class MLflow(Target):
         self._connect: Callable[[Path], Any] = lambda path: mlflow.MlflowClient(f"sqlite:///{path}")
         self._waiting: list[Any] = []
 
-    def open(self, name: str, known: str | None, facts: Facts) -> str:
-        """The id of the run is drawn by MLflow. Facts are tags, because parameters could not change when a run is resumed.
+    def open(self, name: str, identity: str, facts: Facts) -> None:
+        """Begin a run. Facts are tags, because parameters would be compared as settings.
 
         MLflow makes a store in many steps, and one that was killed on the way, or that two processes make at once, cannot be
         used. So one process makes it under another name, and it gets its own when it is whole.
@@ -184,13 +171,10 @@ class MLflow(Target):
             experiment = found.experiment_id if found else client.create_experiment(PROJECT, place)
         finally:
             lock.release()
-        if known is None:
-            known = str(client.create_run(experiment, run_name=name).info.run_id)
-        for key, value in facts.items():
-            client.set_tag(known, key, value)
-        client.update_run(known, status="RUNNING")
-        self._client, self._id = client, known
-        return known
+        for earlier in client.search_runs([experiment], f"attributes.run_name = '{name}'"):
+            client.delete_run(earlier.info.run_id)
+        tags = {key: str(value) for key, value in facts.items()}
+        self._client, self._id = client, str(client.create_run(experiment, run_name=name, tags=tags).info.run_id)
 
     def scalars(self, x: int, time: float, values: Values) -> None:
         if len(self._waiting) + len(values) > self.MOST:
@@ -201,7 +185,6 @@ class MLflow(Target):
         self._client.log_image(self._id, pixels, f"{name}.png")
 
     def table(self, name: str, table: FinalTable, x: int) -> None:
-        # log_table would append to the table that an earlier end of the run has written
         self._client.log_dict(self._id, {"columns": table.columns, "data": table.rows}, f"{name}.json")
         self._client.log_text(self._id, as_markdown(table) + "\n", f"{name}.md")
 
@@ -210,18 +193,14 @@ class MLflow(Target):
             self._client.log_batch(self._id, metrics=self._waiting)
             self._waiting = []
 
-    def held(self, name: str) -> set[int]:
-        return {each.step for each in self._client.get_metric_history(self._id, name)}
-
     def close(self) -> None:
         self.flush()
         self._client.set_terminated(self._id)
 
 
 class Trackio(Target):
-    """Writes the project `esper` of the store in a folder. Runs are continued by their names."""
+    """Writes the project `esper` of the store in a folder. A thread of trackio does so twice a second, without being flushed."""
 
-    PATIENCE = 10.0  # that a flush waits [seconds]
     FOLDER = "TRACKIO_DIR"
     REMOTE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")  # variables with which trackio would write elsewhere
 
@@ -237,18 +216,17 @@ class Trackio(Target):
         for name in self.REMOTE:
             os.environ.pop(name, None)
         import trackio
+        from trackio.sqlite_storage import SQLiteStorage
 
         for name, module in list(sys.modules.items()):
             if name.split(".")[0] == "trackio":  # else it prints to stdout, among what the run prints
                 vars(module)["print"] = lambda *words, **options: None
-        self._trackio = trackio
+        self._trackio, self._store = trackio, SQLiteStorage
 
-    def open(self, name: str, known: str | None, facts: Facts) -> str:
-        resume = "never" if known is None else "allow"  # a killed process may have left nothing
-        options = {"resume": resume, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
-        self._run = self._trackio.init(PROJECT, name, config=dict(facts), **options)
-        self._logged = self._stored()
-        return name
+    def open(self, name: str, identity: str, facts: Facts) -> None:
+        self._store.delete_run(PROJECT, name)
+        options = {"resume": "never", "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+        self._run, self._logged = self._trackio.init(PROJECT, name, config=dict(facts), **options), 0
 
     def scalars(self, x: int, time: float, values: Values) -> None:
         self._log(dict(values), x)
@@ -260,27 +238,11 @@ class Trackio(Target):
         cells = self._trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
         self._log({name: cells}, x)
 
-    def flush(self) -> None:
-        """A thread of its own writes the store, twice a second; `close` raises an error where it did not."""
-        until = time.monotonic() + self.PATIENCE
-        while self._stored() != self._logged and time.monotonic() < until:
-            time.sleep(0.02)
-
-    def held(self, name: str) -> set[int]:
-        from trackio.sqlite_storage import SQLiteStorage
-
-        logs = SQLiteStorage.get_logs(PROJECT, self._run.name, run_id=self._run.id)
-        return {each["step"] for each in logs if name in each}
-
     def close(self) -> None:
         self._trackio.finish()
-        if self._stored() != self._logged:  # trackio only warns where it cannot write
-            raise OSError(f"trackio stored {self._stored()} of {self._logged} entries in {os.environ[self.FOLDER]}")
-
-    def _stored(self) -> int:
-        from trackio.sqlite_storage import SQLiteStorage
-
-        return int(SQLiteStorage.get_log_count(PROJECT, self._run.name, run_id=self._run.id))
+        stored = self._store.get_log_count(PROJECT, self._run.name, run_id=self._run.id)
+        if stored != self._logged:  # trackio only warns where it cannot write
+            raise OSError(f"trackio stored {stored} of {self._logged} entries in {os.environ[self.FOLDER]}")
 
     def _log(self, values: Mapping[str, object], x: int) -> None:
         self._run.log(values, step=x)
@@ -364,56 +326,33 @@ def title_of(summary: Mapping[str, Any]) -> str:
     )
 
 
-TITLE, DPI = 0.7, 100  # height of the title [inches], resolution
-WIDTH, ROW, BOX = 10.0, 0.62, 0.44  # of the image, of a row and of the box in it [inches]
-CHARACTERS = (58, 78)  # of the lines of a box, head and foot; a longer one is cut
+ROW, BOX, WIDE = 44, 32, 330  # height of a row and of the box in it, width of a box [px]
+LONGEST = 100  # characters of a line; a longer one is cut
 MOST_BOXES = 100  # of an image; the last of more are left out
 
 
 def drawing(title: str, boxes: Sequence[Box]) -> Pixels:
     """An image (H, W, 3) of a network: the host from top to bottom, each seed beside the part in front of it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # imported here because it takes 1 s
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
+    from matplotlib.image import imread  # imported here because it takes 1 s
 
-    rows: list[list[Box]] = []
+    def cut(line: str) -> str:
+        shown = printable(line)
+        return shown if len(shown) <= LONGEST else shown[: LONGEST - 1] + "…"
+
+    shapes: list[Shape] = []
+    row, host, behind_seed = -1, 0, False  # `host` is the top of the last part of the host
     for box in boxes[:MOST_BOXES]:
-        if box.kind == "seed" and rows:
-            rows[-1].append(box)
+        is_seed = box.kind == "seed"
+        row += behind_seed or not is_seed
+        behind_seed, x, y = is_seed, 384 if is_seed else 4, ROW * max(row, 0)
+        style = "kept" if is_seed else "stage1"
+        shapes.append(Shape("rect", [(x, y), (x + WIDE, y + BOX)], style, opacity=0.15))
+        shapes.append(Shape("text", [(x + 6, y + 14)], "name", cut(box.head), room=WIDE - 12))
+        shapes.append(Shape("text", [(x + 6, y + 27)], "tick", cut(box.foot), room=WIDE - 12))
+        if is_seed:
+            shapes.append(Shape("line", [(4 + WIDE, host + BOX / 2), (x, y + BOX / 2)], style))
         else:
-            rows.append([box])
-    height = TITLE + ROW * sum(max(1, len(row) - 1) for row in rows)
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI)
-    canvas = FigureCanvasAgg(figure)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(height, 0))
-    axes.axis("off")
-    axes.text(0.2, TITLE / 2, _cut(title, 120), fontsize=10, weight="bold", va="center", parse_math=False)
-
-    def draw(box: Box, x: float, y: float) -> None:
-        face, edge = ("#e5f3ea", "#14733c") if box.kind == "seed" else ("#f5f7f9", "#9aa4b0")
-        axes.add_patch(Rectangle((x, y), 4.4, BOX, facecolor=face, edgecolor=edge))
-        lines = [(box.head, 8.5, "#1c2024"), (box.foot, 6.5, "#5b6470")]
-        for index, ((line, size, colour), most) in enumerate(zip(lines, CHARACTERS, strict=True)):
-            down = BOX / 2 if not box.foot else BOX * (0.3 + 0.42 * index)
-            axes.text(x + 0.08, y + down, _cut(line, most), fontsize=size, color=colour, va="center", parse_math=False)
-
-    y = below = TITLE
-    for place, (part, *seeds) in enumerate(rows):
-        if place:
-            axes.annotate("", (2.4, y), (2.4, below), arrowprops={"arrowstyle": "->", "color": "#5b6470"})
-        draw(part, 0.2, y)
-        for index, seed in enumerate(seeds):
-            draw(seed, 5.4, y + index * ROW)
-            ends = (4.6, y + BOX / 2), (5.4, y + index * ROW + BOX / 2)
-            axes.annotate("", *ends, arrowprops={"arrowstyle": "->", "color": "#14733c"})
-        below = y + BOX
-        y += ROW * max(1, len(seeds))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")  # a letter that the font does not have is drawn as a box
-        canvas.draw()  # type: ignore[no-untyped-call]
-    return np.array(canvas.buffer_rgba(), np.uint8)[:, :, :3]  # type: ignore[no-untyped-call]
-
-
-def _cut(line: str, most: int) -> str:
-    shown = printable(line)
-    return shown if len(shown) <= most else shown[: most - 1] + "…"
+            shapes.append(Shape("line", [(x + WIDE / 2, host + BOX * (row > 0)), (x + WIDE / 2, y)], style))
+            host = y
+    figure = Figure(cut(title), height=ROW * (row + 1), shapes=shapes)
+    return (255 * imread(io.BytesIO(paint(figure, "png")))[:, :, :3]).astype(np.uint8)

@@ -181,10 +181,7 @@ def _unwritable(error: OSError) -> InputError:
 
 
 def exporters(config: Config, folder: Path | None, note: Callable[[str], None]) -> list[Output]:
-    """Make the exporters that a config names, which read run folders as `esper export-events` does.
-
-    An exporter has a thread that reads the file of the events, and needs no queue; an output of another package gets one.
-    """
+    """Make the exporters and the outputs of other packages that a config names, each with a queue and a thread."""
     names = config.telemetry.exporters
     if not names:
         return []
@@ -200,7 +197,7 @@ def exporters(config: Config, folder: Path | None, note: Callable[[str], None]) 
             check_installed(name)
     exporter = import_module("esper.commands.exporting").exporter
     return [
-        Guarded(load_plugin(OUTPUTS, name)(folder), note) if name in of_packages else exporter(folder, name)
+        Guarded(load_plugin(OUTPUTS, name)(folder) if name in of_packages else exporter(folder, name), note)
         for name in names
     ]
 
