@@ -147,7 +147,7 @@ def test_what_has_not_changed_is_not_drawn_again(run, tmp_path, monkeypatch):
     lines = cut(run, folder, 40)
 
     def draws(app, act):
-        """How many lines of the grid and how many texts are drawn for something that happens."""
+        """How many cells of the grid and how many texts are drawn for something that happens."""
         drawn.clear()
         act()
         return len(drawn)
@@ -156,8 +156,8 @@ def test_what_has_not_changed_is_not_drawn_again(run, tmp_path, monkeypatch):
         app = Watch(folder, every=1000)
         async with app.run_test(size=(80, 24)) as pilot:
             await pilot.pause()
-            line, say = app.grid._line, Static.update
-            monkeypatch.setattr(app.grid, "refresh_line", lambda env: drawn.append(line(env)))
+            change, say = app.grid.update_cell_at, Static.update
+            monkeypatch.setattr(app.grid, "update_cell_at", lambda *cell: drawn.append(cell) or change(*cell))
             monkeypatch.setattr(
                 Static, "update", lambda self, *args, **kwargs: drawn.append(self.id) or say(self, *args)
             )

@@ -2,14 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from rich.segment import Segment
-from rich.style import Style
 from rich.text import Text
 
 from esper.karn.reader import OpenRun, Tail
@@ -25,12 +22,8 @@ try:
     from textual.app import App, ComposeResult
     from textual.binding import Binding, BindingType
     from textual.containers import Horizontal, Vertical, VerticalScroll
-    from textual.events import Click
-    from textual.geometry import Region, Size
-    from textual.message import Message
-    from textual.scroll_view import ScrollView
-    from textual.strip import Strip
-    from textual.widgets import Footer, Static
+    from textual.coordinate import Coordinate
+    from textual.widgets import DataTable, Footer, Static
 except ModuleNotFoundError:
     raise InputError(f"esper watch needs textual, which is not installed; run {pip_install('tui')}") from None
 
@@ -51,13 +44,10 @@ PART = 2**22  # events that are read at once [bytes]
 MARGIN = 5  # width of the numbers of the environments in front of the grid [characters]
 
 
-PLAIN, BOLD = Style(), Style(bold=True)
-
-
-@cache
-def style(colour: str, chosen: bool) -> Style:
-    """The style of a cell."""
-    return Style(color=colour, reverse=chosen, bold=chosen)
+def text_of(stage: Stage, dose: str) -> Text:
+    """A cell of the grid."""
+    sign, colour, _ = SIGNS[stage]
+    return Text(sign + dose, colour)
 
 
 def dose(stage: Stage, alpha: float) -> str:
@@ -67,80 +57,42 @@ def dose(stage: Stage, alpha: float) -> str:
     return "*" if alpha >= 1 else str(min(int(alpha * 10), 9))
 
 
-class Grid(ScrollView, can_focus=True):
+class Grid(DataTable[Text]):
     """The population: a line for each environment, a cell for each slot."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding(key, f"go({env}, {slot})", words, show=False)
-        for key, env, slot, words in (
-            ("up", -1, 0, "environment above"),
-            ("down", 1, 0, "environment below"),
-            ("left", 0, -1, "slot to the left"),
-            ("right", 0, 1, "slot to the right"),
-            ("pageup", -10, 0, "ten environments up"),
-            ("pagedown", 10, 0, "ten environments down"),
-            ("home", -(10**6), 0, "first environment"),
-            ("end", 10**6, 0, "last environment"),
-        )
+        Binding("home", "scroll_top", "first environment", show=False),
+        Binding("end", "scroll_bottom", "last environment", show=False),
     ]
 
-    class Moved(Message):
-        """Another environment or slot is chosen."""
-
     def __init__(self) -> None:
-        super().__init__(id="grid")
-        self.model = RunModel(history=False)
-        self.env = self.slot = 0
-        self._drawn: dict[int, list[Segment]] = {}  # the lines of environments that are on the screen
+        super().__init__(id="grid", cell_padding=0)
+        self._cells: list[list[tuple[Stage, str]]] = []  # stage and dose that each cell shows
+
+    @property
+    def env(self) -> int:
+        return self.cursor_row
+
+    @property
+    def slot(self) -> int:
+        return self.cursor_column
 
     def show(self, model: RunModel) -> None:
         """Draw what differs between the state of a model and the screen."""
-        self.model = model
-        self.env, self.slot = min(self.env, max(model.envs - 1, 0)), min(self.slot, max(len(model.slots) - 1, 0))
-        size = Size(MARGIN + CELL * len(model.slots), max(model.envs, 1))
-        if size != self.virtual_size:
-            self.virtual_size = size
-            self.refresh()
-            return
-        for y in range(self.size.height):
-            env = y + self.scroll_offset.y
-            if self._line(env) != self._drawn.get(env):
-                self.refresh_line(env)
-
-    def render_line(self, y: int) -> Strip:
-        if y == 0:
-            shown = range(self.scroll_offset.y, self.scroll_offset.y + self.size.height)
-            self._drawn = {env: line for env, line in self._drawn.items() if env in shown}
-        env = y + self.scroll_offset.y
-        line = self._drawn[env] = self._line(env)
-        strip = Strip(line).crop_extend(self.scroll_offset.x, self.scroll_offset.x + self.size.width, PLAIN)
-        return strip.apply_style(self.rich_style)  # the background of the other parts
-
-    def _line(self, env: int) -> list[Segment]:
-        """One line of the whole grid. Every segment has a style: without colours, textual reads the style of each."""
-        if env >= self.model.envs:
-            return [Segment("" if self.model.envs or env else "no step yet", PLAIN)]
-        segments = [Segment(f"{env:>{MARGIN - 1}} ", BOLD if env == self.env else PLAIN)]
-        for slot in range(len(self.model.slots)):
-            stage, alpha = self.model.state(env, slot)
-            sign, colour, _ = SIGNS[stage]
-            chosen = (env, slot) == (self.env, self.slot)
-            segments += [Segment(sign + dose(stage, alpha), style(colour, chosen)), Segment(" ", PLAIN)]
-        return segments
-
-    def action_go(self, env: int, slot: int) -> None:
-        self.choose(self.env + env, self.slot + slot)
-
-    def choose(self, env: int, slot: int) -> None:
-        """Choose an environment and a slot; the nearest there is."""
-        self.env = max(0, min(env, self.model.envs - 1))
-        self.slot = max(0, min(slot, len(self.model.slots) - 1))
-        self.scroll_to_region(Region(MARGIN + CELL * self.slot, self.env, CELL, 1), animate=False)
-        self.refresh()
-        self.post_message(self.Moved())
-
-    def on_click(self, event: Click) -> None:
-        self.choose(event.y + self.scroll_offset.y, (event.x + self.scroll_offset.x - MARGIN) // CELL)
+        states = [[model.state(env, slot) for slot in range(len(model.slots))] for env in range(model.envs)]
+        cells = [[(stage, dose(stage, alpha)) for stage, alpha in row] for row in states]
+        if (len(cells), len(model.slots)) != (self.row_count, len(self.columns)):
+            self.clear(columns=True)
+            for slot in range(len(model.slots)):
+                self.add_column(str(slot % 100), width=CELL)
+            for env, row in enumerate(cells):
+                self.add_row(*starmap(text_of, row), label=f"{env:>{MARGIN - 1}} ")
+        else:
+            for env, (row, before) in enumerate(zip(cells, self._cells, strict=True)):
+                for slot in range(len(row)) if row != before else ():
+                    if row[slot] != before[slot]:
+                        self.update_cell_at(Coordinate(env, slot), text_of(*row[slot]))
+        self._cells = cells
 
 
 class Watch(App[None]):
@@ -149,7 +101,6 @@ class Watch(App[None]):
     CSS = """
     #head { height: 3; padding: 0 1; }
     #left { width: 40%; min-width: 20; max-width: 60; }
-    #names { height: 1; }
     #curve { height: 45%; min-height: 6; padding: 0 1; }
     #detail { height: 1fr; padding: 0 1; border-top: solid $primary; }
     """
@@ -178,7 +129,6 @@ class Watch(App[None]):
         yield Static(id="head", markup=False)
         with Horizontal():
             with Vertical(id="left"):
-                yield Static(id="names", markup=False)
                 yield Grid()
             with Vertical():
                 yield Static(id="curve", markup=False)
@@ -233,7 +183,6 @@ class Watch(App[None]):
 
     def show(self, waiting: str | None) -> None:
         self._say("#head", waiting or self.head())
-        self._say("#names", " " * MARGIN + "".join(f"{slot % 100:<{CELL}}" for slot in range(len(self.model.slots))))
         room = self.query_one("#curve", Static).content_size
         self._say("#curve", self.curve(room.width or 40, room.height or 8))
         waits = output_lines(self.model.waited, self.model.timed)
@@ -340,7 +289,7 @@ class Watch(App[None]):
 
     # Keys.
 
-    def on_grid_moved(self) -> None:
+    def on_data_table_cell_highlighted(self) -> None:
         self.show(None)
 
     def action_next_curve(self) -> None:
