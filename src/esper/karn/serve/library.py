@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from esper.karn.reader import MEND, Status, Tail, complete, open_run
+from esper.karn.reader import Status, Tail, complete, open_run
 from esper.karn.report.frame import render_content
 from esper.karn.report.page import content_of
 from esper.karn.run_model import RunModel
 from esper.leyline.errors import InputError, first_line
-from esper.nissa.events import decode, decode_lines
-from esper.nissa.rows import Row, RunRow
-from esper.store.disk import open_regular
+from esper.nissa.rows import RunRow
 from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
 
@@ -30,7 +28,6 @@ KEPT = 8  # runs whose rows are kept in memory, those that were asked for last
 _makers = ThreadPoolExecutor(4, "page")
 DEPTH = 4  # levels of folders below a named one in which runs are looked for
 LOOK_EVERY = 2.0  # least time between two searches for runs [seconds]
-LARGEST_ROW = 2**24  # longest row at either end of the events that is read for the list [bytes]
 
 
 class ListedRun(NamedTuple):
@@ -165,52 +162,24 @@ def _is_there(folder: Path) -> bool:
 
 
 def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
-    """The entry of a folder, from its config and the ends of its events."""
+    """The entry of a folder, from its config, its summary and the first row of its events."""
     try:
         run = open_run(folder)
         began = (folder / CONFIG).stat().st_mtime
         config = run.config
-        head, last = _ends(folder / EVENTS)
+        head = next(run.rows(), None)
         task = ", ".join(map(str, config.get("tasks") or (config.get("task"),)))
         controller = str(config.get("controller"))
         envs = config.get("envs") if isinstance(config.get("envs"), int) else None
-        if head is not None:
+        if isinstance(head, RunRow):
             controller, envs, began = head.controller, head.envs, head.time
-        status = run.status_after(last.status if isinstance(last, RunRow) else "running" if head is not None else None)
+        status = run.status_after(None)  # the summary is written after the last row, and removed before further ones
     except (InputError, OSError) as error:
         began = 0.0
         with suppress(OSError):
             began = folder.stat().st_mtime
         return ListedRun(key, name, folder, "", "", None, None, began, first_line(error))
     return ListedRun(key, name, folder, task, controller, status, envs, began, None)
-
-
-def _ends(path: Path) -> tuple[RunRow | None, Row | None]:
-    """The first and the last complete row of an events.jsonl; None where there is none. InputError if one is damaged."""
-    if not os.path.lexists(path):
-        return None, None
-    with open_regular(path, MEND) as file:
-        first = file.readline(LARGEST_ROW)
-        if not first.endswith(b"\n"):
-            return None, None
-        (head,) = decode_lines(path, [first])
-        end = file.seek(0, os.SEEK_END)
-        size, data = 2**16, b""
-        while True:
-            start = max(end - size, 0)
-            file.seek(start)
-            data = file.read(end - start)
-            data = data[: data.rfind(b"\n") + 1]
-            cut = data.rfind(b"\n", 0, len(data) - 1)
-            if cut >= 0 or start == 0 or size >= LARGEST_ROW:
-                break
-            size *= 4
-    if not isinstance(head, RunRow):
-        raise InputError(f"{path} does not begin with a row of kind run; {MEND}")
-    try:
-        return head, decode(data[cut + 1 :])
-    except InputError as error:
-        raise InputError(f"the last line of {path}: {error}") from None
 
 
 class Shown(NamedTuple):
