@@ -69,10 +69,8 @@ class Export:
     def end(self) -> str:
         """Write the rest, and the table and the image of a run that has ended. Returns the status of the run."""
         self.update()
-        last, summary = self.model.last, self.run.summary
-        status = self.run.status_after(None if last is None else last.status)
-        done = status not in ("running", "killed") and last is not None and isinstance(summary, Mapping)
-        table = final_table(summary) if done else None
+        summary, status = self.run.summary, self.run.status
+        table = None if summary is None else final_table(summary)
         if table is not None:
             x = max(self.x, 0)
             self._open()

@@ -20,7 +20,7 @@ from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.text import counted
 from esper.nissa.events import RunShape, decode_lines, read_events, record
-from esper.nissa.rows import ROWS, Row, RunRow
+from esper.nissa.rows import ROWS, Row
 from esper.store.disk import open_regular, read_kept
 from esper.store.files import CHANGES, CONFIG, ENVIRONMENT, EVENTS, SUMMARY, is_run
 from esper.store.lock import LOCK, lives, owner_of
@@ -136,24 +136,14 @@ class OpenRun:
 
     @property
     def status(self) -> Status:
-        """'running', 'finished', 'interrupted' or 'failed', as the last `run` row says; 'killed' if that row says 'running'
-        but the process that wrote it has gone.
+        """'finished', 'interrupted' or 'failed', as summary.json says; without it 'running' while the process that writes the
+        folder lives, and 'killed' otherwise. The summary is written after the last row, and removed before further ones.
         """
-        last = None
-        for row in self.rows("run"):
-            assert isinstance(row, RunRow)
-            last = row.status
-        return self.status_after(last)
-
-    def status_after(self, last: str | None) -> Status:
-        """As `status`, without reading the rows: `last` is the status in the last `run` row, None if there is no such row."""
-        summary = self.summary if last is None else None
-        if summary is not None:  # telemetry.level is off
-            said = str(summary.get("status", "finished"))
-            return "interrupted" if said == "interrupted" else "failed" if said == "failed" else "finished"
-        if last in ("finished", "interrupted", "failed"):
-            return cast(Status, last)
-        return "running" if self.is_written else "killed"
+        summary = self.summary
+        if summary is None:
+            return "running" if self.is_written else "killed"
+        said = summary.get("status")
+        return cast(Status, said) if said in ("interrupted", "failed") else "finished"
 
     @property
     def is_written(self) -> bool:
@@ -247,8 +237,7 @@ def read_model(run: OpenRun) -> RunModel:
 
 def complete(model: RunModel, run: OpenRun) -> RunModel:
     """Complete a model that has the rows of a run by its other files. InputError if one of these is damaged."""
-    status = run.status_after(None if model.last is None else model.last.status)
-    return model.complete(status, run.checked_config, run.summary, run.environment)
+    return model.complete(run.status, run.checked_config, run.summary, run.environment)
 
 
 @contextmanager

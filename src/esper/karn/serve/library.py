@@ -166,14 +166,13 @@ def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
     try:
         run = open_run(folder)
         began = (folder / CONFIG).stat().st_mtime
-        config = run.config
+        config, status = run.config, run.status
         head = next(run.rows(), None)
         task = ", ".join(map(str, config.get("tasks") or (config.get("task"),)))
         controller = str(config.get("controller"))
         envs = config.get("envs") if isinstance(config.get("envs"), int) else None
         if isinstance(head, RunRow):
             controller, envs, began = head.controller, head.envs, head.time
-        status = run.status_after(None)  # the summary is written after the last row, and removed before further ones
     except (InputError, OSError) as error:
         began = 0.0
         with suppress(OSError):

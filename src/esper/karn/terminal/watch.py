@@ -159,7 +159,7 @@ class Watch(App[None]):
         if self.tail.restarts != self._restarts:
             self._restarts, self.model = self.tail.restarts, self._new_model()
         self.model.update(rows)
-        self.state = self.run_folder.status_after(None if self.model.last is None else self.model.last.status)
+        self.state = self.run_folder.status
         if rows or self.state != before:
             self.grid.show(self.model)
             self.show(None)
