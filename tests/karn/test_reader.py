@@ -84,6 +84,22 @@ def test_a_tail_that_is_read_in_parts_gives_every_row_once(run, most):
     assert found == list(read_events(run / "events.jsonl"))
 
 
+@pytest.mark.parametrize("most", [500, 10**9])
+def test_a_tail_leaves_rows_that_come_while_it_is_read_to_the_next_time(run, tmp_path, most):
+    path, lines = tmp_path / "events.jsonl", (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:20]))
+    tail, seen, ahead = Tail(path), [], iter(lines[20:])
+    for rows in tail.parts(most):
+        seen += rows
+        with open(path, "ab") as file:
+            file.writelines(next(ahead) for _ in rows)
+    assert 20 <= len(seen) < len(lines) - 1
+    for rows in tail.parts(most):
+        seen += rows
+    assert [row.seq for row in seen] == list(range(len(seen)))
+    assert path.read_bytes() == b"".join(lines[: len(seen)])
+
+
 def test_after_rows_were_cut_off_and_written_again_a_tail_begins_anew(run, tmp_path):
     path, lines = tmp_path / "events.jsonl", (run / "events.jsonl").read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:6]))

@@ -52,7 +52,7 @@ class Export:
     def update(self) -> None:
         """Write the points of the rows that have come since the last time."""
         restarts = self._tail.restarts
-        while rows := self._tail.read(CHUNK):
+        for rows in self._tail.parts(CHUNK):
             if self._tail.restarts != restarts:  # a resume has cut rows off, and all of them come again from the first
                 restarts = self._tail.restarts
                 self.close()

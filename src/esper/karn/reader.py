@@ -75,6 +75,17 @@ class Tail:
         self._place += sum(map(len, lines))
         return rows
 
+    def parts(self, most: int) -> Iterator[list[Row]]:
+        """Yield the rows that the file has now, as `read`; those that are added meanwhile are left to the next call.
+
+        A run may write rows faster than they are taken in, so that reading to the end of the file would not end.
+        """
+        end = self.path.stat().st_size if self.path.exists() else 0
+        while rows := self.read(most):
+            yield rows
+            if self._place >= end:
+                return
+
 
 class OpenRun:
     """A run folder, open for reading. Nothing is cached: every access reads what the folder holds at that time.

@@ -235,7 +235,7 @@ class Followed:
 
     def _read(self) -> None:
         restarts = self._tail.restarts
-        while rows := self._tail.read(PART):
+        for rows in self._tail.parts(PART):
             if self._tail.restarts != restarts:  # a resume cut rows off, and all of them come again
                 self._model, restarts = RunModel(), self._tail.restarts
             self._model.update(rows)
