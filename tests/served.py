@@ -82,16 +82,14 @@ def served_here(folders, token=None):
     from esper.karn.serve.library import Library
     from esper.karn.serve.server import Server, listen
 
-    stop = threading.Event()
     with listen("127.0.0.1", 0) as listening:
         address = listening.getsockname()
-        server = Server(create_app(Library(folders), Door(token, "127.0.0.1", True, address[1]), stop), stop)
+        server = Server(create_app(Library(folders), Door(token, "127.0.0.1", True, address[1])))
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:
             yield address
         finally:
-            stop.set()
             server.should_exit = True
             thread.join()
 

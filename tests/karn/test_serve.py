@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shutil
-import threading
 import zipfile
 from urllib.parse import quote, urlencode
 
@@ -32,10 +31,8 @@ def runs(tmp_path_factory):
 
 
 def client(folders, token=None, host="127.0.0.1", address=ADDRESS):
-    stop = threading.Event()
-    stop.set()  # so that an answer of events ends at once
     door = Door(token, host, host == "127.0.0.1", 8712)
-    return TestClient(create_app(Library(folders), door, stop), address, follow_redirects=False)
+    return TestClient(create_app(Library(folders), door), address, follow_redirects=False)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +40,7 @@ def browser(runs):
     return client([runs])
 
 
-ROUTES = [route.path for route in create_app(Library([]), Door(None, "", True, 8712), threading.Event()).app.routes]
+ROUTES = [route.path for route in create_app(Library([]), Door(None, "", True, 8712)).app.routes]
 """Every route of the application: one that is added is tested with the others."""
 NAMES = {"assets": "serve.js", "files": "summary.json", "archives": "env-000.zip"}
 

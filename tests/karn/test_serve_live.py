@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import threading
-import urllib.request
+import time
 from urllib.parse import urlsplit
 
 import pytest
@@ -53,29 +53,24 @@ def growing(runs, tmp_path):
     return run, append
 
 
-class Events:
-    """The events that a server sends about a page."""
-
-    def __init__(self, address, path, **headers):
-        self.connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=HANDSHAKE)
-        self.connection.request("GET", path, headers=headers)
-        self.answer = self.connection.getresponse()
-
-    def next(self):
-        """Kind and data of the next event; None at the end."""
-        found = {}
-        while line := self.answer.readline().decode():
-            name, _, text = line.strip().partition(":")
-            if not line.strip() and found:
-                return found["event"], found["data"]
-            if name:
-                found[name] = text.strip()
-        return None
+def asked(address, path, version="", **headers):
+    """What the server answers to a page that has a version: status, version, whether no other will follow, and text."""
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=HANDSHAKE)
+    connection.request("GET", path, headers={"X-Version": version, **headers})
+    answer = connection.getresponse()
+    return answer.status, answer.getheader("X-Version"), answer.getheader("X-Ended"), answer.read().decode()
 
 
-def get(address):
-    with urllib.request.urlopen(address, timeout=HANDSHAKE) as answer:
-        return answer.read().decode()
+def changed(address, path, version=""):
+    """The next version of a page, which is asked for until there is one, and its text."""
+    until = time.monotonic() + HANDSHAKE
+    while time.monotonic() < until:
+        status, later, _, text = asked(address, path, version)
+        if status == 200:
+            return later, text
+        assert status == 204
+        time.sleep(0.1)
+    raise AssertionError(f"{path} has not changed")
 
 
 def test_a_page_that_follows_in_any_parts_is_the_page_of_the_whole(growing, monkeypatch):
@@ -117,9 +112,7 @@ def test_a_report_that_takes_long_comes_after_the_page(runs, growing, monkeypatc
     ready = threading.Event()
     monkeypatch.setattr(library, "render_content", lambda content: ready.wait(HANDSHAKE) and render_content(content))
     monkeypatch.setattr("esper.karn.serve.app.PATIENCE", 0.0)
-    browser = TestClient(
-        create_app(Library([run]), Door(None, "127.0.0.1", True, 1), threading.Event()), "http://127.0.0.1:1"
-    )
+    browser = TestClient(create_app(Library([run]), Door(None, "127.0.0.1", True, 1)), "http://127.0.0.1:1")
     shown = browser.get(f"/runs/{key_of(run)}")
     assert "its report appears here" in shown.text
     assert 'data-version=""' in shown.text
@@ -132,7 +125,7 @@ def test_the_rows_of_runs_that_nobody_looks_at_any_more_are_forgotten(runs, tmp_
     for folder in folders:
         folder.mkdir()
         shutil.copy(runs / "finished" / "config.yaml", folder)
-    follow = RouteContext(Library([tmp_path]), threading.Event()).follow
+    follow = RouteContext(Library([tmp_path])).follow
     first, *others = [follow(folder) for folder in folders]
     assert follow(folders[-1]) is others[-1]
     assert follow(folders[0]) is not first
@@ -159,29 +152,24 @@ def test_the_server_tells_of_new_rows_and_new_runs_and_ends_at_once_when_it_is_i
     run, append = growing
     (run / LOCK).write_text(json.dumps(describe_process()))  # this process passes for the one that writes the run
     with serving(runs / "finished", run.parent) as (process, address):
-        key = key_of(run)
-        listed = Events(address, "/live")
-        assert listed.next()[0] == "changed"
-        ended = Events(address, f"/runs/{key_of(runs / 'finished')}/live")
-        assert ended.next()[0] == "changed"
-        get(f"{address}/runs/{key_of(runs / 'finished')}")
-        assert [ended.next(), ended.next()] == [("ended", ""), None]
-        before = get(f"{address}/runs/{key}/content")
+        path, whole = f"/runs/{key_of(run)}/content", f"/runs/{key_of(runs / 'finished')}/content"
+        listed, _ = changed(address, "/content")
+        version, _ = changed(address, whole)
+        assert asked(address, whole, version) == (204, None, "1", "")
+        version, before = changed(address, path)
         assert "still goes on" in Page(before).said
-        followed = Events(address, f"/runs/{key}/live")
-        kind, version = followed.next()
+        assert asked(address, path, version) == (204, None, None, "")
         append(8)
-        kind, later = followed.next()
-        assert (kind, later != version) == ("changed", True)
-        assert get(f"{address}/runs/{key}/content") != before
+        later, text = changed(address, path, version)
+        assert later != version
+        assert text != before
         (run / LOCK).unlink()
-        assert followed.next()[0] == "changed"
-        assert "was killed before it ended" in Page(get(f"{address}/runs/{key}/content")).said
-        assert [followed.next(), followed.next()] == [("ended", ""), None]
-        assert listed.next()[0] == "changed"
+        last, text = changed(address, path, later)
+        assert "was killed before it ended" in Page(text).said
+        assert asked(address, path, last) == (204, None, "1", "")
+        assert changed(address, "/content", listed)[0] != listed
         process.send_signal(signal.SIGINT)
         assert process.wait(HANDSHAKE) == 0
-        assert listed.next() is None
         assert process.stderr.read() == ""
 
 
@@ -190,12 +178,11 @@ def test_a_server_that_others_reach_prints_a_token_once_and_answers_nobody_witho
         name, token = process.stdout.readline().split()
         assert name == "token:"
         local = f"http://127.0.0.1:{urlsplit(address).port}"
-        for path in ("/", f"/?token={token}", "/live", "/assets/serve.js", "/login?token=x"):
+        for path in ("/", f"/?token={token}", "/content", "/assets/serve.js", "/login?token=x"):
             connection = http.client.HTTPConnection(urlsplit(local).netloc, timeout=HANDSHAKE)
             connection.request("GET", path)
             assert connection.getresponse().status == (200 if "login" in path else 401)
-        followed = Events(local, "/live", Authorization=f"Bearer {token}")
-        assert followed.next()[0] == "changed"
+        assert asked(local, "/content", Authorization=f"Bearer {token}")[0] == 200
         process.send_signal(signal.SIGINT)
         assert process.wait(HANDSHAKE) == 0
         assert process.stdout.read() + process.stderr.read() == ""

@@ -155,7 +155,6 @@ def serve(
 ) -> None:
     """Show runs in a browser: a list, a page of each that follows it, comparisons, decisions and downloads. Ctrl-C ends it."""
     import secrets
-    import threading
 
     from esper.karn.serve.access import Door, read_token
     from esper.karn.serve.app import create_app
@@ -171,10 +170,9 @@ def serve(
             token = secrets.token_urlsafe(32)
             say(f"token: {token}")
         sys.stdout.flush()
-        stop = threading.Event()
         door = Door(token, host, loopback, listening.getsockname()[1])
         with suppress(KeyboardInterrupt):  # how the server passes on Ctrl-C after it has ended
-            Server(create_app(library, door, stop), stop).run([listening])
+            Server(create_app(library, door)).run([listening])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # a page that is being made in a thread would hold up the regular exit

@@ -1,17 +1,14 @@
 """The routes of the server: an ASGI application over the runs of a library."""
 
-import asyncio
 import os
 import tempfile
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlencode
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
@@ -42,21 +39,15 @@ from esper.nissa.rows import DecisionRow, RunRow
 from esper.store.disk import file_name, open_regular
 from esper.store.files import EVENTS
 
-LOOK = 0.5  # pause between two looks at the files of a run that is followed [seconds]
-SILENCE = 15.0
-"""Longest time without a word to a page that follows [seconds]; proxies close a connection that is silent for long."""
 PATIENCE = 1.0  # longest wait for the report of a run before a page without it is sent, which gets it later [seconds]
 MOST_COMPARED = 16  # most runs in one comparison
 
 
 class RouteContext:
-    """What the routes share.
+    """What the routes share: the runs."""
 
-    library: the runs. stop: set when the server ends, so that pages that follow a run do not hold it up.
-    """
-
-    def __init__(self, library: Library, stop: threading.Event) -> None:
-        self.library, self.stop = library, stop
+    def __init__(self, library: Library) -> None:
+        self.library = library
         self.follow = lru_cache(KEPT)(Followed)
 
     def folder(self, request: Request) -> Path:
@@ -67,13 +58,12 @@ class RouteContext:
         return found
 
     def runs(self, request: Request) -> Response:
-        content, version = self._runs(request)
+        version, content = self._runs(request)
         query = f"?{request.url.query}" if request.url.query else ""
-        return pages.shell("Runs", content, live=("/live", f"/content{query}", version))
+        return pages.shell("Runs", content, live=(f"/content{query}", version))
 
     def runs_content(self, request: Request) -> Response:
-        content, version = self._runs(request)
-        return HTMLResponse(content, headers={"X-Version": version})
+        return _newer(request, version_of(self.library.entries()), False, lambda: self._runs(request))
 
     def _runs(self, request: Request) -> tuple[str, str]:
         query = request.query_params
@@ -90,10 +80,7 @@ class RouteContext:
         words = {"heading": heading, "nothing": nothing}
         listed = shown[: pages.LISTED]
         content = pages.render("runs.html", entries=listed, chosen=chosen._asdict(), choices=choices, **words)
-        return content, version_of(entries)
-
-    async def runs_live(self, request: Request) -> Response:
-        return _events(request, self._changes(lambda: (version_of(self.library.entries()), False)))
+        return version_of(entries), content
 
     def run(self, request: Request) -> Response:
         """The report of one run, which follows it."""
@@ -104,40 +91,17 @@ class RouteContext:
             content = pages.render("error.html", title=printable(folder.name), sentence=sentence, role="status")
         else:
             content, version = shown.content, shown.version
-        live = (f"/runs/{key}/live", f"/runs/{key}/content", version)
+        live = (f"/runs/{key}/content", version)
         return pages.shell(folder.name, content, links=pages.run_links(key), here="Report", live=live)
 
     def run_content(self, request: Request) -> Response:
-        shown = self.follow(self.folder(request)).page()
-        return HTMLResponse(shown.content, headers={"X-Version": shown.version})
+        followed = self.follow(self.folder(request))
 
-    async def run_live(self, request: Request) -> Response:
-        """Events that say that the report of a run has changed, until the run has ended."""
-        followed = await run_in_threadpool(lambda: self.follow(self.folder(request)))
+        def made() -> tuple[str, str]:
+            shown = followed.page()
+            return shown.version, shown.content
 
-        def look() -> tuple[str, bool]:
-            if self.library.folder(request.path_params["key"]) is None:
-                return "gone", True  # the page asks for its content, and learns that there is none
-            return followed.version, followed.ended
-
-        return _events(request, self._changes(look))
-
-    async def _changes(self, look: Callable[[], tuple[str, bool]]) -> AsyncIterator[str]:
-        """Server-sent events: `changed` with each new version, and `ended` after the last."""
-        sent, silent = None, 0.0
-        while not self.stop.is_set():
-            version, ended = await run_in_threadpool(look)
-            if version != sent:
-                yield f"event: changed\ndata: {version}\n\n"
-                sent, silent = version, 0.0
-            if ended:
-                yield "event: ended\ndata: \n\n"
-                return
-            if silent >= SILENCE:
-                yield ": still here\n\n"
-                silent = 0.0
-            await asyncio.sleep(LOOK)
-            silent += LOOK
+        return _newer(request, followed.version, followed.ended, made)
 
     def compare(self, request: Request) -> Response:
         keys = list(dict.fromkeys(request.query_params.getlist("run")))
@@ -231,18 +195,16 @@ def asset(request: Request) -> Response:
     return Response(pages.asset(name), media_type=pages.ASSETS[name])
 
 
-def create_app(library: Library, door: Door, stop: threading.Event) -> ASGIApp:
-    """The application. `stop` ends the events of pages that follow a run. `server.Server` adds the headers of every answer."""
-    site = RouteContext(library, stop)
+def create_app(library: Library, door: Door) -> ASGIApp:
+    """The application. `server.Server` adds the headers of every answer."""
+    site = RouteContext(library)
     routes: Sequence[tuple[str, Callable[[Request], Any]]] = (
         ("/", site.runs),
         ("/content", site.runs_content),
-        ("/live", site.runs_live),
         ("/compare", site.compare),
         ("/assets/{name}", asset),
         ("/runs/{key}", site.run),
         ("/runs/{key}/content", site.run_content),
-        ("/runs/{key}/live", site.run_live),
         ("/runs/{key}/decisions", site.decisions),
         ("/runs/{key}/decisions.jsonl", site.decision_lines),
         ("/runs/{key}/files", site.files),
@@ -267,11 +229,12 @@ def version_of(entries: Sequence[ListedRun]) -> str:
     return f"{hash(tuple(entries)) & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
-def _events(request: Request, content: AsyncIterator[str]) -> Response:
-    """An answer of server-sent events; only its headers where no more is asked for, because the events do not end."""
-    if request.method == "HEAD":
-        return Response(media_type="text/event-stream")
-    return StreamingResponse(content, media_type="text/event-stream")
+def _newer(request: Request, version: str, ended: bool, content: Callable[[], tuple[str, str]]) -> Response:
+    """The content of a page with its version, or nothing if the page that asks has it; and whether no other will follow."""
+    if request.headers.get("X-Version") == version:
+        return Response(status_code=204, headers={"X-Ended": "1"} if ended else {})
+    version, text = content()
+    return HTMLResponse(text, headers={"X-Version": version})
 
 
 def _download(file: IO[bytes], size: int, name: str, media_type: str) -> Response:

@@ -38,12 +38,12 @@ def shell(
     *,
     links: Sequence[tuple[str, str]] = (),
     here: str = "",
-    live: tuple[str, str, str] | None = None,
+    live: tuple[str, str] | None = None,
     status: int = 200,
 ) -> HTMLResponse:
-    """A whole page around its content. `live` is the address of its events, that of its content, and its version."""
-    stream, source, version = live or ("", "", "")
-    lives = {"live": stream, "source": source, "version": version}
+    """A whole page around its content. `live` is the address where a page that follows a run asks for it, and its version."""
+    source, version = live or ("", "")
+    lives = {"source": source, "version": version}
     page = render("shell.html", title=printable(title), content=Markup(content), links=links, here=here, **lives)
     return HTMLResponse(page, status)
 

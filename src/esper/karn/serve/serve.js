@@ -1,12 +1,12 @@
 "use strict";
 (() => {
-  // Follows a page: the server says that it has changed, and the parts that differ are replaced. The slider, the list of
+  // Follows a page: asks the server whether it has changed, and replaces the parts that differ. The slider, the list of
   // environments, focus, ticks, and what is scrolled to stay. Runs before report.js, so that `last` is what the server sent.
   const content = document.getElementById("content"), state = document.getElementById("live");
-  if (!content || !content.dataset.live) return;
-  let last = content.cloneNode(true), version = content.dataset.version, pressed = false, asked = false, busy = false;
+  if (!content || !content.dataset.content) return;
+  let last = content.cloneNode(true), version = content.dataset.version, pressed = false;
   const KEPT = new Set(["map", "words"]), PARTS = new Set(["MAIN", "SECTION"]);
-  const LOST = "The connection was lost; it is tried again.";
+  const EVERY = 500;  // pause between two questions [milliseconds]
   const say = (words) => { if (state.textContent !== words) state.textContent = words; };
   const reach = (node) => [node, ...node.querySelectorAll("a[href], button, input, select, [tabindex]")];
   const keys = (parent) => {
@@ -76,29 +76,24 @@
     if (now && now.isConnected) window.scrollBy({ top: now.getBoundingClientRect().top - top, behavior: "instant" });
   };
   const load = async () => {
-    if (pressed || busy) { asked = true; return; }
-    busy = true;
-    asked = false;
     try {
-      const answer = await fetch(content.dataset.content);
-      if (answer.ok) {
-        const text = await answer.text(), next = answer.headers.get("X-Version");
-        if (next !== version) { version = next; update(text); }
-      } else say("The run cannot be shown as it is now; reload the page to see why.");
+      const answer = await fetch(content.dataset.content, { headers: { "X-Version": version } });
+      const text = answer.status === 200 ? await answer.text() : null;
+      if (text !== null && !pressed) {  // nothing moves while the slider is dragged
+        version = answer.headers.get("X-Version");
+        update(text);
+      }
+      if (!answer.ok) say("The run cannot be shown as it is now; reload the page to see why.");
+      if (answer.status === 404) return;  // the run was removed
+      if (answer.headers.get("X-Ended")) return say("The run has ended; this page is complete.");
+      if (answer.ok) say("Changes appear by themselves.");
     } catch (error) {
       if (!(error instanceof TypeError)) throw error;
-      say(LOST);  // the events say when there is a connection again
-    } finally {
-      busy = false;
-      if (asked) load();
+      say("The connection was lost; it is tried again.");
     }
+    setTimeout(load, EVERY);
   };
-  const release = () => { pressed = false; if (asked) load(); };
-  document.addEventListener("pointerdown", () => { pressed = true; });  // nothing moves while the slider is dragged
-  for (const name of ["pointerup", "pointercancel", "blur"]) window.addEventListener(name, release);
-  const stream = new EventSource(content.dataset.live);
-  stream.addEventListener("open", () => say("Changes appear by themselves."));
-  stream.addEventListener("changed", (event) => { if (event.data !== version) load(); });
-  stream.addEventListener("ended", () => { stream.close(); say("The run has ended; this page is complete."); });
-  stream.addEventListener("error", () => say(stream.readyState === EventSource.CLOSED ? "No connection; reload the page." : LOST));
+  document.addEventListener("pointerdown", () => { pressed = true; });
+  for (const name of ["pointerup", "pointercancel", "blur"]) window.addEventListener(name, () => { pressed = false; });
+  load();
 })();

@@ -8,9 +8,7 @@ import errno
 import ipaddress
 import resource
 import socket
-import threading
 from http import HTTPStatus
-from types import FrameType
 
 import h11
 import uvicorn
@@ -97,9 +95,9 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server that sets `stop` when it is asked to end."""
+    """A server with the limits and the headers of this file."""
 
-    def __init__(self, app: ASGIApp, stop: threading.Event) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -116,17 +114,11 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=LAST_WORDS,
             )
         )
-        self.stop = stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen()  # the queue of the system is long again, which asyncio makes as long as `backlog`
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ends the answers that would go on."""
-        self.stop.set()
-        super().handle_exit(sig, frame)
 
 
 def listen(host: str, port: int) -> socket.socket:
