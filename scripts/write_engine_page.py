@@ -206,8 +206,8 @@ FLAT = """In E a step is nearly flat up to 8 environments, because calls of oper
 E, take 12 ms of it; from 64 on it grows as E does, because the arithmetic outweighs them and one thread has
 nothing left to share. In parameters it is flat up to 10^3 and costs 40 % more at 10^4; from 10^5 on it grows
 with the arithmetic. It is not memory that ends the flat part: the population leaves the cache of the core (2 MiB) at
-10^5 parameters and the shared cache (260 MiB) at 10^7, and from 10^5 on the rate of arithmetic hardly changes. Every slot adds the
-products of a block, about 110 us an environment, and every live seed its own and a pass of the probe. The memory of a
+10^5 parameters and the shared cache (260 MiB) at 10^7, and from 10^5 on the rate of arithmetic hardly changes. Every slot adds
+the products of a block, about 110 us an environment, and every live seed its own and a pass of the probe. The memory of a
 population is 16 bytes for each parameter: value, gradient and two moments. At 10^7 parameters autograd makes copies that a tape
 does not need, so that the bare stack is slower there.
 
