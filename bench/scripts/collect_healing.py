@@ -11,6 +11,7 @@ not grown again.
 
 import argparse
 import itertools
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from esper.leyline.lifecycle.view import View
 from esper.runs.evaluation.contenders import Contender, contender_config, grow_contender, named
 from esper.runs.evaluation.evaluation import tested
 from esper.simic.rewards import objective
+from esper.store.disk import write_atomic
 from esper.tasks import repair
 from esper.tasks.hosts.factories import VECTOR_MENU
 from esper.tolaria.engine import VectorizedEngine
@@ -62,6 +64,8 @@ from esper_bench.evaluation.plan_menu import UNMEASURED, Candidate, abreast
 from esper_bench.healing import heal, heal_bytes
 from esper_bench.healing.byte_hosts import LAYERS
 from esper_bench.healing.damage import DamageKind
+from esper_bench.healing.data import FINAL, OTHER
+from esper_bench.healing.frozen import Repair, repaired
 from esper_bench.healing.hosts import BLOCKS, FULL, VECTORS, HostSet
 from esper_bench.healing.images import IMAGES
 
@@ -81,11 +85,21 @@ FIRST: Mapping[str, int] = {
     "further": heal.RANGES["heldout"].start + 57344,
     "decisions": heal.RANGES["heldout"].start + 61440,
     "packages": heal.RANGES["heldout"].start + 63488,
+    "final": FINAL.start,
+    "other": OTHER.start,
 }
-"""First key of each set. Nothing was chosen by the figures of those after `heldout`; `card` is for shipped controllers."""
-FIRST_BYTES = {"training": heal.RANGES["training"].start + 4096, "heldout": heal.RANGES["heldout"].start + 40_000}
+"""First key of each set. Nothing was chosen by the figures of those after `heldout`; `card` is for shipped controllers.
+`final` and `other` have hosts and problems of their own."""
+FIRST_BYTES = {
+    "training": heal.RANGES["training"].start + 4096,
+    "heldout": heal.RANGES["heldout"].start + 40_000,
+    "final": FINAL.start,
+}
 """Those of heal-bytes, whose settings were chosen on training keys below 64."""
+REDRAWN = "full fine-tuning, dead units drawn anew"
 SPREAD = (DamageKind.MIXED, DamageKind.NONE)
+FROZEN_ROWS = 16
+"""Cases of which the frozen opponents are one file."""
 Floats = NDArray[np.float64]
 
 
@@ -200,7 +214,11 @@ class Source(NamedTuple):
 
 
 def healed(hosts: HostSet, plans: Sequence[Placed], rows: int = 160) -> Source:
-    static = {"full fine-tuning": partial(heal.heal_unfrozen, hosts), "from scratch": partial(heal.heal_scratch, hosts)}
+    static = {
+        "full fine-tuning": partial(heal.heal_unfrozen, hosts),
+        REDRAWN: partial(heal.heal_redrawn, hosts),
+        "from scratch": partial(heal.heal_scratch, hosts),
+    }
     describe = partial(heal.describe, of=hosts)
     return Source(partial(heal.heal, hosts), describe, plans, partial(heal.heal_taught, hosts), static, rows)
 
@@ -340,6 +358,25 @@ def kept(
         name: Figures(*(np.concatenate(column).reshape(seeds, -1).T for column in zip(*parts, strict=True)))
         for name, parts in found.items()
     }
+
+
+def frozen(folder: Path, source: Source, keys: Sequence[int], cap: float, rent: float) -> dict[str, Figures]:
+    """The figures (n, 1) of frozen networks that are repaired without seeds, with one start, from the folder or made now."""
+    assert source.taught is not None
+    task, rows = source.taught(), list[dict[str, Repair]]()
+    for chunk in (keys[start : start + FROZEN_ROWS] for start in range(0, len(keys), FROZEN_ROWS)):
+        path = file_of(folder, "frozen", chunk, 0).with_suffix(".json")
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps([repaired(task, key, cap, 0) for key in chunk]).encode())
+            print(path.name, flush=True)
+        own = json.loads(path.read_text(encoding="utf-8"))
+        rows += [{name: Repair(*repair) for name, repair in each.items()} for each in own]
+    figures = {}
+    for name in rows[0]:
+        metric, added = np.array([each[name] for each in rows]).T[..., None]
+        figures[name] = Figures(metric - rent * added, metric, added, np.full_like(metric, np.nan))
+    return figures
 
 
 def views(source: Source, keys: Sequence[int]) -> list[View]:

@@ -18,14 +18,13 @@ from collect_healing import SOURCES, Collected, collected, views
 from numpy.typing import NDArray
 from study_heal import Scores, chosen, difference, oracle, picks, taken
 
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
 from esper.leyline.lifecycle.view import View
 from esper.runs.healing.heal import ranked
 from esper_bench.controllers.placement import Collapse, ParticipationDrop
 from esper_bench.controllers.plans import BYPASS, MIXED, NONE, UNIFORM, Plan
 from esper_bench.controllers.trees import Trees
 from esper_bench.healing.data import Part
+from esper_bench.healing.frozen import sites_of
 from esper_bench.healing.heal import DamagedHost, Facts, split_of, trained_host
 
 PART, CASES, STARTS = "places", 96, 2
@@ -40,10 +39,7 @@ def by_streams(cases: Sequence[Facts], taught: bool = False, inner: bool = False
     found = []
     for facts in cases:
         host = DamagedHost(facts.number, facts.damage, frozen=True, hosts=facts.hosts)()
-        sites = {}
-        for slot in host.slots:
-            segment = f"segments.{slot.after}"
-            sites[slot.name] = Site(slot.name, segment, segment, Vector(slot.width))
+        sites = sites_of(host)
         intact = trained_host(facts.number, of=facts.hosts) if taught else None
         ranking = ranked(host, sites, split_of(facts, Part.PROBE).x, intact)
         best = next(place for place in ranking if not inner or place.site != "embed")

@@ -1,13 +1,14 @@
 """What placing seeds by sensors is worth: rules, trees, fixed plans, static networks and an oracle, with intervals.
 
-    python bench/scripts/collect_healing.py FOLDER/one-site/training --part training --cases 480
-    python bench/scripts/collect_healing.py FOLDER/one-site/heldout --part heldout --cases 320 --seeds 2
     python bench/scripts/study_heal.py FOLDER
+    python bench/scripts/study_heal.py FOLDER --part other --residual 0   # kinds of damage that nothing was chosen on
+    python bench/scripts/study_heal.py FOLDER --part heldout --cases 320
     python bench/scripts/study_heal.py FOLDER --task heal-images --setting "cap 3 %"   # of FOLDER/cap-3-%
     python bench/scripts/study_heal.py FOLDER --task heal-bytes
 
 The cases are held-out keys of plain hosts with one damaged site. Figures are J on the test split. A controller that plants one of
 the plans has the figures of that plan, which were grown from the same hosts, data and draws. What is missing in FOLDER is grown.
+Networks that are repaired without seeds stand beside them: all weights trained, and frozen ones under the same cap and rent.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import torch
 from collect_healing import (
     BYTES,
     EMPTY,
+    FIRST,
     FOUND,
     ONE_SITE,
     PLANS,
@@ -33,6 +35,7 @@ from collect_healing import (
     collected,
     features,
     fixed,
+    frozen,
     kept,
     views,
 )
@@ -87,6 +90,7 @@ class Study(NamedTuple):
         expected (mapping): for a row, what was expected of it over the best fixed plan [points], before its figures were read
         share (float): what was expected of the best rule without the intact network, as a share of the headroom
         starts (int): starts of static networks
+    frozen (bool): whether frozen networks are repaired without seeds as well
     """
 
     part: str
@@ -110,19 +114,20 @@ class Study(NamedTuple):
     expected: Mapping[str, float] = EMPTY
     share: float = 0.0
     starts: int = SEEDS
+    frozen: bool = False
 
 
 STUDIES: Mapping[str, Study] = {
     "heal": Study(
-        "heldout",
-        320,
-        480,
+        "final",
+        96,
+        96,
         (BEST, "participation", "collapse"),
-        residual=64,
-        fits={"tree (taught)": TAUGHT_FEATURES, LEFT_OUT: FEATURES},
+        residual=32,
         timed=BEST,
         headroom=True,
         heuristic=True,
+        frozen=True,
     ),
     "heal-images": Study(
         "fresh",
@@ -139,7 +144,7 @@ STUDIES: Mapping[str, Study] = {
         },
         timed=BEST,
         by_host=True,
-        earlier=(40, 120),
+        frozen=True,
     ),
     "heal-bytes": Study(
         "heldout",
@@ -298,6 +303,25 @@ def print_damage(scores: Scores, kinds: NDArray[np.str_]) -> None:
         print(f"| {kind} | {rows.sum()} | {cells} |")
 
 
+def print_opponents(others: Scores, ours: Scores, host: NDArray[np.int64] | None = None, unit: float = 100) -> None:
+    """Print what controllers gain over networks that have no seeds."""
+    heads = " | ".join(f"`{name}` gains" for name in ours)
+    print(f"\n| without seeds | J | accuracy | parameters | {heads} |\n|---|---|---|---|{'---|' * len(ours)}")
+    for name, own in others.items():
+        cells = [f"{own.objective.mean():.3f}", f"{abs(own.metric.mean()):.3f}", f"{own.added.mean():.1%}"]
+        cells += [difference(each.objective, own.objective, host, unit) for each in ours.values()]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def repaired_frozen(folder: Path, source: Source, keys: Sequence[int], setting: str = ONE_SITE) -> dict[str, Figures]:
+    """The figures of frozen networks that are repaired without seeds, under the cap and the rent of a setting. Those of one start
+    stand for those of SEEDS.
+    """
+    limits = {**source.task().defaults, **SETTINGS[setting].settings}
+    found = frozen(folder, source, keys, limits["governor"]["param_limit"], limits["reward"]["rent"])
+    return {name: Figures(*(np.repeat(field, SEEDS, 1) for field in own)) for name, own in found.items()}
+
+
 def print_hosts(of: Study, scores: Scores, held: Collected) -> None:
     """Print differences for each host, and with bounds that draw hosts or take the mean of a host as one observation."""
     hosts, base = np.unique(held.host), scores[BEST].objective
@@ -405,13 +429,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--task", choices=list(STUDIES), default="heal")
     parser.add_argument("--setting", choices=["one site", "cap 3 %", "cap 10 %", "160 updates"], default=ONE_SITE)
+    parser.add_argument("--part", choices=list(FIRST), help="the held-out cases; by default those that the page has")
     parser.add_argument("--cases", type=int, help="held-out cases; by default as many as the page has")
     parser.add_argument("--training", type=int, help="training cases; likewise")
     parser.add_argument("--residual", type=int, help="residual cases of the control; likewise, 0 for none")
     options = parser.parse_args()
     torch.set_num_threads(1)
     source, of = SOURCES[options.task], STUDIES[options.task]
-    given = {name: getattr(options, name) for name in ("cases", "training", "residual")}
+    given = {name: getattr(options, name) for name in ("part", "cases", "training", "residual")}
     of = of._replace(**{name: value for name, value in given.items() if value is not None})
     folder = place(options.folder, options.setting)
     training = collected(folder / "training", source, "training", of.training, 1, options.setting)
@@ -434,12 +459,15 @@ def main() -> None:
         print_hosts(of, scores, held)
     if of.expected:
         print_expected(of, scores)
-    print_damage(scores, held.kind)
-    host = held.host if of.by_host else None
-    taught = [(name, "drift (taught)") for name in of.fits if "taught" in name]
-    for name, rival in [*((of.shipped, rival) for rival in source.static), *taught]:
-        gain = difference(scores[name].objective, scores[rival].objective, host, of.unit)
-        print(f"{name} over {rival}: {gain}")
+    host, others = held.host if of.by_host else None, {name: scores[name] for name in source.static}
+    if of.frozen:
+        others |= repaired_frozen(place(options.folder, options.setting) / "frozen", source, held.keys, options.setting)
+    ours = [name for name in (of.shipped, *WITHOUT_INTACT, "drift (taught)") if name in scores]
+    print_opponents(others, {name: scores[name] for name in ours}, host, of.unit)
+    print_damage({**scores, **others}, held.kind)
+    for name in (name for name in of.fits if "taught" in name):
+        gain = difference(scores[name].objective, scores["drift (taught)"].objective, host, of.unit)
+        print(f"{name} over drift (taught): {gain}")
     best = np.stack([own.objective for own in held.plans.values()]).argmax(0).ravel()
     counts = dict(zip(held.plans, np.bincount(best, minlength=len(held.plans)).tolist(), strict=True))
     print("the best plan of a case and start:", {name: count for name, count in counts.items() if count})

@@ -3,6 +3,7 @@
     python bench/scripts/study_two_sites.py FOLDER --part training --starts 1 --plans --settings "two sites"
     python bench/scripts/study_two_sites.py FOLDER
     python bench/scripts/study_two_sites.py FOLDER --part several
+    python bench/scripts/study_two_sites.py FOLDER --part final --cases 96 --settings "two sites"
     python bench/scripts/study_two_sites.py FOLDER --settings spread --starts 1
 
 Cases are plain hosts at a cap of 6 %, with the defaults of `heal`. All plans that controllers pick for a case are grown for
@@ -25,7 +26,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from collect_healing import FIRST, ONE_SITE, SETTINGS, SLOTS, VECTOR, Figures, kept, views
-from study_heal import ORACLE, SEEDS, difference, picks, print_damage, static, taken
+from study_heal import (
+    ORACLE,
+    SEEDS,
+    difference,
+    picks,
+    print_damage,
+    print_opponents,
+    repaired_frozen,
+    static,
+    taken,
+)
 
 from esper.leyline.config.tree import Config
 from esper.leyline.lifecycle.view import View
@@ -145,6 +156,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=160)
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=[TWO_SITES, ONE_SITE])
+    parser.add_argument("--frozen", action="store_true", help="repair frozen networks without seeds as well")
     parser.add_argument("--plans", action="store_true", help="grow all plans for one slot and for two as well")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -164,13 +176,19 @@ def main() -> None:
         plans = every_plan(facts) if options.plans else {}
         folder = options.folder / setting.replace(" ", "-") / options.part
         found = scores_of(folder, facts, picked | plans, options.starts)
+        others: dict[str, Figures] = {}
         if options.starts == SEEDS:
             found |= static(folder, VECTOR, keys)
+            others = {name: found[name] for name in VECTOR.static}
+        if options.frozen and options.starts == SEEDS:
+            others |= repaired_frozen(folder / "frozen", VECTOR, keys)
         if plans:
             pairs = [name for name in plans if not name.endswith(THERE)]
             found["best of all for one slot"] = best_of(found, [placed.name for placed in VECTOR.plans])
             found["best of all"] = best_of(found, pairs)
         show(found, np.array([each.damage.kind.value for each in facts]))
+        if others:
+            print_opponents(others, {name: found[name] for name in ("sites", "shipped-2", "sites (taught)")})
 
 
 if __name__ == "__main__":

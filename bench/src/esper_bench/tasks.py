@@ -55,6 +55,7 @@ _HEALING = {
         ("", units.heal, units.FROZEN),
         ("-taught", units.heal_taught, units.TAUGHT),
         ("-unfrozen", units.heal_unfrozen, units.UNFROZEN),
+        ("-redrawn", units.heal_redrawn, units.REDRAWN),
         ("-scratch", units.heal_scratch, units.SCRATCH),
         ("-eora", units.heal_eora, units.EORA),
     )

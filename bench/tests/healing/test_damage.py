@@ -19,6 +19,7 @@ from esper.tasks.hosts.feedforward import MLP
 from esper_bench.healing.bridged import Bridged, BridgedMLP
 from esper_bench.healing.damage import (
     INPUT_FACTORS,
+    OTHER_PROBABILITIES,
     PROBABILITIES,
     TWO_SITES,
     Damage,
@@ -31,6 +32,7 @@ from esper_bench.healing.damage import (
     low_rank,
     prune_units,
     quantised,
+    redraw_dead,
     remove_block,
     ternary,
 )
@@ -193,6 +195,46 @@ def test_noise_has_the_standard_deviation_of_its_level(level: float) -> None:
     assert noise.std() == pytest.approx(level * weight.std().item(), rel=0.25)
 
 
+def test_further_kinds_do_what_their_names_say() -> None:
+    before = sound().requires_grad_(False).segments[1][0]  # type: ignore[index]
+
+    def after(kind: DamageKind, severity: float) -> nn.Linear:
+        return damaged(kind, (1,), severity).requires_grad_(False).segments[1][0]  # type: ignore[index, return-value]
+
+    assert all(len(row.unique()) <= 15 for row in after(DamageKind.INT4, 0.0).weight)
+    sparse = after(DamageKind.SPARSE, 0.75).weight
+    assert (sparse == 0).sum() == 72
+    assert sparse.abs()[sparse != 0].min() > before.weight.abs()[sparse == 0].max()
+    shuffled = after(DamageKind.SHUFFLED, 0.0).weight
+    assert sorted(map(tuple, shuffled.tolist())) == sorted(map(tuple, before.weight.tolist()))
+    offset = after(DamageKind.OFFSET, 1.0)
+    assert torch.equal(offset.weight, before.weight)
+    assert (offset.bias != before.bias).all()
+    flipped = (after(DamageKind.FLIPPED, 0.25).weight / before.weight).round()
+    assert set(flipped.flatten().tolist()) == {-1.0, 1.0}
+    assert 0.1 < (flipped < 0).double().mean() < 0.4
+    gain = after(DamageKind.GAIN, 1.0).weight / before.weight
+    torch.testing.assert_close(gain, gain[:, :1].expand_as(gain))
+    assert (gain > 0).all()
+    assert gain[:, 0].log().std() == pytest.approx(1, abs=0.5)
+
+
+def test_dead_units_drawn_anew_change_nothing_at_first_and_then_learn() -> None:
+    host, again = (damaged(DamageKind.PRUNED, (1,), 0.8) for _ in range(2))
+    redraw_dead(host, torch.Generator().manual_seed(0))
+    first, before = (network.requires_grad_(False).segments[1][0] for network in (host, again))  # type: ignore[index]
+    dead = ~before.weight.any(1)
+    assert first.weight[dead].all()
+    assert first.weight[dead].std() == pytest.approx(before.weight[~dead].std().item(), rel=0.3)
+    assert torch.equal(first.weight[~dead], before.weight[~dead])
+    x = torch.randn(20, 6)
+    assert torch.equal(host(x), again(x))
+    for network, learns in ((host, True), (again, False)):
+        network.requires_grad_(True)
+        network(x).square().sum().backward()
+        assert network.segments[1][2].weight.grad[:, dead].any() == learns  # type: ignore[index]
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_a_damage_changes_the_segments_that_it_names_and_no_other(kind: DamageKind) -> None:
     host = damaged(kind, (1, 3), 1.0 if kind != DamageKind.QUANTISED else 2.0)
@@ -262,13 +304,18 @@ def test_kinds_are_drawn_as_often_as_they_say_and_all_at_the_places_that_they_ca
     assert sum(PROBABILITIES.values()) == pytest.approx(1)
     for kind, p in PROBABILITIES.items():
         assert abs(counts[kind] - 4000 * p) < 4 * math.sqrt(4000 * p * (1 - p)), kind
-    for kind in WEIGHTS:
+    for kind in (kind for kind in WEIGHTS if kind in PROBABILITIES):
         places = {segment for damage in drawn if damage.kind == kind for segment in damage.segments}
         outer = {0, 6} if kind in (DamageKind.NOISE, DamageKind.QUANTISED, DamageKind.TERNARY) else set()
         assert places == {1, 2, 3, 4, 5} | outer
     two = [len(damage.segments) == 2 for damage in drawn if damage.kind in WEIGHTS]
     assert sum(two) / len(two) == pytest.approx(TWO_SITES, abs=0.03)
     assert all(not damage.segments for damage in drawn if damage.kind not in WEIGHTS)
+
+
+def test_further_kinds_are_drawn_where_they_are_asked_for_alone() -> None:
+    drawn = {draw_damage(key, 5, probabilities=OTHER_PROBABILITIES).kind for key in range(200)}
+    assert drawn == set(OTHER_PROBABILITIES) == set(DamageKind) - set(PROBABILITIES)
 
 
 def test_one_site_is_one_segment_and_the_same_key_is_the_same_damage() -> None:

@@ -16,14 +16,16 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
-from esper_bench.healing.damage import DamageKind, damage_split
+from esper_bench.healing.damage import OTHER_PROBABILITIES, DamageKind, damage_split
 from esper_bench.healing.data import HEALING, Part, examples
 from esper_bench.healing.heal import (
     DEFAULTS,
+    KEYS,
     RANGES,
     DamagedHost,
     describe,
     heal,
+    heal_redrawn,
     heal_scratch,
     heal_unfrozen,
 )
@@ -31,7 +33,7 @@ from esper_bench.healing.hosts import VECTORS
 from quick_healing import quick_hosts
 
 HOSTS = VECTORS.count
-PARTS = [RANGES["training"], RANGES["validation"], RANGES["heldout"]]
+PARTS = list(KEYS.values())
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -56,8 +58,8 @@ def first(kind: DamageKind) -> int:
 
 def test_parts_share_no_key_no_host_and_no_problem() -> None:
     numbers = [{describe(key).number for key in part[:HOSTS]} for part in PARTS]
-    assert [len(each) for each in numbers] == [HOSTS] * 3
-    assert len(set().union(*numbers)) == 3 * HOSTS
+    assert [len(each) for each in numbers] == [HOSTS] * 5
+    assert len(set().union(*numbers)) == 5 * HOSTS
     keys = np.concatenate([np.arange(part.start, part.stop) for part in PARTS])
     assert len(np.unique(keys)) == len(keys)
 
@@ -100,7 +102,7 @@ def test_no_example_of_a_host_is_in_the_probe_validation_or_test_split() -> None
         assert [len(split.y) for split in held] == [100, 200, 397]
 
 
-@pytest.mark.parametrize("build", [heal, heal_unfrozen, heal_scratch])
+@pytest.mark.parametrize("build", [heal, heal_unfrozen, heal_redrawn, heal_scratch])
 def test_the_tasks_have_the_same_data_and_hosts_that_are_frozen_or_not(build) -> None:  # type: ignore[no-untyped-def]
     instance, other = build().instance(5), heal().instance(5)
     assert torch.equal(instance.train.x, other.train.x)
@@ -120,6 +122,33 @@ def test_a_removed_block_is_named_as_a_skip_so_that_a_saved_network_can_be_rebui
     rebuilt.load_state_dict(host.state_dict())
     x = torch.randn(4, factory.architecture.inputs)
     assert torch.equal(host(x), rebuilt(x))
+
+
+def test_the_damage_of_the_last_keys_is_of_kinds_that_no_other_key_has() -> None:
+    kinds = [{describe(key).damage.kind for key in keys[:200]} for keys in PARTS]
+    assert kinds[4] == set(OTHER_PROBABILITIES)
+    assert not kinds[4] & set().union(*kinds[:4])
+
+
+def test_dead_units_are_drawn_anew_row_by_row_in_each_start_of_a_population() -> None:
+    keys = [first(DamageKind.PRUNED), first(DamageKind.NONE)]
+    task, segment = heal_redrawn(), describe(keys[0]).damage.segments[0]
+    weights = []
+    for seed in (0, 1):
+        config = build_config(task.defaults, {"task": task.name, "envs": 2, "baselines": [], "seed": seed})
+        engine = VectorizedEngine(task.sealed(), config)
+        engine.reset(np.array(keys))
+        body = engine.population.body  # type: ignore[attr-defined]
+        hosts = [body.host.read(row, task.instance(key).host()) for row, key in enumerate(keys)]
+        weights.append(hosts[0].segments[segment][0].weight)
+        sound = heal().instance(keys[1]).host().state_dict()
+        assert all(torch.equal(value, sound[name]) for name, value in hosts[1].state_dict().items())
+    dead = ~heal().instance(keys[0]).host().segments[segment][0].weight.any(1)
+    one, other = weights
+    assert dead.any()
+    assert one.any(1).all()
+    assert torch.equal(one[~dead], other[~dead])
+    assert not (one[dead] == other[dead]).any()
 
 
 # Growing.

@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from sklearn.datasets import load_digits
 
 from esper.leyline.errors import InputError
 from esper.store.files import VARIABLE
 from esper_bench.healing import hosts as healing_hosts
-from esper_bench.healing.data import FAMILIES, SIZES, Part, digit_pools, examples, problem
+from esper_bench.healing.data import FAMILIES, PIXEL_SCALE, SIZES, Part, digit_pools, examples, problem
 from esper_bench.healing.hosts import (
     GROUP,
     RESIDUAL,
@@ -75,6 +76,22 @@ def test_no_digit_that_trains_a_host_is_in_a_probe_or_test_split_of_any() -> Non
         known = {tuple(np.float32(row)) for row in pool}
         for n in digits:
             assert {tuple(row.numpy()) for row in examples(problem(n), part).x} <= known
+
+
+def test_digits_that_test_final_hosts_test_no_other_host_and_train_none_of_theirs() -> None:
+    every = {tuple(row): index for index, row in enumerate(load_digits().data)}
+
+    def images(exchanged: bool) -> list[set[int]]:
+        pools = [x * PIXEL_SCALE for x, _ in digit_pools(exchanged)]
+        lowest = np.concatenate(pools).min(0)  # of every pixel, which is 0 somewhere
+        return [{every[tuple(row)] for row in np.round(pool - lowest)} for pool in pools]
+
+    usual, exchanged = images(False), images(True)
+    assert [len(pool) for pool in exchanged] == [len(pool) for pool in usual]
+    assert len(set().union(*exchanged)) == 1797
+    for part in (Part.PROBE, Part.VALIDATION, Part.TEST):
+        assert exchanged[part] <= usual[Part.HOST]
+        assert usual[part] <= exchanged[Part.HOST]
 
 
 def test_fewer_examples_are_the_first_of_all() -> None:

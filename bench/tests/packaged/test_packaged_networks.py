@@ -19,7 +19,7 @@ from torch import nn
 from esper.cli import main
 from esper.leyline.errors import InputError
 from esper.runs.healing.training import Case, examples_of, split, usual_loss
-from esper_bench.healing.damage import low_rank
+from esper_bench.healing.damage import low_rank, unstructured
 from esper_bench.packaged import letters, pitch, speech
 from esper_bench.packaged.networks import (
     DAMAGES,
@@ -28,7 +28,6 @@ from esper_bench.packaged.networks import (
     damaged,
     quantised_speech,
     structured,
-    unstructured,
 )
 from esper_bench.packaged.package_files import package_file
 from esper_bench.packaged.repairs import distilled, head, maps, regrown, revived
@@ -222,6 +221,18 @@ def test_opponents_train_what_they_say_within_their_size(case):
     whole = revived(case, 1e-2)
     assert maps(whole.network)[pruned].weight.any(1).all()
     assert whole.learned == sum(map(torch.Tensor.numel, case.host.parameters()))
+
+
+def test_the_weights_that_read_a_regrown_unit_are_regrown_with_it_where_they_were_cut_too(case):
+    case, intact = case
+    host = copy.deepcopy(intact)
+    with torch.no_grad():
+        host.first.weight[:12], host.first.bias[:12], host.second.weight[:, :12] = 0, 0, 0
+    grown = regrown(case._replace(host=host), 1e-2, 3 * (6 + 16), ["first"])
+    assert grown.learned == 3 * (6 + 16)
+    assert (grown.network.first.weight.any(1)).sum() == 7
+    assert (grown.network.second.weight.any(0)).sum() == 7
+    assert torch.equal(grown.network.second.weight[:, 12:], host.second.weight[:, 12:])
 
 
 def test_single_entries_are_regrown_where_their_gradients_are_largest(case):

@@ -72,6 +72,7 @@ def opponents_of(task: str) -> Opponents:
     for hosts in (VECTORS, FULL, IMAGES):
         others = {
             "fine-tuning": Reference(partial(heal.heal_unfrozen, hosts)),
+            "fine-tuning-redrawn": Reference(partial(heal.heal_redrawn, hosts)),
             "from-scratch": Reference(partial(heal.heal_scratch, hosts)),
             "closed-form": Reference(partial(heal.heal_eora, hosts)),
         }

@@ -34,6 +34,12 @@ class DamageKind(StrEnum):
     LABELS = "labels"  # two classes are exchanged, or two pairs of classes
     MIXED = "mixed"  # every layer is rounded to 3, 4 or 5 bits, and those of the named segments to ternary values
     NONE = "none"
+    INT4 = "4 bits"  # weights are rounded to 4 bits, with a scale for each output
+    SPARSE = "unstructured"  # the smallest weights are 0
+    SHUFFLED = "shuffled"  # the outputs of each layer are in another order
+    OFFSET = "offset"  # normal noise is added to biases
+    FLIPPED = "flipped"  # weights have the other sign
+    GAIN = "gain"  # each output of a layer is multiplied by a factor of its own
 
 
 PROBABILITIES: Mapping[DamageKind, float] = MappingProxyType(
@@ -50,6 +56,17 @@ PROBABILITIES: Mapping[DamageKind, float] = MappingProxyType(
         DamageKind.NONE: 0.08,
     }
 )
+OTHER_PROBABILITIES: Mapping[DamageKind, float] = MappingProxyType(
+    {
+        DamageKind.INT4: 1 / 6,
+        DamageKind.SPARSE: 1 / 6,
+        DamageKind.SHUFFLED: 1 / 6,
+        DamageKind.OFFSET: 1 / 6,
+        DamageKind.FLIPPED: 1 / 6,
+        DamageKind.GAIN: 1 / 6,
+    }
+)
+"""Kinds of damage that no rule, bound or tree was chosen on: those of the keys `OTHER` of `data`."""
 TWO_SITES = 0.2
 """Probability that a damage of weights is at two segments in place of one."""
 OUTER = 0.25
@@ -59,7 +76,18 @@ INPUT_FACTORS = (0.0, -1.0, -1.0, 0.1, 4.0)
 TERNARY_THRESHOLD = 0.7
 """Weights below this share of the mean magnitude become 0 (Li, Zhang and Liu, "Ternary Weight Networks", 2016, equation 6)."""
 
-_WEIGHTS = (DamageKind.LOW_RANK, DamageKind.NOISE, DamageKind.QUANTISED, DamageKind.TERNARY, DamageKind.MIXED)
+_WEIGHTS = (
+    DamageKind.LOW_RANK,
+    DamageKind.NOISE,
+    DamageKind.QUANTISED,
+    DamageKind.TERNARY,
+    DamageKind.MIXED,
+    DamageKind.INT4,
+    DamageKind.SPARSE,
+    DamageKind.SHUFFLED,
+    DamageKind.FLIPPED,
+    DamageKind.GAIN,
+)
 _OUTSIDE_BLOCKS = (DamageKind.NOISE, DamageKind.QUANTISED, DamageKind.TERNARY)
 
 
@@ -91,7 +119,9 @@ class Damage:
         kind (DamageKind): what is wrong
         segments (ints): the damaged segments, in order; empty for a damage of the data, and for none
         severity (float): share of the hidden units for PRUNED, rank for LOW_RANK, standard deviation of the noise in standard
-            deviations of the weights for NOISE, bits for QUANTISED, smallest bits for MIXED, factor for INPUT, else 0
+            deviations of the weights for NOISE, bits for QUANTISED, smallest bits for MIXED, factor for INPUT, share of the
+            weights for SPARSE and FLIPPED, standard deviation of the added biases for OFFSET and of the logarithms of the factors
+            for GAIN, else 0
         key (int): key of the draws: which units, which inputs, which classes, which noise
     """
 
@@ -105,14 +135,19 @@ class Damage:
         return _uniform(self.key, draw, *indices)
 
 
-def draw_damage(key: int, blocks: int, two_sites: float = TWO_SITES) -> Damage:
+def draw_damage(
+    key: int,
+    blocks: int,
+    two_sites: float = TWO_SITES,
+    probabilities: Mapping[DamageKind, float] = PROBABILITIES,
+) -> Damage:
     """The damage of a key, for a host of `blocks` blocks. `two_sites` is the probability of two damaged segments."""
 
     def once(draw: DamageDraw) -> float:
         return float(_uniform(key, draw)[0])
 
-    names = list(PROBABILITIES)
-    bounds = np.cumsum(list(PROBABILITIES.values()))
+    names = list(probabilities)
+    bounds = np.cumsum(list(probabilities.values()))
     kind = names[min(int(np.searchsorted(bounds, once(DamageDraw.KIND), side="right")), len(names) - 1)]
     u = once(DamageDraw.SEVERITY)
     severity = {
@@ -122,6 +157,10 @@ def draw_damage(key: int, blocks: int, two_sites: float = TWO_SITES) -> Damage:
         DamageKind.QUANTISED: 2.0 if u < 0.7 else 3.0,
         DamageKind.MIXED: 3.0 + int(2 * u),
         DamageKind.INPUT: INPUT_FACTORS[int(u * len(INPUT_FACTORS))],
+        DamageKind.SPARSE: 0.5 + 0.4 * u,
+        DamageKind.OFFSET: 0.5 + u,
+        DamageKind.FLIPPED: 0.1 + 0.3 * u,
+        DamageKind.GAIN: 0.5 + u,
     }.get(kind, 0.0)
     if kind in (DamageKind.INPUT, DamageKind.LABELS, DamageKind.NONE):
         return Damage(kind, (), severity, key)
@@ -148,6 +187,11 @@ def damage_host(host: SegmentedHost, damage: Damage) -> None:
     elif kind == DamageKind.REMOVED:
         for _, block in _blocks(host, damage.segments):
             remove_block(block)
+    elif kind == DamageKind.OFFSET:
+        for index, block in _blocks(host, damage.segments):
+            for number, layer in enumerate(_layers(block)):
+                assert layer.bias is not None, "the layers of a block have biases"
+                layer.bias.add_(damage.severity * _normal(damage, index, number, layer.bias))
     elif kind in _WEIGHTS:
         every = range(len(host.segments)) if kind == DamageKind.MIXED else damage.segments
         for index in every:
@@ -202,6 +246,21 @@ def prune_units(block: nn.Module, units: Sequence[int]) -> None:
 
 
 @torch.no_grad()
+def redraw_dead(network: nn.Module, generator: torch.Generator | None = None) -> None:
+    """Draw dead units anew: outputs of linear layers and convolutions whose weights are all 0 become as wide as the others.
+
+    A dead unit behind a ReLU has no gradient, so no training revives it. Its bias and the weights that read it stay as they are.
+
+    generator: None for that of torch.
+    """
+    for layer in _layers(network):
+        alive = layer.weight.flatten(1).any(1)
+        if alive.any() and not alive.all():
+            drawn = torch.randn(layer.weight[~alive].shape, generator=generator)
+            layer.weight[~alive] = drawn.to(layer.weight) * layer.weight[alive].std()
+
+
+@torch.no_grad()
 def remove_block(block: nn.Module) -> None:
     """Make a block the identity: its skip becomes 1, and its last layer becomes 0."""
     assert isinstance(block, Bridged), type(block)
@@ -225,6 +284,12 @@ def quantised(weight: Tensor, bits: int) -> Tensor:
     step = weight.abs().amax(1, keepdim=True).clamp_min(1e-8) / levels
     rounded: Tensor = (weight / step).round().clamp(-levels, levels) * step
     return rounded
+
+
+def unstructured(weight: Tensor, share: float) -> Tensor:
+    """A weight (O, I) of which a share of the entries, the smallest ones, is 0."""
+    smallest = weight.abs().flatten().argsort()[: round(share * weight.numel())]
+    return weight.flatten().index_fill(0, smallest, 0.0).view_as(weight)
 
 
 def ternary(weight: Tensor) -> Tensor:
@@ -254,6 +319,27 @@ def weight_change(damage: Damage, index: int) -> Callable[[Tensor, int], Tensor]
         case DamageKind.MIXED:
             bits = int(damage.severity) + int(2 * damage.uniform(DamageDraw.BITS, index)[0])
             return lambda weight, _: quantised(weight, bits)
+        case DamageKind.INT4:
+            return lambda weight, _: quantised(weight, 4)
+        case DamageKind.SPARSE:
+            return lambda weight, _: unstructured(weight, damage.severity)
+        case DamageKind.SHUFFLED:
+            return lambda weight, number: weight[
+                damage.uniform(DamageDraw.UNITS, index, number, np.arange(len(weight))).argsort()
+            ]
+        case DamageKind.FLIPPED:
+            return lambda weight, number: torch.where(
+                torch.from_numpy(
+                    damage.uniform(DamageDraw.UNITS, index, number, np.arange(weight.numel()).reshape(weight.shape))
+                    < damage.severity
+                ),
+                -weight,
+                weight,
+            )
+        case DamageKind.GAIN:
+            return lambda weight, number: (
+                weight * (damage.severity * _normal(damage, index, number, weight[:, :1])).exp()
+            )
     return lambda weight, number: weight + damage.severity * weight.std() * _normal(damage, index, number, weight)
 
 

@@ -38,6 +38,12 @@ TEACHER_UNITS = 16
 INFORMATIVE = 6  # features of clusters that depend on the class
 
 
+FINAL = range(2**20 + 2**17, 2**20 + 2**17 + 2**16)
+"""Keys with hosts and problems of their own, for tables that nothing was chosen on."""
+OTHER = range(FINAL.stop, FINAL.stop + 2**16)
+"""The same with kinds of damage that nothing was chosen on."""
+
+
 class Part(IntEnum):
     """A set of examples of one problem. No two sets share an example; the values are part of keys."""
 
@@ -155,24 +161,30 @@ def one_of(choices: Sequence[Choice], u: float) -> Choice:
     return choices[int(u * len(choices))]
 
 
-@lru_cache(maxsize=1)
-def digit_pools() -> tuple[tuple[Floats, Labels], ...]:
+@lru_cache(maxsize=2)
+def digit_pools(exchanged: bool = False) -> tuple[tuple[Floats, Labels], ...]:
     """Five disjoint sets of digits, for HOST to TEST: pixels (N, 64) and digits (N,).
 
     Pixels are (pixel - mean) / PIXEL_SCALE, with the mean of each pixel over the first set. The sets are the same for all
-    hosts, so no digit on which a host was trained is in the probe or test split of any instance.
+    hosts of a part of the keys, so no digit on which a host was trained is in the probe or test split of any instance there.
+
+    exchanged: return the sets of the keys FINAL and OTHER, whose digits to probe, validate and test are some on which hosts of
+        the other keys were trained: no rule was chosen and no tree was fitted by figures on them.
     """
     from sklearn.datasets import load_digits  # a second of imports
 
     data = load_digits()
     x, y = torch.from_numpy(data.data).to(torch.float64), torch.from_numpy(data.target).to(torch.int64)
-    pools = dealt(y, [SIZES[part] for part in list(Part)[:5]], seed=1)
+    sizes = [SIZES[part] for part in list(Part)[:5]]
+    pools = dealt(y, sizes, seed=1)
+    if exchanged:
+        pools = torch.cat(pools).split(sizes[::-1])[::-1]
     mean = x[pools[0]].mean(0)
     return tuple((((x[pool] - mean) / PIXEL_SCALE).numpy(), y[pool].numpy()) for pool in pools)
 
 
 def _digits(of: Problem, part: Part, count: int) -> tuple[Floats, Labels]:
-    x, y = digit_pools()[part]
+    x, y = digit_pools(of.number >= FINAL.start)[part]
     order = of.uniform(Draw.ORDER, part, np.arange(len(y))).argsort()[:count]
     x, y = x[order], y[order]
     return x + of.noise * of.normal(Draw.FEATURE_NOISE, part, *x.shape), y

@@ -17,12 +17,23 @@ from esper.tasks.hosts.feedforward import MLP
 from esper.tasks.objectives import Classification
 from esper_bench.healing.bridged import BridgedCNN
 from esper_bench.healing.closed_form import correct
-from esper_bench.healing.damage import Damage, DamageKind, damage_host, damage_split, draw_damage
-from esper_bench.healing.data import CLASSES, HEALING, SIZES, Part, Problem
+from esper_bench.healing.damage import (
+    OTHER_PROBABILITIES,
+    PROBABILITIES,
+    TWO_SITES,
+    Damage,
+    DamageKind,
+    damage_host,
+    damage_split,
+    draw_damage,
+    redraw_dead,
+)
+from esper_bench.healing.data import CLASSES, FINAL, HEALING, OTHER, SIZES, Part, Problem
 from esper_bench.healing.hosts import BLOCKS, VECTORS, BridgedHost, HostSet, trained_weights
 
 FROZEN = "{0.summary}, damaged and frozen: repair them with seeds of a few parameters"
 UNFROZEN = "the networks of {0.name} without the freeze: training all of their weights on the healing examples"
+REDRAWN = "the networks of {0.name} without the freeze, their dead units drawn anew: training all of their weights"
 SCRATCH = "the networks of {0.name} drawn afresh: training them from scratch on the healing examples"
 TAUGHT = "the networks of {0.name} together with the intact ones, from whose activations the sensor drift is measured"
 EORA = "the networks of {0.name} with low-rank corrections in closed form, from the intact weights, of 6 % of the parameters"
@@ -34,6 +45,8 @@ RANGES: Mapping[str, range] = MappingProxyType(
         "heldout": range(2**20 + 2**16, 2**20 + 2**17),
     }
 )
+KEYS: Mapping[str, range] = MappingProxyType({**RANGES, "final": FINAL, "other": OTHER})
+"""All keys that stand for an instance; `final` and `other` are for the tables of pages."""
 MENU = (
     "bypass-rank-1",
     "bypass-rank-2",
@@ -101,12 +114,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class DamagedHost:
-    """A factory of copies of one trained and damaged host. The first call reads the weights, or trains them (`healing_hosts`)."""
+    """A factory of copies of one trained and damaged host. The first call reads the weights, or trains them (`healing_hosts`).
+
+    With `redrawn`, dead units are drawn anew, from torch's generator.
+    """
 
     number: int
     damage: Damage
     frozen: bool
     hosts: HostSet = VECTORS
+    redrawn: bool = False
 
     @property
     def architecture(self) -> BridgedHost:
@@ -120,6 +137,8 @@ class DamagedHost:
         """A copy of the damaged host."""
         host = trained_host(self.number, self.architecture, self.hosts)
         damage_host(host, self.damage)
+        if self.redrawn:
+            redraw_dead(host)
         return host
 
     def plain(self, parameters: int) -> MLP | BridgedCNN:
@@ -177,9 +196,9 @@ def heal(hosts: HostSet = VECTORS) -> Mixture:
     returns what a key stands for. The hosts of another set, such as `healing_images.IMAGES`, are described there. Those of
     `healing_hosts.FULL` are the same networks with a slot behind the head and a larger menu: `heal-full`.
 
-    The hosts and problems of training, validation and held-out keys are different. The healing examples are some of those that
-    the host was trained on. The probe, validation and test splits share no example with them; those of digits come from
-    disjoint sets of digits, which are the same for all instances.
+    The hosts and problems of training, validation, held-out and final keys are different. The healing examples are some of those
+    that the host was trained on. The probe, validation and test splits share no example with them; those of digits come from
+    disjoint sets of digits, which are the same for all instances of a part. Digits that test final keys test no other.
 
     80 updates; seeds may have 6 % of the host's parameters (`governor.param_limit`).
     """
@@ -200,6 +219,15 @@ def heal_taught(hosts: HostSet = VECTORS) -> Mixture:
 def heal_unfrozen(hosts: HostSet = VECTORS) -> Mixture:
     """The instances of `heal` with hosts that train: the controller `never` is full fine-tuning of the damaged host."""
     return _mixture(hosts, "-unfrozen", UNFROZEN, hosts.rates[1], _damaged(frozen=False), frozen=False)
+
+
+def heal_redrawn(hosts: HostSet = VECTORS) -> Mixture:
+    """The instances of `heal-unfrozen` with dead units drawn anew, which have no gradient otherwise."""
+
+    def redrawn(facts: Facts) -> DamagedHost:
+        return DamagedHost(facts.number, facts.damage, frozen=False, hosts=facts.hosts, redrawn=True)
+
+    return _mixture(hosts, "-redrawn", REDRAWN, hosts.rates[1], redrawn, frozen=False)
 
 
 def heal_scratch(hosts: HostSet = VECTORS) -> Mixture:
@@ -267,12 +295,13 @@ def trained_host(number: int, architecture: BridgedHost | None = None, of: HostS
 
 
 def describe(key: int, of: HostSet = VECTORS) -> Facts:
-    """What a key stands for. InputError for a key outside RANGES."""
-    for keys in RANGES.values():
+    """What a key stands for. InputError for a key outside KEYS."""
+    for keys in KEYS.values():
         if key in keys:
             number = keys.start + (key - keys.start) % of.count
-            return Facts(key, number, of.problem(number), of.architecture(number), draw_damage(key, BLOCKS), of)
-    known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in RANGES.items())
+            damage = draw_damage(key, BLOCKS, TWO_SITES, OTHER_PROBABILITIES if keys == OTHER else PROBABILITIES)
+            return Facts(key, number, of.problem(number), of.architecture(number), damage, of)
+    known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in KEYS.items())
     raise InputError(f"key {key:,} is not an instance of {of.name!r}; the keys are {known}")
 
 

@@ -21,7 +21,7 @@ from esper_bench.healing.byte_text import LENGTH, SYMBOLS, common, windows
 from esper_bench.healing.closed_form import correct
 from esper_bench.healing.damage import Damage, draw_damage
 from esper_bench.healing.data import Part
-from esper_bench.healing.heal import BUDGET, RANGES, with_intact
+from esper_bench.healing.heal import BUDGET, KEYS, RANGES, with_intact
 from esper_bench.healing.open_transformer import OpenTransformer
 
 SUMMARY = "trained transformers for bytes, damaged and frozen: repair them with seeds of a few parameters"
@@ -217,11 +217,11 @@ def trained_host(number: int, of: OpenTransformer = HOST) -> SegmentedHost:
 
 
 def describe(key: int) -> ByteFacts:
-    """What a key stands for. InputError for a key outside RANGES."""
-    for keys in RANGES.values():
+    """What a key stands for. InputError for a key outside KEYS."""
+    for keys in KEYS.values():
         if key in keys:
             return ByteFacts(key, keys.start + (key - keys.start) % HOSTS, draw_damage(key, LAYERS))
-    known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in RANGES.items())
+    known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in KEYS.items())
     raise InputError(f"key {key:,} is not an instance of 'heal-bytes'; the keys are {known}")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from esper.leyline.data import keys
 from esper.runs.healing.training import usual_loss
 from esper.tolaria.live.probe import Loss
-from esper_bench.healing.damage import low_rank, quantised
+from esper_bench.healing.damage import low_rank, quantised, unstructured
 from esper_bench.packaged import letters, pitch, speech
 
 
@@ -60,12 +60,6 @@ Map = nn.Linear | nn.Conv2d
 def by_tensor(weight: Tensor, bits: int) -> Tensor:
     """(O, K) rounded to 2^bits - 1 evenly spaced values, the same for all outputs."""
     return quantised(weight.reshape(1, -1), bits).view_as(weight)
-
-
-def unstructured(weight: Tensor, share: float) -> Tensor:
-    """(O, K) in which a share of the entries, the smallest ones, is 0."""
-    smallest = weight.abs().flatten().argsort()[: round(share * weight.numel())]
-    return weight.flatten().index_fill(0, smallest, 0.0).view_as(weight)
 
 
 def structured(weight: Tensor, share: float) -> Tensor:

@@ -1,7 +1,8 @@
 """Opponents of `esper heal` that it does not have: each trains a copy of a damaged network on the same batches."""
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import call
 from esper.leyline.data.keys import Purpose, scalar
 from esper.runs.healing.training import Case, TrainedNetwork, adapters, probe_loss, trained
+from esper_bench.healing.damage import redraw_dead
 from esper_bench.packaged.networks import Map
 
 
@@ -32,26 +34,34 @@ def head(case: Case, rate: float, size: int) -> TrainedNetwork | None:
 def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> TrainedNetwork | None:
     """Draw pruned weights anew, and train them alone: dead units at the first places first, then single entries.
 
-    A unit is an output whose weights are all 0; it is drawn as wide as the living ones, with a bias of 0. Of the other entries
-    that are 0, those with the largest gradients are trained from 0 on, as RigL regrows them (Evci and others, arXiv 1911.11134,
-    2020, section 3). At most `size` weights in all. None if no weight is 0.
+    A unit is an output whose weights are all 0; it is drawn as wide as the living ones, with a bias of 0. Where the next layer's
+    weights of it are all 0 too, these are trained from 0 on. Of the other entries that are 0, those with the largest gradients
+    are trained from 0 on, as RigL regrows them (Evci and others, arXiv 1911.11134, 2020, section 3). At most `size` weights in
+    all. None if no weight is 0.
     """
     network, left = copy.deepcopy(case.host).requires_grad_(False), size
-    layers, masks = maps(network), dict[str, Tensor]()
+    layers = maps(network)
     order = sorted(
         layers, key=lambda path: min((i for i, p in enumerate(places) if path.startswith(p)), default=len(places))
     )
+    masks = {path: torch.zeros_like(layer.weight, dtype=torch.bool) for path, layer in layers.items()}
+    dead = {path: ~layer.weight.flatten(1).any(1) for path, layer in layers.items()}
+    following = dict(itertools.pairwise(layers))
     generator = torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))
     for path in order:
-        weight = layers[path].weight
-        masks[path] = torch.zeros_like(weight, dtype=torch.bool)
-        alive = weight.flatten(1).any(1)
-        units = (~alive).nonzero()[: left // weight[0].numel(), 0]
-        if len(units) and alive.any():
-            drawn = torch.randn(len(units), *weight.shape[1:], generator=generator)
-            weight[units] = drawn.to(weight) * weight[alive].std()
-            masks[path][units] = True
-            left -= len(units) * weight[0].numel()
+        weight, after = layers[path].weight, following.get(path, path)
+        reads = layers[after].weight.transpose(0, 1)  # by input; of the layer itself if it is the last one
+        for unit in [] if dead[path].all() else dead[path].nonzero()[:, 0].tolist():
+            cut = after != path and len(reads) == len(weight) and not reads[unit].any()
+            cost = weight[unit].numel() + (reads[unit].numel() if cut else 0)
+            if cost > left:
+                break
+            drawn = torch.randn(weight.shape[1:], generator=generator)
+            weight[unit] = drawn.to(weight) * weight[~dead[path]].std()
+            masks[path][unit] = True
+            if cut:
+                masks[after][:, unit] = True
+            left -= cost
     slopes = _gradients(case, network, layers)
     empty = {
         path: slope.abs() * ((layer.weight == 0) & ~masks[path])
@@ -72,12 +82,16 @@ def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> Traine
     return trained(network, case, rate)._replace(learned=count)
 
 
-def distilled(case: Case, rate: float, size: int, intact: nn.Module) -> TrainedNetwork | None:
-    """Train LoRA at every layer so that each returns what that of the intact network does, in place of the task's loss.
+def distilled(
+    case: Case, rate: float, size: int, intact: nn.Module, within: Collection[str] = ("",)
+) -> TrainedNetwork | None:
+    """Train LoRA so that each layer returns what that of the intact network does, in place of the task's loss.
+
+    within: submodules whose layers get LoRA; by default all layers do.
 
     The loss is the mean over layers of |h - h0|^2 / |h0|^2, with the outputs h of the layer and h0 of the intact one.
     """
-    adapted = adapters(case._replace(steps=0), rate, [""], size)
+    adapted = adapters(case._replace(steps=0), rate, within, size)
     if adapted is None:
         return None
     given: list[Any] = []
@@ -112,12 +126,7 @@ def revived(case: Case, rate: float) -> TrainedNetwork:
     """Train every weight after dead units were drawn anew: nothing stays frozen, and nothing stays pruned."""
     network = copy.deepcopy(case.host)
     generator = torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))
-    with torch.no_grad():
-        for layer in maps(network).values():
-            alive = layer.weight.flatten(1).any(1)
-            if alive.any() and not alive.all():
-                drawn = torch.randn(layer.weight[~alive].shape, generator=generator)
-                layer.weight[~alive] = drawn * layer.weight[alive].std()
+    redraw_dead(network, generator)
     return trained(network.requires_grad_(True), case, rate, still=False)
 
 
