@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -149,6 +150,7 @@ def test_the_optimizer_begins_anew_with_what_is_wider_and_remembers_the_rest():
         torch.optim.Adagrad,
         torch.optim.NAdam,
         torch.optim.Adafactor,
+        lambda p, lr: torch.optim.Muon([each for each in p if each.dim() == 2], lr),
     ],
 )
 def test_optimizers_of_every_usual_kind_go_on(optimizer):
@@ -330,6 +332,35 @@ def test_a_layer_that_did_not_run_and_may_read_the_features_is_named():
     assert (model.second.in_features, model.third.in_features) == (9, 9)
 
 
+class Blocks(torch.optim.SGD):
+    """Keeps parts of the parameters in an object of its own, as some implementations of Shampoo do."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.blocks = [SimpleNamespace(parts=each.detach().split(2)) for each in self.param_groups[0]["params"]]
+
+
+class Listed(nn.Module):
+    """Holds a weight in a list too, where nothing would find a new one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 2)
+        self.decayed = [self.first.weight]
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x))) + self.decayed[0].square().sum()
+
+
+def test_a_weight_that_is_used_where_no_module_holds_it_is_refused():
+    model = Listed()
+    for to in (2, {"first": 6}):
+        with pytest.raises(InputError, match=r"'first\.weight' is also used where its module does not hold it"):
+            esper.widen(model, to, example=torch.randn(3, 5))
+    assert model.first.out_features == 4
+    assert model.first.weight is model.decayed[0]
+
+
 def test_what_cannot_be_is_refused_in_a_sentence_before_anything_changes():
     model, x = mlp(5, 2, 3, 4), torch.randn(7, 5)
     optimizer, other = torch.optim.AdamW(model.parameters()), mlp(5, 2, 4)
@@ -338,6 +369,8 @@ def test_what_cannot_be_is_refused_in_a_sentence_before_anything_changes():
         ({"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS takes one group of parameters"),
         ({"optimizer": torch.optim.AdamW(other.parameters())}, "the optimizer holds no parameter of the model"),
         ({"ema": other}, "ema is a Sequential that has not the parameters of the model"),
+        ({"ema": model}, "ema is the model itself, or shares parameters with it"),
+        ({"optimizer": Blocks(model.parameters())}, "Blocks keeps parameters in 'blocks' beside its groups"),
         ({"ema": [model]}, "ema is a list that has not the parameters of the model"),
         ({"seed": "a"}, "seed is 'a'; give a whole number"),
         ({"seed": None}, "seed is None; give a whole number"),

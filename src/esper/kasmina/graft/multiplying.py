@@ -535,6 +535,12 @@ class Multiplication:
                 return way
         raise problem
 
+    def size(self, factor: int) -> int:
+        """Return the bytes of the parameters and buffers that change, once their widths are multiplied."""
+        tensors = dict([*self._module.named_parameters(), *self._module.named_buffers()])
+        changed = [(tensors[name], len(axes)) for name, axes in self.axes.items() if name in tensors]  # a tied one once
+        return sum(value.numel() * value.element_size() * factor**power for value, power in changed)
+
     def _change(self, network: nn.Module, way: Way, factor: int, key: int, share: bool) -> None:
         """Multiply the widths of a network. share: whether layers make up for the number of features in the place of norms."""
         parts = {"": network, **dict(network.named_modules())}

@@ -12,7 +12,7 @@ from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import call, undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.recording import floats, on_aliases
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import InputError
@@ -206,9 +206,16 @@ def _multiply(
     for variant in VARIANTS:
         try:
             multiplication = Multiplication(networks[0], example, wider, variant)
-            if multiplication.widths:
-                first = next(iter(multiplication.widths))
-                way = multiplication.apply(networks, example, factor, seed, ways)
+        except InputError as error:
+            if variant == "plain":
+                left_out[first] = str(error)
+            continue
+        if not multiplication.widths:
+            break
+        first = next(iter(multiplication.widths))
+        check_memory(networks, multiplication.size(factor), "to more features", "give a smaller factor or size")
+        try:
+            way = multiplication.apply(networks, example, factor, seed, ways)
             break
         except InputError as error:
             if variant == "plain":
@@ -254,6 +261,10 @@ def averages(ema: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Modul
             f"ema is a {type(ema).__name__} that has not the parameters of the model; give a module with them, or an object "
             "whose attribute `module` is one, such as torch.optim.swa_utils.AveragedModel"
         )
+    if any(own[name] is each for name, each in parameters.items()):
+        raise InputError(
+            "ema is the model itself, or shares parameters with it; give a copy, as AveragedModel makes one"
+        )
     return (module,)
 
 
@@ -266,17 +277,50 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> N
     own = {id(parameter) for parameter in parameters.values()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise InputError("the optimizer holds no parameter of the model; make it with model.parameters()")
+    storages = {each.untyped_storage().data_ptr() for each in parameters.values()}
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and _holds(value, storages, set()):
+            raise InputError(
+                f"{type(optimizer).__name__} keeps parameters in {name!r} beside its groups, where new ones would not be found; "
+                "use an optimizer that keeps what it knows of a parameter in its state, as those of torch.optim do"
+            )
+
+
+def _holds(value: Any, storages: set[int], seen: set[int]) -> bool:
+    """Whether an object holds a tensor of one of these storages, in containers or attributes."""
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided and value.untyped_storage().data_ptr() in storages
+    if id(value) in seen or callable(value) or isinstance(value, torch.optim.Optimizer):
+        return False
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        return any(_holds(each, storages, seen) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple | set):
+        return any(_holds(each, storages, seen) for each in value)
+    return _holds(getattr(value, "__dict__", {}), storages, seen)
 
 
 def _unused(model: nn.Module, example: Any) -> dict[str, nn.Parameter]:
-    """Return the parameters that require gradients and get none from the outputs on the example."""
+    """Return the parameters that require gradients and get none from the outputs on the example.
+
+    InputError if the outputs depend on a parameter through anything but its module, as a list that holds it too.
+    """
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    with undisturbed(model), torch.enable_grad():
+
+    def gradients(weights: dict[str, Tensor]) -> tuple[Any, ...]:
         outputs = [value.sum() for value in floats(call(model, example)) if value.requires_grad]
-        if not (own and outputs):
-            return {}
-        gradients = torch.autograd.grad(sum(outputs), list(own.values()), allow_unused=True)  # type: ignore[arg-type]
-    return {name: own[name] for name, gradient in zip(own, gradients, strict=True) if gradient is None}
+        both = [*(weights[name] for name in own), *own.values()]
+        return torch.autograd.grad(sum(outputs), both, allow_unused=True) if own and outputs else (0,) * len(both)  # type: ignore[arg-type]
+
+    with undisturbed(model):
+        found = on_aliases(model, gradients)  # which take the places of the parameters in their modules alone
+    for name, gradient in zip(own, found[len(own) :], strict=True):
+        if isinstance(gradient, Tensor):
+            raise InputError(
+                f"{name!r} is also used where its module does not hold it, as in a list, which would go on with the old one; "
+                "let the forward pass read it from the module"
+            )
+    return {name: own[name] for name, gradient in zip(own, found, strict=False) if gradient is None}
 
 
 def _check_idle(model: nn.Module, idle: Sequence[str], width: int) -> None:
