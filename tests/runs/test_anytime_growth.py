@@ -94,7 +94,7 @@ def test_rates_are_scaled_within_a_step_alone():
     assert seen[-1] == pytest.approx(schedule.get_last_lr()[0])
 
 
-@pytest.mark.parametrize("stop", [5, 20, 37])
+@pytest.mark.parametrize("stop", [5, 7, 9, 20, 37])
 def test_a_resumed_run_goes_on_to_the_same_bits(stop):
     whole = trained(made(), 0, 40)
     first = trained(made(), 0, stop)
@@ -192,6 +192,23 @@ def falling(bend):
     return run
 
 
+def test_a_network_passes_through_the_sizes_it_is_given_and_says_that_they_end():
+    run = made(sizes=[1, 4, 8], ratio=0.05)
+    assert trained(run, 0, 30)[3].growths[0]["factor"] == 4
+    whole = model, *_, growth = trained(run, 30, 160)
+    assert [each["factor"] for each in growth.growths] == [4, 2]
+    assert (model.wte.embedding_dim, growth.why) == (64, "sizes ends with 8 times the first widths")
+    assert repr(growth).endswith("; not more, as sizes ends with 8 times the first widths")
+    *_, resumed = made(sizes=[1, 4, 8], ratio=0.05)
+    resumed.load_state_dict(growth.state_dict())
+    assert resumed.summary() == growth.summary()
+    *_, other = made(sizes=[1, 4], ratio=0.05)
+    with pytest.raises(InputError, match=r"of sizes=\[1, 4, 8\], and this run has sizes=\[1, 4\]; give the same"):
+        other.load_state_dict(whole[3].state_dict())
+    *_, still = trained(made(sizes=[1], ratio=0.05), 0, 30)
+    assert (still.growths, still.why) == ([], "sizes ends with 1 times the first widths")
+
+
 def test_a_loss_on_the_probe_that_falls_more_slowly_than_it_did_makes_a_network_wider():
     run = trained(falling(math.inf), 0, 120)
     assert run[3].growths == []
@@ -268,6 +285,20 @@ def test_what_cannot_be_is_refused_in_a_sentence():
         ({"cost": "hours"}, "cost is 'hours'; give 'parameters' or 'seconds'"),
         ({"most_parameters": "1e6"}, "most_parameters is '1e6'"),
         ({"probe": [(TOKENS, TOKENS)]}, "probe is given without loss"),
+        (
+            {"probe": [(torch.randn(2, 3), TOKENS)], "loss": F.cross_entropy},
+            "cannot run on the first input of the probe",
+        ),
+        ({"sizes": 4}, "sizes is 4; give a list of whole numbers, as [1, 2, 4]"),
+        ({"sizes": []}, "sizes is []; give a list of whole numbers"),
+        ({"sizes": [1, 2.0]}, "sizes is [1, 2.0]; give a list of whole numbers"),
+        ({"sizes": [8, 16]}, "sizes begins with 8; give multiples of the widths of the model, so that the first is 1"),
+        ({"sizes": [1, 4, 4]}, "sizes has 4 behind 4; give a larger whole multiple of 4"),
+        ({"sizes": [1, 4, 6]}, "sizes has 6 behind 4; give a larger whole multiple of 4"),
+        ({"sizes": [1, 4], "factor": 3}, "factor=3 is given beside sizes=[1, 4]; leave factor out"),
+        ({"sizes": [1, 4], "most_parameters": 5000}, "sizes ends with 4, at which GPT has 26,496 parameters, above"),
+        ({"sizes": [1, 30_000]}, "GiB are free on cpu; give a smaller factor or size"),
+        ({"shared": True}, "shared=True is for several processes, and this program has no group of them"),
     ):
         with pytest.raises(InputError) as caught:
             esper.AnytimeGrowth(model, optimizer, example=TOKENS, **settings)
@@ -322,6 +353,8 @@ def test_a_state_of_another_network_is_refused_before_anything_is_wider():
     _, _, _, growth = made()
     size, average = growth.parameters, dict(state["average"])
     del average[next(reversed(average))]
-    with pytest.raises(InputError, match="the state is of another network"):
+    with pytest.raises(
+        InputError, match=r"the average of the state has 'lm_head\.weight' as None, where the network has"
+    ):
         growth.load_state_dict({**state, "average": average})
     assert growth.parameters == size

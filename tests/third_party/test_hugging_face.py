@@ -13,7 +13,7 @@ from loops import LIFE, SETTINGS, STAGES, equal, stages
 from populations import Script
 
 tf = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
-from esper.callbacks import HuggingFaceGrowth  # noqa: E402  # needs transformers
+from esper.callbacks import HuggingFaceAnytimeGrowth, HuggingFaceGrowth  # noqa: E402  # needs transformers
 
 pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]
 
@@ -49,10 +49,8 @@ class Watch(tf.TrainerCallback):
         self.seen[state.global_step] = stages(self.growing.growth)
 
 
-def training(folder, *, arguments=None, watched=False, **options):
-    """A trainer and a callback, as a program would make them anew."""
-    usual = {"controller": Script(LIFE), "every": EVERY, "budget": 9.0, "settings": SETTINGS}
-    growing = HuggingFaceGrowth(**{**usual, "probe": [batch(1), batch(2)], **options})
+def trainer_of(folder, callbacks, arguments=None):
+    """A trainer of a fresh model."""
     given = tf.TrainingArguments(
         **{
             "output_dir": str(folder),
@@ -69,10 +67,15 @@ def training(folder, *, arguments=None, watched=False, **options):
             **(arguments or {}),
         }
     )
+    return tf.Trainer(gpt2(), given, train_dataset=sentences(3, 40), eval_dataset=sentences(4, 4), callbacks=callbacks)
+
+
+def training(folder, *, arguments=None, watched=False, **options):
+    """A trainer and a callback, as a program would make them anew."""
+    usual = {"controller": Script(LIFE), "every": EVERY, "budget": 9.0, "settings": SETTINGS}
+    growing = HuggingFaceGrowth(**{**usual, "probe": [batch(1), batch(2)], **options})
     callbacks = [growing, Watch(growing)] if watched else [growing]
-    trainer = tf.Trainer(
-        gpt2(), given, train_dataset=sentences(3, 40), eval_dataset=sentences(4, 4), callbacks=callbacks
-    )
+    trainer = trainer_of(folder, callbacks, arguments)
     return (trainer, growing, callbacks[-1]) if watched else (trainer, growing)
 
 
@@ -248,3 +251,76 @@ def test_a_model_with_more_blocks_is_one_of_its_config(build, tmp_path):
         assert torch.equal(
             *(model.generate(**given, do_sample=False, max_new_tokens=4, use_cache=use) for use in (True, False))
         )
+
+
+def widening(folder, *, arguments=None, **options):
+    """A trainer whose model becomes wider twice in 30 steps of 96 targets, and a callback."""
+    usual = {"example": {"input_ids": batch(1)["input_ids"]}, "ratio": 0.1, "sizes": [1, 2, 4], "warmup": 3}
+    growing = HuggingFaceAnytimeGrowth(**usual | options)
+    return trainer_of(folder, [growing], arguments), growing
+
+
+def plain(growth):
+    """The state of a growth without NaN, which is not equal to itself."""
+    return {name: value for name, value in growth.state_dict().items() if name not in ("seconds", "slope")}
+
+
+def test_a_widening_resumed_by_the_trainer_at_any_size_is_the_one_that_was_never_stopped(tmp_path):
+    trainer, growing = widening(tmp_path / "straight")
+    trainer.train()
+    growth = growing.growth
+    assert (growth.steps, growth.seen) == (STEPS, STEPS * 4 * 2 * 12)
+    first, second = (each["step"] for each in growth.growths)
+    assert trainer.model.config.n_embd == 64
+    assert {id(each) for group in trainer.optimizer.param_groups for each in group["params"]} == {
+        id(each) for each in trainer.model.parameters()
+    }
+    for step in (first - 1, first, first + 1, second - 2, second + 1):
+        shutil.copytree(tmp_path / "straight" / f"checkpoint-{step}", tmp_path / f"{step}" / f"checkpoint-{step}")
+        again, resumed = widening(tmp_path / f"{step}", arguments={"save_strategy": "no"})
+        again.train(resume_from_checkpoint=str(tmp_path / f"{step}" / f"checkpoint-{step}"))
+        assert equal(again.model.state_dict(), trainer.model.state_dict()), step
+        assert equal(plain(resumed.growth), plain(growth)), step
+        assert equal(again.optimizer.state_dict(), trainer.optimizer.state_dict()), step
+        assert equal(again.lr_scheduler.state_dict(), trainer.lr_scheduler.state_dict()), step
+    growth.snapshot().save_pretrained(tmp_path / "network")
+    loaded = tf.GPT2LMHeadModel.from_pretrained(tmp_path / "network").eval()
+    assert torch.equal(loaded(**batch(7)).logits, growth.snapshot().eval()(**batch(7)).logits)
+    assert not trainer.model._forward_pre_hooks
+
+
+def test_what_cannot_become_wider_under_the_trainer_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(InputError, match="no argument 'factors'; did you mean 'factor'"):
+        widening(tmp_path, factors=2)
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1}
+    with pytest.raises(
+        InputError, match="uses load_best_model_at_end, which does not follow a model that becomes wider"
+    ):
+        widening(tmp_path, arguments=best)[0].train()
+    trainer, growing = widening(tmp_path / "a", arguments={"max_steps": 20})
+    trainer.train()
+    with pytest.raises(InputError, match="has grown a network already"):
+        trainer.train()
+    shutil.copytree(tmp_path / "a" / "checkpoint-20", tmp_path / "elsewhere")
+    shutil.rmtree(tmp_path / "a")
+    again, _ = widening(tmp_path / "a")
+    with pytest.raises(InputError, match=r"checkpoint-20 has no growth.pt"):
+        again.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+    other, resumed = widening(tmp_path / "a", checkpoint=tmp_path / "elsewhere", arguments={"save_strategy": "no"})
+    other.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+    assert resumed.growth.steps == STEPS
+    saved = torch.load(tmp_path / "elsewhere" / "growth.pt")
+    torch.save(saved | {"sum": saved["sum"] + 1}, tmp_path / "elsewhere" / "growth.pt")
+    last, _ = widening(tmp_path / "a", checkpoint=tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="is not the checkpoint that the trainer has resumed"):
+        last.train(resume_from_checkpoint=str(tmp_path / "elsewhere"))
+    smoothed, _ = widening(tmp_path / "b", arguments={"label_smoothing_factor": 0.1})
+    with pytest.raises(InputError, match="has no 'labels'; give targets="):
+        smoothed.train()
+    counted, growing = widening(
+        tmp_path / "b",
+        arguments={"label_smoothing_factor": 0.1, "max_steps": 2},
+        targets=lambda inputs: inputs["input_ids"].numel(),
+    )
+    counted.train()
+    assert growing.growth.seen == 2 * 96

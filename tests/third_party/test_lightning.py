@@ -17,12 +17,13 @@ from esper.kasmina.graft.grafted import graft
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth import Growth
 from loops import LIFE, SETTINGS, STAGES, equal, stages
 from populations import Script
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install -e '.[lightning]'")
-from esper.callbacks import LightningGrowth  # noqa: E402  # needs lightning
+from esper.callbacks import LightningAnytimeGrowth, LightningGrowth  # noqa: E402  # needs lightning
 
 pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]
 
@@ -95,6 +96,11 @@ def training(
     probe = [examples(1, 12), examples(2, 12)]
     usual = {"controller": Script(LIFE), "every": EVERY, "budget": 9.0, "settings": SETTINGS}
     growing = LightningGrowth(probe=probe, loss=F.cross_entropy, network=network, **{**usual, **options})
+    return trainer_of(folder, module, [growing, *callbacks], accumulate, arguments)
+
+
+def trainer_of(folder, module, callbacks, accumulate=1, arguments=None):
+    """A trainer with the first of some callbacks, a module, and a loader."""
     trainer = lightning.pytorch.Trainer(
         default_root_dir=folder,
         accelerator="cpu",
@@ -103,22 +109,33 @@ def training(
         enable_progress_bar=False,
         enable_model_summary=False,
         accumulate_grad_batches=accumulate,
-        callbacks=[growing, *callbacks],
+        callbacks=callbacks,
         **{"gradient_clip_val": 0.5, **(arguments or {})},
     )
     x, y = examples(3, 12 * BATCHES * accumulate)
-    return trainer, module, growing, DataLoader(TensorDataset(x, y), 12)
+    return trainer, module, callbacks[0], DataLoader(TensorDataset(x, y), 12)
+
+
+def widening(folder, *, accumulate=1, plain=False, callbacks=(), arguments=None, **options):
+    """As `training`, for a network that becomes wider twice in 30 steps of 12 targets, or of 24 with accumulation."""
+    module = Classifier("sequential")
+    if plain:
+        module.net[3] = nn.Identity()
+    usual = {"example": examples(1, 4)[0], "ratio": accumulate, "sizes": [1, 2, 4], "warmup": 3}
+    growing = LightningAnytimeGrowth(**usual | options)
+    return trainer_of(folder, module, [growing, *callbacks], accumulate, arguments)
 
 
 PROCESSES = """
+import functools
 import os
 import sys
 sys.path.insert(0, {tests!r})
 import torch
-from test_lightning import PLAIN, training
+from test_lightning import PLAIN, training, widening
 
 arguments = dict(precision="64-true", strategy="ddp", devices=2, use_distributed_sampler=False)
-trainer, module, growing, _ = training({folder!r}, plain=True, settings=PLAIN, arguments=arguments)
+trainer, module, growing, _ = {made}({folder!r}, plain=True, arguments=arguments)
 mine = [each[int(os.environ.get("LOCAL_RANK", 0)) :: 2] for each in torch.load({folder!r} + "/data.pt")]
 trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*mine), 6))
 torch.save([module.state_dict(), growing.growth.summary()], {folder!r} + f"/{{trainer.global_rank}}.pt")
@@ -272,11 +289,11 @@ def test_what_cannot_be_followed_is_refused_in_one_sentence(tmp_path, change, se
         fit()
 
 
-def test_two_processes_of_the_trainer_grow_as_one_on_all_the_data(tmp_path):
-    trainer, module, _, loader = training(tmp_path, plain=True, settings=PLAIN, arguments={"precision": "64-true"})
+def in_two_processes(tmp_path, loader, made):
+    """The weights and the summary of each of two processes."""
     torch.save(loader.dataset.tensors, tmp_path / "data.pt")
     program = tmp_path / "program.py"
-    program.write_text(PROCESSES.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    program.write_text(PROCESSES.format(tests=str(Path(__file__).parent), folder=str(tmp_path), made=made))
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     ended = subprocess.run(
         [sys.executable, str(program)],
@@ -286,8 +303,13 @@ def test_two_processes_of_the_trainer_grow_as_one_on_all_the_data(tmp_path):
         env={**os.environ, "PYTHONPATH": path},
     )
     assert ended.returncode == 0, ended.stderr
+    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+
+
+def test_two_processes_of_the_trainer_grow_as_one_on_all_the_data(tmp_path):
+    trainer, module, _, loader = training(tmp_path, plain=True, settings=PLAIN, arguments={"precision": "64-true"})
+    first, second = in_two_processes(tmp_path, loader, "functools.partial(training, settings=PLAIN)")
     trainer.fit(module, loader)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert equal(first[0], second[0])
     assert [entry["site"] for entry in first[1]["keeps"]] == ["0"]
     for name, value in module.state_dict().items():
@@ -299,3 +321,81 @@ def test_a_strategy_that_growth_cannot_follow_is_refused_by_name(tmp_path):
     trainer._accelerator_connector.strategy = lightning.pytorch.strategies.ModelParallelStrategy()
     with pytest.raises(InputError, match="strategy is ModelParallelStrategy, under which a network cannot grow"):
         growing.on_fit_start(trainer, module)
+
+
+def test_the_trainer_widens_as_a_loop_of_ones_own_does(tmp_path):
+    trainer, module, growing, loader = widening(tmp_path)
+    trainer.fit(module, loader)
+    plain = Classifier("sequential")
+    made = plain.configure_optimizers()
+    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    growth = AnytimeGrowth(plain, optimizer, example=examples(1, 4)[0], ratio=1, sizes=[1, 2, 4], warmup=3)
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(plain(x), y).backward()
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.5)
+            optimizer.step()
+            scheduler.step()
+            growth.step(y)
+    assert [each["factor"] for each in growth.growths] == [2, 2]
+    assert growth.summary() == growing.growth.summary()
+    assert equal(plain.state_dict(), module.state_dict())
+    assert equal(growth.average.state_dict(), growing.growth.average.state_dict())
+    assert growing.network is module
+    assert module.net[0].out_features == 24
+    snapshot = growing.growth.snapshot()
+    assert snapshot(examples(1, 4)[0]).shape == (4, 3)
+
+
+def plain(growth):
+    """The state of a growth without NaN, which is not equal to itself."""
+    return {name: value for name, value in growth.state_dict().items() if name not in ("seconds", "slope")}
+
+
+def test_a_widening_resumed_by_the_trainer_at_any_size_is_the_one_that_was_never_stopped(tmp_path):
+    trainer, module, growing, loader = widening(tmp_path, accumulate=2, callbacks=[saving(tmp_path)])
+    trainer.fit(module, loader)
+    first, second = (each["step"] for each in growing.growth.growths)
+    for step in (first - 1, first + 1, second - 3, second + 1):  # before, in the warm-ups behind, and between growths
+        epoch = step // BATCHES
+        again, other, resumed, loader = widening(tmp_path, accumulate=2)
+        again.fit(other, loader, ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+        assert other.losses == module.losses[(epoch + 1) * BATCHES * 2 :]
+        assert equal(other.state_dict(), module.state_dict())
+        assert equal(plain(resumed.growth), plain(growing.growth))
+        assert equal(*(each.optimizers[0].state_dict() for each in (again, trainer)))
+        assert equal(*(each.lr_scheduler_configs[0].scheduler.state_dict() for each in (again, trainer)))
+
+
+def test_two_processes_of_the_trainer_become_wider_as_one_on_all_the_data(tmp_path):
+    trainer, module, growing, loader = widening(tmp_path, plain=True, arguments={"precision": "64-true"})
+    first, second = in_two_processes(tmp_path, loader, "widening")
+    trainer.fit(module, loader)
+    assert equal(first, second)
+    assert [each["factor"] for each in first[1]["growths"]] == [2, 2]
+    assert first[1] == growing.growth.summary()
+    for name, value in module.state_dict().items():
+        assert torch.allclose(first[0][name], value, rtol=1e-9, atol=1e-11), name
+
+
+def test_what_cannot_become_wider_under_the_trainer_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(InputError, match="no argument 'size'; did you mean 'sizes'"):
+        LightningAnytimeGrowth(example=None, size=[1, 2])
+    trainer, module, _, loader = widening(tmp_path, callbacks=[saving(tmp_path)])
+    trainer.fit(module, loader)
+    with pytest.raises(InputError, match="has grown a network already"):
+        trainer.fit(module, loader)
+    again, other, _, loader = widening(tmp_path)
+    for large, small in ((again, other), (trainer, module)):
+        epoch = EPOCHS - 1 if large is again else 0
+        with pytest.raises(InputError, match="the checkpoint is of a network of another size"):
+            large.validate(small, loader, ckpt_path=tmp_path / f"epoch={epoch}.ckpt", verbose=False)
+    averaged, third, _, loader = widening(tmp_path, callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging()])
+    with pytest.raises(InputError, match="EMAWeightAveraging averages a copy"):
+        averaged.fit(third, loader)
+    triples = DataLoader(TensorDataset(*loader.dataset.tensors, torch.zeros(24)), 12)
+    last, fourth, _, _ = widening(tmp_path)
+    fourth.training_step = lambda batch, batch_idx: Classifier.training_step(fourth, batch[:2], batch_idx)
+    with pytest.raises(InputError, match="is no \\(input, target\\) pair and has no 'labels'; give targets="):
+        last.fit(fourth, triples)

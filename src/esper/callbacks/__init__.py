@@ -1,7 +1,7 @@
-"""Growth in the trainers of Lightning and Hugging Face: callbacks around `esper.Growth`."""
+"""Growth in the trainers of Lightning and Hugging Face: callbacks around `esper.Growth` and `esper.AnytimeGrowth`."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from esper.leyline.errors import InputError
@@ -10,25 +10,23 @@ from esper.leyline.text import did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from esper.callbacks.hugging_face import HuggingFaceGrowth
-    from esper.callbacks.lightning import LightningGrowth
+    from esper.callbacks.hugging_face import HuggingFaceAnytimeGrowth, HuggingFaceGrowth
+    from esper.callbacks.lightning import LightningAnytimeGrowth, LightningGrowth
 
-__all__ = ["HuggingFaceGrowth", "LightningGrowth"]
+__all__ = ["HuggingFaceAnytimeGrowth", "HuggingFaceGrowth", "LightningAnytimeGrowth", "LightningGrowth"]
 
 FROM_THE_TRAINER = ("model", "optimizer", "scheduler", "ema", "scaler", "shared")
-"""Arguments of `esper.Growth` that a callback takes from its trainer."""
+"""Arguments of `esper.Growth` and `esper.AnytimeGrowth` that a callback takes from its trainer."""
 
 
 def __getattr__(name: str) -> Any:
     """A callback, which imports its trainer. InputError if the package of the trainer is not installed."""
-    if name == "LightningGrowth":
-        from esper.callbacks.lightning import LightningGrowth
+    if name in __all__:
+        from importlib import import_module
 
-        return LightningGrowth
-    if name == "HuggingFaceGrowth":
-        from esper.callbacks.hugging_face import HuggingFaceGrowth
-
-        return HuggingFaceGrowth
+        return getattr(
+            import_module("esper.callbacks." + ("lightning" if name.startswith("L") else "hugging_face")), name
+        )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -37,24 +35,24 @@ def __dir__() -> list[str]:
 
 
 class GrowthCallback:
-    """Base of the callbacks: the arguments of `esper.Growth`, and the growth of one training."""
+    """Base of the callbacks: the arguments of a growth, and the growth of one training."""
 
     begins: ClassVar[str]  # the call of the trainer that begins to grow
+    growth: Any = None
 
-    def __init__(self, probe: Any, loss: Any, changed: Sequence[str], options: Mapping[str, Any]) -> None:
-        """InputError if an option is no argument of `esper.Growth`, or one that the trainer gives."""
-        from esper.runs.live.growth import Growth  # takes long to import
+    def __init__(self, kind: type[Any], options: Mapping[str, Any]) -> None:
+        """kind: `esper.Growth` or `esper.AnytimeGrowth`.
 
-        known = [name for name in inspect.signature(Growth).parameters if name not in FROM_THE_TRAINER]
+        InputError if an option is no argument of it, or one that the trainer gives.
+        """
+        known = [name for name in inspect.signature(kind).parameters if name not in FROM_THE_TRAINER]
         for name in options:
             if name in FROM_THE_TRAINER:
                 raise InputError(f"{type(self).__name__} takes {name} from the trainer; leave it out")
             if name not in known:
                 hint = did_you_mean(name, known) or f"it takes {', '.join(known)}"
                 raise InputError(f"{type(self).__name__} has no argument {name!r}; {hint}")
-        self.growth: Growth | None = None
-        self._probe, self._loss, self._options = probe, loss, options
-        self._changed = [*changed, *(() if "steps" in options else ("steps",))]  # as long as the trainer trains now
+        self._options = options
 
     @property
     def network(self) -> "nn.Module":

@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from esper.callbacks import GrowthCallback
+from esper.callbacks.widening import LargerWeights, count_targets
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
+from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth import Growth
 from esper.runs.live.growth_state import check_whole
 from esper.store.disk import write_atomic
@@ -39,6 +43,20 @@ def loss_of_model(output: Any, labels: Any) -> Tensor:
     return found
 
 
+def check_arguments(args: TrainingArguments) -> None:
+    """InputError if a network cannot grow under a trainer with these arguments."""
+    if args.n_gpu > 1:
+        raise InputError(
+            "the trainer uses DataParallel, under which a network cannot grow; start it with torchrun, or set one device"
+        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise InputError(
+                f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it, or "
+                "torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
+            )
+
+
 class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
     """Grows the model of a `transformers.Trainer`: takes a step of `esper.Growth` after each step of the optimizer.
 
@@ -65,6 +83,7 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
     """
 
     begins = "trainer.train"
+    growth: Growth | None
 
     def __init__(
         self,
@@ -75,8 +94,9 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         changed: Sequence[str] = (),
         **options: Any,
     ) -> None:
-        super().__init__(probe, loss, changed, options)
-        self._checkpoint = checkpoint
+        super().__init__(Growth, options)
+        self._probe, self._loss, self._checkpoint = probe, loss, checkpoint
+        self._changed = [*changed, *(() if "steps" in options else ("steps",))]  # as long as the trainer trains now
 
     def on_train_begin(
         self,
@@ -90,16 +110,7 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Begin, or go on from a checkpoint, whose host the trainer has restored."""
-        if args.n_gpu > 1:
-            raise InputError(
-                "the trainer uses DataParallel, under which a network cannot grow; start it with torchrun, or set one device"
-            )
-        for name in ("deepspeed", "fsdp"):
-            if getattr(args, name, None):
-                raise InputError(
-                    f"the trainer uses {name}, under which a network cannot grow; use one device or torchrun without it, or "
-                    "torch.distributed.fsdp.fully_shard with esper.Growth in a loop of your own"
-                )
+        check_arguments(args)
         self.check_first()
         saved = self._resumed(args, state, model) if state.global_step else None
         self.growth = Growth(
@@ -154,8 +165,7 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
 
     def _resumed(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any]:
         """What the checkpoint that is resumed holds. InputError if its host is not the one that the trainer has loaded."""
-        given = self._checkpoint or args.resume_from_checkpoint
-        folder = Path(given) if isinstance(given, str | Path) else _folder(args, state.global_step)
+        folder = _resumed_folder(self._checkpoint, args, state)
         saved, own = _read(folder), model.state_dict()
         check_whole(saved)
         same = all(
@@ -167,6 +177,131 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
                 "HuggingFaceGrowth(checkpoint=...)"
             )
         return saved
+
+
+class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
+    """Widens the model of a `transformers.Trainer` as a whole: takes a step of `esper.AnytimeGrowth` after each of the optimizer.
+
+        growing = esper.callbacks.HuggingFaceAnytimeGrowth(example=batch)
+        trainer = transformers.Trainer(model, arguments, train_dataset=data, callbacks=[growing])
+        trainer.train()
+        growing.growth.snapshot().save_pretrained(folder)
+
+    The optimizer and its scheduler are those of the trainer. Each checkpoint gets a file growth.pt. To resume it, give a model of
+    the first size and another callback, as in `trainer.train(resume_from_checkpoint=...)`.
+
+    Args:
+        example: a batch on which every layer runs, as a mapping of the model's arguments (`esper.AnytimeGrowth`).
+        targets: targets(batch): the number of targets of a batch, which is the mapping that the model is called with. By default
+            the elements of 'labels' that are not -100.
+        checkpoint: folder of the checkpoint that is resumed; None where it is checkpoint-<step> of the output folder.
+        options: further arguments of `esper.AnytimeGrowth`, as ratio, sizes, cost, probe, loss.
+
+    growth: the `esper.AnytimeGrowth` of the training, once it has begun; None before.
+
+    Raises:
+        InputError: in one sentence, where the trainer or an argument cannot be used; mostly when the training begins
+    """
+
+    begins = "trainer.train"
+    growth: AnytimeGrowth | None
+
+    def __init__(
+        self,
+        *,
+        example: Mapping[str, Any],
+        targets: Callable[[Any], int] = count_targets,
+        checkpoint: Path | str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(AnytimeGrowth, options)
+        self._example, self._targets, self._checkpoint = example, targets, checkpoint
+        self._larger: LargerWeights | None = None
+        self._counting: RemovableHandle | None = None
+        self._seen = 0
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Let a checkpoint of a larger network be loaded."""
+        self._larger = LargerWeights(model)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        **kwargs: Any,
+    ) -> None:
+        """Begin, or go on from a checkpoint with its sizes, its weights and what its optimizer remembered."""
+        check_arguments(args)
+        for name, used in (
+            ("several processes", args.world_size > 1),
+            ("torch_compile", args.torch_compile),
+            ("load_best_model_at_end", args.load_best_model_at_end),
+        ):
+            if used:
+                raise InputError(
+                    f"the trainer uses {name}, which does not follow a model that becomes wider; leave it out, or use "
+                    "esper.AnytimeGrowth in a loop of your own"
+                )
+        self.check_first()
+        weights = {} if self._larger is None else self._larger.weights
+        if self._larger is not None:
+            self._larger.remove()  # copies of the model have no hook
+        example = tree_map_only(torch.Tensor, lambda value: value.to(args.device), dict(self._example))
+        self.growth = AnytimeGrowth(model, optimizer, example=example, **self._options)
+        if state.global_step:
+            folder = _resumed_folder(self._checkpoint, args, state)
+            saved = _read(folder)
+            self.growth.load_state_dict(saved["growth"])
+            if weights:
+                model.load_state_dict(weights, strict=False)  # a tied weight is in the file once
+            if _sum(model) != saved["sum"]:
+                raise InputError(
+                    f"{folder} is not the checkpoint that the trainer has resumed: its weights are others; give its folder, as "
+                    "HuggingFaceAnytimeGrowth(checkpoint=...)"
+                )
+            optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Count the targets of the batches that the model is called with until the optimizer steps."""
+
+        def count(model: nn.Module, positional: Any, named: dict[str, Any]) -> None:
+            if model.training:
+                self._seen += self._targets(named)
+
+        self._counting = self.network.register_forward_pre_hook(count, with_kwargs=True)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take a step; the trainer has stepped its optimizer and its scheduler."""
+        assert self.growth is not None, "the training has begun"
+        assert self._counting is not None, "a step has begun"
+        self._counting.remove()  # of passes that growth itself needs
+        seen, self._seen = self._seen, 0
+        self.growth.step(seen)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the growth into the checkpoint."""
+        if self.growth is not None:
+            tree = {"growth": self.growth.state_dict(), "sum": _sum(self.growth.model)}
+            _write(_folder(args, state.global_step) / FILE, tree)
+
+
+def _sum(model: nn.Module) -> float:
+    """The sum of all weights, by which those of two checkpoints are told apart."""
+    return sum(float(parameter.detach().cpu().double().sum()) for parameter in model.parameters())
+
+
+def _resumed_folder(given: Path | str | None, args: TrainingArguments, state: TrainerState) -> Path:
+    """The folder of the checkpoint that is resumed."""
+    given = given or args.resume_from_checkpoint
+    return Path(given) if isinstance(given, str | Path) else _folder(args, state.global_step)
 
 
 def _folder(args: TrainingArguments, step: int) -> Path:

@@ -5,25 +5,30 @@ import itertools
 import math
 import operator
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.grown import check_tensors
+from esper.kasmina.graft.multiplying import Way
 from esper.kasmina.graft.recording import floats, tensors
-from esper.leyline.errors import InputError, first_line, is_out_of_memory
+from esper.kasmina.graft.sharding import in_parts, is_sharded
+from esper.leyline.errors import InputError, is_out_of_memory
 from esper.leyline.text import counted
 from esper.tolaria.live.groups import unwrapped
 from esper.tolaria.live.probe import Batches, Loss, Probe
-from esper.tolaria.live.widening import Widened, check_growable, check_optimizer, widen
+from esper.tolaria.live.ranks import Ranks
+from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
@@ -45,6 +50,10 @@ APART = 4.0
 """Least factor of the compute between two growths, and from the end of twice the warm-up to the first."""
 DOUBLED = 5000
 """Steps of the loop after which the batch is doubled, so that it is about in proportion to the examples seen."""
+_SHARDED = (
+    "the {} is sharded by fully_shard, and parts of parameters cannot become wider; train copies under "
+    "DistributedDataParallel with shared=True, or call esper.widen before fully_shard"
+)
 WINDOW = 8.0
 """The running average weighs a step at compute C by (C / total)^8, so that about the last tenth of the compute counts."""
 
@@ -83,8 +92,15 @@ class AnytimeGrowth:
     target that rises as N^e, the best N for a given cost is where a A / N^a = e b B / D^b, so D is in proportion to e^(1/b) N for
     like powers, which are about 1/3: Hoffmann et al., "Training compute-optimal large language models", 2022.)
 
+    Several processes with copies of the network grow alike, as the first decides, where each gives shared=True. The targets of
+    all of them count. DistributedDataParallel knows the parameters that it was made with, so wrap the network anew behind each
+    growth. `fully_shard` is refused, as parts of parameters cannot become wider.
+
+        if growth.step(y):
+            wrapped = DistributedDataParallel(model)
+
     Args:
-        model: the network at its first size, before DistributedDataParallel, `fully_shard` and torch.compile
+        model: the network at its first size, before DistributedDataParallel and torch.compile
         optimizer: that of the loop
         example: an input of the model on which every layer runs; a tuple or list holds its arguments, a mapping its named ones.
             With cost='seconds', a batch as large as those of the loop
@@ -92,6 +108,8 @@ class AnytimeGrowth:
             the probe decide where there is one and cost='parameters', and is 60 elsewhere
         cost: what a larger network costs more of, 'parameters' or 'seconds'
         factor: by how much, a whole number
+        sizes: in place of `factor`, the sizes that the network passes through, as multiples of the widths that it is given with:
+            [1, 4, 8] makes it four times as wide, and then twice as wide again. Each is a whole multiple of the one before
         most_parameters: largest number of parameters; None where there is no limit
         warmup: steps of each linear warm-up of the learning rates
         rate_power: the learning rates of a network with widths multiplied by r are scaled by r^-rate_power
@@ -99,6 +117,7 @@ class AnytimeGrowth:
             in any case until the loss there has fallen by 1 % since the last growth, so as not to outgrow a small data set.
         loss: loss(output, target) of a batch of the probe
         seed: of the new weights; torch's own generators are not used
+        shared: whether the processes of torch.distributed train copies of this network
 
     Attributes:
         model (nn.Module): the network
@@ -120,13 +139,22 @@ class AnytimeGrowth:
         ratio: float | None = None,
         cost: Cost = "parameters",
         factor: int = 2,
+        sizes: Sequence[int] | None = None,
         most_parameters: int | None = None,
         warmup: int = 100,
         rate_power: float = 0.5,
         probe: Batches | None = None,
         loss: Loss | None = None,
         seed: int = 0,
+        shared: bool = False,
     ) -> None:
+        if isinstance(model, DistributedDataParallel):
+            raise InputError(
+                "the model is wrapped in DistributedDataParallel, which does not follow new parameters; give its .module with "
+                "shared=True, and wrap that anew where growth.step returns True"
+            )
+        if isinstance(model, nn.Module) and is_sharded(model):
+            raise InputError(_SHARDED.format(type(model).__name__))
         check_growable(model, "AnytimeGrowth")
         check_module(model)
         for name, value, least in (("factor", factor, 2), ("warmup", warmup, 0), ("seed", seed, 0)):
@@ -145,17 +173,32 @@ class AnytimeGrowth:
             raise InputError("probe is given without loss, or loss without probe; give both or none")
         self.model, self._optimizer, self._example = model, unwrapped(optimizer), example
         check_optimizer(self._optimizer, dict(model.named_parameters()))
+        _check_sizes(sizes, factor)
         tried = copy.deepcopy(model)
-        left_out = widen(tried, factor, example=example).left_out
-        if left_out:
-            layer, reason = next(iter(left_out.items()))
+        for factor_of_growth in (
+            [factor] if sizes is None else [wider // size for size, wider in itertools.pairwise(sizes)]
+        ):
+            left_out = widen(tried, factor_of_growth, example=example).left_out
+            if left_out:
+                layer, reason = next(iter(left_out.items()))
+                raise InputError(
+                    f"{type(model).__name__} cannot become wider as a whole: the features of {layer!r} stay, as {reason}"
+                )
+        largest = sum(parameter.numel() for parameter in tried.parameters())
+        if sizes is not None and most_parameters is not None and largest > most_parameters:
             raise InputError(
-                f"{type(model).__name__} cannot become wider as a whole: the features of {layer!r} stay, as {reason}"
+                f"sizes ends with {sizes[-1]}, at which {type(model).__name__} has {largest:,} parameters, above "
+                f"most_parameters={most_parameters:,}; leave that size out, or raise the limit"
             )
+        self.sizes = None if sizes is None else tuple(sizes)
         self.ratio, self.factor, self.most_parameters, self.cost = float(ratio), factor, most_parameters, cost
         self.warmup, self.rate_power, self.seed = warmup, float(rate_power), seed
+        self._ranks = Ranks(shared)
         device = next(model.parameters()).device
         self._probe = None if probe is None or loss is None else Probe(probe, loss, device)
+        if self._probe is not None:
+            with undisturbed(model), torch.no_grad():
+                self._probe.first_output(model)
         self.average = copy.deepcopy(model).requires_grad_(False)
         self.growths: list[dict[str, Any]] = []
         self.steps = self.seen = self._since = 0
@@ -170,6 +213,7 @@ class AnytimeGrowth:
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
         self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
+        self._next_factor()
         self._rates: list[Any] = []
         self._handles = [
             self._optimizer.register_step_pre_hook(self._scale_rates),
@@ -196,11 +240,15 @@ class AnytimeGrowth:
     def step(self, targets: Tensor | int) -> bool:
         """Take note of a step of the optimizer, on these targets or so many; returns whether the network became wider.
 
-        Call it behind `optimizer.zero_grad()`: the parameters of a network that becomes wider are new objects.
+        Call it behind `optimizer.zero_grad()`: the parameters of a network that becomes wider are new objects. With shared=True
+        every process calls it, with its own targets.
         """
         count = targets.numel() if isinstance(targets, Tensor) else targets
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
+        if in_parts(next(self.model.parameters())):
+            raise InputError(_SHARDED.format(type(self.model).__name__))
+        count = sum(self._ranks.from_each(count))
         self.steps += 1
         self._since += 1
         self.seen += count
@@ -219,9 +267,8 @@ class AnytimeGrowth:
                 f"are {needed:,}"
             )
             if self._slower is not None:
-                self.why += (
-                    f", as a step of a network {self.factor} times as wide takes {self._slower:.2f} times the seconds"
-                )
+                wider = f"a network {self._next_factor()} times as wide"
+                self.why += f", as a step of {wider} takes {self._slower:.2f} times the seconds"
         if self.seen < max(needed, self._look_at):
             return False
         return self._grow()
@@ -258,6 +305,7 @@ class AnytimeGrowth:
         """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest."""
         return {
             "format": FORMAT,
+            "sizes": self.sizes and list(self.sizes),
             "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
             "seconds": [self._beside, self._slower, self._elasticity],
             "slope": [self._grown_at, *self._curve],
@@ -280,6 +328,10 @@ class AnytimeGrowth:
             raise InputError(
                 "this run has begun already; load the state into a fresh model, optimizer and AnytimeGrowth"
             )
+        if state["sizes"] != (self.sizes and list(self.sizes)):
+            raise InputError(
+                f"the state is of sizes={state['sizes']}, and this run has sizes={self.sizes and list(self.sizes)}; give the same"
+            )
         model, average = copy.deepcopy(self.model), copy.deepcopy(self.average)  # a refusal changes nothing
         for each in state["growths"]:
             size = sum(parameter.numel() for parameter in model.parameters())
@@ -289,10 +341,8 @@ class AnytimeGrowth:
                     f"{size:,}; build the same model at its first size"
                 )
             widen(model, each["factor"], example=self._example, ema=average, seed=each["seed"], **_ways(each["way"]))
-        try:
-            average.load_state_dict(state["average"])
-        except RuntimeError as error:  # torch raises it for missing names and other shapes
-            raise InputError(f"the state is of another network: {first_line(error)}") from None
+        mend = "build the same model at its first size"
+        check_tensors(state["average"], average.state_dict(), "the average of the state", "the network", mend)
         for each in state["growths"]:
             self._widen(each["factor"], each["seed"], each["way"])
         self.average.load_state_dict(state["average"])
@@ -310,30 +360,38 @@ class AnytimeGrowth:
         for mine, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             mine.copy_(buffer)
 
-    def _widen(self, factor: int, seed: int, way: Any) -> Widened:
+    def _widen(self, factor: int, seed: int, way: Way | None) -> None:
         settings = {"example": self._example, "optimizer": self._optimizer, "ema": self.average, "seed": seed}
-        return widen(self.model, factor, **settings, **_ways(way))
+        widen(self.model, factor, **settings, **_ways(way))
 
-    def _wider(self) -> nn.Module | None:
-        """Return a copy of the network as it would be behind the next growth, or None where that cannot be, which `why` says."""
-        wider = copy.deepcopy(self.model)
-        if self._tried(lambda: widen(wider, self.factor, example=self._example)) is None:
-            return None
+    def _next_factor(self) -> int:
+        """Return by how much the next growth multiplies the widths; 1 where `sizes` has ended, which `why` then says."""
+        if self.sizes is None:
+            return self.factor
+        now = math.prod(each["factor"] for each in self.growths)
+        factor = next((size // now for size in self.sizes if size > now), 1)
+        if factor == 1:
+            self._end(f"sizes ends with {now} times the first widths")
+        return factor
+
+    def _wider(self) -> tuple[nn.Module, Way | None] | None:
+        """Return a copy of the network as it would be behind the next growth, and the way to it; None where it cannot be."""
+        wider, way, problem = copy.deepcopy(self.model), None, ""
+        try:
+            way = widen(wider, self._next_factor(), example=self._example).way
+        except Exception as error:
+            problem = _refusal(error)
         size = sum(parameter.numel() for parameter in wider.parameters())
         if self.most_parameters is not None and size > self.most_parameters:
-            self._end(f"{size:,} parameters would exceed most_parameters={self.most_parameters:,}")
-            return None
-        return wider
+            problem = f"{size:,} parameters would exceed most_parameters={self.most_parameters:,}"
+        return None if self._ended(problem) else (wider, self._ranks.from_first((way,))[0])
 
-    def _tried(self, widening: Callable[[], Widened]) -> Widened | None:
-        """Return what a widening returns, or None where it cannot be."""
-        try:
-            return widening()
-        except Exception as error:
-            if not (is_out_of_memory(error) or isinstance(error, InputError)):
-                raise
-            self._end("the wider network does not fit into the memory" if is_out_of_memory(error) else str(error))
-            return None
+    def _ended(self, problem: str) -> bool:
+        """Return whether a process has a problem with a wider network, which then stays as it is in all of them."""
+        problem = next(filter(None, self._ranks.from_each(problem)), "")
+        if problem:
+            self._end(problem)
+        return bool(problem)
 
     def _end(self, why: str) -> None:
         """Leave the network as large as it is from now on."""
@@ -343,7 +401,7 @@ class AnytimeGrowth:
         """Return the loss of the averaged network on the probe."""
         assert self._probe is not None, "there is a probe"
         with undisturbed(self.average):
-            return float(self._probe.see(self.average)[0].mean())
+            return self._ranks.from_first(float(self._probe.see(self.average)[0].mean()) if self._ranks.first else None)
 
     def _bent(self) -> bool:
         """Return whether the loss on the probe falls more slowly than it did; `why` says how it falls."""
@@ -378,8 +436,11 @@ class AnytimeGrowth:
     def _grow(self) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
         before, measured = self.parameters, math.inf
-        if self._wider() is None:
+        wider = self._wider()
+        if wider is None:
             return False
+        way = wider[1]
+        del wider  # its memory
         if self._probe is not None:
             measured = self._measured()
             if not measured < (1 - WORTH) * self._loss_before:
@@ -388,10 +449,13 @@ class AnytimeGrowth:
                 )
                 self._look_at = AGAIN * self.seen
                 return False
-        seed = self.seed + len(self.growths)
-        widened = self._tried(lambda: self._widen(self.factor, seed, None))
-        if widened is None:
-            return False
+        factor, seed = self._next_factor(), self.seed + len(self.growths)
+        try:
+            self._widen(factor, seed, way)
+        except Exception as error:
+            if self._ranks.size > 1:  # the others are wider now
+                raise
+            return not self._ended(_refusal(error))
         self._loss_before, self._since, self._grown_at = measured, 0, self._compute
         slower, self._slower = self._slower, None
         self.growths.append(
@@ -400,12 +464,13 @@ class AnytimeGrowth:
                 "seen": self.seen,
                 "before": before,
                 "parameters": self.parameters,
-                "factor": self.factor,
+                "factor": factor,
                 "seed": seed,
-                "way": widened.way,
+                "way": way,
                 "slower": slower,
             }
         )
+        self._next_factor()
         return True
 
     def _timed(self, targets: Tensor | int) -> bool:
@@ -431,18 +496,23 @@ class AnytimeGrowth:
         wider = self._wider()
         if wider is None:
             return False
+        own = other = 0.0
         try:
-            own, other = self._seconds(copy.deepcopy(self.model), wider)
+            own, other = self._seconds(copy.deepcopy(self.model), wider[0])
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            self._end("a step of the wider network does not fit into the memory")
+            problem = "a step of the wider network does not fit into the memory"
+        else:
+            problem = ""
+        if self._ended(problem):
             return False
         if math.isnan(self._beside):
             steps = [later - sooner for sooner, later in itertools.pairwise(self._times)]
             self._beside, self._times = max(min(steps) - own, 0.0), []
         self._slower = max((self._beside + other) / (self._beside + own), 1.0)
-        larger = sum(each.numel() for each in wider.parameters()) / self.parameters
+        self._beside, self._slower = self._ranks.from_first((self._beside, self._slower))
+        larger = sum(each.numel() for each in wider[0].parameters()) / self.parameters
         self._elasticity = min(math.log(self._slower) / math.log(larger), 1.0)
         return True
 
@@ -478,6 +548,35 @@ class AnytimeGrowth:
         self._rates = []
 
 
-def _ways(way: Any) -> dict[str, Any]:
+def _check_sizes(sizes: Any, factor: int) -> None:
+    """InputError if a network cannot pass through these sizes."""
+    if sizes is None:
+        return
+    given = sizes if isinstance(sizes, list | tuple) else []
+    if not given or any(isinstance(size, bool) or not isinstance(size, int) for size in given):
+        raise InputError(f"sizes is {sizes!r}; give a list of whole numbers, as [1, 2, 4]")
+    if factor != 2:
+        raise InputError(f"factor={factor} is given beside sizes={given}; leave factor out")
+    if given[0] != 1:
+        raise InputError(
+            f"sizes begins with {given[0]}; give multiples of the widths of the model, so that the first is 1, as [1, 2, 4]"
+        )
+    for size, wider in itertools.pairwise(given):
+        if wider <= size or wider % size:
+            raise InputError(
+                f"sizes has {wider} behind {size}; give a larger whole multiple of {size}, as layers can only be multiplied"
+            )
+
+
+def _refusal(error: Exception) -> str:
+    """Return why a network cannot become wider. Raises an error that says something else."""
+    if is_out_of_memory(error):
+        return "the wider network does not fit into the memory"
+    if isinstance(error, InputError):
+        return str(error)
+    raise error
+
+
+def _ways(way: Way | None) -> dict[str, Any]:
     """The setting of `widen` that takes one way alone; none where it was not needed."""
     return {"ways": [way]} if way else {}

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.graft.sharding import in_parts
+from esper.leyline.errors import InputError
 
 T = TypeVar("T")
 
@@ -28,8 +29,13 @@ class Ranks:
     def __init__(self, shared: bool, *, sharded: bool = False) -> None:
         """shared: whether there are others; sharded: whether each has a part of the network.
 
-        Every process of the group calls this.
+        Every process of the group calls this. InputError if there is no group.
         """
+        if shared and not (dist.is_available() and dist.is_initialized()):
+            raise InputError(
+                "shared=True is for several processes, and this program has no group of them; call "
+                "torch.distributed.init_process_group first, or leave shared out"
+            )
         self._group = dist.new_group() if shared else None  # of its own, so that its order with others does not matter
         self.size = dist.get_world_size() if shared else 1
         self.first = not shared or dist.get_rank() == 0

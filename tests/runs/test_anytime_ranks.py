@@ -1,0 +1,153 @@
+"""A network that becomes wider under DistributedDataParallel, which is made anew behind each growth: two processes over gloo."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import esper
+from esper.leyline.errors import InputError
+from loops import equal
+
+pytestmark = pytest.mark.campaign
+
+STEPS = 60
+RUNS = {
+    "ratio": {"ratio": 0.2, "sizes": [1, 2, 4]},
+    "probe": {"ratio": 0.2, "sizes": [1, 2, 4], "probed": True},
+    "seconds": {"ratio": 1e-3, "sizes": [1, 2], "cost": "seconds"},
+}
+STOPS = [15, 33]
+"""Steps behind which the run with a ratio is resumed: in the warm-up behind a growth, and between two growths."""
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys
+    sys.path[:0] = [{tests!r}, {tests!r} + "/.."]
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import nn
+    import esper
+    from esper.leyline.errors import InputError
+    from tests.tolaria.test_widening_networks import GPT
+
+    rank, size, folder, name, start = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
+    torch.set_num_threads(1)
+    if size > 1:
+        dist.init_process_group("gloo", init_method=f"file://{{folder}}/meet-{{name}}-{{start}}", rank=rank, world_size=size)
+
+    def texts(step):
+        return torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(step))
+
+    torch.manual_seed(0)
+    settings = dict({runs!r}[name])
+    if settings.pop("probed", False):
+        # the first process alone has a loss that falls, and decides
+        falls = iter([1.0 / (step + 1) if rank == 0 else 1.0 for step in range(100)])
+        settings["probe"] = [(texts(99)[:, :-1], texts(99)[:, 1:])]
+        settings["loss"] = lambda output, y: next(falls) + 0 * output.square().mean((1, 2))
+    model = GPT().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    growth = esper.AnytimeGrowth(
+        model, optimizer, example=texts(rank)[:2, :-1], warmup=4, shared=size > 1, **settings
+    )
+    if start:
+        saved = torch.load(f"{{folder}}/saved-{{start}}.pt")
+        growth.load_state_dict(saved["growth"])
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+
+    def wrapped():
+        return nn.parallel.DistributedDataParallel(model) if size > 1 else model
+
+    network = wrapped()
+    for step in range(start, {steps}):
+        if step in {stops!r} and rank == 0 and name == "ratio" and size > 1 and not start:
+            parts = {{"growth": growth, "model": model, "optimizer": optimizer}}
+            torch.save({{key: part.state_dict() for key, part in parts.items()}}, f"{{folder}}/saved-{{step}}.pt")
+        batch = texts(step)[rank::size]
+        F.cross_entropy(network(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if growth.step(batch[:, 1:]):
+            network = wrapped()
+    growth.finish()
+    refused = ""
+    if size > 1:
+        try:
+            esper.AnytimeGrowth(network, optimizer, example=texts(0)[:, :-1])
+        except InputError as error:
+            refused = str(error)
+    found = {{"model": model.state_dict(), "average": growth.average.state_dict(), "growths": growth.growths,
+              "seen": growth.seen, "why": growth.why, "refused": refused}}
+    torch.save(found, f"{{folder}}/{{name}}-{{size}}-{{start}}-{{rank}}.pt")
+    if size > 1:
+        dist.destroy_process_group()
+    """
+)
+
+
+def grow(folder, name, size, start=0):
+    """What every process found."""
+    tests = str(Path(__file__).parents[1])
+    program = folder / "program.py"
+    program.write_text(PROGRAM.format(tests=tests, runs=RUNS, steps=STEPS, stops=STOPS))
+    command = [sys.executable, str(program)]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), str(folder), name, str(start)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+    for each in running:
+        _, error = each.communicate(timeout=300)
+        assert each.returncode == 0, error
+    return [torch.load(folder / f"{name}-{size}-{start}-{rank}.pt") for rank in range(size)]
+
+
+def test_two_processes_become_wider_as_one_does_on_all_the_data_and_are_resumed_to_the_same_bits(tmp_path):
+    first, second = grow(tmp_path, "ratio", 2)
+    assert equal(first, second)
+    (alone,) = grow(tmp_path, "ratio", 1)
+    steps = [each["step"] for each in first["growths"]]
+    assert first["growths"] == alone["growths"]
+    assert (first["seen"], first["why"]) == (alone["seen"], "sizes ends with 4 times the first widths")
+    assert steps[0] < STOPS[0] <= steps[0] + 4 < STOPS[1] < steps[1]
+    for part in ("model", "average"):
+        for name, value in first[part].items():
+            assert torch.allclose(value, alone[part][name], rtol=1e-7, atol=1e-9), name
+    for start in STOPS:
+        assert equal(grow(tmp_path, "ratio", 2, start), [first, second])
+    assert "give its .module with shared=True, and wrap that anew" in first["refused"]
+
+
+@pytest.mark.parametrize("name", ["probe", "seconds"])
+def test_the_first_process_decides_where_each_measures_something_else(name, tmp_path):
+    first, second = grow(tmp_path, name, 2)
+    assert len(first["growths"]) == len(RUNS[name]["sizes"]) - 1
+    assert equal(first, second)
+
+
+def test_a_network_in_parts_is_refused_by_name_before_and_after_the_growth_is_made():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x, models = torch.randn(2, 4), [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)) for _ in range(2)]
+        optimizer = torch.optim.SGD(models[0].parameters(), 0.1)
+        growth = esper.AnytimeGrowth(models[0], optimizer, example=x, shared=True)
+        for model in models:
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(InputError, match="Sequential is sharded by fully_shard, and parts of parameters cannot"):
+            esper.AnytimeGrowth(models[1], torch.optim.SGD(models[1].parameters(), 0.1), example=x)
+        with pytest.raises(InputError, match="is sharded by fully_shard"):
+            growth.step(4)
+        assert (growth.steps, growth.seen) == (0, 0)
+    finally:
+        dist.destroy_process_group()
