@@ -2,12 +2,13 @@
 
     python bench/scripts/study_estimators.py                    # 8 seeds of 8 settings, about an hour on one core
     python bench/scripts/study_estimators.py --seeds 2 digits moons
+    python bench/scripts/study_estimators.py --plans digits     # the first two rows alone
 
-Rows of a setting: `GrowingClassifier` or `GrowingRegressor` with its defaults; networks of one width that the same class trains
-alike; the one of the first three that has the lowest loss on the examples that are held back, for the seconds of the three; and
-scikit-learn's own estimators with their defaults. Every row of a seed has the same training and test examples. Scores are
-accuracies, or R2. `letter` and `fashion` need the Debian packages r-cran-mlbench (with `rdata`) and dataset-fashion-mnist.
-Prints a table in Markdown.
+Rows of a setting: `GrowingClassifier` or `GrowingRegressor` with its defaults; the same with plan="anytime"; networks of one
+width that the same class trains alike; the one of the first three with the lowest loss on the examples that are held back, for
+the seconds of the three; and scikit-learn's own estimators with their defaults. Every row of a seed has the same training and
+test examples. Scores are accuracies, or R2. `letter` and `fashion` need the Debian packages r-cran-mlbench (with `rdata`) and
+dataset-fashion-mnist. Prints a table in Markdown.
 """
 
 import argparse
@@ -84,8 +85,8 @@ def fit(model: Any, data: list[NDArray[Any]]) -> Fit:
     return Fit(float(model.score(x_test, y_test)), seconds, loss, getattr(model, "units_", 0))
 
 
-def study(name: str, seeds: int) -> str:
-    """Run all rows of a setting; returns their lines."""
+def study(name: str, seeds: int, plans: bool) -> str:
+    """Run all rows of a setting, or those of the two plans alone; returns their lines."""
     x, y = SETTINGS[name]()
     classes = y.dtype.kind in "iu" and name not in ("diabetes", "friedman")
     growing = esper.GrowingClassifier if classes else esper.GrowingRegressor
@@ -95,14 +96,20 @@ def study(name: str, seeds: int) -> str:
     rows: dict[str, list[Fit]] = {}
     for seed in range(seeds):
         data = train_test_split(x, y, test_size=0.25, random_state=seed, stratify=y if classes else None)
-        found = {"growing": fit(growing(random_state=seed), data)}
-        for width in WIDTHS:
-            found[f"{width} units"] = fit(growing(units=width, most_units=width, random_state=seed), data)
-        each = [found[f"{width} units"] for width in WIDTHS]
-        found["the best of these"] = min(each, key=lambda one: one.loss)._replace(seconds=sum(e.seconds for e in each))
-        found[f"{BEYOND} units"] = fit(growing(units=BEYOND, most_units=BEYOND, random_state=seed), data)
-        found["MLP of scikit-learn"] = fit(make_pipeline(StandardScaler(), mlp(random_state=seed)), data)
-        found["gradient boosting"] = fit(trees(random_state=seed), data)
+        found = {
+            "growing": fit(growing(random_state=seed), data),
+            "growing, anytime": fit(growing(plan="anytime", random_state=seed), data),
+        }
+        if not plans:
+            for width in WIDTHS:
+                found[f"{width} units"] = fit(growing(units=width, most_units=width, random_state=seed), data)
+            each = [found[f"{width} units"] for width in WIDTHS]
+            found["the best of these"] = min(each, key=lambda one: one.loss)._replace(
+                seconds=sum(e.seconds for e in each)
+            )
+            found[f"{BEYOND} units"] = fit(growing(units=BEYOND, most_units=BEYOND, random_state=seed), data)
+            found["MLP of scikit-learn"] = fit(make_pipeline(StandardScaler(), mlp(random_state=seed)), data)
+            found["gradient boosting"] = fit(trees(random_state=seed), data)
         for row, one in found.items():
             rows.setdefault(row, []).append(one)
     lines = []
@@ -127,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"names: {', '.join(SETTINGS)}; all")
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--plans", action="store_true", help="the rows of the two plans alone")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -134,7 +142,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for name in SETTINGS:
         if not asked.settings or name in asked.settings:
-            print(study(name, asked.seeds), flush=True)
+            print(study(name, asked.seeds, asked.plans), flush=True)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,35 @@ def test_it_is_a_step_of_a_pipeline():
     assert pipeline[-1].growth_.endswith("ended after the most steps that were allowed, 100")
 
 
+def test_an_anytime_plan_passes_through_whole_factors_of_the_units_and_is_that_of_its_random_state(digits):
+    x, x_test, y, y_test = digits
+    model = esper.GrowingClassifier(units=2, factor=2, most_units=8, plan="anytime", random_state=0)
+    pipeline = make_pipeline(StandardScaler(), model).fit(x, y)
+    model = pipeline[-1]
+    assert list(dict.fromkeys(look.units for look in model.looks_)) == [2, 4, 8]
+    assert model.growth_.startswith("2 hidden layers of 2 -> 4 -> 8 units; the network of step ")
+    assert model.units_ == model.network_[2].in_features
+    small = clone(model).set_params(most_units=2).fit(x, y)
+    assert small.units_ == 2
+    assert "more would exceed most_units=2" in small.growth_
+    assert pipeline.score(x_test, y_test) > small.score(x_test, y_test)
+    again = clone(model).fit(pipeline[0].transform(x), y)
+    assert np.array_equal(again.predict_proba(x_test), model.predict_proba(x_test))
+    assert again.growth_ == model.growth_
+
+
+def test_an_anytime_plan_says_that_size_does_not_matter_where_the_loss_stops_falling_before_the_first_growth():
+    x, y = load_diabetes(return_X_y=True)
+    model = esper.GrowingRegressor(plan="anytime", random_state=0)
+    assert cross_val_score(model, x, y, cv=2).mean() > 0.3
+    model.fit(x, y)
+    assert {look.units for look in model.looks_} == {16}
+    assert (
+        "has 16: size does not matter here, as the loss on examples that are held back stopped falling" in model.growth_
+    )
+    assert ", and it learns by heart, as the loss is " in model.growth_
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -97,6 +126,9 @@ def test_it_is_a_step_of_a_pipeline():
         ({"held_out": 1.0}, "held_out is 1.0; give a number above 0 and below 1"),
         ({"rate": "fast"}, "rate is 'fast'; give a number above 0"),
         ({"most_units": 8}, "most_units is 8, below units, 16; give at least as many"),
+        ({"plan": "slow"}, "plan is 'slow'; give None or 'anytime'"),
+        ({"plan": "anytime", "factor": 1.5}, "factor is 1.5, and plan='anytime' takes whole factors alone"),
+        ({"plan": "anytime", "rate": 1e30}, "give a smaller rate than 1e+30"),
         ({"rate": 1e30}, "give a smaller rate than 1e+30"),
     ],
 )
@@ -138,7 +170,12 @@ UNEQUAL = {"check_methods_subset_invariance": "a sum of float32 depends on how m
 
 @pytest.mark.campaign
 @parametrize_with_checks(
-    [esper.GrowingClassifier(most_steps=200), esper.GrowingRegressor(most_steps=200)],
+    [
+        esper.GrowingClassifier(most_steps=200),
+        esper.GrowingRegressor(most_steps=200),
+        esper.GrowingClassifier(most_steps=200, plan="anytime"),
+        esper.GrowingRegressor(most_steps=200, plan="anytime"),
+    ],
     expected_failed_checks=lambda estimator: UNEQUAL,
 )
 def test_scikit_learn_accepts_them(estimator, check):

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
+from esper.runs.live.anytime import AnytimeGrowth
 from esper.tolaria.live.widening import widen
 
 LOOK = 50
@@ -64,6 +65,7 @@ class _Growing(BaseEstimator):
         held_out: float = 0.15,
         patience: int = 12,
         most_steps: int = 20_000,
+        plan: Literal["anytime"] | None = None,
         random_state: Any = None,
     ) -> None:
         self.layers = layers
@@ -75,6 +77,7 @@ class _Growing(BaseEstimator):
         self.held_out = held_out
         self.patience = patience
         self.most_steps = most_steps
+        self.plan = plan
         self.random_state = random_state
 
     @torch.enable_grad()
@@ -93,9 +96,11 @@ class _Growing(BaseEstimator):
         with drawn_with(key):
             network = _mlp(x.shape[1], self.units, outputs, self.layers).float()
         optimizer = torch.optim.AdamW(network.parameters(), self.rate)
-        average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        moving = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        growth = None if self.plan is None else self._anytime(network, optimizer, inputs[held], target[held], loss, key)
+        average = moving.module if growth is None else growth.average
         batches = _batches(train, min(self.batch, len(train)), key)
-        units, steps, since_best, looks, why = self.units, 0, 0, list[Look](), ""
+        steps, since_best, looks, why = 0, 0, list[Look](), ""
         best = at_growth = math.inf
         kept: nn.Module | None = None
         best_look = Look(0, self.units, math.inf)
@@ -106,34 +111,44 @@ class _Growing(BaseEstimator):
                 loss(network(inputs[batch]), target[batch]).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                average.update_parameters(network)
                 steps += 1
-            found = _mean_loss(average.module, inputs[held], target[held], loss)
+                if growth is None:
+                    moving.update_parameters(network)
+                elif growth.step(len(batch)):
+                    since_best = 0
+            found = _mean_loss(average, inputs[held], target[held], loss)
+            units = int(network[0].out_features)  # type: ignore[arg-type]
             looks.append(Look(steps, units, found))
             if found < best * (1 - WORTH / 10):
-                best, since_best, kept, best_look = found, 0, copy.deepcopy(average.module), looks[-1]
+                best, since_best, kept, best_look = found, 0, copy.deepcopy(average), looks[-1]
             else:
                 since_best += 1
+            seen = train[: len(held)]  # as many that it trains on
             if since_best >= self.patience or not math.isfinite(found):
                 self.stopped_ = (
                     f"after {steps:,} steps, because the loss on the {counted(len(held), 'example')} that are held back had not "
                     f"fallen in {counted(since_best, 'look')}"
                 )
+                if growth is not None and not growth.growths and growth.sizes != (1,):
+                    why = (
+                        "the loss on examples that are held back stopped falling before the network was due to be wider"
+                    )
+                    if by_heart := _by_heart(found, _mean_loss(average, inputs[seen], target[seen], loss)):
+                        why = f"size does not matter here, as {why}, and {by_heart}"
                 break
-            seen = train[: len(held)]  # as many that it trains on
             if math.ceil(units * self.factor) > self.most_units:
                 why = f"more would exceed most_units={self.most_units:,}"
+            elif growth is not None:
+                why = growth.why
             elif best > at_growth * (1 - WORTH):
                 why = f"the loss had fallen by less than {WORTH:.0%} since it has these"
-            elif found > (1 + BY_HEART) * (known := _mean_loss(average.module, inputs[seen], target[seen], loss)):
-                why = f"it learns by heart, as the loss is {found / known - 1:.0%} above that on examples it trains on"
+            elif by_heart := _by_heart(found, _mean_loss(average, inputs[seen], target[seen], loss)):
+                why = by_heart
             elif steps >= self.most_steps:
                 why = "the training ended then"
             else:
-                widen(
-                    network, self.factor, example=inputs[held][:2], optimizer=optimizer, ema=average, seed=key + steps
-                )
-                units, at_growth = math.ceil(units * self.factor), best
+                widen(network, self.factor, example=inputs[held][:2], optimizer=optimizer, ema=moving, seed=key + steps)
+                at_growth = best
         if kept is None:
             raise InputError(
                 f"the loss on the examples that are held back is {found}; give a smaller rate than {self.rate:g}, or finite data"
@@ -141,6 +156,22 @@ class _Growing(BaseEstimator):
         self.network_, self.looks_, self.n_iter_ = kept, looks, steps
         self.units_ = int(kept.get_submodule("0").out_features)  # type: ignore[arg-type]
         self.growth_ = self._told(best_look, why)
+
+    def _anytime(
+        self,
+        network: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        inputs: Tensor,
+        target: Tensor,
+        loss: nn.Module,
+        key: int,
+    ) -> AnytimeGrowth:
+        """Return the growth that becomes wider when the loss on examples that are held back begins to fall more slowly."""
+        sizes = [1]
+        while self.units * sizes[-1] * self.factor <= self.most_units:
+            sizes.append(sizes[-1] * int(self.factor))
+        probe = [(inputs, target)]
+        return AnytimeGrowth(network, optimizer, example=inputs[:2], sizes=sizes, probe=probe, loss=loss, seed=key)
 
     def _told(self, best: Look, why: str) -> str:
         """Say in one sentence which size was found, and why no other; `why` kept the network from growing at the last look."""
@@ -175,6 +206,8 @@ class _Growing(BaseEstimator):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise InputError(f"{name} is {value!r}; give a whole number from 1 on")
+        if self.plan not in (None, "anytime"):
+            raise InputError(f"plan is {self.plan!r}; give None or 'anytime'")
         if self.most_units < self.units:
             raise InputError(f"most_units is {self.most_units}, below units, {self.units}; give at least as many")
         for name, low, high in (("factor", 1.0, math.inf), ("rate", 0.0, math.inf), ("held_out", 0.0, 1.0)):
@@ -183,6 +216,10 @@ class _Growing(BaseEstimator):
                 raise InputError(
                     f"{name} is {value!r}; give a number above {low:g}" + f" and below {high:g}" * (high < math.inf)
                 )
+        if self.plan is not None and self.factor != int(self.factor):
+            raise InputError(
+                f"factor is {self.factor!r}, and plan='anytime' takes whole factors alone; give a whole number"
+            )
 
 
 class GrowingClassifier(ClassifierMixin, _Growing):
@@ -197,6 +234,10 @@ class GrowingClassifier(ClassifierMixin, _Growing):
     times its units (`esper.widen`, which changes no output). Training ends when `patience` looks have found no lower loss; the
     network with the lowest is kept.
 
+    With plan='anytime' it grows as `esper.AnytimeGrowth` does, whose probe are the examples that are held back: when the loss on
+    them begins to fall more slowly, with its average of the weights and its rates by size. Where that loss stops falling before
+    the first growth, and the network learns by heart, `growth_` says that size does not matter.
+
     Args:
         layers: hidden layers
         units: of each hidden layer at first
@@ -207,6 +248,7 @@ class GrowingClassifier(ClassifierMixin, _Growing):
         held_out: share of the examples that are held back, at most 10,000
         patience: looks without a lower loss after which training ends
         most_steps: steps of the optimizer
+        plan: when it grows: None as soon as the loss has fallen, 'anytime' when the loss falls more slowly than before
         random_state: seed, generator or None, as everywhere in scikit-learn; it decides all that is random here
 
     Attributes:
@@ -299,6 +341,13 @@ def _batches(train: Tensor, size: int, key: int) -> Iterator[Tensor]:
     while True:
         order = train[torch.randperm(len(train), generator=generator)]
         yield from order[: len(order) // size * size].split(size)
+
+
+def _by_heart(found: float, known: float) -> str:
+    """Say that a network learns by heart, if its loss on examples that are held back is far above that on known ones; or ''."""
+    if found <= (1 + BY_HEART) * known:
+        return ""
+    return f"it learns by heart, as the loss is {found / known - 1:.0%} above that on examples it trains on"
 
 
 def _mean_loss(network: nn.Module, inputs: Tensor, target: Tensor, loss: nn.Module) -> float:
