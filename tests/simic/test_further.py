@@ -11,6 +11,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import allowed_of, every_decision, offered
 from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.verdicts import Refusal
 from esper.runs.configuration import training_configs
 from esper.runs.training.cohort import cohorts_of
 from esper.runs.training.train import Trainer
@@ -100,6 +101,33 @@ def test_the_probabilities_of_a_further_decision_sum_to_one():
     lesson.engine.step(output.decision.actions, None, further)
     assert len(found) > 1
     assert sum(found) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_no_seed_of_as_many_parameters_follows_one_that_was_refused_in_the_step(greedy):
+    config = small_config(SEVERAL, {"governor": {"param_limit": 0.1}}, envs=ENVS, steps=STEPS)
+    engine = VectorizedEngine(blobs(menu=MENU), config)
+    policy = Policy.fresh(Language.of([engine.space]), 0, decisions_per_step=MANY)
+    policy.network.bias_ops({Op.GERMINATE: 10.0})
+    client = Learned(policy) if greedy else SimicClient(PPO(policy, config.ppo, 0), get_reward(config.reward))
+    many = 0
+
+    class Watch(Observer):
+        def stepped(self, step):
+            nonlocal many
+            smallest = np.full(ENVS, np.inf)
+            cost = np.broadcast_to(step.view.space.cost, step.view.masks.blueprint.shape)
+            for actions, refused in ((step.outcome.actions, step.outcome.refused), *step.further):
+                price = cost[np.arange(ENVS), actions.slot, actions.blueprint]
+                plants = actions.op == Op.GERMINATE
+                assert (price < smallest)[plants].all()
+                denied = plants & (refused == Refusal.PARAM_BUDGET)
+                smallest = np.where(denied, price, smallest)
+                many += int(denied.sum())
+
+    engine.reset()
+    play(engine, client, Watch())
+    assert many > 0
 
 
 def test_a_row_decides_the_same_whether_others_decide_more_or_not(own):

@@ -14,6 +14,7 @@ from esper.leyline.lifecycle.masks import (
     draw_uniform,
     every_decision,
     offered,
+    without_blueprints,
 )
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Masks
@@ -118,6 +119,23 @@ def test_a_barred_operation_is_forbidden_in_its_rows_alone(random_view, table):
     rows = np.arange(6) % 2 == 0
     expected = allowed_of(masks, table) & ~(rows[:, None] & (table[:, Head.OP] == Op.PRUNE))
     assert np.array_equal(allowed_of(barred(masks, Op.PRUNE, rows), table), expected)
+
+
+def test_a_forbidden_blueprint_cannot_be_planted_and_nothing_else_is_forbidden(random_view, table):
+    masks = random_view(6, 1).masks
+    forbidden = np.zeros(masks.blueprint.shape, bool)
+    forbidden[::2, :, 0], forbidden[1, 0] = True, True
+    plants = table[:, Head.OP] == Op.GERMINATE
+    expected = allowed_of(masks, table) & ~(plants & forbidden[:, table[:, Head.SLOT], table[:, Head.BLUEPRINT]])
+    assert np.array_equal(allowed_of(without_blueprints(masks, forbidden), table), expected)
+
+
+def test_nothing_can_be_planted_where_every_blueprint_is_forbidden(random_view):
+    masks = random_view(6, 1).masks
+    rows = np.arange(6) % 2 == 0
+    left = without_blueprints(masks, np.broadcast_to(rows[:, None, None], masks.blueprint.shape))
+    assert masks.op[rows, Op.GERMINATE].any()
+    assert np.array_equal(left.op[:, Op.GERMINATE], masks.op[:, Op.GERMINATE] & ~rows)
 
 
 def test_choices_of_a_head_that_does_not_matter_are_all_open(view):

@@ -122,6 +122,14 @@ def only_wait(masks: Masks, rows: Bools) -> Masks:
     return masks._replace(op=ops)
 
 
+def without_blueprints(masks: Masks, forbidden: Bools) -> Masks:
+    """The masks with blueprints forbidden at slots, (E, S, K) bool, and GERMINATE where none is left."""
+    blueprint, slot, op = masks.blueprint & ~forbidden, masks.slot.copy(), masks.op.copy()
+    slot[:, Op.GERMINATE] &= blueprint.any(2)
+    op[:, Op.GERMINATE] &= slot[:, Op.GERMINATE].any(1)
+    return masks._replace(op=op, slot=slot, blueprint=blueprint)
+
+
 def defaults(space: Space) -> dict[Head, int]:
     """The choices that a decision leaves open: ADD, a ramp of `TEMPO` steps or the first above 0, and the largest dose."""
     ramps = space.tempos

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.lifecycle.actions import Actions, Head, Op
-from esper.leyline.lifecycle.masks import only_wait
+from esper.leyline.lifecycle.masks import only_wait, without_blueprints
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Masks, Outcome, Space, View
 from esper.leyline.protocols import Judgement
@@ -57,6 +57,9 @@ class RecurrentActor:
         self._episode = -1
         self._open = np.zeros(0, bool)  # environments whose decisions of the step are not over
         self._made = np.zeros(0, np.int64)  # decisions of the step so far, of each environment
+        self._refused = np.zeros(
+            0
+        )  # parameters of the smallest seed that was refused in the step; infinite where none was
         self._calls = 0  # decisions of the environment with the most, and plantings of its packages
         self._opened = Opened.none(0, 0)  # packages that are not planted completely
         self.reasons: Sequence[str | None] = []  # the packages that the last plantings belong to
@@ -72,7 +75,7 @@ class RecurrentActor:
             self._opened = Opened.none(envs, len(view.space.slots))
         self.history = self.history.measured(view.measurements)
         self._open, self._made, self._heard = np.ones(envs, bool), np.zeros(envs, np.int64), False
-        self._calls = 0
+        self._calls, self._refused = 0, np.full(envs, np.inf)
         output = self._decide(view, exploration, greedy)
         self._begins = np.zeros(envs, bool)
         return output
@@ -89,10 +92,14 @@ class RecurrentActor:
         """Decide once more in the same step, where the last decision was not WAIT; None where no environment decides.
 
         done, refused: (E,) the last decisions that were carried out, and a `Refusal` for each. The decision of an environment
-        whose decisions are over is WAIT, and its memory stays as it is.
+        whose decisions are over is WAIT, and its memory stays as it is. Where a seed was refused, no seed of as many parameters
+        is offered again in the step: nothing that the policy observes would keep it from repeating the decision.
         """
         if self.policy.decisions_per_step == 1 and not self.policy.language.packages:
             return None
+        envs = np.flatnonzero((done.op == Op.GERMINATE) & (refused != Refusal.NONE))
+        cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)[envs, done.slot[envs], done.blueprint[envs]]
+        self._refused[envs] = np.minimum(self._refused[envs], cost)
         op, accepted = np.where(self._open, done.op, self.history.op), np.asarray(refused == Refusal.NONE)
         self.history = self.history._replace(op=op, accepted=np.where(self._open, accepted, self.history.accepted))
         more = (self._made < self.policy.decisions_per_step) | self._opened.rows
@@ -135,7 +142,9 @@ class RecurrentActor:
     def _decide(self, view: View, exploration: Mapping[Head, float], greedy: bool) -> ActorOutput:
         """One decision of the environments that are open and plant no package, and WAIT in the others."""
         observation, idle = self.observe(view, self.history), ~self._open | self._opened.rows
-        masks = only_wait(self.masks(view), idle) if idle.any() else self.masks(view)
+        dear = view.space.cost >= self._refused[:, None, None]
+        masks = self.masks(view._replace(masks=without_blueprints(view.masks, dear)) if dear.any() else view)
+        masks = only_wait(masks, idle) if idle.any() else masks
         with torch.no_grad(), full_precision(self.policy.device):
             encoded, value, hidden = self._forward(observation, view.space, self.hidden)
             drawn = None if greedy else draws(view, self._calls)
