@@ -1,23 +1,22 @@
-"""What PPO alone, without a teacher, reaches on trained hosts with one damaged site, by episodes and by seconds.
+"""What PPO alone, without a teacher, reaches on trained hosts with damage, by episodes and by seconds.
 
     python bench/scripts/study_heal_ppo.py OUT --seeds 5 --rounds 60 --page FILE
 
-A training learns from the 480 training cases of the trees and the dense reward, with the settings of `esper train` but for the
-rate 3e-3, lambda .95, episodes of ten steps and up to six decisions a step, as the trees, which plant at several places at once,
-make more than one. It validates on 32 further cases every ten rounds, and
-the best of these controllers is evaluated on fresh instances beside the trees and the rules. Trainings that are in OUT are not
-made again.
+A training draws new instances of `heal` in every round, of all kinds of damage, on the first 128 training hosts. Its settings are
+those of `esper train` but for the ones of SETTINGS. It validates on 96 validation instances every ten rounds, and the best of
+these controllers is evaluated on fresh instances beside the trees and the rules. Trainings that are in OUT are not made again.
 """
 
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from train_learners import SHORT, restricted
+from train_learners import SHORT
 
 import esper
 from esper.leyline.data.task import Mixture
@@ -29,6 +28,8 @@ from esper.runs.training.cohort import cohorts_of, settings_of_policy
 from esper.runs.training.train import Trainer
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
+from esper_bench.healing import heal
+from esper_bench.healing.hosts import VECTORS
 
 SETTINGS: dict[str, Any] = {
     **SHORT,
@@ -36,13 +37,40 @@ SETTINGS: dict[str, Any] = {
     "probe": {"sensors_every": 1000, "coalitions_every": 1000},
     "reward": {"group_size": 4},
     "telemetry": {"level": "off"},
-    "ppo": {"gae_lambda": 0.95, "validate_envs": 32, "lr": 0.003, "imitation_rounds": 0, "decisions_per_step": 6},
+    "ppo": {
+        "gae_lambda": 0.8,
+        "update_epochs": 8,
+        "lr": 0.003,
+        "imitation_rounds": 0,
+        "decisions_per_step": 6,
+        "validate_envs": 96,
+    },
 }
+"""Up to six decisions a step, as the trees plant at several places at once. lambda counts decisions, not steps."""
+HOSTS = 128
+"""Training hosts that the instances have; more of them take longer to train than the policy."""
+FIRST = 36_864
+"""First held-out instance of the evaluation, of a range that no other study uses."""
 OPPONENTS = ("tree", "collapse", "uniform", "heuristic", "never")
 COST = {"tree": "7,200"}
 """Episodes that fitting a controller took."""
 EVERY = 10
 """Rounds between validations."""
+
+
+def few_hosts() -> Mixture:
+    """Return `heal` with those of its training instances whose host is one of the first `HOSTS`."""
+    whole, part, hosts = heal.heal(), heal.RANGES["training"], VECTORS.count
+
+    def key(number: int) -> int:
+        return number if number not in part else part.start + number // HOSTS * hosts + number % HOSTS
+
+    return replace(
+        whole,
+        sample=lambda number: whole.sample(key(number)),
+        test=lambda number: whole.test(key(number)),
+        ranges={**whole.ranges, "training": range(len(part) // hosts * HOSTS)},
+    )
 
 
 def train(folder: Path, task: Mixture, seed: int, rounds: int) -> list[list[float]]:
@@ -86,7 +114,7 @@ def main() -> None:
     if arguments.quick:
         arguments.seeds, arguments.rounds, arguments.instances = 1, 2, 4
     torch.set_num_threads(1)
-    task = restricted()
+    task = few_hosts()
     folders = [arguments.out / f"ppo-s{seed}" for seed in range(arguments.seeds)]
     curves = np.array([train(folder, task, seed, arguments.rounds) for seed, folder in enumerate(folders)])
     record = esper.evaluate(
@@ -94,6 +122,7 @@ def main() -> None:
         "heal",
         instances=arguments.instances,
         seeds=1,
+        first=FIRST,
         settings=SHORT,
         baselines=(),
         out=arguments.out / "evaluation",
@@ -145,9 +174,9 @@ def head(arguments: argparse.Namespace) -> list[str]:
         "",
         f"    python bench/scripts/study_heal_ppo.py OUT --seeds {arguments.seeds} --rounds {arguments.rounds}",
         "",
-        "Two shared cores of a virtual machine with an AMD EPYC processor, torch 2.13.0+cpu, one thread. PPO learns",
-        "without a teacher from the 480 training cases of the trees, with up to six decisions a step; everything else is said by",
-        "the script.",
+        "Two shared cores of a virtual machine with an Intel Xeon processor, torch 2.13.0+cpu, one thread. PPO learns",
+        "without a teacher from instances of `heal` that are new in every round, on the first 128 training hosts, with up to six",
+        "decisions a step; everything else is said by the script. Seconds are those of the processor.",
         "Intervals of the second table are over instances, of the mean of all trainings.",
         "",
     ]
