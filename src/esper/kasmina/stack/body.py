@@ -20,7 +20,7 @@ from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.host import Chain, SegmentedHost, dtype_of, first_segment
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed
-from esper.kasmina.stack.layout import TAPS, HostTable, Layout
+from esper.kasmina.stack.layout import BEFORE, TAPS, HostTable, Layout
 from esper.kasmina.stack.plan import Branches, CallDoses, CallPlan, Doses, Indices, Join, Plan, PlanCache, Route, Run
 from esper.kasmina.stack.rows import (
     Mapping,
@@ -530,7 +530,8 @@ class _Running:
         leaving = h
         if join is not None and join.grown:
             extra = self._joined(segment, extra, h, x)
-            extra_before = ops.append(extra_before, ops.select(ops.constant(before), self.doses.joins[segment][1]))
+            if layout.widest.taps[slot, BEFORE]:  # else it may be a batch of several tensors
+                extra_before = ops.append(extra_before, ops.select(ops.constant(before), self.doses.joins[segment][1]))
         if self.frozen and not h.requires_grad:
             h = h.detach().requires_grad_()
         if self.kept != "none":
