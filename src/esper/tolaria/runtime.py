@@ -66,18 +66,33 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 def check_modules(products: torch.dtype | None, device: torch.device, modules: Iterable[nn.Module]) -> None:
     """Raise InputError if torch cannot run one of the modules with products of a type: an LSTM in float16 on most CPUs."""
-    if products != torch.float16 or device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_fp16_supported():
+    if products != torch.float16 or device.type != "cpu":
         return
     if any(isinstance(part, nn.LSTM) for module in modules for part in module.modules()):
         raise InputError(
-            "amp is fp16, but torch has no LSTM in float16 for this processor; set amp to off, or to bf16 if the processor "
-            "multiplies it natively"
+            "amp is fp16, but torch has no LSTM in float16 whose rows do not depend on each other on a CPU; set amp to off, or "
+            "to bf16 if the processor multiplies it natively"
         )
 
 
 def products_in(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:
     """Return the context of a forward pass whose products are in `dtype`, as `torch.autocast` chooses; None changes nothing."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+@contextmanager
+def same_products(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
+    """Let products in `dtype`, of forward and backward passes, have the same bits for any number of rows.
+
+    A processor with instructions for float16 multiplies it by oneDNN, which chooses other kernels for other numbers of rows.
+    Without it, torch computes float16 by way of float32, as on other processors.
+    """
+    before, apart = torch._C._get_mkldnn_enabled(), dtype == torch.float16 and device.type == "cpu"
+    torch._C._set_mkldnn_enabled(before and not apart)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 WORKSPACE, FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")

@@ -56,6 +56,7 @@ from esper.tolaria.runtime import (
     read_packet,
     resolve_amp,
     resolve_device,
+    same_products,
     use_deterministic_kernels,
 )
 from esper.tolaria.stacked.compiling import Passes, Total, check_divisible
@@ -351,19 +352,20 @@ class StackedPopulation:
         loss = torch.zeros(rows, dtype=body.dtype, device=body.device)
         sums, draws = [loss[route.part] for route in routes], body.draws
         last = config.steps * config.data.batches_per_step
-        for _ in range(steps.updates):
-            for _ in range(accumulate):
-                keys = None
-                if draws:
-                    keys = key(config.seed, Purpose.DROPOUT, self.data.instance, self._episode, feed.batch)
-                feed.advance()
-                for route, total in zip(routes, sums, strict=True):
-                    part = route.part
-                    factors = None if self.scaler is None else self.scaler.scale[part]
-                    own = None if keys is None else keys[part]
-                    batch = *feed.of(part), feed.weights_of(part), factors
-                    total += self.passes.backward(route, *batch, own, remaining=last - feed.batch)
-            steps.update()
+        with same_products(self._products, self.device):
+            for _ in range(steps.updates):
+                for _ in range(accumulate):
+                    keys = None
+                    if draws:
+                        keys = key(config.seed, Purpose.DROPOUT, self.data.instance, self._episode, feed.batch)
+                    feed.advance()
+                    for route, total in zip(routes, sums, strict=True):
+                        part = route.part
+                        factors = None if self.scaler is None else self.scaler.scale[part]
+                        own = None if keys is None else keys[part]
+                        batch = *feed.of(part), feed.weights_of(part), factors
+                        total += self.passes.backward(route, *batch, own, remaining=last - feed.batch)
+                steps.update()
         host, *others = (steps.mean(group.norm, group) for group in groups)
         parts = [(group.names, steps.mean(group.parts, group)) for group in groups if group.parts is not None]
         mean = loss / config.data.batches_per_step
