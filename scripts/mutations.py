@@ -1,4 +1,4 @@
-"""Break the core in 43 ways, one at a time, and show that the tests notice each.
+"""Break the core in 46 ways, one at a time, and show that the tests notice each.
 
     python scripts/mutations.py                    # all of them; exit code 1 where one is not caught
     python scripts/mutations.py 3 17               # some, by number
@@ -33,10 +33,21 @@ class Mutation(NamedTuple):
 
 LIFECYCLE, GATES, MASKS = "kasmina/lifecycle.py", "leyline/lifecycle/gates.py", "leyline/lifecycle/masks.py"
 SLOT, FOLDING, COALITIONS = "kasmina/slot.py", "kasmina/graft/folding.py", "tolaria/measure/coalitions.py"
-TAPE = "kasmina/stack/tape.py"
+TAPE, BODY, TRAIN = "kasmina/stack/tape.py", "kasmina/stack/body.py", "runs/training/train.py"
 OPTIMIZER, PPO, REWARDS = "tolaria/stacked/optimizer.py", "simic/ppo.py", "simic/rewards.py"
 
 MUTATIONS = (
+    # Branches and imitation: seeds that do not act, rows of others, the policy of another round
+    Mutation(
+        BODY, "there if (branches.dose[through:there, slot] > 0).any() else through", "through", "kasmina/test_body.py"
+    ),
+    Mutation(
+        BODY,
+        "whole = np.array_equal(joining, np.arange(len(envs)))",
+        "whole = len(joining) == len(envs) - 1",
+        "tolaria/test_coalitions.py",
+    ),
+    Mutation(TRAIN, "self.policy.load_state(shown.policy)", "pass", "simic/test_imitation.py"),
     # Lifecycle: off by one, wrong stage, forgotten state
     Mutation(
         LIFECYCLE,
