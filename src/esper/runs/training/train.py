@@ -311,7 +311,7 @@ class _Asked(Observer):
         return not self.asked
 
 
-class Shown(NamedTuple):
+class ShownRound(NamedTuple):
     """What a teacher has shown in a round of imitation, and all that its episodes depend on.
 
     Attributes:
@@ -344,7 +344,7 @@ class Trainer:
         self.learner = learner_of(policy, config)
         self.exchange = self.learner.exchange
         self.player = Player(cohorts, self.learner, reward, self.hub)
-        self.shown: list[Shown] = []  # by the teacher so far, of each round
+        self.shown: list[ShownRound] = []  # by the teacher so far, of each round
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
         self.history = RoundHistory(config.ppo)
         self.wrong: dict[str, str] = {}  # with the learner after the last round
@@ -427,14 +427,14 @@ class Trainer:
         policy = deepcopy(self.policy.state())
         own, seconds = self._play(part, interrupt, observers)
         begin = time.perf_counter()
-        fresh = Shown(part, policy, {place: rollout.copied() for place, rollout in own.items()})
+        fresh = ShownRound(part, policy, {place: rollout.copied() for place, rollout in own.items()})
         played = [each for shown in (*self.shown, fresh) for each in self._divided(shown.rollouts)]
         passes = self.config.ppo.imitation_passes if number == -1 else None
         figures = self.learner.imitate(played, len(by_task(self.cohorts)), passes)
         self.shown.append(fresh)
         return self._close(figures, seconds, begin)
 
-    def lacking(self) -> list[tuple[Shown, int]]:
+    def lacking(self) -> list[tuple[ShownRound, int]]:
         """Return the episodes of imitation, each with its cohort, of which this worker should have the rollout and does not.
 
         Another worker has played them, or this one before it was started again. No worker sends a rollout, or a training with
@@ -447,7 +447,7 @@ class Trainer:
         """Return the number of episodes of imitation that the other workers lack, which begin with none."""
         return len(self._needed()) * sum(not self.exchange.owns(place) for place in range(len(self.cohorts)))
 
-    def _needed(self) -> Sequence[Shown]:
+    def _needed(self) -> Sequence[ShownRound]:
         return self.shown if self.number < 0 else ()  # learning needs none of them
 
     def _show_again(self, interrupt: Interrupt, observers: Sequence[Observer]) -> None:
@@ -596,7 +596,7 @@ class Trainer:
         self.policy.load_state(state["policy"])
         self.learner.load_state(state["learner"])
         self.shown = [
-            Shown(
+            ShownRound(
                 WorkItem(*entry["part"]),
                 entry["policy"],
                 {place: Rollout.of_tree(tree) for place, tree in entry["rollouts"]},
