@@ -32,6 +32,7 @@ import torch
 from device_reads import counted_reads
 
 import esper
+from esper.leyline.lifecycle.view import View
 from esper.nissa.events import read_events
 from esper.nissa.hub import Hub, Level
 from esper.nissa.outputs import QUEUED, Guarded, JsonLines, Output
@@ -42,7 +43,7 @@ from esper.tolaria.journal import Journal
 from esper.tolaria.play import Step, decide
 
 LEVELS: tuple[Level, ...] = ("off", "run", "step", "debug")
-TASKS = ("digits", "repair")
+TASKS = ("digits", "repair", "digits-narrow")
 HEAD = """# Benchmark: telemetry
 
 What `telemetry.level` costs, measured by `scripts/benchmark_telemetry.py`, which explains the method. Ratios compare a level
@@ -62,6 +63,7 @@ class Turn(NamedTuple):
     client: Any
     journal: Journal
     path: Path
+    views: list[View]  # the last one
     seconds: list[float]  # by the clock
     own: list[float]  # of the processor
     journal_own: list[float]  # those of them that making and writing the rows took
@@ -222,12 +224,14 @@ def begun(
     path = folder / f"{name}-{level}-{envs}.jsonl"
     path.unlink(missing_ok=True)
     engine.reset()
-    return Turn(engine, client, Journal(engine, Hub([JsonLines(path), *outputs], level)), path, [], [], [])
+    return Turn(
+        engine, client, Journal(engine, Hub([JsonLines(path), *outputs], level)), path, [engine.view()], [], [], []
+    )
 
 
 def take(turn: Turn) -> None:
     """One step of a population."""
-    view = turn.engine.view()
+    (view,) = turn.views
     decision = decide(turn.client, view)
     begin, own = time.perf_counter(), time.process_time()
     turn.journal.going(view)
@@ -239,6 +243,7 @@ def take(turn: Turn) -> None:
     turn.journal_own.append(done - stepped + stepping - own)
     turn.own.append(done - own)
     turn.seconds.append(time.perf_counter() - begin)
+    turn.views[0] = after
     turn.client.store(outcome)
 
 

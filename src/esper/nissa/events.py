@@ -1,6 +1,7 @@
 """Making, writing and reading the rows of events.jsonl (nissa/rows.py). E environments, S slots."""
 
 import functools
+import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -219,7 +220,7 @@ def rounded(values: Any) -> Floats:
 
 def digits(value: float) -> float | None:
     """A number to `DIGITS` significant digits; None if it is not finite."""
-    return float(f"{value:.{DIGITS}g}") if np.isfinite(value) else None
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
 class RunShape:
@@ -317,19 +318,22 @@ class _Head(msgspec.Struct):
 def _short(values: Any) -> list[Any]:
     """Lists of numbers, with None for a list of nothing, and integers, which take less room, for whole numbers."""
     array = np.asarray(values, np.float64)
-    lists: list[Any] = array.tolist()
-    return _shortened(lists) if array.size else lists
+    whole = (np.rint(array) == array) & (np.abs(array) < 2**53)  # those that a float holds exactly
+    short = array
+    if whole.any():
+        short = array.astype(object)
+        short[whole] = array[whole].astype(np.int64)
+    return _without_nothing(short.tolist(), np.isnan(array)) if array.ndim > 1 and array.size else short.tolist()
 
 
-def _shortened(values: list[Any]) -> list[Any]:
-    # in Python: a call of NumPy for each short list takes longer than its numbers
-    if isinstance(values[0], float):
-        return [int(value) if value.is_integer() else value for value in values]
-    return [None if _nothing(part) else _shortened(part) for part in values]
-
-
-def _nothing(values: list[Any]) -> bool:
-    return all(value != value if isinstance(value, float) else _nothing(value) for value in values)
+def _without_nothing(lists: list[Any], absent: Bools) -> list[Any]:
+    """Put None for each list whose numbers are all absent."""
+    nothing = np.asarray(absent.reshape(len(lists), -1).all(1))
+    if absent.ndim > 2:
+        return [None if none else _without_nothing(*each) for none, *each in zip(nothing, lists, absent, strict=True)]
+    for place in np.flatnonzero(nothing).tolist():
+        lists[place] = None
+    return lists
 
 
 def _shape(values: Any, depth: int) -> tuple[int, ...]:

@@ -8,9 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.config.tree import GatesConfig
 from esper.leyline.lifecycle.actions import RELEVANT, Blend, Head, Op
-from esper.leyline.lifecycle.gates import judge
+from esper.leyline.lifecycle.gates import Gates, judge
 from esper.leyline.lifecycle.masks import offered
 from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.verdicts import Refusal, Vital
@@ -80,6 +79,7 @@ class Journal(Observer):
         self._written = hub.seconds  # of the outputs, up to the last step
         self._waited = hub.waits()  # up to the last row of phases
         telemetry, config = engine.config.telemetry, engine.config
+        self._judged: tuple[View, Gates] | None = None  # the gates of the last view
         self._every = telemetry.sensor_rows_every or math.ceil(config.steps / _SAMPLES)
         measured = config.probe.sensors_every or 1
         self._sensors_every = measured * math.ceil(self._every / measured)
@@ -93,19 +93,21 @@ class Journal(Observer):
 
     def stepped(self, step: Step) -> None:
         hub, engine, outcome, view = self.hub, self.engine, step.outcome, step.after
-        trace, config = engine.trace, engine.config
+        trace = engine.trace
         assert trace is not None, "a step must be played before its rows are written"
         hub.begin_step(restored=bool((trace.found != Vital.GOOD).any()))
         full = hub.level == "debug"
         if hub.wants(DecisionRow):
+            gates = self._gates(step.view)
             rows: list[PlayedRow] = [
-                *decision_rows(step.view, step.decision, outcome, config.gates, engine.population, full=full)
+                *decision_rows(step.view, step.decision, outcome, gates, engine.population, full=full)
             ]
             for transitions, before, after, bases in trace.changes:
                 rows += lifecycle_rows(outcome.episode, outcome.step, view.space, transitions, before, after, bases)
             rows += rollback_rows(outcome, view.space, trace.found, trace.scores, trace.ticked, trace.governed)
             rows += anomaly_rows(outcome, trace.found, (hub.level, hub.raised if hub.level != hub.asked else 0))
             if hub.wants(StepRow):
+                rows += gate_rows(step.view, view, outcome, gates, self._gates(view))
                 rows += self._measured_rows(step, trace, full)
             self._write(rows)  # at once: a call of the system costs more than a row
         hub.end_step()
@@ -118,7 +120,6 @@ class Journal(Observer):
         measured, envs, number = view.measurements, len(view.host_params), outcome.step + 1
         place: dict[str, Any] = {"episode": outcome.episode, "step": outcome.step}
         yield step_row(view, outcome, twin_metrics=trace.twins)
-        yield from gate_rows(step.view, view, outcome, config.gates)
         arrays = {
             "contribution_means": measured.contribution.mean,
             "contribution_ses": measured.contribution.se,
@@ -171,6 +172,12 @@ class Journal(Observer):
                 seed_parameter_gradients=seeds,
             )
 
+    def _gates(self, view: View) -> Gates:
+        """The gates of a view. Those after a step are those before the next one, which need not be judged again."""
+        if self._judged is None or self._judged[0] is not view:
+            self._judged = view, judge(view.seeds, view.measurements, self.engine.config.gates)
+        return self._judged[1]
+
     def _counts(self) -> NDArray[np.int64]:
         """The waits for batches so far, by their length; empty where all examples are in memory."""
         waits = self.engine.population.waits
@@ -196,15 +203,14 @@ class Journal(Observer):
 
 
 def decision_rows(
-    view: View, decision: Decision, outcome: Outcome, gates: GatesConfig, population: Population, *, full: bool = False
+    view: View, decision: Decision, outcome: Outcome, judged: Gates, population: Population, *, full: bool = False
 ) -> Iterator[DecisionRow]:
     """Yield a row for each decision but WAIT on a view; with `full`, also for those to WAIT, with the values of all sensors."""
     actions, space, seeds, measured = outcome.actions, view.space, view.seeds, view.measurements
     acting = np.flatnonzero((actions.op != Op.WAIT) | full)
     if not len(acting):
         return
-    judged = judge(seeds, measured, gates)
-    counts = _counts(view, outcome)
+    counts, accepted = _counts(view, outcome), outcome.accepted
     for env in acting.tolist():
         op, slot = int(actions.op[env]), int(actions.slot[env])
         known, there = 0 <= op < len(Op), op != Op.WAIT and 0 <= slot < len(space.slots)
@@ -249,7 +255,7 @@ def decision_rows(
             env=env,
             op=Op(op).name if known else str(op),
             slot=space.slots[slot] if there else None,
-            carried_out=bool(outcome.accepted[env]),
+            carried_out=bool(accepted[env]),
             refusal=Refusal(int(outcome.refused[env])).name.lower() if outcome.refused[env] else None,
             why=decision.reasons[env] if decision.reasons is not None else None,
             choice_counts=counts[env].tolist(),
@@ -257,12 +263,11 @@ def decision_rows(
         )
 
 
-def gate_rows(before: View, after: View, outcome: Outcome, gates: GatesConfig) -> Iterator[GateRow]:
+def gate_rows(before: View, after: View, outcome: Outcome, old: Gates, new: Gates) -> Iterator[GateRow]:
     """Yield a row for each seed whose gate gives another answer in one view than in the view before, or has its first."""
     waiting = among(after.seeds.stage, frozenset(GATES))
     if not waiting.any():
         return
-    old, new = (judge(view.seeds, view.measurements, gates) for view in (before, after))
     for stage, name in GATES.items():
         gate, previous = getattr(new, name), getattr(old, name)
         stays = (before.seeds.stage == stage) & (before.seeds.blueprint == after.seeds.blueprint)
