@@ -228,7 +228,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=2, help="steps of a population in a round")
     parser.add_argument("--envs", type=int, default=2)
-    parser.add_argument("--width", type=int, default=512, help="width of the hosts")
+    parser.add_argument("--width", type=int, default=768, help="width of the hosts")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--kinds", nargs="+", default=["waits", "decodes", "computes", "windows"])

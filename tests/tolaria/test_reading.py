@@ -462,3 +462,21 @@ def test_a_dataset_that_blocks_is_said_once_and_changes_nothing(straight, monkey
     assert sentence.endswith(
         " of the Examples, and goes on when it is read; if reading is slow throughout, give the task more workers"
     )
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_thread_that_takes_the_processor_of_python_is_said(recwarn, computes):
+    class Costly(Examples):
+        def __getitem__(self, index):
+            if computes:
+                sum(range(10_000))
+            elif index % 48 == 0:
+                time.sleep(0.01)
+            return super().__getitem__(index)
+
+    engine = VectorizedEngine(task_of(Costly()), config_of(2))
+    engine.reset()
+    played(engine, 8)
+    said = [str(each.message) for each in recwarn if "a thread takes" in str(each.message)]
+    assert len(said) == computes
+    assert all("of the Costly, beside the training" in each and "workers=2" in each for each in said)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from threading import Event, Lock
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import NamedTuple
 from weakref import WeakSet, finalize
 
@@ -27,6 +27,12 @@ Order = Callable[[int], Tensor]
 
 SLOW = 10.0
 """How long training waits for a batch before a warning says what it waits for [seconds]."""
+
+LOOKED = 32
+"""After how many batches it is looked at whether a thread that reads may slow the training."""
+SHARE, LEAST = 0.2, 0.005
+"""Processor time in which a thread reads a batch, as a share of the time that a batch takes in all, and in seconds, above both of
+which a warning names the workers; what a process sends costs about a millisecond a batch."""
 
 _READING = Lock()
 """Held by the thread that reads: a Dataset need not be made for several threads, and the copies of a trial read the same one."""
@@ -67,6 +73,7 @@ class BatchReader:
         self._thread = Background()
         self._readings: list[_Reading] = []  # the present one, if any
         self._told = False
+        self._looked = not ahead or bool(source.workers)  # only a thread that reads by itself is looked at
         # holds what the workers are reached by, which otherwise could be collected in any order with a reader in a cycle
         self._end = finalize(self, _end, self._thread, self._readings)
         self._end.atexit = False  # `_leave` comes then
@@ -96,6 +103,8 @@ class BatchReader:
             self.forget()
             raise
         reading.next += 1
+        if not self._looked and reading.next - reading.first == LOOKED:
+            self._look(reading)
         if reading.next == self._last:
             self.forget()  # nothing follows, and the workers end
         self.waits.add(perf_counter() - begin)
@@ -129,6 +138,18 @@ class BatchReader:
         finally:
             done.set()
 
+    def _look(self, reading: "_Reading") -> None:
+        """Warn if reading takes much of the processor of Python, which a thread shares with the training."""
+        self._looked = True
+        own, whole = reading.seconds / LOOKED, (perf_counter() - reading.begun) / LOOKED
+        if own > max(LEAST, SHARE * whole):
+            warn(
+                f"a thread takes {1000 * own:.1f} ms of processor time to read a batch of the {self._name}, beside the training, "
+                f"which takes {1000 * whole:.1f} ms a batch; where the Dataset computes in Python, the training waits for the "
+                "thread: give the task workers=2, which read in processes of their own",
+                RunWarning,
+            )
+
     def _tell(self, batch: int) -> None:
         self._told = True
         warn(
@@ -151,14 +172,23 @@ class _Reading:
     """Batches that are read one after the other, in one thread at a time."""
 
     def __init__(self, batches: Generator[SourceBatch, None, None], first: int) -> None:
-        self.batches, self.next = batches, first  # `next` is the number of the batch that is taken next
+        self.batches, self.first, self.next = (
+            batches,
+            first,
+            first,
+        )  # `next` is the number of the batch that is taken next
+        self.begun, self.seconds = perf_counter(), 0.0  # of the processor, in the thread that reads
         self.jobs: deque[Future[SourceBatch]] = deque()
         self.stopped = False
 
     def read(self) -> SourceBatch:
         if self.stopped:
             raise RuntimeError("the batch was forgotten")
-        return next(self.batches)
+        begin = thread_time()
+        try:
+            return next(self.batches)
+        finally:
+            self.seconds += thread_time() - begin
 
 
 def _forget(thread: Background, readings: list[_Reading]) -> None:
