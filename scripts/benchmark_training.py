@@ -234,6 +234,35 @@ def show(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def findings(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a policy that plants costs beside one that waits, by the size of the hosts, and what rows of level step cost."""
+
+    def times(ratios: Sequence[float]) -> str:
+        least, most = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+        return least if least == most else f"{least} to {most}"
+
+    planting: dict[int, list[float]] = {}
+    off: dict[int, float] = {}  # seconds, by E
+    for row in rows:
+        if not row["live"]:
+            planting.setdefault(int(float(f"{row['host parameters']:.1g}")), []).append(1 / row["of the engine"])
+        if row["level"] == "off":
+            off.setdefault(row["E"], row["seconds"])
+    costs = ", ".join(
+        f"{times(ratios)} for hosts of some {size:,} parameters" for size, ratios in sorted(planting.items())
+    )
+    step = ", ".join(
+        f"{row['seconds'] / off[row['E']]:.2f} for {row['E']} environments (rows {row['rows']:.1%})"
+        for row in rows
+        if row["level"] == "step"
+    )
+    return (
+        "The time of a loop in which a policy plants, over that of one that waits in every step: "
+        f"{costs}. It goes to seeds of many kinds, each in a stack of its own, and not to the policy, its rollout or the rows. "
+        f"The time at level `step` over that at level `off`, by the clock: {step or 'not measured'}."
+    )
+
+
 def page(report: Mapping[str, Any]) -> str:
     """The page of the figures, in Markdown."""
     begin, _, rest = (__doc__ or "").partition("\n\n    ")
@@ -247,6 +276,8 @@ def page(report: Mapping[str, Any]) -> str:
         begin,
         "",
         f"`{command}`: {machine}, {loads}." + ("" if "capability" in report else " It has not run on a GPU."),
+        "",
+        findings([row for result in report["results"] for row in result["rows"]]),
         "",
         explained.strip(),
         "",

@@ -164,9 +164,9 @@ def test_what_has_not_changed_is_not_drawn_again(run, tmp_path, monkeypatch):
             assert draws(app, app.look) == 0
             with open(folder / "events.jsonl", "ab") as file:
                 file.writelines(lines[40:])
-            while draws(app, app.look):
+            while app.model.rows < len(lines):  # a part of them may change nothing that is shown
+                app.look()
                 await pilot.pause()
-            assert app.model.rows == len(lines)
             assert draws(app, app.look) == 0
             assert draws(app, lambda: app.action_next_curve()) == 1
 

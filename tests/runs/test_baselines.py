@@ -478,3 +478,14 @@ def test_a_host_that_is_plain_and_residual_already_is_its_own_plain_network_and_
         == "the host of 2 of 2 environments is plain and of that size already; there it is the twin"
     )
     assert "has a path around its weights already" in record["skips"]["absent"]
+
+
+def test_wider_hosts_read_the_examples_of_one_dataset_together():
+    """The hosts of `plain` differ where environments kept other seeds, and read the same batches."""
+    x = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
+    examples = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
+    task = task_from("shared", examples, host=MLP(6, 8, (3, 5), 3), classes=3, stream=True)
+    found = [run(task, config_of(baselines=["plain"], envs=4, data={"read_ahead": ahead})) for ahead in (0, 2)]
+    ahead, needed = (each["baselines"]["plain"] for each in found)
+    assert len(set(ahead["params"])) > 1
+    assert timeless(ahead) == timeless(needed)

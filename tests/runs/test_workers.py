@@ -27,6 +27,7 @@ from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, cohort_configs, read_config
 from esper.runs.training.cohort import cohorts_of, default_shards, with_shards
 from esper.runs.training.train import Trainer, train
+from esper.runs.workers import transports
 from esper.runs.workers.workers import (
     ALONE,
     TRIES,
@@ -122,13 +123,13 @@ def test_results_do_not_depend_on_the_number_of_workers(alone, tmp_path, workers
 @pytest.mark.slow
 def test_two_tasks_and_their_shards_are_divided_among_any_number_of_workers(tmp_path):
     tasks = [get_task("iris"), get_task("wine")]
-    configs = training_configs(tasks, "quick", SMALL, {"shards": 2, "ppo": {"update_epochs": 2}})
+    configs = training_configs(tasks, "quick", SMALL, {"envs": 8, "shards": 4, "ppo": {"update_epochs": 2}})
     contents = []
-    for workers in (1, 2, 4):
+    for workers in (1, 2, 4, 8):
         folder = tmp_path / str(workers)
         train(tasks, configs, folder, Silent(), asked=WorkerOptions(workers))
         contents.append(content(folder))
-    assert contents[0] == contents[1] == contents[2]
+    assert all(each == contents[0] for each in contents)
 
 
 @pytest.mark.slow
@@ -463,6 +464,20 @@ def test_workers_that_cannot_be_had_are_refused(monkeypatch, given, said):
     assert said in str(caught.value)
 
 
+def test_a_cluster_of_one_worker_is_refused(tmp_path):
+    with pytest.raises(
+        InputError, match=r"^cluster is ray, but one worker is this process itself; give workers, a number of 2"
+    ):
+        esper.train("iris", SMALL, cluster="ray", run=tmp_path / "run", progress=False)
+
+
+def test_a_port_that_is_none_is_refused(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=r"^MASTER_PORT is 'x'; give the number of a port that no other program uses"):
+        transports._store()
+
+
 def test_one_worker_is_asked_for_by_each_device():
     assert worker_options(devices="cpu,cpu").size == 2
     assert worker_options(workers="3", devices=("cpu",)).size == 3
@@ -560,6 +575,17 @@ def test_a_worker_that_gives_no_sign_is_named_once_until_it_gives_one_and_then_e
     for _ in range(2):
         pool.hear(0.0)
     assert notes[2:] == [notes[0].replace("101", "103"), "worker 1 gave no sign for 151 s, and is ended"]
+    assert crew.ended == [1]
+
+
+def test_a_patience_of_less_than_a_minute_is_kept():
+    crew, notes = Quiet([]), []
+    pool = WorkerPool(crew, notes.append)
+    pool.patience, crew.times = 5.0, [4.0, 6.0]
+    crew.silent = lambda: {1: crew.times.pop(0)}
+    for _ in range(2):
+        pool.hear(0.0)
+    assert notes == ["worker 1 gave no sign for 6 s, and is ended"]
     assert crew.ended == [1]
 
 

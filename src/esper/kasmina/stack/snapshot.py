@@ -57,7 +57,9 @@ class Rows:
         stack.steps[rows] = self.steps[envs]
 
     def state(self, envs: Indices) -> dict[str, Any]:
-        """Return what is saved of environments (n,)."""
+        """Return what is saved of environments (n,); all of them share the memory."""
+        if len(envs) == len(self.steps):
+            return {"columns": dict(self.columns), "steps": self.steps}
         index = torch.from_numpy(envs)
         columns = {name: column[index.to(column.device, non_blocking=True)] for name, column in self.columns.items()}
         return {"columns": columns, "steps": self.steps[envs]}

@@ -102,6 +102,10 @@ def train(
         return serve_rank(
             training_work(asked, tasks, configs, reward, config.telemetry.level), asked.devices or (None,)
         )
+    if asked.size == 1 and asked.cluster not in (None, "torchrun"):
+        raise InputError(
+            f"cluster is {asked.cluster}, but one worker is this process itself; give workers, a number of 2 or more"
+        )
     for task, own in zip(tasks, configs, strict=True):
         check_place(task, own)
     placed = {"device": asked.devices[0]} if asked.devices else {}

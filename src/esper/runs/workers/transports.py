@@ -322,6 +322,11 @@ def world_size() -> int:
 
 
 def _store() -> Any:
+    port = os.environ["MASTER_PORT"]
+    if not (port.isdecimal() and int(port) < 2**16):
+        raise InputError(
+            f"MASTER_PORT is {port!r}; give the number of a port that no other program uses, below {2**16:,}"
+        )
     try:
         return next(iter(rendezvous("env://")))[0]
     except dist.DistNetworkError as error:

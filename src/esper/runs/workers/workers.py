@@ -103,11 +103,12 @@ class Workers:
     def hear(self, seconds: float = WAIT) -> list[tuple[int, bytes | None]]:
         """Wait for answers at most so long; return them as `Transport.receive`.
 
-        A line says which worker has given no sign for a minute, and it is ended after `patience`. Where several are silent, that
-        is the one which has been so for the longest time, because others may wait for it.
+        A line says which worker has given no sign for a minute, and it is ended after `patience`, which may be shorter. Where
+        several are silent, that is the one which has been so for the longest time, because others may wait for it.
         """
         found, silent = self.transport.receive(seconds), self.transport.silent()
-        quiet = {worker: since for worker, since in silent.items() if since >= QUIET}
+        longest = min(QUIET, self.patience or QUIET)
+        quiet = {worker: since for worker, since in silent.items() if since >= longest}
         self._told &= set(quiet)
         if quiet:
             worker = max(quiet, key=quiet.__getitem__)

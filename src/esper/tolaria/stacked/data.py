@@ -207,6 +207,7 @@ class SharedBatchIterator:
         """
         splits, places = distinct_splits(splits)
         row = places[row]
+        assert source is None or len(splits) == 1, "rows whose examples are read by batch share their train split"
         sizes = np.array([len(split.y) if source is None else len(source) for split in splits])[row]
         if sizes.min() < batch_size:
             least = int(sizes.min())

@@ -103,7 +103,9 @@ class ResidentData:
         assert all(each.pixels == pixels for each in self.problems), "all instances must read bytes in the same way"
         assert all(each.scaling is scaling for each in self.problems), "all instances must be scaled in the same way"
         source = self.problems[0].source  # from which training examples are read by batch
-        assert source is None or len(self.problems) == 1, "the instances of a mixture are in memory"
+        assert all(each.source is source for each in self.problems), (
+            "instances that are read by batch share their source"
+        )
         if source is not None and config.data.nonfinite == "skip":
             raise InputError(
                 f"data.nonfinite is skip, but {task.name} reads its training examples batch by batch, so those to skip are "
