@@ -61,7 +61,7 @@ class Together(Rule):
         self.plan, self.at, self.tempo = plan, at, tempo
 
     def extra(self, view: View, op: Op) -> Iterator[Actions]:
-        """The decisions of one step but its last, for `VectorizedEngine.decide`; each is valid or refused."""
+        """The decisions of one step but its last, for `VectorizedEngine.carry_out`; each is valid or refused."""
         for slot, blueprint in self.plan:
             yield self._decision(view, op, slot, blueprint)
 
@@ -175,11 +175,11 @@ def grow(arm: Arm, instances: int, seed: int, part: str, first: int, sensors: in
         if isinstance(client, Together):
             if view.step == client.at:
                 for actions in client.extra(view, Op.GERMINATE):
-                    engine.decide(actions)
+                    engine.carry_out(actions)
             elif view.step > client.at:
                 for op in (Op.ADVANCE, Op.FOSSILIZE):
                     for actions in client.extra(view, op):
-                        engine.decide(actions)
+                        engine.carry_out(actions)
         view, outcome = engine.step(client.act(view))
         client.store(outcome)
         if arm.way == "together" and view.step == START + 1 + config.gates.min_training_steps:  # incubation ends here

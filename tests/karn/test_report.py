@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shutil
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -69,6 +70,16 @@ def test_the_page_says_what_was_asked_what_came_out_and_how_it_compares(run):
     assert f"seeds: {summary['seeds']['germinated']} germinated" in said
     for planting in summary["keeps"] + summary["prunes"]:
         assert planting["reason"].split(";")[0] in said
+
+
+def test_the_sections_stand_in_the_order_of_their_table_in_the_docs(run, trained):
+    page = (Path(__file__).parents[2] / "docs" / "report.md").read_text(encoding="utf-8")
+    table = page.split("| section | what it answers |")[1].split("\n\n")[0].splitlines()[2:]
+    listed = [name for line in table for name in line.split(" | ")[0].removeprefix("| ").split(", Health of ")]
+    listed = ["Health of " + name if name == "the learner" else name for name in listed]
+    for folder in (run, trained):
+        shown = [section.name for section in content_of(read_model(esper.open_run(folder)), "x").sections]
+        assert shown == [name for name in listed if name in shown]
 
 
 def test_the_price_of_twice_the_size_counts_a_small_host_as_rent_size_parameters(run):

@@ -390,8 +390,8 @@ def test_several_decisions_can_be_carried_out_in_one_step():
     first, second = Actions.wait(3), Actions.wait(3)
     for actions, slot in ((first, 0), (second, 1)):
         actions.op[1], actions.slot[1], actions.tempo[1], actions.target[1] = Op.GERMINATE, slot, 2, 3
-    assert not engine.decide(first).any()
-    assert engine.decide(first).tolist() == [Refusal.NONE, Refusal.MASKED, Refusal.NONE]
+    assert not engine.carry_out(first).any()
+    assert engine.carry_out(first).tolist() == [Refusal.NONE, Refusal.MASKED, Refusal.NONE]
     view, outcome = engine.step(second)
     assert outcome.accepted.all()
     assert view.seeds.stage[1].tolist() == [Stage.TRAINING] * 2

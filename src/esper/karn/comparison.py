@@ -329,7 +329,7 @@ def _curves(runs: Sequence[Compared]) -> ReportSection | None:
 
 
 def _on_axis(axis: Sequence[int], steps: Sequence[int], values: Floats) -> Floats:
-    """Values (T, E) at the places of an axis that their steps have, and nan at the others."""
+    """Spread values (T, E) over an axis of steps; it has nan where this run has no such step."""
     place = {step: index for index, step in enumerate(axis)}
     spread = np.full((len(axis), values.shape[1]), np.nan)
     spread[[place[step] for step in steps]] = values

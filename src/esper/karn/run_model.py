@@ -394,7 +394,7 @@ class RunModel:
         )
 
         # The history of the episode.
-        self._steps: list[tuple[Any, ...]] = []  # the fields of Population but the last
+        self._steps: list[tuple[Any, ...]] = []  # the fields of `EpisodeSteps` but the last
         self._changes: list[LifecycleRow] = []  # of that episode, and of later ones
         # of the last row of phases: share of the time in which training waited for batches, and 95th percentile of these waits
         # [seconds]; None where all examples are in memory

@@ -286,7 +286,7 @@ class Engine(Generic[P]):
         self.seed_history.load_state(tree["fates"])
         return self.view()
 
-    def decide(self, actions: Actions) -> Verdicts:
+    def carry_out(self, actions: Actions) -> Verdicts:
         """Carry out one decision per environment without a training step; return which were refused, (E,) a `Refusal`.
 
         `step` begins with this. A study can call it by itself to make several decisions in one step; the masks are then
@@ -321,7 +321,7 @@ class Engine(Generic[P]):
         """
         refused = self.apply(actions, reasons)
         while further is not None and (more := further(self.view(), refused)) is not None:
-            refused = self._carry_out(*more)
+            refused = self._carry_out_and_note(*more)
         waits = self.population.waits
         waited = 0.0 if waits is None else waits.seconds
         with self.timer.phase("train"):
@@ -342,14 +342,14 @@ class Engine(Generic[P]):
         assert state.pending is None, "call close() to end the step that apply() began"
         actions = checked_actions(actions, config.envs)
         before, decided = state.scores, state.seeds
-        refused = self._carry_out(actions, reasons)
+        refused = self._carry_out_and_note(actions, reasons)
         state.pending = PendingStep(actions, refused, before, decided)
         return refused
 
-    def _carry_out(self, actions: Actions, reasons: Sequence[str | None] | None) -> Verdicts:
+    def _carry_out_and_note(self, actions: Actions, reasons: Sequence[str | None] | None) -> Verdicts:
         """Carry out decisions and record their bases. Returns what `apply` returns."""
         before, measured = self.state.seeds, self.state.measurements
-        refused = self.decide(actions)
+        refused = self.carry_out(actions)
         self.seed_history.note(actions, refused == Refusal.NONE, before, measured, self.config.gates, reasons)
         return refused
 

@@ -138,7 +138,7 @@ def report_of_evaluation(record: Mapping[str, Any], folder: Path) -> None:
 
 
 def content_of(model: RunModel, name: str) -> Content:
-    """What the page of a model shows: first the verdict, what grew where and the curve with its rivals, and last the settings."""
+    """Return the page of a model: first the verdict, what grew where and the curve beside its twin, and last the settings."""
     verdicts, lines, tables, notes = results(model)
     words = Table("Words of this page", ("word", "meaning"), list(WORDS.items()), texts=(1,))
     sections = (

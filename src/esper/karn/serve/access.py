@@ -52,7 +52,7 @@ class Door(NamedTuple):
         return _same(cookies.get(self.cookie, ""), self.session) or by_header
 
     def knows(self, host: str | None) -> bool:
-        """Whether a Host header names this server; a page of another site that has its name point here is turned away."""
+        """Return whether a Host header names this server. Others that lead here are refused, as in DNS rebinding."""
         try:
             name = urlsplit(f"//{host or ''}").hostname or ""
         except ValueError:

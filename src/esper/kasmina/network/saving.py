@@ -159,7 +159,7 @@ def attach(model: M, folder: Path | str, *, other_host: bool = False) -> M:
 
 
 def attach_files(model: M, files: Mapping[str, bytes], folder: Path, *, other_host: bool = False) -> M:
-    """Attach the seeds of the files that `adapter_files` returned, as `attach`; `folder` is named in errors."""
+    """Attach the seeds of the files that `adapter_files` returned, as `attach` does; messages of errors name `folder`."""
     again = "save the adapter again"
     _, described = parse_model(files[ADAPTER], _SavedAdapter, [ADAPTER_FORMAT], folder / ADAPTER, again)
     tensors = _loaded(files[ADAPTER_WEIGHTS], folder / ADAPTER_WEIGHTS, again)

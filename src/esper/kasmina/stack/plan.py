@@ -55,11 +55,11 @@ class CallPlan(NamedTuple):
     gated: bool  # whether a row has blend GATE
     detached: bool  # whether no gradient flows back through what a row reads
     frozen: bool  # whether the parameters of the seeds are constants
-    straight: bool  # whether the seeds incubate behind the host in the pass itself (`blending.Straight`)
+    straight: bool  # whether the seeds incubate behind the host in the pass itself (`kasmina.slot.Straight`)
 
 
 class Join(NamedTuple):
-    """What branches do at a segment of the host."""
+    """Say which branches run through a segment of the host, and how many join behind it."""
 
     run: Run  # rows of the host for the branches that run through it
     joining: int  # how many branches join behind it

@@ -81,7 +81,7 @@ def findings(
     """Return the results on every task, and on all tasks together if they have the same metric.
 
     named: the rows that are compared with every opponent; all others are compared with the rules and the static networks.
-    headroom: the contenders whose difference is the whole of `share_of_headroom`. facts: further entries, by task.
+    headroom: the two contenders whose difference counts as 1 in `share_of_headroom`. facts: further entries, by task.
     """
     alike = len({evaluation.metric for evaluation in evaluations}) == 1
     return {

@@ -1,4 +1,4 @@
-"""The examples of a healing and the networks that it compares: the same batches for each, and their losses. N examples."""
+"""Train and score the networks that `heal` compares, all on the same batches. N examples."""
 
 import copy
 import itertools

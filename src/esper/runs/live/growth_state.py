@@ -178,7 +178,7 @@ def signed(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_whole(state: Any) -> None:
-    """InputError if a state is not one that `signed` returned, with each of its entries."""
+    """Raise InputError unless a state is one that `signed` returned, with each of its entries."""
     if not isinstance(state, Mapping):
         raise InputError(f"the saved state is a {type(state).__name__}; {_MEND}")
     if not state:

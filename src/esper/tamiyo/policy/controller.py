@@ -45,7 +45,7 @@ class Language(NamedTuple):
         blueprints (names): those that the policy has met; of others it knows what their cost and their sensors tell
         tempos (ints): lengths of ramps [steps]
         targets (floats): targets of ramps
-        packages (names): blueprints that one decision can plant in every slot (`tamiyo.packages`)
+        packages (names): blueprints that one decision can plant in every slot (`tamiyo.policy.packages`)
     """
 
     sensors: tuple[str, ...]

@@ -153,7 +153,7 @@ def dtype_of_targets(x: Batch) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class DatasetSource:
-    """Examples of a map-style Dataset by their place in a split; implements `leyline.task.Source`."""
+    """Examples of a map-style Dataset by their place in a split; implements `leyline.data.task.Source`."""
 
     dataset: Dataset[Any]  # of pairs of features and a label or target
     indices: Tensor  # (N,) int64, the example of the Dataset at each place

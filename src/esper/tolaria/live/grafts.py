@@ -35,7 +35,7 @@ class Grafts:
     """Plants seeds, gives their parameters to the optimizer, and takes both away again.
 
     In mode 'live' a seed becomes a submodule when it is planted, which changes the graph of a compiled network. In mode 'reserve'
-    a seat for each blueprint is at each site from the start (`kasmina.planted`), and a seed that is planted gives its
+    a seat for each blueprint is at each site from the start (`kasmina.graft.planted`), and a seed that is planted gives its
     weights to the seat. Either way its parameters are in the optimizer from its birth to its removal alone.
 
     network: the grafted network. averages: its moving averages; their modules `copies` get every seed that it gets.

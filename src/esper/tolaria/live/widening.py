@@ -229,7 +229,10 @@ def _multiply(
 
 
 def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[str, int]) -> dict[str, int]:
-    """Return the new width of each group that is to be wider, by its first layer. InputError if one cannot be meant."""
+    """Return the new width of each group that is to be wider, by its first layer.
+
+    Raises InputError for a layer that is not there, and for a width that is not larger.
+    """
     if not isinstance(to, Mapping):
         if isinstance(to, bool) or not isinstance(to, int | float) or not 1 < to < math.inf:
             raise InputError(f"to is {to!r}; give a factor above 1, or a mapping of layers to widths")

@@ -114,7 +114,7 @@ def sampled_coalitions(n: int, pairs: int, draw: int) -> SampledPermutations:
 
 
 def joined_in(orders: Indices) -> Indices:
-    """Return (P, n + 1) masks of the first 0, 1, ..., n players of every order."""
+    """Return (P, n + 1) bit masks: column k has the bits of the first k players of an order (P, n)."""
     return np.cumsum(np.pad(1 << orders, ((0, 0), (1, 0))), axis=1)
 
 

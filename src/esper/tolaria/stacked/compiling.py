@@ -181,7 +181,7 @@ Playback = tuple[Callable[[], None], Sequence[Tensor]]
 
 
 def recorded(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], pool: Any) -> Playback:
-    """Record a call that has run before in a CUDA graph, whose kernels are then launched together; `pool` is shared memory."""
+    """Record a call that has run once, to warm up, as a CUDA graph in the memory `pool`; its kernels are launched together."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         results = run(*tensors)

@@ -339,7 +339,10 @@ def draws(keys: Indices, count: int, device: torch.device) -> Tensor:
 
 
 def varied(images: Tensor, drawn: Tensor, pixels: Pixels, around: Tensor) -> Tensor:
-    """Shift and mirror images (B, H, W, C) uint8 by bits 33, 44 and 55 on of a draw (B,), with `around` (C,) as the border."""
+    """Shift and mirror images (B, H, W, C) uint8 as a draw (B,) says, with `around` (C,) as the border.
+
+    Bits 32 to 42 of a draw give the shift of the rows, 43 to 53 that of the columns, and 54 the mirroring, counted from 0.
+    """
     count, height, width, channels = images.shape
     pad, places = pixels.pad, 2 * pixels.pad + 1
     canvas = around.expand(count, height + 2 * pad, width + 2 * pad, channels).contiguous()
