@@ -117,6 +117,16 @@ def test_it_chooses_a_blueprint_that_fits_the_slot(view):
     assert rule().act(view(may=PLANTABLE, fits=fits)).blueprint == [SMALL]
 
 
+def test_it_plants_where_the_budget_pays_for_its_blueprint_and_not_where_it_was_refused_before(view):
+    cost = np.broadcast_to([[[10, 80, 5], [10, 20, 5], [10, 20, 5]]], (1, 3, 3))
+    thin = view(may=PLANTABLE, inner=EVEN, participation=[[0.1, 0.2, 0.3]], cost=cost)
+    thin = thin._replace(host_params=np.array([100]))
+    for limit, expected in ((None, (Op.GERMINATE, 0)), (0.5, (Op.GERMINATE, 1)), (0.15, (Op.WAIT, 0))):
+        settings = {"plant_below": 0.9, "weak_below": 0.7, "tie_ratio": 1.0}
+        actions = Heuristic(HeuristicConfig(**settings), GATES, limit).act(thin)
+        assert (Op(actions.op[0]), int(actions.slot[0])) == expected
+
+
 def test_where_no_named_blueprint_fits_it_takes_the_cheapest_bypass(view):
     menu = tuple(BlueprintInfo(name, tap) for name, tap in (("a", "here"), ("b", "before"), ("c", "before")))
     cost = np.tile([10, 300, 200], (3, 1))

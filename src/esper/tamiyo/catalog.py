@@ -59,7 +59,7 @@ CONTROLLERS: Mapping[str, ControllerSpec] = MappingProxyType(
             ),
             ControllerSpec(
                 "heuristic",
-                lambda config: Heuristic(config.heuristic, config.gates),
+                lambda config: Heuristic(config.heuristic, config.gates, config.governor.param_limit),
                 "plants bypasses early where the host is narrow, and keeps seeds that contribute more than they cost",
             ),
         )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import GatesConfig, HeuristicConfig
 from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
 from esper.leyline.lifecycle.masks import complete, defaults
-from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.view import MISSING, Bools, Floats, Outcome, Space, View, sensor
 from esper.leyline.text import nothing_planted
 from esper.tamiyo.rules.baselines import Rule
@@ -89,7 +89,8 @@ class Heuristic(Rule):
        planted afterwards; after three such measurements in a row none will be.
     6. WAIT.
 
-    A seed is planted only while there are enough steps to fossilize it, and `spare_steps` more. Its blueprint is the first of
+    A seed is planted only while there are enough steps to fossilize it, and `spare_steps` more, and only where what is left of
+    `governor.param_limit` pays for its blueprint: another slot may have one that it pays for. The blueprint is the first of
     `narrow_blueprints` or `weak_blueprints` that fits the slot, otherwise the cheapest bypass, otherwise the cheapest. A
     quantity that was not measured satisfies no condition. Where the range of the metric is unknown, any metric is low enough.
     """
@@ -97,9 +98,9 @@ class Heuristic(Rule):
     sensors_every = 4
     sensors_read = MappingProxyType({Op.GERMINATE: ("participation", "participation_inner", MISSING)})
 
-    def __init__(self, config: HeuristicConfig, gates: GatesConfig) -> None:
-        self.config = config
-        self.gates = gates
+    def __init__(self, config: HeuristicConfig, gates: GatesConfig, param_limit: float | None = None) -> None:
+        """param_limit: `governor.param_limit`, by which seeds are refused."""
+        self.config, self.gates, self.param_limit = config, gates, param_limit
         self._why: list[str | None] = []  # reasons of the last decision
         self._planted = np.zeros(0, bool)  # (E,) whether a seed was planted in this episode
         self._obstacle = np.zeros(0, np.int8)  # (E,) the last one; LATE only where there was no other
@@ -225,16 +226,36 @@ class Heuristic(Rule):
         """Steps from ADVANCE to FOSSILIZE."""
         return view.space.tempos[defaults(view.space)[Head.TEMPO]] + self.gates.min_holding_steps + 1
 
+    def _affordable(self, view: View) -> Bools:
+        """(E, S, K) the seeds for which the budget has room beside all that are there."""
+        cost, planted = np.broadcast_to(view.space.cost, view.masks.blueprint.shape), view.seeds.blueprint
+        if self.param_limit is None:
+            return np.ones(cost.shape, bool)
+        own = np.take_along_axis(cost, np.maximum(planted, 0).astype(np.int64)[..., None], 2)[..., 0]
+        coming = among(view.seeds.stage, IN_BUDGET - ADDED)  # of the others, `added_params` has the parameters
+        spent = view.added_params + np.where(coming, own, 0).sum(1)
+        left = self.param_limit * view.host_params - spent
+        affordable: Bools = cost <= left[:, None, None]
+        return affordable
+
     def _plan(self, view: View) -> _Plans:
         """Where to plant: at narrow segments, or where there are none, at the weakest."""
         config, measured, space = self.config, view.measurements, view.space
-        may: Bools = np.asarray(view.masks.blueprint.any(2))
-        share = relative_metric(measured.metric, space.floor, space.ceiling)[:, None]
+        offered = view.masks.blueprint
         inner = sensor(view, "participation_inner")
+        is_narrow = (inner >= config.narrow_from) | (inner < DEAD)
+        blueprint: Ints = np.where(
+            is_narrow,
+            _first_that_fits(config.narrow_blueprints, offered, space),
+            _first_that_fits(config.weak_blueprints, offered, space),
+        )
+        chosen = np.arange(offered.shape[2]) == blueprint[..., None]
+        may: Bools = (offered & chosen & self._affordable(view)).any(2)
+        share = relative_metric(measured.metric, space.floor, space.ceiling)[:, None]
         blind: Bools = np.asarray(np.isnan(inner).all(1, keepdims=True))
         if may.any() and not np.isnan(sensor(view, "participation")).all():
             self._blind = bool(blind.all())
-        narrow = may & ((inner >= config.narrow_from) | (inner < DEAD))
+        narrow = may & is_narrow
         none = ~narrow.any(1, keepdims=True)
         timely = self.timely(view, view.step)
 
@@ -259,11 +280,6 @@ class Heuristic(Rule):
         judged = lacks.any(1, keepdims=True) | (measured_at_all & begun)
         where = np.where(judged, timely & lacks & room & (share < config.plant_below), where)
         score = np.where(judged, missing, score)
-        blueprint: Ints = np.where(
-            narrow,
-            _first_that_fits(config.narrow_blueprints, view.masks.blueprint, space),
-            _first_that_fits(config.weak_blueprints, view.masks.blueprint, space),
-        )
         share = share[:, 0]
         obstacle = np.full(len(may), PlantingObstacle.EVEN, np.int8)
         obstacle[share >= config.plant_below] = PlantingObstacle.REACHED
