@@ -2,19 +2,22 @@
 
     python bench/scripts/study_narrow_places.py             # 8 seeds of 5 settings, about 10 minutes on one core
     python bench/scripts/study_narrow_places.py --seeds 2 diabetes
+    python bench/scripts/study_narrow_places.py --first-seed 400 --growth '{"gates": {"twins": false}}'
 
 Every arm of a seed has the same first weights and batches: 1,500 steps of AdamW at 3e-3 of 64 examples. `longer` is the network
 without growth for the CPU seconds that growth took; `as large` has one width in all hidden layers, the smallest with at
-least the parameters of the grown network. Scores are accuracies, and minus the loss for diabetes. Prints a table in Markdown.
+least the parameters of the grown network. `--growth` are settings of the grown arm. Scores are accuracies, and minus the loss
+for diabetes. Prints a table in Markdown.
 """
 
 import argparse
+import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,7 +96,15 @@ class Arm(NamedTuple):
     parameters: int
 
 
-def train(data: Split, widths: tuple[int, ...], seed: int, steps: int, budget: float = 0.0, spans: bool = True) -> Arm:
+def train(
+    data: Split,
+    widths: tuple[int, ...],
+    seed: int,
+    steps: int,
+    budget: float = 0.0,
+    spans: bool = True,
+    settings: Mapping[str, Any] | None = None,
+) -> Arm:
     """Train a network, and grow it if there is a budget."""
     torch.manual_seed(seed)
     network: nn.Module = mlp(widths)
@@ -109,7 +120,9 @@ def train(data: Split, widths: tuple[int, ...], seed: int, steps: int, budget: f
             if not own:
                 return Arm(float("nan"), float("nan"), 0)
             esper.graft(network, own)
-        growth = esper.Growth(network, optimizer, probe=[data.probe], loss=loss, budget=budget, every=30)
+        growth = esper.Growth(
+            network, optimizer, probe=[data.probe], loss=loss, budget=budget, every=30, settings=settings
+        )
     for _ in range(steps):
         batch = torch.randint(len(data.train[0]), (64,), generator=batches)
         x, y = (part[batch] for part in data.train)
@@ -135,16 +148,16 @@ def as_large(ends: tuple[int, int], layers: int, parameters: int) -> tuple[int, 
     return ends[0], *(width,) * layers, ends[1]
 
 
-def study(name: str, seeds: int) -> str:
+def study(name: str, seeds: range, settings: Mapping[str, Any]) -> str:
     """Run all arms of a setting; returns a row of the table."""
     setting = SETTINGS[name]
     data = split(setting)
     outputs = data.train[1].shape[1] if data.train[1].is_floating_point() else int(data.train[1].max()) + 1
     widths = (data.train[0].shape[1], *setting.hidden, outputs)
     arms: dict[str, list[Arm]] = {"plain": [], "longer": [], "own": [], "grown": [], "as large": []}
-    for seed in range(seeds):
+    for seed in seeds:
         plain = train(data, widths, seed, STEPS)
-        grown = train(data, widths, seed, STEPS, setting.budget)
+        grown = train(data, widths, seed, STEPS, setting.budget, settings=settings)
         arms["plain"].append(plain)
         arms["grown"].append(grown)
         arms["own"].append(train(data, widths, seed, STEPS, setting.budget, spans=False))
@@ -169,6 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"part of a name: {', '.join(SETTINGS)}; all")
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--growth", type=json.loads, default={}, help="of esper.Growth, as JSON")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", UserWarning)
@@ -176,7 +191,8 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for name in SETTINGS:
         if not asked.settings or any(part in name for part in asked.settings):
-            print(study(name, asked.seeds), flush=True)
+            seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
+            print(study(name, seeds, asked.growth), flush=True)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def test_a_network_that_became_wider_is_saved_loaded_and_gathered_into_a_fresh_c
     growth, _, _ = grown(host())
     network = growth.finish()
     growth.save(tmp_path / "grown")
-    with pytest.raises(InputError, match="finish made the seeds at 'pair' part of the model"):
+    with pytest.raises(InputError, match="the seeds at 'pair' became part of the model"):
         growth.save_adapter(tmp_path / "adapter")
     for fresh in (esper.load_grown(tmp_path / "grown", host()), growth.gather(host())):
         assert repr(fresh) == repr(network)

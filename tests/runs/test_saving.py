@@ -177,7 +177,7 @@ def test_an_adapter_is_refused_after_seeds_were_folded_and_names_what_saves_the_
     growth.save_adapter(tmp_path / "adapter")
     growth.finish()
     with pytest.raises(
-        InputError, match=r"seeds at 'wide' part of the model, .*; call growth\.save\(folder\), which writes"
+        InputError, match=r"seeds at 'wide' became part of the model, .*; call growth\.save\(folder\), which writes"
     ):
         growth.save_adapter(tmp_path / "adapter")
 

@@ -180,6 +180,61 @@ def test_it_does_not_advance_what_cannot_be_fossilized_in_time(view):
     assert decide(view([[TRAINING, DORMANT, DORMANT]], may, step=20, steps=24, gain=0.1)) == (Op.WAIT, 0)
 
 
+# Where it is measured what is missing.
+
+
+def nominating(view, missing, **fields):
+    """A view with what is missing at the slots."""
+    made = view(may={Op.GERMINATE: True, Op.PRUNE: True}, sensors=("missing",), **fields)
+    sensors = np.array([missing], np.float64)[..., None]
+    return made._replace(measurements=made.measurements._replace(sensors=sensors))
+
+
+def test_it_plants_where_most_is_missing_by_a_measurement_of_this_decision(view):
+    lacking = nominating(view, [0.1, 0.3, 0.0])
+    assert decide(lacking) == (Op.GERMINATE, 1)
+    old = lacking.measurements._replace(sensor_age=1)
+    assert decide(lacking._replace(measurements=old)) == (Op.WAIT, 0)
+
+
+@pytest.mark.parametrize(
+    ("missing", "step", "allowed", "ramp"),
+    [(0.3, 0, True, 0), (0.3, 4, True, 2), (0.04, 0, True, 2), (0.3, 0, False, 2)],
+)
+def test_what_is_plainly_missing_before_the_first_step_acts_at_once_where_the_masks_allow_it(
+    view, missing, step, allowed, ramp
+):
+    lacking = nominating(view, [0.0, missing, 0.0], step=step)
+    lacking.masks.tempo[:, Op.GERMINATE, :, 0] = allowed
+    rule_ = rule()
+    actions = rule_.act(lacking)
+    assert (int(actions.slot[0]), lacking.space.tempos[actions.tempo[0]]) == (1, ramp)
+    assert ("acts at once" in rule_.reasons()[0]) == (ramp == 0)
+
+
+def test_a_slot_whose_seed_was_pruned_is_not_nominated_again(view):
+    lacking, pruning = nominating(view, [0.1, 0.3, 0.0]), rule()
+    pruning.act(lacking)
+    slots = Actions.wait(1)._replace(op=np.array([Op.PRUNE]), slot=np.array([1]))
+    pruning.store(_Outcome(slots, np.ones(1, bool)))
+    assert int(pruning.act(lacking).slot[0]) == 0
+    assert not pruning.plants(lacking)[0, 1].any()
+    again = rule()
+    again.load_state(pruning.state())
+    assert int(again.act(lacking._replace(step=4)).slot[0]) == 0
+
+
+def test_an_incubating_seed_that_harms_is_pruned_at_once(view):
+    fields = {"stages": [[TRAINING, DORMANT, DORMANT]], "age": 2}
+    for gain, op in ((-0.005, Op.WAIT), (-0.02, Op.PRUNE)):
+        pruning = rule()
+        actions = pruning.act(nominating(view, [0.0, 0.0, 0.0], gain=[[gain, np.nan, np.nan]], **fields))
+        assert actions.op[0] == op
+    assert pruning.reasons()[0].startswith("the loss would be higher with it")
+    unmeasured = view(may={Op.PRUNE: True}, gain=[[-0.02, np.nan, np.nan]], **fields)
+    assert decide(unmeasured)[0] == Op.WAIT
+
+
 # What it keeps.
 
 

@@ -5,6 +5,7 @@ and refuses those that are not allowed. Each takes a handful of array operations
 module; `Body.edit` makes and frees modules as the `Edits` say.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -112,7 +113,7 @@ def legal(seeds: Seeds, gates: Gates, space: Space, config: LifecycleConfig) -> 
     slot[:, Op.FOSSILIZE] = (stage == Stage.HOLDING) & gates.fossilize.passed()
 
     tempo = slot[..., None] & RELEVANT[:, Head.TEMPO, None, None] & np.ones(len(tempos), bool)
-    tempo[:, Op.GERMINATE] &= tempos > 0
+    tempo[:, Op.GERMINATE] &= (tempos > 0) | config.direct
     tempo[:, Op.PRUNE] &= ~seeds.doomed[..., None] | (tempos == 0)
     target = slot[..., None] & RELEVANT[:, Head.TARGET, None, None] & np.ones(len(space.targets), bool)
 
@@ -140,6 +141,8 @@ def apply(
     after.blend[e, s] = actions.blend[e]
     after.ramp[e, s, 1] = targets[actions.target[e]]
     after.ramp[e, s, 2] = tempos[actions.tempo[e]]
+    e, s = (each[tempos[actions.tempo[e]] == 0] for each in (e, s))  # what a seed adds is 0 at first, at any dose
+    after.stage[e, s], after.alpha[e, s] = Stage.HOLDING, after.ramp[e, s, 1]
 
     after.stage[at(Op.ADVANCE)] = Stage.BLENDING
     after.stage[at(Op.FOSSILIZE)] = Stage.FOSSILIZED
@@ -180,6 +183,15 @@ def uprooted(seeds: Seeds, rows: Bools, embargo: int) -> Seeds:
     after = copied(seeds)
     after.stage[gone] = Stage.EMBARGOED if embargo else Stage.DORMANT
     after.age[gone] = 0
+    _clear(after, gone)
+    return after
+
+
+def emptied(seeds: Seeds, row: int, slots: Sequence[int]) -> Seeds:
+    """Return the state with some slots of a row empty."""
+    after, gone = copied(seeds), np.zeros(seeds.stage.shape, bool)
+    gone[row, list(slots)] = True
+    after.stage[gone], after.age[gone] = Stage.DORMANT, 0
     _clear(after, gone)
     return after
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from esper.kasmina.lifecycle import apply, copied, dormant, edits, legal, tick, transitions
+from esper.kasmina.lifecycle import apply, copied, dormant, edits, emptied, legal, tick, transitions
 from esper.kasmina.stack.division import picked_body
 from esper.leyline.config.tree import Config, EarlyStoppingConfig
 from esper.leyline.data.keys import Purpose, scalar
@@ -414,6 +414,17 @@ class Engine(Generic[P]):
                 tuple(changes), measured.scores, found[: self.rows], ticked, state.seeds, metrics, reads, norms
             )
         return view, outcome
+
+    def vacate(self, row: int, slots: Sequence[int]) -> None:
+        """Empty slots whose seeds have become part of the host, and keep the network as it is now to roll back to."""
+        state, population = self.state, self.population
+        self.space = _of_environments(population.space, self.config.envs)
+        state.seeds = emptied(state.seeds, row, slots)
+        population.edit(edits(state.seeds, state.seeds), state.seeds, state.step)
+        state.scores = state.scores._replace(added_params=population.added_params(state.seeds))
+        state.masks = self._legal(state.seeds, state.measurements)
+        if self.config.governor.enabled:
+            self.governor.keeper.take(state.seeds, np.arange(len(state.seeds.stage)) == row, state.step)
 
     def view(self) -> View:
         """Return what the next decision may be based on."""

@@ -80,14 +80,15 @@ class SeedHistory:
         self, changes: Transitions, before: Seeds, after: Seeds, space: Space, step: int
     ) -> dict[tuple[int, int], Basis]:
         """List the seeds that were planted, kept or removed between two states. Returns the bases by environment and slot."""
-        lists = {Stage.GERMINATED: "plantings", Stage.FOSSILIZED: "keeps", Stage.PRUNED: "prunes"}
+        lists = {Stage.FOSSILIZED: "keeps", Stage.PRUNED: "prunes"}
         bases = {}
-        for env, slot, _, target in np.stack(changes, 1).tolist():
-            if target not in lists or (env, slot) not in self.bases:
+        for env, slot, source, target in np.stack(changes, 1).tolist():
+            planted = source == Stage.DORMANT
+            if not (planted or target in lists) or (env, slot) not in self.bases:
                 continue
             basis = bases[env, slot] = self.bases.pop((env, slot))
-            seeds = after if target == Stage.GERMINATED else before
-            self._add(lists[Stage(target)], env, slot, seeds, space, step, basis.why)
+            name, seeds = ("plantings", after) if planted else (lists[Stage(target)], before)
+            self._add(name, env, slot, seeds, space, step, basis.why)
         return bases
 
     def roll_back(self, found: NDArray[np.int8], before: Seeds, after: Seeds, space: Space, step: int) -> None:

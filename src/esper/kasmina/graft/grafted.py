@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -342,7 +343,7 @@ class Reading(NamedTuple):
     again: bool
 
 
-def call(network: nn.Module, given: Any) -> Any:
+def call(network: Callable[..., Any], given: Any) -> Any:
     """Return the output of a network for an input: a tuple or list holds its arguments, a mapping its named arguments."""
     if isinstance(given, Mapping):
         return network(**given)
@@ -376,10 +377,12 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def survey(module: nn.Module, run: Callable[[], Any]) -> dict[str, Reading]:
-    """Return the `Reading` of every site of a grafted network, whose sites are free, by name, for the pass that `run` makes.
+def survey(module: nn.Module, run: Callable[[], Any], *, wider: bool = False) -> dict[str, Reading]:
+    """Return the `Reading` of every site of a grafted network, by name, for the pass that `run` makes.
 
-    The network is not changed. Raises InputError if no forward pass calls a site, if its stream differs from the
+    wider: whether layers have become wider since the network was grafted. Its sites then get streams of the widths that flow.
+
+    Otherwise the network is not changed. Raises InputError if no forward pass calls a site, if its stream differs from the
     declared one, or if its submodule runs whatever children it has.
     """
     tapes: dict[nn.Module, _Calls] = {part: _Calls() for part in module.modules() if POINT in part.__dict__}
@@ -396,6 +399,13 @@ def survey(module: nn.Module, run: Callable[[], Any]) -> dict[str, Reading]:
             part.__dict__[POINT].tape = None
             if isinstance(part._modules.get(CHILD), _Tripwire):
                 delattr(part, CHILD)
+    if wider:
+        found = {}
+        for name, site in sites_of(module).items():
+            outputs = tapes[module.get_submodule(site.after)].outputs
+            width = site.stream.width_at(stream_of(outputs[0])) if outputs else site.stream.width
+            found[name] = replace(site, stream=replace(site.stream, width=width))
+        root_of(module).sites = found
     return {name: _reading(module, site, tapes) for name, site in sites_of(module).items()}
 
 

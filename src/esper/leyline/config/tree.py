@@ -123,6 +123,12 @@ class LifecycleConfig(Section):
     """steps after a prune in which its slot cannot be planted [steps]"""
     min_prune_age: int = Field(1, ge=0)
     """steps after germination before a seed may be pruned [steps]"""
+    direct: bool = False
+    """GERMINATE may choose a ramp of 0 steps, with which a seed acts at its target from its first step, without incubation: what
+    it adds is 0 at first; esper.Growth sets it for the rule heuristic"""
+    absorb: bool = False
+    """a kept seed that is further units of two layers becomes part of them at once, and its slot can be planted again; for
+    esper.Growth, which sets it for the rule heuristic"""
     auto_advance: bool = False
     """advance an incubating seed as soon as its gate passes, without a decision of the controller"""
     incubation: Literal["shadow", "ste"] = "shadow"
@@ -171,6 +177,9 @@ class GatesConfig(Section):
     """gate G5: the lower confidence bound is the contribution less this many standard errors [standard errors]"""
     permissive: bool = False
     """true requires only the smallest number of steps and that gain or contribution was measured"""
+    twins: bool = False
+    """gate G5: compare the network with one that is trained beside it without the seed, on the same batches, for as long as the
+    seed is on trial, and not with itself without the seed; for esper.Growth, which sets it for the rule heuristic"""
     certify: float | None = Field(None, gt=0, lt=1)
     """gate G5: largest chance, over all seeds of all environments that share fresh examples, of certifying one that does not
     help on them (`esper docs lifecycle`); null keeps without a certificate"""

@@ -71,7 +71,10 @@ M = TypeVar("M", bound=nn.Module)
 _IDLE = 20
 """Calls of `Growth.step` without a step of the optimizer that are worth a word: more than a few skipped batches."""
 
-LOOKED_AT, ONE_IN = 256, 16
+TREND = 8
+"""Decisions over which it is said how far the loss on the probe fell before growth stopped."""
+
+LOOKED_AT, ONE_IN = 64, 16
 """Batches of the loop that are compared with the probe: the first so many, then one in so many."""
 
 _UNFINISHED: weakref.WeakSet["Growth"] = weakref.WeakSet()
@@ -91,7 +94,8 @@ class Growth:
 
     `step` is called after every step of the optimizer; no seed learns without one. Every `every` of them it measures the network
     on the probe, asks the controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs,
-    gradients and buffers are bit for bit what they are without it.
+    gradients and buffers are bit for bit what they are without it. Where something is plainly missing at the start, a seed acts
+    at once: what it adds is 0 at first.
 
     Where no seed is under way and none can be planted any more, as the budget is spent, nothing is measured or decided from then
     on, which `summary()["stopped"]` says. Every `every` steps parameters that are not finite are still restored.
@@ -167,11 +171,12 @@ class Growth:
             )
         self.every, self.calls, self.finished = _optimizer_steps("every", every), 0, False
         self.model, self.mode = network, mode
-        self.folded: list[str] = []  # sites whose seeds `finish` made part of layers
+        self.folded: list[str] = []  # sites whose seeds became part of layers
         self.beside: dict[
             str, str
         ] = {}  # the blueprint of each kept seed that `finish` could not make part of layers, by site
         self.widened: dict[str, tuple[int, int]] = {}  # layers that got units by that: their widths before and after
+        self._tried: set[int] = set()  # slots of kept seeds that are not units of layers
         self._first_shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
         measured = Probe(probe, loss, device)
@@ -225,6 +230,7 @@ class Growth:
         self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
         self.overlap: Overlap | None = Overlap(measured.batches())  # of the probe with what the loop trains on
         self._stopped: tuple[int, str] | None = None  # since which step nothing can happen any more, and why
+        self._losses = [float(self.engine.state.scores.loss[0])]  # on the probe, at the last decisions
         self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
         self._decide(self.engine.view())
         _UNFINISHED.add(self)
@@ -260,6 +266,9 @@ class Growth:
             return False
         self.frozen.check()
         view, outcome = self.engine.close()
+        self._losses = [*self._losses, float(self.engine.state.scores.loss[0])][-TREND - 1 :]
+        if self._absorb():
+            view = self.engine.view()
         self.frozen.note()
         self._look_at_the_loop()
         if self.population.ranks.first:
@@ -272,7 +281,8 @@ class Growth:
         """The network with the seeds that were kept, and no others. It goes on training under the same optimizer.
 
         A kept seed whose change is linear becomes part of the Linear or convolution that it is behind. One with a hidden layer
-        of ReLU around two of these with a ReLU between becomes further units of them, which get larger parameters (`widened`).
+        of ReLU around two of these with a ReLU between becomes further units of them, which get larger parameters (`widened`), as
+        far as this was not done when it was kept.
         Both are done in the model and in its moving average, if the outputs of both on the probe stay the same, to rounding.
         Every other seed is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own
         classes again.
@@ -291,10 +301,7 @@ class Growth:
                 population.free(site.name)
             elif (seed := planted_at(self.model, site.name)) is not None and seed.recipe is not None:
                 self.beside[site.name] = seed.recipe.blueprint
-        for name, shape in self._resized().items():
-            layer, _, entry = name.rpartition(".")
-            if entry == "weight" and (units := len(self.model.get_parameter(name))) != shape[0]:
-                self.widened[layer] = shape[0], units
+        self._note_widths()
         population.grafts.settle()
         self.frozen.release()
         population.groups.disown()
@@ -351,12 +358,13 @@ class Growth:
 
         The host is not written, but a digest of its weights, with which alone `esper.attach` takes the seeds: where the host was
         trained too, save it as well, or everything by `save`. Of several processes, each calls this and the first writes.
-        InputError if `finish` made a seed part of the host.
+        InputError if a seed became part of the host.
         """
         if self.folded:
             raise InputError(
-                f"finish made the seeds at {', '.join(map(repr, self.folded))} part of the model, so that no adapter can hold "
-                "them; call growth.save(folder), which writes the whole model, or save_adapter before finish"
+                f"the seeds at {', '.join(map(repr, self.folded))} became part of the model, so that no adapter can hold them; "
+                "call growth.save(folder), which writes the whole model, or save_adapter before finish, with "
+                "settings={'lifecycle': {'absorb': False}}"
             )
         population, folder = self.population, folder_of(folder)
         reshard(self.model)
@@ -395,7 +403,8 @@ class Growth:
             name: [{mine: each[own] for own, mine in called.items()} for each in entries]
             for name, entries in self.engine.seed_history.lists.items()
         }
-        fossils, kept = int((state.seeds.stage == Stage.FOSSILIZED).sum()), frozenset({Stage.FOSSILIZED})
+        fossils = int((state.seeds.stage == Stage.FOSSILIZED).sum()) + population.absorbed_seeds
+        kept = frozenset({Stage.FOSSILIZED})
         added, kept_params = (
             int(population.added_params(state.seeds, each)[0]) for each in (kept if self.finished else ADDED, kept)
         )
@@ -433,7 +442,14 @@ class Growth:
         if self._stopped is None:
             return None
         since, why = self._stopped
-        return f"growth stopped measuring at step {since:,}, as {why}; train on, or finish"
+        first, last = self._losses[0], self._losses[-1]
+        fell = (first - last) / abs(first) if first else 0.0
+        span = f"in the last {self.every * (len(self._losses) - 1):,} steps"
+        trend = (
+            f"the loss on the probe still fell by {fell:.1%} {span}" if fell > 0 else f"the loss did not fall {span}"
+        )
+        hint = f": {trend}" if len(self._losses) > 1 else ""
+        return f"growth stopped measuring at step {since:,}, as {why}; train on, or finish{hint}"
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -473,7 +489,15 @@ class Growth:
             "made_with": self._made_with,
             "calls": self.calls,
             "stopped": None if self._stopped is None else self._stopped[0],
+            "losses": list(self._losses),
             "seeds": population.grafts.planted(),
+            "absorbed": {
+                "seeds": population.absorbed_seeds,
+                "params": population.absorbed_params,
+                "sites": list(self.folded),
+                "tried": sorted(self._tried),
+                "shapes": {name: list(shape) for name, shape in self._resized().items()},
+            },
             "tensors": {name: tensor.detach().clone() for name, tensor in population.grafts.tensors().items()},
             "averages": [each.state() for each in population.grafts.averages],
             "groups": population.groups.state(population.grafts.names()),
@@ -508,18 +532,24 @@ class Growth:
             )
         for average, kept in zip(averages, tree["averages"], strict=True):
             average.check(kept)
-        mine = population.grafts.tensors_with(tree["seeds"])
-        check_tensors(tree["tensors"], mine, "the saved state", "the model", "build the same model")
-        population.groups.check(tree["groups"], population.grafts.names(), population.grafts.holds)
-        same = saved["controller"].partition("(")[0] == self._made_with["controller"].partition("(")[0]
-        if tree["controller"] is not None and same and (before := controller.state()) is not None:
-            try:
-                controller.load_state(tree["controller"])
-            except Exception as error:  # the controller may be the user's
-                controller.load_state(before)
-                raise InputError(
-                    f"the controller cannot load the saved state: {typed_line(error)}; give the controller that saved it"
-                ) from error
+        none = {"seeds": 0, "params": 0, "sites": [], "tried": [], "shapes": {}}
+        absorbed: Any = tree.get("absorbed", none)
+        with population.widths_of(absorbed["shapes"], tree["tensors"]):
+            mine = population.grafts.tensors_with(tree["seeds"])
+            check_tensors(tree["tensors"], mine, "the saved state", "the model", "build the same model")
+            population.groups.check(tree["groups"], population.grafts.names(), population.grafts.holds)
+            same = saved["controller"].partition("(")[0] == self._made_with["controller"].partition("(")[0]
+            if tree["controller"] is not None and same and (before := controller.state()) is not None:
+                try:
+                    controller.load_state(tree["controller"])
+                except Exception as error:  # the controller may be the user's
+                    controller.load_state(before)
+                    raise InputError(
+                        f"the controller cannot load the saved state: {typed_line(error)}; give the controller that saved it"
+                    ) from error
+        population.absorbed_seeds, population.absorbed_params = absorbed["seeds"], absorbed["params"]
+        self.folded, self._tried = list(absorbed["sites"]), set(absorbed["tried"])
+        self._note_widths()
         population.rebuild(tree["seeds"])
         for name, tensor in population.grafts.tensors().items():
             fill(tensor, tree["tensors"][name])
@@ -527,7 +557,7 @@ class Growth:
             average.load_state(kept)
         population.groups.load_state(tree["groups"], population.grafts.names())
         self.frozen.note()
-        self.calls = tree["calls"]
+        self.calls, self._losses = tree["calls"], list(tree.get("losses", self._losses))
         measured, own = tree["engine"]["measurements"], self.engine.state.measurements.sensors
         if measured["sensors"].shape != own.shape:  # another controller reads other sensors, which are measured again
             measured = {**measured, "sensors": np.full_like(own, np.nan)}
@@ -580,6 +610,27 @@ class Growth:
             if sound:
                 engine.governor.keeper.take(engine.state.seeds, np.ones(1, bool), engine.state.step)
         return sound
+
+    def _absorb(self) -> bool:
+        """Make the seeds that were just kept further units of their layers, where they can be; return whether any became that."""
+        engine, population = self.engine, self.population
+        if not engine.config.lifecycle.absorb or self.mode == "reserve":
+            return False
+        kept = np.flatnonzero(engine.state.seeds.stage[0] == Stage.FOSSILIZED).tolist()
+        absorbed = [slot for slot in kept if slot not in self._tried and population.absorb(slot)]
+        self._tried |= set(kept) - set(absorbed)
+        if absorbed:
+            engine.vacate(0, absorbed)
+            self.folded += [population.sites[slot].name for slot in absorbed]
+            self._note_widths()
+        return bool(absorbed)
+
+    def _note_widths(self) -> None:
+        """Record the layers that have more units than when growth began."""
+        for name, shape in self._resized().items():
+            layer, _, entry = name.rpartition(".")
+            if entry == "weight" and (units := len(self.model.get_parameter(name))) != shape[0]:
+                self.widened[layer] = shape[0], units
 
     def _plant_kept(self, network: nn.Module) -> None:
         """Plant the seeds that were kept in another copy of the model; their weights are still to be filled in."""
@@ -728,7 +779,8 @@ def _growth_config(
         "baselines": [],
         "seed": seed,
         "steps": ENDLESS if steps is None else max(_optimizer_steps("steps", steps) // every, 1),
-        "lifecycle": {"max_seeds": len(sites)},
+        "lifecycle": {"max_seeds": len(sites), "direct": True, "absorb": True},
+        "gates": {"twins": True},
         "reward": {"objective": "log_loss"},
         # The loss on the probe stands in for the training loss. It has no upper bound, and rises when a network overfits, which
         # is not a failure.
@@ -744,12 +796,16 @@ def _growth_config(
 
 
 def _with_sensors(config: Config, client: Controller) -> Config:
-    """The config with the decisions between measurements of what is missing, if they are null: 0 where nobody reads that."""
+    """The config with the decisions between measurements of what is missing, if they are null: 0 where nobody reads that.
+
+    A controller that does not read it knows neither seeds that act at once nor slots that become empty again.
+    """
     if any(MISSING in names for names in client.sensors_read.values()):
         return with_sensors(config, client)
-    if config.probe.sensors_every is not None:
-        return config
-    return config.model_copy(update={"probe": config.probe.model_copy(update={"sensors_every": 0})})
+    lifecycle = config.lifecycle.model_copy(update={"direct": False, "absorb": False})
+    gates = config.gates.model_copy(update={"twins": False})
+    probe = config.probe.model_copy(update={"sensors_every": config.probe.sensors_every or 0})
+    return config.model_copy(update={"lifecycle": lifecycle, "gates": gates, "probe": probe})
 
 
 def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:

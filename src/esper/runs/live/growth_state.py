@@ -33,7 +33,7 @@ _FIXED = (
 )
 """What cannot change, because arrays of the state follow from it."""
 _IMPLIED = {
-    "controller": ("probe.sensors_every",),
+    "controller": ("probe.sensors_every", "lifecycle.direct", "lifecycle.absorb", "gates.twins"),
     "budget": ("governor.param_limit",),
     "steps": ("decisions",),
     "every": ("decisions",),

@@ -23,6 +23,8 @@ DEAD = 0.02
 """Relative participation below which the inner features of a segment count as dead."""
 FEW = 1e-2
 """Share of the gradient's energy up to which nothing is missing at a site."""
+PLAIN = 0.05
+"""Share of the gradient's energy from which something is plainly missing at a site before the first step."""
 VAIN = 3
 """Measurements in a row by which nothing is missing anywhere, after which no more seeds are planted."""
 
@@ -47,6 +49,7 @@ class _Trials(NamedTuple):
     unpaid: Bools  # was on trial long enough, contributes at most the price, and no other seed incubates or blends
     holding: Bools  # on trial
     refused: Bools  # its gate refused it for as many decisions as the patience
+    harmful: Bools  # incubates, and the loss would be higher with it
 
 
 class _Plans(NamedTuple):
@@ -60,6 +63,7 @@ class _Plans(NamedTuple):
     narrow: Bools  # (E, S) narrow segments
     inner: Floats  # (E, S) participation_inner
     blind: Bools  # (E,) the inner features of no segment are measured
+    plain: Bools  # (E, S) where a seed acts from its first step, because something is plainly missing there
     missing: Floats  # (E, S) share of the gradient that is missing at nominated sites; nan elsewhere
     vain: Bools  # (E,) that is measured, seeds were planted, and nothing is missing at any free site
 
@@ -73,7 +77,8 @@ class Heuristic(Rule):
     3. PRUNE the seed with the lowest contribution among two groups. The first are seeds that were on trial for
        `gates.min_holding_steps` steps and contribute at most `keep_above` times their rent, while no other seed incubates or
        blends. The second are seeds that their gate has refused at `holding_patience` decisions, or `training_patience`
-       decisions of an incubating seed.
+       decisions of an incubating seed. Where it is measured what is missing, an incubating seed with which the loss would be
+       higher by more than `gates.gain_z` standard errors is among them.
     4. GERMINATE behind a *narrow* segment, if the relative metric is below `plant_below`. The relative metric is 0 for the best
        constant prediction and 1 for a perfect one. A segment is narrow where almost all of its inner units are in use, with a
        relative participation ratio of at least `narrow_from`, or almost none, with a ratio below .02. Among several such
@@ -85,8 +90,9 @@ class Heuristic(Rule):
        The rule compares the slots of one host, because the smallest possible ratio, 1 / width, differs between hosts.
        Where it is measured what is missing at the slots (`esper.tolaria.live.missing`), as in `esper.Growth`, the slot that
        lacks most is planted instead, among those that lack at least `missing_ratio` times as much, while fewer than `nominated`
-       seeds incubate. If nothing is missing at any slot, the slot is chosen as above until the first seed is planted, and none is
-       planted afterwards; after three such measurements in a row none will be.
+       seeds incubate, and where no seed was pruned before. If nothing is missing at any slot, the slot is chosen as above until
+       the first seed is planted, and none is planted afterwards; after three such measurements in a row none will be. With
+       `lifecycle.direct`, a seed that is planted at the first decision, where at least 5 % is missing, acts at once.
     6. WAIT.
 
     A seed is planted only while there are enough steps to fossilize it, and `spare_steps` more, and only where what is left of
@@ -105,6 +111,7 @@ class Heuristic(Rule):
         self._planted = np.zeros(0, bool)  # (E,) whether a seed was planted in this episode
         self._obstacle = np.zeros(0, np.int8)  # (E,) the last one; LATE only where there was no other
         self._share = np.zeros(0)  # (E,) relative metric at that obstacle
+        self._failed = np.zeros((0, 0), bool)  # (E, S) slots whose seed was pruned, which are not nominated again
         self._vain = np.zeros(0, np.int64)  # (E,) measurements in a row that found nothing missing
         self._steps = 0
         self._blind = False  # whether slots were chosen without measured inner features
@@ -115,7 +122,7 @@ class Heuristic(Rule):
         usual = defaults(view.space)
         trials, plans = self._judge(view), self._plan(view)
         advance = may[:, Op.ADVANCE] & (view.steps - view.step >= self._trial(view))
-        prune = may[:, Op.PRUNE] & (trials.unpaid | trials.refused)
+        prune = may[:, Op.PRUNE] & (trials.unpaid | trials.refused | trials.harmful)
 
         envs = len(view.seeds.stage)
         op, slot = np.zeros(envs, np.int64), np.zeros(envs, np.int64)
@@ -131,6 +138,7 @@ class Heuristic(Rule):
         if view.step == 0 or len(self._planted) != envs:
             self._planted, self._obstacle = np.zeros(envs, bool), np.zeros(envs, np.int8)
             self._share, self._vain = np.full(envs, np.nan), np.zeros(envs, np.int64)
+            self._failed = np.zeros(view.seeds.stage.shape, bool)
         if view.measurements.sensor_age == 0:
             self._vain = np.where(plans.vain, self._vain + 1, 0)
         late = (plans.obstacle == PlantingObstacle.LATE) & (self._obstacle != PlantingObstacle.NONE)
@@ -144,11 +152,18 @@ class Heuristic(Rule):
             else self._why_judged(trials, env, Op(choice), at)
             for env, (choice, at) in enumerate(zip(op.tolist(), slot.tolist(), strict=True))
         ]
-        return complete(view.masks, op, slot, {**usual, Head.BLUEPRINT: plans.blueprint[np.arange(envs), slot]})
+        each = np.arange(envs)
+        direct = plans.plain[each, slot] & (op == Op.GERMINATE)
+        tempo = np.where(direct, view.space.tempos.index(0), usual[Head.TEMPO])
+        chosen = {Head.BLUEPRINT: plans.blueprint[each, slot], Head.TEMPO: tempo}
+        return complete(view.masks, op, slot, {**usual, **chosen})
 
     def store(self, outcome: Outcome) -> None:
-        """Record where a seed was planted."""
-        self._planted = self._planted | (outcome.accepted & (outcome.actions.op == Op.GERMINATE))
+        """Record where a seed was planted, and where one was pruned."""
+        op, accepted = outcome.actions.op, outcome.accepted
+        self._planted = self._planted | (accepted & (op == Op.GERMINATE))
+        env = np.flatnonzero(accepted & (op == Op.PRUNE))
+        self._failed[env, outcome.actions.slot[env]] = True
 
     def plants(self, view: View) -> Bools:
         """At each slot the blueprint that it would choose there, as long as a seed can be fossilized in time."""
@@ -157,6 +172,8 @@ class Heuristic(Rule):
         names = [self.config.weak_blueprints, *([self.config.narrow_blueprints] if measured else [])]
         chosen = [_first_that_fits(each, fits, view.space)[..., None] for each in names]
         those: Bools = np.logical_or.reduce([np.arange(fits.shape[2]) == each for each in chosen]) & fits
+        if MISSING in view.space.sensors:
+            those = those & ~self._failed_of(those.shape[:2])[..., None]
         return those & self.timely(view, view.step) & (self._vain < VAIN)[:, None, None]
 
     def reasons(self) -> Sequence[str | None]:
@@ -184,11 +201,12 @@ class Heuristic(Rule):
     def state(self) -> dict[str, Any]:
         """The obstacles so far, from which `explain` makes its sentences."""
         told = {"planted": self._planted, "obstacle": self._obstacle, "share": self._share, "vain": self._vain}
-        return {**told, "steps": self._steps, "blind": self._blind}
+        return {**told, "failed": self._failed, "steps": self._steps, "blind": self._blind}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
         self._planted, self._obstacle, self._share = state["planted"], state["obstacle"], state["share"]
+        self._failed = np.array(state.get("failed", np.zeros((0, 0))), bool)  # older states have none
         self._vain = state.get("vain", np.zeros_like(state["obstacle"], np.int64))  # older states have none
         self._steps, self._blind = state["steps"], state["blind"]
 
@@ -214,7 +232,9 @@ class Heuristic(Rule):
         untrained = (
             training & ~may[:, Op.ADVANCE] & (age - gates.min_training_steps + 1 >= self.config.training_patience)
         )
-        return _Trials(worth, contribution.se, price, keep, unpaid, holding, unkept | untrained)
+        gain, nominated = measured.gain, MISSING in view.space.sensors
+        harmful = training & (gain.mean < -gates.gain_z * gain.se) & (age >= gates.min_training_steps) & nominated
+        return _Trials(worth, contribution.se, price, keep, unpaid, holding, unkept | untrained, harmful)
 
     def timely(self, view: View, step: int) -> bool:
         """Whether a seed that is planted at a step can be fossilized before the run ends, with `spare_steps` to spare."""
@@ -225,6 +245,10 @@ class Heuristic(Rule):
     def _trial(self, view: View) -> int:
         """Steps from ADVANCE to FOSSILIZE."""
         return view.space.tempos[defaults(view.space)[Head.TEMPO]] + self.gates.min_holding_steps + 1
+
+    def _failed_of(self, shape: tuple[int, ...]) -> Bools:
+        """(E, S) where a seed was pruned in this episode."""
+        return self._failed if self._failed.shape == shape else np.zeros(shape, bool)
 
     def _affordable(self, view: View) -> Bools:
         """(E, S, K) the seeds for which the budget has room beside all that are there."""
@@ -271,14 +295,17 @@ class Heuristic(Rule):
         score = np.where(none, 0.0, -rank)
 
         missing = sensor(view, MISSING)
-        lacks = may & (missing > FEW)
+        lacks = may & (missing > FEW) & ~self._failed_of(may.shape)
         most = np.where(lacks, missing, -np.inf).max(1, keepdims=True)
         lacks &= missing >= config.missing_ratio * most
         room = (view.seeds.stage == Stage.TRAINING).sum(1, keepdims=True) < config.nominated
         measured_at_all = ~np.isnan(missing).all(1, keepdims=True)
         begun = (view.seeds.stage != Stage.DORMANT).any(1, keepdims=True)
+        if view.step and len(self._planted) == len(begun):  # a kept seed may be part of its layers, and its slot empty
+            begun |= self._planted[:, None]
         judged = lacks.any(1, keepdims=True) | (measured_at_all & begun)
-        where = np.where(judged, timely & lacks & room & (share < config.plant_below), where)
+        fresh = view.measurements.sensor_age == 0  # a seed that was planted since may have filled what was missing
+        where = np.where(judged, timely & fresh & lacks & room & (share < config.plant_below), where)
         score = np.where(judged, missing, score)
         share = share[:, 0]
         obstacle = np.full(len(may), PlantingObstacle.EVEN, np.int8)
@@ -288,7 +315,9 @@ class Heuristic(Rule):
             obstacle[:] = PlantingObstacle.LATE
         obstacle[where.any(1) | ~may.any(1)] = PlantingObstacle.NONE
         missing, vain = np.where(lacks, missing, np.nan), (judged & ~lacks.any(1, keepdims=True))[:, 0]
-        return _Plans(where, score, blueprint, obstacle, share, narrow, inner, blind[:, 0], missing, vain)
+        at_once = view.masks.tempo[:, Op.GERMINATE, :, space.tempos.index(0)]
+        plain = at_once & (missing >= PLAIN) & (view.step == 0)
+        return _Plans(where, score, blueprint, obstacle, share, narrow, inner, blind[:, 0], plain, missing, vain)
 
     def _why_planted(self, plans: _Plans, view: View, env: int, slot: int) -> str:
         config, name = self.config, view.space.slots[slot]
@@ -299,6 +328,8 @@ class Heuristic(Rule):
                 f"at {name}, {plans.missing[env, slot]:.1%} of the gradient is what the layer in front cannot follow and a "
                 "bypass can (heuristic.missing_ratio)"
             )
+            if bool(plans.plain[env, slot]):
+                place += f", at least {PLAIN:.0%} before the first step, so that it acts at once (lifecycle.direct)"
         elif narrow:
             bound = (
                 f"under {DEAD:.0%}" if inner < DEAD else f"at least {config.narrow_from:.0%} (heuristic.narrow_from)"
@@ -327,6 +358,8 @@ class Heuristic(Rule):
             told, rent = f"its contribution {worth:+.4f} ± {error:.4f}", f"{self.config.keep_above:g} of its rent"
             above = "above" if op == Op.FOSSILIZE else "not above"
             return f"{told} is {above} {price:.4f}, which is {rent} (heuristic.keep_above)"
+        if trials.harmful[env, slot] and not trials.refused[env, slot]:
+            return "the loss would be higher with it, by more standard errors than gates.gain_z"
         key = "holding_patience" if trials.holding[env, slot] else "training_patience"
         return f"it did not pass its gate at {getattr(self.config, key)} decisions (heuristic.{key})"
 

@@ -92,6 +92,13 @@ class Grafts:
         gate = reads + 1 if blend == Blend.GATE else 0
         return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
 
+    def offers(self) -> tuple[Bools, NDArray[np.int64]]:
+        """(S, K) which blueprints can be planted at which sites, and their parameters, 0 where they cannot."""
+        slots = range(len(self.sites))
+        fits = np.array([[self.fits(slot, entry) for entry in self.menu] for slot in slots])
+        cost = [[self.cost(slot, k) if fits[slot, k] else 0 for k in range(len(self.menu))] for slot in slots]
+        return fits, np.array(cost, np.int64)
+
     def planted(self) -> dict[str, list[int]]:
         """By site, in the order of the optimizer's groups: the blueprint and the blend of the seed."""
         found = {}

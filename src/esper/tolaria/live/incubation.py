@@ -96,10 +96,10 @@ class Incubation:
         for handle in self._steps:
             handle.remove()
 
-    def train(self, batch: tuple[Any, Any] | None) -> None:
+    def train(self, batch: tuple[Any, Any] | None) -> bool:
         """Take one step of every seed, with the gradients of the loop's backward passes, or in a pass of its own on a batch.
 
-        Nothing happens where the loop's optimizer has taken no step since the last call.
+        Nothing happens where the loop's optimizer has taken no step since the last call; returns whether it has.
         """
         stepped = self._stepped and not (self._overflow is not None and bool(self._overflow))
         self._stepped, self._overflow = False, None
@@ -108,7 +108,7 @@ class Incubation:
         if not stepped or not self.names or self.alone:
             self._before = []
             self._set_pull()
-            return
+            return stepped
         weights = [(parameter, parameter.detach().clone()) for parameter, _ in self._before]
         # A pass of a batch is of the weights from which the loop's step began, where these are known.
         with torch.no_grad():
@@ -141,6 +141,7 @@ class Incubation:
                 for parameter in parameters:
                     parameter.grad = None
         self._set_pull()
+        return True
 
     def norms(self) -> dict[str, Tensor]:
         """Return by site the mean gradient norm since the last call, for seeds that were trained."""

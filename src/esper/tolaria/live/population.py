@@ -5,7 +5,7 @@ incubate, the measuring, and the way back to an earlier moment.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.graft.folding import fold
 from esper.kasmina.graft.grafted import survey, undisturbed
-from esper.kasmina.graft.grown import POINT, sites_of, stream_of
+from esper.kasmina.graft.grown import CHILD, POINT, prefix_behind, root_of, sites_of, stream_of
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard
+from esper.kasmina.graft.widening import resized
 from esper.kasmina.lifecycle import Edits, dormant, doses
 from esper.leyline.config.tree import Config
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.stages import ADDED, Stage, among
+from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage, among
 from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, Space, choose
 from esper.tolaria.live.averages import Average
 from esper.tolaria.live.grafts import Grafts
@@ -33,6 +34,7 @@ from esper.tolaria.live.incubation import Incubation
 from esper.tolaria.live.missing import missing, read_sites
 from esper.tolaria.live.probe import Probe
 from esper.tolaria.live.ranks import Ranks, SharedGradients
+from esper.tolaria.live.twin import Twin
 from esper.tolaria.live.widening import follow
 from esper.tolaria.measure.sensors import participation_ratio
 from esper.tolaria.population import Figures, Indices, Keeper, ProbeRequest, TrainedFigures
@@ -69,15 +71,15 @@ class LivePopulation:
         reshard(network)
         self.host_params = np.array([sum(parameter.numel() for parameter in network.parameters())])
         self.fresh = [np.zeros(0, np.int64)]  # the loop's data are its own
+        self.absorbed_seeds = self.absorbed_params = 0  # seeds that are units of layers by now, and what they added
         self.grafts = Grafts(network, averages, groups, self.menu, readings, ranks)
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
         self.ranks, self.shared = ranks, shared
+        # By site of each seed on trial; None where the loop gives no batches, or layers became wider since.
+        self.twins: dict[str, Twin | None] = {}
         self._episode = 0
         self._seeds = dormant(1, len(self.sites))  # that the network follows
-        fits = np.array([[self.grafts.fits(s, entry) for entry in self.menu] for s in range(len(self.sites))])
-        cost = np.array(
-            [[self.grafts.cost(s, k) if fits[s, k] else 0 for k in range(len(menu))] for s in range(len(fits))]
-        )
+        fits, cost = self.grafts.offers()
         self.space = Space(
             slots=tuple(site.name for site in self.sites),
             blueprints=tuple(entry.info for entry in self.menu),
@@ -131,7 +133,13 @@ class LivePopulation:
         if self.incubation.straight != (batch is None):
             self.incubation.straight = batch is None
             self.follow(self._seeds)
-        self.incubation.train(batch)
+        if not self.incubation.train(batch):
+            return
+        for site, twin in self.twins.items():
+            if batch is None:
+                self.twins[site] = None
+            elif twin is not None:
+                twin.train(batch, self.probe_batches)
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         """Measure the network as it is now: one read of the device."""
@@ -166,7 +174,7 @@ class LivePopulation:
         """(1,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
         rows, slots = np.nonzero(among(seeds.stage, stages))
         price = self.price(rows, slots, seeds.blueprint[rows, slots].astype(np.int64), seeds.blend[rows, slots])
-        return np.array([int(price.sum())])
+        return np.array([self.absorbed_params + int(price.sum())])
 
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
         """(n,) parameters that seeds would add, the gate where it is used."""
@@ -189,18 +197,27 @@ class LivePopulation:
 
     def snapshot(self) -> dict[str, Any]:
         """Which seeds there are, and what the incubation has gathered."""
-        return {"live": {"seeds": self.grafts.planted(), "incubation": self.incubation.state()}}
+        twins = {name: None if twin is None else twin.state() for name, twin in self.twins.items()}
+        return {"live": {"seeds": self.grafts.planted(), "incubation": self.incubation.state(), "twins": twins}}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         """Go on from what `snapshot` gave, once `rebuild` has planted the seeds."""
         self._episode = episode
         self.incubation.load_state(tree["live"]["incubation"])
+        self.twins = {}
+        for name, state in tree["live"].get("twins", {}).items():
+            twin = self.twins[name] = None if state is None else self._twin(name)
+            if twin is not None:
+                twin.load_state(state)
 
     # Seeds.
 
     def free(self, name: str) -> None:
         """Remove a seed and all that was remembered of it."""
         self.incubation.forget(name)
+        self.twins.pop(name, None)
+        for twin in filter(None, self.twins.values()):
+            twin.forget(self._prefix(name))
         self.grafts.free(name)
 
     def fold(self, name: str) -> bool:
@@ -214,6 +231,72 @@ class LivePopulation:
         folded = fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed, pairs=pairs)
         follow(self.groups.optimizer, before, dict(self.network.named_parameters()))
         return folded
+
+    def absorb(self, slot: int) -> bool:
+        """Make a kept seed further units of the two layers that its site spans, if the outputs on the probe stay; return whether.
+
+        The site is free then, and its streams and prices are those of the wider layers. Not for networks of several processes.
+        """
+        site = self.sites[slot]
+        if site.around == site.after or self.ranks.size > 1 or self.shared.wrapper or is_sharded(self.network):
+            return False
+        before = sum(parameter.numel() for parameter in self.network.parameters())
+        seed = sum(
+            parameter.numel() for parameter in self.network.get_submodule(site.after).get_submodule(CHILD).parameters()
+        )
+        if not self.fold(site.name):
+            return False
+        self.free(site.name)
+        self.twins = dict.fromkeys(self.twins)
+        self.absorbed_seeds += 1
+        self.absorbed_params += sum(parameter.numel() for parameter in self.network.parameters()) - before + seed
+        self.resurvey()
+        return True
+
+    def resurvey(self) -> None:
+        """Measure the sites anew, behind a change of the host's layers."""
+        with self.grafts.restored():
+            self.grafts.doses(np.zeros(len(self.sites), np.float32))
+            readings = survey(self.network, lambda: self.probe_batches.first_output(self.network), wider=True)
+        for network in self.grafts.copies:
+            root_of(network).sites = sites_of(self.network)
+        self.sites = tuple(sites_of(self.network).values())
+        self.grafts.sites, self.grafts.readings = self.sites, list(readings.values())
+        self.grafts.host = [p for name, p in self.network.named_parameters() if not self.grafts.holds(name)]
+        fits, cost = self.grafts.offers()
+        affordable = cost <= (self.config.governor.param_limit or np.inf) * self.host_params[0]
+        width = np.array([[site.stream.width for site in self.sites]])
+        self.space = self.space._replace(fits=fits & affordable, cost=cost[None], width=width)
+
+    @contextmanager
+    def widths_of(self, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Give the layers of the network and of its averages the widths of saved tensors, unless the block fails.
+
+        shapes: of each parameter that had become larger, before.
+        """
+        if not shapes:
+            yield
+            return
+        networks, optimizer = (self.network, *self.grafts.copies), self.groups.optimizer
+        before, moments = dict(self.network.named_parameters()), dict(optimizer.state)
+        sites, after = sites_of(self.network), before
+        try:
+            with ExitStack() as wider:
+                for index, network in enumerate(networks):
+                    first = f"copy.{index}." if index else ""
+                    own = {name.removeprefix(first): each for name, each in tensors.items() if name.startswith(first)}
+                    wider.enter_context(resized(network, shapes, own))
+                after = dict(self.network.named_parameters())
+                follow(optimizer, before, after)
+                self.resurvey()
+                yield
+        except BaseException:
+            follow(optimizer, after, before)
+            optimizer.state.update(moments)
+            for network in networks:
+                root_of(network).sites = sites
+            self.resurvey()
+            raise
 
     def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
         """Have just these seeds, in this order; their weights are for the caller to fill in."""
@@ -244,6 +327,10 @@ class LivePopulation:
                 each.mode, each.attached = mode, attached
                 each.alpha.fill_(alpha if acts else 0.0)
             planted.learn(not frozen)
+            if stage not in LIVE or frozen:
+                self.twins.pop(site.name, None)
+            elif site.name not in self.twins and acts and self._has_twins:
+                self.twins[site.name] = self._twin(site.name)
             if stage == Stage.TRAINING:
                 incubating.append(site.name)
             elif acts and not frozen:
@@ -251,6 +338,18 @@ class LivePopulation:
         self.incubation.follow(incubating)
         if not self.grafts.reserved:  # seats are parameters that DistributedDataParallel knows
             self.shared.follow([*acting, *self.incubation.alone])
+
+    @property
+    def _has_twins(self) -> bool:
+        """Whether seeds on trial have twins: not in networks of several processes, nor among seats."""
+        single = self.ranks.size == 1 and self.shared.wrapper is None and not is_sharded(self.network)
+        return self.config.gates.twins and single and not self.grafts.reserved
+
+    def _prefix(self, name: str) -> str:
+        return prefix_behind(sites_of(self.network)[name].after)
+
+    def _twin(self, name: str) -> Twin:
+        return Twin(self.network, self.groups, name, self._prefix(name))
 
 
 class _Kept:
@@ -340,6 +439,11 @@ def measure_live(
         means.append(losses.mean())
         pairs.append(_paired(losses - own))
     rise = torch.stack(pairs) if pairs else own.new_zeros(0, 2)
+    live.grafts.doses(doses(seeds)[0])
+    beside = own.new_full((len(live.sites), 2), torch.nan)
+    for slot, site in enumerate(live.sites):
+        if (twin := live.twins.get(site.name)) is not None:
+            beside[slot] = _paired(live.probe_batches.see(twin, batches)[0] - own)
     signs = torch.stack([_paired(own)[1], output_spread.to(own), _total(live.network).to(own)])
     trained = norms or {}
     participation_ratios = [  # nan where nothing flowed
@@ -348,10 +452,9 @@ def measure_live(
     ]
     sensors = None
     if asked.sensors:
-        live.grafts.doses(doses(seeds)[0])
         sensors = live.sense()
-    read = [torch.stack(means), rise, torch.stack(participation_ratios), signs, sensors, *trained.values()]
-    loss, risen, participation, sign, sensors, *norms_read = read_packet(read)
+    read = [torch.stack(means), rise, beside, torch.stack(participation_ratios), signs, sensors, *trained.values()]
+    loss, risen, beside, participation, sign, sensors, *norms_read = read_packet(read)
     slot_of = {site.name: slot for slot, site in enumerate(live.sites)}
     figures = TrainedFigures(
         loss=loss[:1],
@@ -366,6 +469,7 @@ def measure_live(
         branch_metric=-loss[1:],
         loss_rise=risen,
         metric_fall=risen,
+        twin_rise=beside[None],
         participation=participation[None],
         signs=sign[None],
         sensors=sensors,

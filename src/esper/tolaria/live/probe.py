@@ -66,7 +66,9 @@ class Probe:
         return output if next(floats(output), None) is not None else self.loss(output, y)
 
     @torch.no_grad()
-    def see(self, network: nn.Module, batches: Sequence[tuple[Any, Any]] | None = None) -> tuple[Tensor, Tensor]:
+    def see(
+        self, network: Callable[..., Any], batches: Sequence[tuple[Any, Any]] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Measure a network, which is in evaluation mode, on what `batches` returned, or returns now.
 
         Returns (N,) float64 losses, one for every example, or for every batch where examples have none of their own; and ()

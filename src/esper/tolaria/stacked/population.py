@@ -429,7 +429,7 @@ class StackedPopulation:
             [*probed, sensors, finite, validation, grown, trained]
         )
         training = None if trained is None else self._training_figures(trained)
-        found = Figures._make([*figures, None if finite is None else finite > 0, validation, grown, training])
+        found = Figures._make([*figures, None if finite is None else finite > 0, validation, grown, training, None])
         if found.trained is not None and found.trained.skipped is not None:
             forget_skipped(body, found.trained.skipped, found.trained.seed_owners)
             self.skipped += found.trained.skipped
