@@ -10,6 +10,8 @@ A YAML file (`--config FILE`), `--set key=value` and `esper.build_config` take t
 defaults of a task, `--set` overrides the file, and the long options of the command override both. `esper config`
 prints this page's table, `esper config --yaml` a file to start from. The [glossary](glossary.md) explains the words.
 
+The keys before `task` are those of growing alone. `esper.Growth(settings=...)` takes them, and no others.
+
 | key | default | type | meaning |
 |---|---|---|---|
 """

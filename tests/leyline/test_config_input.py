@@ -66,7 +66,7 @@ def test_a_name_with_a_dot_in_the_cohorts_stays_one_name():
         ({"task": "a" * 5000}, None),
         ({"device": "a" * 5000}, "device is 'aaa"),
         ({"steps": "\x1b[2J\n"}, r"steps is '\x1b[2J\n'; give a whole number of at least 1"),
-        ({5: 1}, "the config key 5 is not a text; give keys such as 'task'"),
+        ({5: 1}, "the config key 5 is not a text; give keys such as 'steps'"),
         ({"optimizer": {5: 1}}, "the config key 5 is not a text; give keys such as 'name'"),
     ],
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from esper.leyline.config.tree import Config, GatesConfig
+from esper.leyline.config.tree import GatesConfig, GrowthConfig
 from esper.leyline.data.task import AnyTask, Task
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.gates import judge
@@ -89,7 +89,7 @@ def explanations(attempts: Attempts, space: Space, client: Controller, controlle
     return [*sentences, *own]
 
 
-def nothing_left(view: View, plants: Bools | None, config: Config, controller: str) -> str:
+def nothing_left(view: View, plants: Bools | None, config: GrowthConfig, controller: str) -> str:
     """Return the condition by which no operation but WAIT is possible any more in the one environment, in which no seed is under
     way; empty while another operation is.
 

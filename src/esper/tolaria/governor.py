@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.kasmina.lifecycle import doses, uprooted
-from esper.leyline.config.tree import Config, GovernorConfig
+from esper.leyline.config.tree import GovernorConfig, GrowthConfig
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.masks import allowed
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
@@ -181,7 +181,7 @@ class GovernorRecord(NamedTuple):
 class Governor:
     """Holds the history and the snapshots of the rows of a population, and rolls rows back."""
 
-    def __init__(self, keeper: Keeper, real: int, config: Config) -> None:
+    def __init__(self, keeper: Keeper, real: int, config: GrowthConfig) -> None:
         """real: number of rows that are counted, from the first; the padding rows after them are not."""
         self.config, self.embargo = config.governor, config.lifecycle.embargo
         self.keeper = keeper

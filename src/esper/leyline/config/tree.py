@@ -11,7 +11,7 @@ from enum import IntEnum
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pydantic
 import yaml
@@ -450,8 +450,33 @@ def baseline_names(value: Any) -> tuple[str, ...]:
     return _chosen(given, BASELINES, f"give names out of {', '.join(BASELINES)}, or none")
 
 
-class Config(Section):
-    """All settings of a run, defaults included."""
+class GrowthConfig(Section):
+    """The settings of a growth, whoever trains the network: all those that `esper.Growth` takes."""
+
+    steps: int = Field(24, ge=1)
+    """length of an episode [steps]"""
+    seed: int = Field(0, ge=0, lt=2**63)
+    """seed of the run, from which all its random numbers derive"""
+    blueprints: tuple[str, ...] | None = None
+    """names of the blueprints that may be planted; null for the menu of the task"""
+    lifecycle: LifecycleConfig = LifecycleConfig()
+    gates: GatesConfig = GatesConfig()
+    probe: ProbeConfig = ProbeConfig()
+    reward: RewardConfig = RewardConfig()
+    governor: GovernorConfig = GovernorConfig()
+    heuristic: HeuristicConfig = HeuristicConfig()
+    trials: TrialsConfig = TrialsConfig()
+
+    @pydantic.field_validator("slots", "blueprints", check_fields=False)
+    @classmethod
+    def _check_distinct(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        if value is not None and (not value or len(set(value)) < len(value)):
+            raise ValueError("give a list of at least one name, each once, or null for all")
+        return value
+
+
+class Config(GrowthConfig):
+    """All settings of a run, defaults included: those of its growth, and those of all that Esper does around it."""
 
     task: str = "digits"
     """name of the task; `esper tasks` lists the names"""
@@ -467,12 +492,8 @@ class Config(Section):
     shards: int = Field(1, ge=1)
     """populations into which a training divides the environments of each task, for workers to play (`esper docs workers`);
     `--workers` chooses it where it is not set"""
-    steps: int = Field(24, ge=1)
-    """length of an episode [steps]"""
     epochs: float | None = Field(None, gt=0)
     """length of an episode as passes over the train split; null takes steps (`esper docs runs`) [epochs]"""
-    seed: int = Field(0, ge=0, lt=2**63)
-    """seed of the run, from which all its random numbers derive"""
     device: str = "auto"
     """auto, cpu, cuda or cuda:i; auto takes cuda where torch sees such a device"""
     deterministic: bool = False
@@ -504,21 +525,12 @@ class Config(Section):
     """score on the validation split that the best network has the highest of: the metric, or J"""
     slots: tuple[str, ...] | None = None
     """names of the slots that may be planted; null for all slots of the task"""
-    blueprints: tuple[str, ...] | None = None
-    """names of the blueprints that may be planted; null for the menu of the task"""
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    lifecycle: LifecycleConfig = LifecycleConfig()
-    gates: GatesConfig = GatesConfig()
-    probe: ProbeConfig = ProbeConfig()
-    reward: RewardConfig = RewardConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    governor: GovernorConfig = GovernorConfig()
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     faults: FaultsConfig = FaultsConfig()
-    heuristic: HeuristicConfig = HeuristicConfig()
-    trials: TrialsConfig = TrialsConfig()
     ppo: PPOConfig = PPOConfig()
 
     @property
@@ -544,13 +556,6 @@ class Config(Section):
         return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value  # as YAML reads them
 
     _parse_baselines = pydantic.field_validator("baselines", mode="before")(baseline_names)
-
-    @pydantic.field_validator("slots", "blueprints")
-    @classmethod
-    def _check_distinct(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if value is not None and (not value or len(set(value)) < len(value)):
-            raise ValueError("give a list of at least one name, each once, or null for all")
-        return value
 
     @pydantic.model_validator(mode="after")
     def _check_together(self) -> "Config":
@@ -583,10 +588,22 @@ def build_config(*layers: Mapping[str, Any]) -> Config:
     Sections are nested mappings or dotted keys: `{"optimizer": {"lr": 1}}` equals `{"optimizer.lr": 1}`. Raises InputError on
     the first bad key or value.
     """
+    return _validated(Config, layers)
+
+
+def build_growth_config(*layers: Mapping[str, Any]) -> GrowthConfig:
+    """The settings of one network that grows in the user's own loop, from layers as those of `build_config`."""
+    return _validated(GrowthConfig, layers)
+
+
+_Model = TypeVar("_Model", bound=Section)
+
+
+def _validated(model: type[_Model], layers: Sequence[Mapping[str, Any]]) -> _Model:
     try:
-        return Config.model_validate(merge_settings(*layers))
+        return model.model_validate(merge_settings(*layers))
     except pydantic.ValidationError as error:
-        raise InputError(explain(error, Config)) from None
+        raise InputError(explain(error, model)) from None
 
 
 def merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
@@ -700,7 +717,8 @@ def reference(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tup
             yield from reference(field.annotation, f"{prefix}{name}.")
         else:
             default = field.default if isinstance(field.default, str) else json.dumps(field.default)
-            yield prefix + name, _type_name(field.annotation), default, _meanings()[model.__name__, name]
+            owner = next(each for each in model.__mro__ if name in each.__annotations__)
+            yield prefix + name, _type_name(field.annotation), default, _meanings()[owner.__name__, name]
 
 
 @cache

@@ -18,7 +18,7 @@ from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted,
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.network.saving import folder_of, save_adapter, save_grown
-from esper.leyline.config.tree import Config, build_config, merge_settings
+from esper.leyline.config.tree import Config, GrowthConfig, build_growth_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
@@ -32,7 +32,6 @@ from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.runs.explanations import Attempts, explanations, few_examples, nothing_left, unfinished
 from esper.runs.live.growth_state import (
-    SECTIONS,
     check_made_with,
     check_whole,
     loaded_tree,
@@ -771,12 +770,10 @@ def _optimizer_steps(name: str, value: Any) -> int:
 def _growth_config(
     sites: Mapping[str, Site], budget: float, every: int, steps: Any, seed: int, settings: Mapping[str, Any]
 ) -> Config:
-    """Return the settings of one network in the user's own loop."""
+    """Return the settings of one network in the user's own loop, as those of a run of it alone."""
     if len(sites) > MOST_SITES:
         raise InputError(f"the model has {len(sites)} sites, and at most {MOST_SITES} can grow; graft fewer of them")
     usual = {
-        "envs": 1,
-        "baselines": [],
         "seed": seed,
         "steps": ENDLESS if steps is None else max(_optimizer_steps("steps", steps) // every, 1),
         "lifecycle": {"max_seeds": len(sites), "direct": True, "absorb": True},
@@ -787,12 +784,12 @@ def _growth_config(
         "governor": {"param_limit": budget, "min_metric_drop": 1e9, "loss_rise_z": 1e9},
     }
     for name, value in merge_settings(settings).items():
-        if name in Config.model_fields and name not in (*SECTIONS, "steps", "seed", "blueprints"):
+        if name in Config.model_fields and name not in GrowthConfig.model_fields:
             key = f"{name}.{next(iter(value))}" if isinstance(value, Mapping) and value else name
             raise InputError(
                 f"settings sets {key}, which a network in your own training loop does not have; leave it out"
             )
-    return build_config(usual, settings)
+    return Config(envs=1, baselines=(), **dict(build_growth_config(usual, settings)))
 
 
 def _with_sensors(config: Config, client: Controller) -> Config:
@@ -808,7 +805,7 @@ def _with_sensors(config: Config, client: Controller) -> Config:
     return config.model_copy(update={"lifecycle": lifecycle, "gates": gates, "probe": probe})
 
 
-def growth_menu(sites: Mapping[str, Site], config: Config) -> list[Blueprint]:
+def growth_menu(sites: Mapping[str, Site], config: GrowthConfig) -> list[Blueprint]:
     """Return the blueprints that may be planted: the named blueprints of every kind that a site has."""
     kinds = dict.fromkeys(site.stream.kind for site in sites.values())
     if config.blueprints is None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.graft.grown import Freeze
 from esper.kasmina.graft.sharding import gather_on_cpu
-from esper.leyline.config.tree import Config
+from esper.leyline.config.tree import GrowthConfig
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import Controller
 from esper.runs.folder.environment import digest
@@ -25,8 +25,6 @@ from esper.tolaria.live.population import LivePopulation
 FORMAT = 4
 """Version of the state of a growth; other versions are refused."""
 CHECKSUM = "checksum"
-SECTIONS = ("lifecycle", "gates", "probe", "governor", "reward", "heuristic", "trials")
-"""Sections of the settings that a network in the user's own loop reads."""
 _FIXED = (
     *("sites", "menu", "mode", "ema", "optimizer", "schedulers", "lifecycle.tempos", "lifecycle.targets"),
     *("gates.certify", "governor.enabled", "governor.loss_window", "probe.sensors", "probe.sensors_every"),
@@ -46,7 +44,7 @@ _MEND = "give the state as growth.state_dict() returned it"
 def made_with(
     population: LivePopulation,
     controller: tuple[str | Controller, Controller],
-    config: Config,
+    config: GrowthConfig,
     arguments: Mapping[str, float | int | str | Freeze | None],
 ) -> dict[str, Any]:
     """All that decides what a growth computes, but for the network and what it has learned, as plain values by name.
@@ -55,7 +53,8 @@ def made_with(
     """
     given, client = controller
     named = isinstance(given, str) and (given in controller_names() or not Path(given).exists())
-    settings = config.model_dump(mode="json", include=set(SECTIONS))
+    settings = config.model_dump(mode="json", include=set(GrowthConfig.model_fields))
+    sections = {name: keys for name, keys in settings.items() if isinstance(keys, dict)}
     return {
         "sites": {name: repr(site) for name, site in zip(population.space.slots, population.sites, strict=True)},
         "menu": [f"{entry.kind.value} {entry.name}" for entry in population.menu],
@@ -66,7 +65,7 @@ def made_with(
         "controller": given if named else describe(client, without=str(given)),
         "optimizer": type(population.groups.optimizer).__qualname__,
         "schedulers": [type(each).__qualname__ for each in population.groups.schedulers],
-        **{f"{section}.{key}": value for section in SECTIONS for key, value in settings[section].items()},
+        **{f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()},
     }
 
 

@@ -21,7 +21,7 @@ from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.lifecycle import Edits, dormant, doses
-from esper.leyline.config.tree import Config
+from esper.leyline.config.tree import GrowthConfig
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
@@ -54,7 +54,7 @@ class LivePopulation:
         groups: Groups,
         probe: Probe,
         menu: Sequence[Blueprint],
-        config: Config,
+        config: GrowthConfig,
         ranks: Ranks,
         shared: SharedGradients,
     ) -> None:

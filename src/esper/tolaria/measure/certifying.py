@@ -13,7 +13,7 @@ from torch import Tensor
 from esper.kasmina.lifecycle import doses
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Branches
-from esper.leyline.config.tree import Config, GatesConfig
+from esper.leyline.config.tree import GatesConfig, GrowthConfig
 from esper.leyline.data.batches import picked
 from esper.leyline.data.keys import Purpose, key, permutations
 from esper.leyline.data.task import Objective, Split
@@ -190,7 +190,7 @@ class Certifier:
     each example belongs to, by the example's digest.
     """
 
-    def __init__(self, population: Population, config: Config) -> None:
+    def __init__(self, population: Population, config: GrowthConfig) -> None:
         """Raises InputError if the population has too few fresh examples for any certificate."""
         assert config.gates.certify is not None
         self.alpha, self.population = config.gates.certify, population
