@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from faults.poison import poisoned
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -21,7 +22,6 @@ from esper.leyline.lifecycle.actions import RELEVANT, Actions, Head, Op
 from esper.leyline.lifecycle.masks import allowed, allowed_of, every_decision
 from esper.leyline.lifecycle.view import take
 from esper.tasks.repair import repair
-from esper.tolaria.poison import poisoned
 from populations import blobs, small_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "gym.md"

@@ -23,7 +23,7 @@ from esper.simic.rollout import Rollout
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import FAULTS, Fault, fingerprints, poisoned
+from faults.poison import FAULTS, Fault, fingerprints, poisoned
 from faults.records import Record, append, records, table
 
 FILE = "nan.jsonl"

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from faults.poison import poisoned
 
 from esper.leyline.lifecycle.actions import Head, Op
 from esper.leyline.protocols import Controller
@@ -15,7 +16,6 @@ from esper.simic.rollout import ShardedRollout
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.policy.distribution import judge
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import poisoned
 from populations import MENU, blobs, small_config
 
 ENVS, STEPS = 4, 4

@@ -4,13 +4,13 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from faults.poison import poisoned
 
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import IN_BUDGET, among
 from esper.simic.rewards import fees, get_reward, paid, total, worths
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import poisoned
 from populations import blobs, small_config
 
 ENVS, STEPS, PENALTY, SCALE = 3, 10, 0.25, 2.0

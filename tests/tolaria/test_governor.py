@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from device_reads import counted_reads
+from faults.poison import FAULTS, fingerprints, poisoned
 
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import DataFault
@@ -17,7 +18,6 @@ from esper.tasks.catalog import get_task
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import FAULTS, fingerprints, poisoned
 from esper.tolaria.stacked.optimizer import StackedOptimizer
 from populations import GROW, MENU, Journalled, Script, blobs, small_config
 

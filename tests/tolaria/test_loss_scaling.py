@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from faults.poison import fingerprints, poisoned
 from torch import nn
 
 import esper
@@ -15,7 +16,6 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.verdicts import Vital
 from esper.store.tensors import flatten, unflatten
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import fingerprints, poisoned
 from esper.tolaria.runtime import check_modules
 from esper.tolaria.stacked.optimizer import GradScaler, StackedOptimizer
 from populations import GROW, GROW_ZERO, Script, assert_same, blobs, small_config, trajectory

@@ -5,6 +5,7 @@ import gc
 import numpy as np
 import pytest
 import torch
+from faults.poison import fingerprints
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +17,6 @@ from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import fingerprints
 from esper.tolaria.stacked.compiling import microbatches
 from esper.tolaria.stacked.population import TapedLoss
 from populations import GROW, blobs, small_config, trajectory

@@ -5,12 +5,12 @@ import gc
 import numpy as np
 import pytest
 import torch
+from faults.poison import poisoned
 
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.verdicts import Vital
 from esper.tolaria import runtime
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.poison import poisoned
 from esper.tolaria.stacked import compiling
 from populations import EARLY, Script, blobs, small_config, trajectory
 

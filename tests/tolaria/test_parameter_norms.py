@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from device_reads import counted_reads
+from faults.poison import poisoned
 from torch.nn.functional import cross_entropy
 
 from esper.kasmina.lifecycle import doses
@@ -20,7 +21,6 @@ from esper.runs.grow import grow
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Observer
-from esper.tolaria.poison import poisoned
 from journals import events
 from populations import GROW, Journalled, Memory, Script, blobs, small_config
 
