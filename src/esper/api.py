@@ -440,9 +440,8 @@ def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterru
     if folder is None:
         raise KeyboardInterrupt("the run was interrupted")
     names, client = names_of(summary), summary.get("controller")  # the summary of a training has no such key
-    made = ["task"] * any(
-        not is_reference(name) and not is_named_task(name) for name in names
-    )  # those that were objects
+    # those that were objects
+    made = ["task"] * any(not is_reference(name) and not is_named_task(name) for name in names)
     if client is not None and not (
         is_own_controller(client) or client.partition(":")[0] in controller_names() or Path(client).exists()
     ):

@@ -46,9 +46,8 @@ def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
         raise InputError(f"{run} is not a run folder: it has no config.yaml. Name one that `esper grow` wrote")
     check_links(run)
     names = [path.name for path in (run / MODELS).glob("env-*")]
-    names += [
-        path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")
-    ]  # left by a process that was killed
+    # left by a process that was killed
+    names += [path.name[1:].removesuffix(".old") for path in (run / MODELS).glob(".env-*.old")]
     found = {Path(name): find_folder(run / MODELS / name) for name in sorted(set(names))}
     sources = {name: path for name, path in found.items() if all((path / part).is_file() for part in (MODEL, TOPOLOGY))}
     if not sources:

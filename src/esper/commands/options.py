@@ -96,9 +96,8 @@ NOT_BY_SET: Mapping[str, Mapping[str, str]] = {
 """Config keys that a command refuses in --set, each with the reason and what to do instead."""
 
 
-_DEVICES = re.compile(
-    r"(auto|cpu|cuda(:\d+)?)(,(auto|cpu|cuda(:\d+)?))*,?"
-)  # one or more, as `resolve_device` names them
+# one or more, as `resolve_device` names them
+_DEVICES = re.compile(r"(auto|cpu|cuda(:\d+)?)(,(auto|cpu|cuda(:\d+)?))*,?")
 
 
 def spread_devices(arguments: Sequence[str]) -> list[str]:

@@ -38,9 +38,8 @@ Floats = NDArray[np.float64]
 NO_SEED = -1
 NAN = float("nan")
 
-DRAWN_DECISIONS = (
-    60  # most decisions that the figure of contributions shows; the largest contributions and the smallest
-)
+# most decisions that the figure of contributions shows; the largest contributions and the smallest
+DRAWN_DECISIONS = 60
 LISTED = 200  # most rows of a table of single decisions or rollbacks
 POINTS = 512  # most points of a live curve; when it has twice as many, every second one is dropped
 LOGGED = 12  # last events of each environment that are kept
@@ -389,9 +388,8 @@ class RunModel:
         self._seeds: dict[tuple[int, str], str | None] = {}
         self._logs: dict[int, deque[str]] = {}
         self._times: deque[float] = deque(maxlen=TIMED)
-        self.waited = self.timed = (
-            0.0  # seconds for full queues of outputs, and of all steps or rounds that told of theirs
-        )
+        # seconds for full queues of outputs, and of all steps or rounds that told of theirs
+        self.waited = self.timed = 0.0
 
         # The history of the episode.
         self._steps: list[tuple[Any, ...]] = []  # the fields of `EpisodeSteps` but the last

@@ -38,9 +38,8 @@ class Step(NamedTuple):
     seconds: float  # of the controller and the engine, without observers
     deciding: float  # of the controller alone
     decision: Decision  # the decision whose result is `outcome`
-    further: Sequence[
-        tuple[Actions, NDArray[np.int8]]
-    ] = ()  # further decisions of the step (E,), and a `Refusal` for each
+    # further decisions of the step (E,), and a `Refusal` for each
+    further: Sequence[tuple[Actions, NDArray[np.int8]]] = ()
 
 
 class Observer:

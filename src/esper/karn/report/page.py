@@ -41,9 +41,8 @@ from esper.leyline.text import counted, printable
 from esper.store.disk import read_kept
 from esper.store.files import EVALUATION, REPORT, SUMMARY, is_run, to_json
 
-MOST_CLASSES = (
-    20  # largest number of classes of which the page shows a confusion matrix; the summary has larger ones too
-)
+# largest number of classes of which the page shows a confusion matrix; the summary has larger ones too
+MOST_CLASSES = 20
 _LARGEST = 256 * 2**20  # bytes of the record of an evaluation that are read
 WORDS: Mapping[str, str] = {
     "added parameters": "parameters of the seeds that act on a network or were kept",

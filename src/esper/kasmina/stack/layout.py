@@ -128,9 +128,8 @@ class HostTable:
         self.outputs: Indices = np.zeros(rows, np.int64)  # (E,) number of its outputs
         self.reads: Indices = np.zeros((rows, slots, menu), np.int64)  # (E, S, K) as in `Widths.reads`
         self.taps: Indices = np.zeros((rows, slots, 4), np.int64)  # (E, S, 4) as in `Widths.taps`
-        self.cost: Indices = np.zeros(
-            (rows, slots, menu), np.int64
-        )  # (E, S, K) parameters that each blueprint would add
+        # (E, S, K) parameters that each blueprint would add
+        self.cost: Indices = np.zeros((rows, slots, menu), np.int64)
 
     def plant(self, rows: Sequence[int], module: nn.Module, widths: Widths, outputs: int) -> None:
         """Record the sizes of a host that is written into some rows."""

@@ -131,9 +131,8 @@ class PlanCache(Generic[Planned, Prepared]):
     def __init__(self, bound: int) -> None:
         assert bound > 0, bound
         self.bound = bound
-        self.built = self.reused = self.evicted = (
-            0  # how often something was prepared, found, and dropped for lack of room
-        )
+        # how often something was prepared, found, and dropped for lack of room
+        self.built = self.reused = self.evicted = 0
         self._known: OrderedDict[Planned, Prepared] = OrderedDict()
 
     def get(self, plan: Planned, prepare: Callable[[Planned], Prepared]) -> Prepared:

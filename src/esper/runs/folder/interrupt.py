@@ -35,9 +35,8 @@ class Interrupt:
         self.asked = False  # whether any signal has come
         self._rearmed = self._again = False
         self._say = say
-        self._events: SimpleQueue[bool] = (
-            SimpleQueue()
-        )  # True: a signal has come; False: it is answered, or the run is over
+        # True: a signal has come; False: it is answered, or the run is over
+        self._events: SimpleQueue[bool] = SimpleQueue()
 
     @property
     def ending(self) -> bool:

@@ -57,9 +57,8 @@ class RecurrentActor:
         self._episode = -1
         self._open = np.zeros(0, bool)  # environments whose decisions of the step are not over
         self._made = np.zeros(0, np.int64)  # decisions of the step so far, of each environment
-        self._refused = np.zeros(
-            0
-        )  # parameters of the smallest seed that was refused in the step; infinite where none was
+        # parameters of the smallest seed that was refused in the step; infinite where none was
+        self._refused = np.zeros(0)
         self._calls = 0  # decisions of the environment with the most, and plantings of its packages
         self._opened = Opened.none(0, 0)  # packages that are not planted completely
         self.reasons: Sequence[str | None] = []  # the packages that the last plantings belong to

@@ -353,9 +353,8 @@ def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int3
     nobody = np.zeros(shape, np.int64)
     whole = nobody + every[:, None]
     worth: Floats = value(whole) - value(whole & ~bit) - value(nobody + bit) + value(nobody)
-    several = (
-        live & (live.sum(1) > 1)[:, None] & (life > step - table.step)
-    )  # not a seed that was planted since the table
+    # not a seed that was planted since the table
+    several = live & (live.sum(1) > 1)[:, None] & (life > step - table.step)
     interaction[several] = worth[several]
     age[several & np.isfinite(interaction)] = step - table.step
     return interaction, age

@@ -159,9 +159,8 @@ class DatasetSource:
     indices: Tensor  # (N,) int64, the example of the Dataset at each place
     kind: Kind
     classes: int | tuple[Label, ...] | None  # of a classification, as in `esper.task`
-    like: Split | None = (
-        None  # examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
-    )
+    # examples in the shapes and dtypes that `read` returns; None returns those of the Dataset
+    like: Split | None = None
     # processes that read the batches of a training ahead of it; no part of what the examples are, and not compared in a resume
     workers: int = field(default=0, compare=False)
 

@@ -57,9 +57,8 @@ _TENSOR = object()
 class CompiledInputs(NamedTuple):
     """What a pass over some stacks takes, as a list of tensors and what puts them together again."""
 
-    tensors: list[
-        Tensor
-    ]  # values and buffers of the stacks, outputs that rows do not have, the tensors of the arguments
+    # values and buffers of the stacks, outputs that rows do not have, the tensors of the arguments
+    tensors: list[Tensor]
     tree: pytree.TreeSpec  # the structure of all
     rest: tuple[Any, ...]  # for every leaf of the structure, the leaf if it is no tensor
     state: int  # how many of the tensors come from the body
@@ -318,9 +317,8 @@ class CompileCounts:
     passes: int = 0  # compiled passes that ran
     eager: int = 0  # passes that ran uncompiled
     looped: int = 0  # plans that are not compiled, because their modules run in a loop over the rows
-    short: int = (
-        0  # plans that `auto` left uncompiled, because the rest of the episode is too short to gain from compiling
-    )
+    # plans that `auto` left uncompiled, because the rest of the episode is too short to gain from compiling
+    short: int = 0
     slower: int = 0  # the same, because the compiled pass is no faster
 
 

@@ -94,9 +94,8 @@ class ResidentData:
             tensors = (part for split in (problem.train, problem.probe, problem.validation) for part in split)
             objects.append((id(problem.host), *map(id, tensors)))
             problems.setdefault(objects[-1], (name, problem))
-        self.problem_of = [
-            list(problems).index(each) for each in objects
-        ]  # for each instance, in the order of their keys
+        # for each instance, in the order of their keys
+        self.problem_of = [list(problems).index(each) for each in objects]
         self.problems = [self._checked(name, problem) for name, problem in problems.values()]
         row = np.array(self.problem_of)[which]
         pixels, scaling = self.problems[0].pixels, self.problems[0].scaling
@@ -196,9 +195,8 @@ class StepStatistics(NamedTuple):
     # Names (L,) of the trained parameters and their gradient norms (n, L), mean over the step's optimizer steps: of the hosts,
     # then for each entry of `seed_owners`; empty if they were not asked for.
     parameter_norms: list[tuple[tuple[str, ...], Tensor]]
-    skipped: (
-        SkippedUpdates | None
-    )  # means of norms are over the other updates: nan if there is none, inf if a row is lost
+    # means of norms are over the other updates: nan if there is none, inf if a row is lost
+    skipped: SkippedUpdates | None
 
 
 class PassLoss(NamedTuple):
