@@ -64,7 +64,7 @@ class Guarded:
 
     def close(self) -> None:
         """Wait until the output has all rows, and close it."""
-        self.backlog.submit(self._close, 0)
+        self.backlog.submit(partial(self._call, "close"), 0)
         try:
             self.backlog.finish(_PATIENCE)
         except TimeoutError:
@@ -75,14 +75,11 @@ class Guarded:
             self.backlog.close()
         self._report()
 
-    # The thread calls the next three.
+    # The thread calls the next two.
 
     def _hand_over(self, rows: Sequence[Row]) -> None:
         for row in rows:
             self._call("write", row)
-
-    def _close(self) -> None:
-        self._call("close")
 
     def _call(self, name: str, *rows: Row) -> None:
         if self.output is None:

@@ -63,7 +63,7 @@ def training_sections(model: RunModel) -> list[ReportSection]:
 def _curves(model: RunModel, names: Sequence[str]) -> list[Figure]:
     figures, rounds = [], [row.round for row in model.rounds]
     for name in names:
-        values, words = np.array([[_or_nan(row.figures.get(name))] for row in model.rounds]), name.replace("_", " ")
+        values, words = np.array([[row.figures.get(name)] for row in model.rounds], float), name.replace("_", " ")
         series = [Series(words, values, "grown")]
         figures.append(curves(MEANINGS.get(name, words), rounds, series, "round", "", 180))
     return [figure for figure in figures if figure.absent is None]
@@ -163,7 +163,3 @@ def _policy(model: RunModel) -> ReportSection:
     else:
         lines.append("What the policy looks at is known when the training has ended.")
     return ReportSection("policy", "What the policy does and looks at", lines, figures=figures)
-
-
-def _or_nan(value: float | None) -> float:
-    return NAN if value is None else value

@@ -197,17 +197,13 @@ def _box(part: DrawnLine, x: int, y: int, width: int) -> str:
     foot = ", ".join(filter(None, (params, part.note)))
     lines = (("", head, 17, fits), ("soft", foot, 33, fits * 7 // 6))
     texts = "".join(
-        f'<text class="{style}" x="{x + 8}" y="{y + down}">{escape(printable(_cut(words, most)))}</text>'
+        f'<text class="{style}" x="{x + 8}" y="{y + down}">{escape(printable(cut))}</text>'
         for style, words, down, most in lines
-        if words
+        if (cut := words if len(words) <= most else words[: most - 1] + "…")
     )
     style = ' class="seed"' if part.kind == "seed" else ""
     whole = escape(printable(f"{head}; {foot}" if foot else head))
     return f'<g><title>{whole}</title><rect{style} x="{x}" y="{y}" width="{width}" height="{BOX}" rx="5"/>{texts}</g>'
-
-
-def _cut(words: str, most: int) -> str:
-    return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def _arrow(path: str, style: str = "") -> str:

@@ -143,8 +143,10 @@ def grown_network(
     named = _named(factory)
     original = factory.original if isinstance(factory, RegrownHost) else named  # of the host without any seed
     network = GrownNetwork(host, modules, grafts, interface, original).to("cpu", body.dtype).eval()
+    several = leaf_names(interface.inputs) != ["x"] or (interface.classes is not None and interface.target)
+    whole = interface.whole is not None and interface.scaling is None
     topology = {
-        "format": _format(interface),
+        "format": 4 if interface.preprocess is not None else 3 if several or whole else 2,
         "host": None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)},
         "dtype": str(body.dtype).removeprefix("torch."),
         "input": shapes_to_json(interface.inputs),
@@ -162,15 +164,6 @@ def grown_network(
     if interface.preprocess is not None:
         topology["preprocess"] = interface.preprocess.model_dump(mode="json")
     return network, topology
-
-
-def _format(interface: Interface) -> int:
-    """Return the lowest format version that can describe what a network takes and returns."""
-    if interface.preprocess is not None:
-        return 4
-    several = leaf_names(interface.inputs) != ["x"]
-    whole = interface.whole is not None and interface.scaling is None
-    return 3 if several or whole or (interface.classes is not None and interface.target) else 2
 
 
 def example_of(folder: Path, topology: Mapping[str, Any], largest: int) -> Batch:

@@ -85,7 +85,8 @@ def joined_snapshots(states: Sequence[State], rows: Sequence[Indices]) -> dict[s
 
     def filled(found: Mapping[int, State]) -> dict[str, Any]:
         known = next(iter(found.values()))
-        return _joined([found.get(index) or _empty(known, len(own)) for index, own in enumerate(stale)])
+        absent = [{**known, "columns": {}, "steps": np.zeros(len(own), np.int64)} for own in stale]
+        return _joined([found.get(index, none) for index, none in enumerate(absent)])
 
     def whole(of: Sequence[Any]) -> Any:
         return np.concatenate(of)[order]
@@ -118,8 +119,3 @@ def _joined(stacks: Sequence[State]) -> dict[str, Any]:
 
     columns = {name: torch.cat([column(stack, name) for stack in stacks]) for name in known}
     return {**stacks[0], "columns": columns, "steps": np.concatenate([stack["steps"] for stack in stacks])}
-
-
-def _empty(stack: State, rows: int) -> dict[str, Any]:
-    columns = {name: column.new_zeros(rows, *column.shape[1:]) for name, column in stack["columns"].items()}
-    return {**stack, "columns": columns, "steps": np.zeros(rows, np.int64)}

@@ -61,7 +61,7 @@ from esper.store.tensors import Tree, pack, unpack
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper.tolaria.governor import GovernorRecord
-from esper.tolaria.play import Observer, Step
+from esper.tolaria.play import Observer, Step, Until
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import check_place
 
@@ -230,9 +230,8 @@ class RoundHistory:
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
         self.first_entropy = math.nan  # of the first round of learning [nats]
-        self.anomalies: dict[
-            str, dict[str, Any]
-        ] = {}  # by name: the first round, the number of rounds, and the last sentence
+        # by name: the first round, the number of rounds, and the last sentence
+        self.anomalies: dict[str, dict[str, Any]] = {}
         self._last: list[dict[str, float]] = []
         self._share, self._rounds = 0.0, 0  # sum of controller_share, and number of rounds in it
 
@@ -302,17 +301,6 @@ class _KeptRows(list[bytes]):
 
     def close(self) -> None:
         """No row follows."""
-
-
-class _Asked(Observer):
-    """Ends an episode that leaves no trace where it was interrupted."""
-
-    def __init__(self, interrupt: Interrupt) -> None:
-        self.interrupt, self.asked = interrupt, False
-
-    def going(self, view: View) -> bool:
-        self.asked = self.interrupt.asked
-        return not self.asked
 
 
 class ShownRound(NamedTuple):
@@ -460,14 +448,14 @@ class Trainer:
         if not lacking:
             return
         assert not self.begun, "the engines of a round that was begun are in use"
-        present, hub, asked = deepcopy(self.policy.state()), self.player.hub, _Asked(interrupt)
+        present, hub, until = deepcopy(self.policy.state()), self.player.hub, Until(lambda: interrupt.asked)
         self.player.hub = Hub()
         try:
             for shown, place in lacking:
                 self.policy.load_state(shown.policy)
                 part = shown.part._replace(cohort=place)
-                self.player.close(part, self.player.open(part), asked, *observers)
-                if asked.asked:
+                self.player.close(part, self.player.open(part), until, *observers)
+                if until.stopped:
                     raise Stop
                 client = self.player.client(part)
                 shown.rollouts[place] = client.rollout().copied()
