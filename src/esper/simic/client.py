@@ -1,6 +1,6 @@
 """Play the controller that learns: sample decisions, receive rewards, and record both in a rollout. E environments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,24 +10,23 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import GovernorConfig
 from esper.leyline.lifecycle.actions import Actions, Head
 from esper.leyline.lifecycle.view import Floats, Outcome, View
-from esper.leyline.protocols import Controller, Judgement, Reward
+from esper.leyline.protocols import Reward
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
 from esper.simic.rollout import Rollout, RolloutStep, ShardedRollout, TamiyoRolloutBuffer
-from esper.tamiyo.policy.actor import ActorOutput, RecurrentActor
+from esper.tamiyo.policy.actor import ActorOutput
+from esper.tamiyo.policy.controller import Learned
 
 
-class SimicClient(Controller):
-    """The controller of one cohort. Several can share a learner, whose `update` then takes all their rollouts."""
+class SimicClient(Learned):
+    """The controller of one cohort, which samples. Several can share a learner, whose `update` then takes all their rollouts."""
 
     def __init__(self, learner: PPO, reward: Reward, penalty: float = GovernorConfig().penalty) -> None:
         """penalty: subtracted from the reward of a step that the governor rolls back."""
+        super().__init__(learner.policy)
         self.learner, self.reward, self.penalty = learner, reward, penalty
-        self.actor = RecurrentActor(learner.policy)
         self.menu: tuple[str, ...] = ()
         self._buffer: TamiyoRolloutBuffer | None = None
-        self._output: ActorOutput | None = None
-        self._done = Actions.wait(0)  # the last decisions, which were carried out
         self.paid: Mapping[str, Floats] = {}  # components (E,) of the rewards of the last step
 
     def act(self, view: View) -> Actions:
@@ -35,9 +34,8 @@ class SimicClient(Controller):
         exploration = self.learner.exploration
         self._output = output = self.actor.act(view, exploration, greedy=False)
         self.record(view, sampled_step(output, exploration))
-        actions = self._carried(view, output)
-        assert actions is not None, "every environment is asked"
-        return actions
+        self._carried(view, output)
+        return self._done
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """Sample and record further decisions of the step; return None where no environment has one left."""
@@ -46,15 +44,6 @@ class SimicClient(Controller):
         if output is not None:
             self.record(view, sampled_step(output, exploration), further=True)
         return self._carried(view, output)
-
-    def reasons(self) -> Sequence[str | None]:
-        """Return the package that each of the last plantings belongs to; None for other decisions."""
-        return self.actor.reasons
-
-    def judgement(self) -> Judgement:
-        """Return the probability, the entropy and the value that the policy gave to the last decisions."""
-        assert self._output is not None, "act is called first"
-        return self._output.judgement()
 
     def record(self, view: View, step: RolloutStep, *, further: bool = False) -> None:
         """Write decisions into the rollout. further: not the first of their step."""
@@ -78,12 +67,6 @@ class SimicClient(Controller):
         """Begin the next rollout."""
         if self._buffer is not None:
             self._buffer.clear()
-
-    def _carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
-        """Return the decisions that are carried out (`RecurrentActor.carried`); None where nothing is left to do in the step."""
-        actions = self.actor.carried(view, output, taught)
-        self._done = self._done if actions is None else actions
-        return actions
 
     def _written(self) -> TamiyoRolloutBuffer:
         assert self._buffer is not None, "act is called first"

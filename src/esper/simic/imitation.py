@@ -46,9 +46,8 @@ class Apprentice(SimicClient):
         self._output = output = self.actor.act(view, greedy=False)
         self._follows = led_by_teacher(view.space.number, self.led)
         self._taught = self.teacher.act(view)
-        actions = self._teach(view, output, further=False)
-        assert actions is not None, "every environment is asked"
-        return actions
+        self._teach(view, output, further=False)
+        return self._done
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """Further decisions of the step; None where they are over. A teacher that makes none decides WAIT."""

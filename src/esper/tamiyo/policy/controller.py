@@ -190,7 +190,7 @@ class Learned(Rule):
     def __init__(self, policy: Policy) -> None:
         self.actor = RecurrentActor(policy)
         self._output: ActorOutput | None = None
-        self._done: Actions | None = None
+        self._done = Actions.wait(0)  # the last decisions, which were carried out
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.actor.policy!r})"
@@ -198,16 +198,18 @@ class Learned(Rule):
     def act(self, view: View) -> Actions:
         """One decision per environment. InputError if the policy was trained with other sensors or choices."""
         self._output = self.actor.act(view, greedy=True)
-        self._done = self.actor.carried(view, self._output)
-        assert self._done is not None, "every environment is asked"
+        self._carried(view, self._output)
         return self._done
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """The next decisions of the step; None where they are over, as after one decision if the policy makes no more."""
-        assert self._done is not None, "act is called first"
-        output = self.actor.further(view, self._done, refused, greedy=True)
-        self._done = self.actor.carried(view, output)
-        return self._done
+        return self._carried(view, self.actor.further(view, self._done, refused, greedy=True))
+
+    def _carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
+        """The decisions that are carried out (`RecurrentActor.carried`); None where nothing is left to do in the step."""
+        actions = self.actor.carried(view, output, taught)
+        self._done = self._done if actions is None else actions
+        return actions
 
     def reasons(self) -> Sequence[str | None]:
         """The packages that the last plantings belong to; None for other decisions."""
