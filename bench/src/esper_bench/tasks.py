@@ -11,6 +11,7 @@ from esper_bench.healing import heal as units
 from esper_bench.healing import heal_bytes as byte_models
 from esper_bench.healing.hosts import FULL, VECTORS, HostSet
 from esper_bench.healing.images import IMAGES
+from esper_bench.healing.unknown import UNKNOWN_HOSTS
 
 SUMMARY = "the problems of repair with every kind of blueprint for blocks of vectors in the menu, skip-mlp among them"
 FULL_MENU = (
@@ -50,7 +51,7 @@ def __getattr__(name: str) -> Callable[[], Mixture]:
 
 _HEALING = {
     f"{hosts.name}{suffix}".replace("-", "_"): _named(build, hosts, summary)
-    for hosts in (VECTORS, FULL, IMAGES)
+    for hosts in (VECTORS, FULL, IMAGES, UNKNOWN_HOSTS)
     for suffix, build, summary in (
         ("", units.heal, units.FROZEN),
         ("-taught", units.heal_taught, units.TAUGHT),

@@ -10,6 +10,7 @@ from esper.leyline.errors import InputError
 from esper.tamiyo.catalog import ControllerSpec
 from esper_bench.controllers.bandit import load_bandit
 from esper_bench.controllers.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement, Uniform
+from esper_bench.controllers.regrow import Regrow
 from esper_bench.controllers.several import Sites
 from esper_bench.controllers.shipped import NAME, Shipped, card_of, deciding, episodes_of_version, resolved
 from esper_bench.controllers.trees import SHIPPED, Trees, load_trees
@@ -52,6 +53,13 @@ def _rule(name: str) -> Callable[[str], ControllerSpec]:
 
 uniform, participation, collapse = _rule("uniform"), _rule("participation"), _rule("collapse")
 sites, inner_use, drift = _rule("sites"), _rule("inner-use"), _rule("drift")
+
+
+def regrow(argument: str) -> ControllerSpec:
+    """Return the rule that moves the budget of parameters from seed to seed."""
+    _check_none("regrow", argument)
+    summary = "plants small bypasses, reads what incubation says of them, prunes the losers, and plants again where the gain is"
+    return ControllerSpec("regrow", lambda config: Regrow(), summary, KEEPS)
 
 
 def tree(argument: str) -> ControllerSpec:

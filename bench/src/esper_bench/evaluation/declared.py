@@ -65,11 +65,12 @@ def opponents_of(task: str) -> Opponents:
     from esper_bench.healing import heal, heal_bytes
     from esper_bench.healing.hosts import FULL, VECTORS
     from esper_bench.healing.images import IMAGES
+    from esper_bench.healing.unknown import UNKNOWN_HOSTS
 
     if task == "repair":
         ruled = {f"{rule}-full-menu": Reference(tasks.repair_full, rule) for rule in PLACED}
         return Opponents(references={"full-menu": Reference(tasks.repair_full, SEARCHED)} | ruled)
-    for hosts in (VECTORS, FULL, IMAGES):
+    for hosts in (VECTORS, FULL, IMAGES, UNKNOWN_HOSTS):
         others = {
             "fine-tuning": Reference(partial(heal.heal_unfrozen, hosts)),
             "fine-tuning-redrawn": Reference(partial(heal.heal_redrawn, hosts)),

@@ -27,6 +27,8 @@ FAMILIES: Mapping[str, float] = MappingProxyType(
     {"digits": 0.4, "clusters": 0.12, "teacher": 0.12, "spiral": 0.12, "rings": 0.12, "checker": 0.12}
 )
 """Probabilities of the families."""
+SYNTHETIC: Mapping[str, float] = MappingProxyType(dict.fromkeys([name for name in FAMILIES if name != "digits"], 0.2))
+"""The same without digits, of which every one tests an instance of `heal`."""
 
 CLASSES = 10  # at most
 INPUTS = 64  # at most
@@ -118,14 +120,14 @@ class Problem:
         return np.asarray(np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * math.pi * v))
 
 
-def problem(number: int) -> Problem:
-    """The problem of a host's number."""
+def problem(number: int, families: Mapping[str, float] = FAMILIES) -> Problem:
+    """The problem of a host's number, of one of the families with these probabilities."""
 
     def once(draw: Draw) -> float:
         return float(uniform(number, draw)[0])
 
-    bounds = np.cumsum(list(FAMILIES.values()))
-    family = list(FAMILIES)[min(int(np.searchsorted(bounds, once(Draw.FAMILY), side="right")), len(FAMILIES) - 1)]
+    bounds = np.cumsum(list(families.values()))
+    family = list(families)[min(int(np.searchsorted(bounds, once(Draw.FAMILY), side="right")), len(families) - 1)]
     classes, inputs, noise, detail = {
         "digits": ((10,), (64,), NOISES, (0.0,)),
         "clusters": (range(3, 8), (16, 24, 32, 40), (0.0,), (1.0, 2.0)),

@@ -273,7 +273,7 @@ def _mixture(hosts: HostSet, suffix: str, summary: str, lr: float, host: Build, 
         ),
         sample=sample,
         test=lambda key: split_of(describe(key, hosts), Part.TEST),
-        ranges=RANGES,
+        ranges={part: (hosts.keys or KEYS)[part] for part in RANGES},
         objective=Classification(CLASSES),
         menu=(*MENU, *hosts.menu),
         defaults={
@@ -281,6 +281,7 @@ def _mixture(hosts: HostSet, suffix: str, summary: str, lr: float, host: Build, 
             "optimizer": {"lr": lr},
             "lifecycle": {"max_seeds": hosts.slots, "max_training_seeds": hosts.slots},
             "mapping": hosts.mapping,
+            **hosts.settings,
         },
     )
 
@@ -295,13 +296,15 @@ def trained_host(number: int, architecture: BridgedHost | None = None, of: HostS
 
 
 def describe(key: int, of: HostSet = VECTORS) -> Facts:
-    """What a key stands for. InputError for a key outside KEYS."""
-    for keys in KEYS.values():
+    """What a key stands for. InputError for a key outside those of the set."""
+    ranges = of.keys or KEYS
+    for keys in ranges.values():
         if key in keys:
             number = keys.start + (key - keys.start) % of.count
-            damage = draw_damage(key, BLOCKS, TWO_SITES, OTHER_PROBABILITIES if keys == OTHER else PROBABILITIES)
+            kinds = OTHER_PROBABILITIES if keys == OTHER else PROBABILITIES
+            damage = of.damage(key) if of.damage else draw_damage(key, BLOCKS, TWO_SITES, kinds)
             return Facts(key, number, of.problem(number), of.architecture(number), damage, of)
-    known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in KEYS.items())
+    known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in ranges.items())
     raise InputError(f"key {key:,} is not an instance of {of.name!r}; the keys are {known}")
 
 

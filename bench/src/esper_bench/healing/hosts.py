@@ -5,10 +5,11 @@ for. A group is a file in the cache folder, and is trained again where the file 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
-from esper.kasmina.stack.rows import Mapping, Stack
+from esper.kasmina.stack.rows import Mapping as RowMapping
+from esper.kasmina.stack.rows import Stack
 from esper.leyline.data import keys
 from esper.leyline.data.task import Split, one_tensor
 from esper.leyline.errors import InputError
@@ -26,6 +28,7 @@ from esper.store.disk import read_kept, write_atomic
 from esper.store.files import cache_root
 from esper.store.tensors import to_parts
 from esper_bench.healing.bridged import BridgedCNN, BridgedMLP
+from esper_bench.healing.damage import Damage
 from esper_bench.healing.data import CLASSES, INPUTS, Draw, Part, Problem, examples, one_of, problem, uniform
 
 BLOCKS = 5
@@ -70,6 +73,9 @@ class HostSet:
         menu (names): blueprints beside those of every set
         trained (HostSet or None): the set whose trained weights these hosts have; None for weights of their own
         rates (three floats): learning rates of seeds, of all weights of a trained host, and from scratch
+        keys (mapping or None): ranges of the keys of instances, by part; None for those of `heal`
+        damage (callable or None): from a key to its damage; None for that of `heal`
+        settings (mapping): config of the tasks, over that of `heal`, section by section
     """
 
     name: str
@@ -82,20 +88,23 @@ class HostSet:
     architecture: Callable[[int], BridgedHost]
     largest: Callable[[], BridgedHost]
     updates: int
-    mapping: Mapping = "auto"
+    mapping: RowMapping = "auto"
     rates: tuple[float, float, float] = (0.02, 0.003, 0.01)
     slots: int = BLOCKS + 1
     menu: tuple[str, ...] = ()
     trained: "HostSet | None" = None
+    keys: Mapping[str, range] | None = field(default=None, hash=False)
+    damage: Callable[[int], Damage] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
-def architecture(number: int) -> BridgedMLP:
-    """The host of a number, without its trained weights: five blocks, plain or residual."""
+def architecture(number: int, of: Problem | None = None) -> BridgedMLP:
+    """The host of a number, without its trained weights: five blocks, plain or residual. of: None for `problem(number)`."""
 
     def once(draw: Draw) -> float:
         return float(uniform(number, draw)[0])
 
-    of = problem(number)
+    of = of or problem(number)
     hidden = one_of(HIDDEN, once(Draw.HIDDEN))
     skips = (once(Draw.SKIP) < RESIDUAL,) * BLOCKS
     return BridgedMLP(of.inputs, one_of(WIDTHS, once(Draw.WIDTH)), (hidden,) * BLOCKS, of.classes, skips, entry=True)
