@@ -11,7 +11,6 @@ not grown again.
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from esper.leyline.lifecycle.view import View
 from esper.runs.evaluation.contenders import Contender, contender_config, grow_contender, named
 from esper.runs.evaluation.evaluation import tested
 from esper.simic.rewards import objective
-from esper.store.disk import write_atomic
 from esper.tasks import repair
 from esper.tasks.hosts.factories import VECTOR_MENU
 from esper.tolaria.engine import VectorizedEngine
@@ -68,6 +66,7 @@ from esper_bench.healing.data import FINAL, OTHER
 from esper_bench.healing.frozen import Repair, repaired
 from esper_bench.healing.hosts import BLOCKS, FULL, VECTORS, HostSet
 from esper_bench.healing.images import IMAGES
+from esper_bench.records import load_figures, load_record, run_script, save_figures, save_record
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 SENSED: Mapping[str, Any] = {"probe": {"sensors_every": 1000, "coalitions_every": 1000}}
@@ -311,11 +310,8 @@ def file_of(folder: Path, name: str, chunk: Sequence[int], seed: int) -> Path:
 
 
 def keep(path: Path, figures: Figures) -> None:
-    """Write figures; an interrupted write leaves no file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp.npz")
-    np.savez(temporary, **figures._asdict())
-    temporary.rename(path)
+    """Write figures, and say so."""
+    save_figures(path, **figures._asdict())
     print(path.name, f"{figures.objective.mean():.4f}", flush=True)
 
 
@@ -352,8 +348,7 @@ def kept(
             path = file_of(folder, name, chunk, seed)
             if not path.exists():
                 keep(path, grow(task, chunk, contender, seed, settings))
-            with np.load(path) as arrays:
-                found[name].append(Figures(**arrays))
+            found[name].append(Figures(**load_figures(path)))
     return {
         name: Figures(*(np.concatenate(column).reshape(seeds, -1).T for column in zip(*parts, strict=True)))
         for name, parts in found.items()
@@ -367,10 +362,9 @@ def frozen(folder: Path, source: Source, keys: Sequence[int], cap: float, rent: 
     for chunk in (keys[start : start + FROZEN_ROWS] for start in range(0, len(keys), FROZEN_ROWS)):
         path = file_of(folder, "frozen", chunk, 0).with_suffix(".json")
         if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, json.dumps([repaired(task, key, cap, 0) for key in chunk]).encode())
+            save_record(path, {"cases": [repaired(task, key, cap, 0) for key in chunk]})
             print(path.name, flush=True)
-        own = json.loads(path.read_text(encoding="utf-8"))
+        own = load_record(path)["cases"]
         rows += [{name: Repair(*repair) for name, repair in each.items()} for each in own]
     figures = {}
     for name in rows[0]:
@@ -448,8 +442,8 @@ def features(of: Collected, path: Path) -> Floats:
     if not path.exists():
         taught = of.source.taught is not None
         x = [table(slot_features(view, taught), of.source.features) for view in views(of.source, of.keys)]
-        np.save(path, np.concatenate(x))
-    found: Floats = np.load(path)
+        save_figures(path, x=np.concatenate(x))
+    found: Floats = load_figures(path)["x"]
     return found
 
 
@@ -473,4 +467,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

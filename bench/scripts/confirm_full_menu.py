@@ -27,6 +27,7 @@ from esper_bench.controllers.plans import LOGITS_MIXED, NONE, SEVERAL, UNIFORM, 
 from esper_bench.controllers.shipped import Shipped
 from esper_bench.controllers.trees import Trees
 from esper_bench.healing.heal import Facts
+from esper_bench.records import run_script
 
 PART, STARTS = "menu", 2
 OURS, RULE = "shipped", "tree"
@@ -148,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

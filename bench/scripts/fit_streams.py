@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from esper_bench.records import load_figures, run_script, save_figures
 from esper_bench.streams.data import RANGES, UPDATES, Change, draw_streams
 from esper_bench.streams.fitted import NUMBERS, Number, read_numbers, to_file
 from esper_bench.streams.methods import METHODS, find_method
@@ -132,7 +133,7 @@ def fit(folder: Path, options: argparse.Namespace) -> None:
             found = returns(candidates, keys, changes, options)
             best = np.argsort(-found.mean(1))[: max(2, round(BEST * options.candidates))]
             kept = scaled(candidates[best], table)
-            np.savez(
+            save_figures(
                 file,
                 candidates=candidates,
                 returned=found,
@@ -144,7 +145,7 @@ def fit(folder: Path, options: argparse.Namespace) -> None:
                 f"median {np.median(found.mean(1)):.4f}, {time.monotonic() - begun:.0f} s",
                 flush=True,
             )
-        kept_file = np.load(file)
+        kept_file = load_figures(file)
         mean, spread = kept_file["mean"], kept_file["spread"]
     facts = {"generations": options.generations, "candidates": options.candidates, "streams": size}
     fitted = {name: float(f"{value:.4g}") for name, value in zip(table, numbers_of(mean, table), strict=True)}
@@ -211,4 +212,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

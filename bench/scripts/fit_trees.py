@@ -22,6 +22,7 @@ from esper_bench.controllers.healing_features import FEATURES, TAUGHT_FEATURES
 from esper_bench.controllers.plans import FURTHER, PLACED, UNIFORM, Placed
 from esper_bench.controllers.tree_fitting import fit_trees
 from esper_bench.controllers.trees import Trees, options_of
+from esper_bench.records import run_script
 
 
 def fitted(
@@ -92,7 +93,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     of = collected(options.folder, SOURCES[options.task], "training", options.cases, options.seeds)
-    x = features(of, options.folder / f"features-training-{options.cases}.npy")
+    x = features(of, options.folder / f"features-training-{options.cases}.npz")
     names = TAUGHT_FEATURES if options.taught else FEATURES
     uniform, best = of.objective[Placed(UNIFORM)], np.stack(list(of.objective.values())).max(0)
     gain = crossed(of, x, names, of.host % 5) - uniform
@@ -106,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

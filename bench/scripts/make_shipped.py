@@ -49,6 +49,7 @@ from esper_bench.controllers.healing_features import FEATURES
 from esper_bench.controllers.placement import Collapse, ParticipationDrop, Placement
 from esper_bench.controllers.plans import SKIP
 from esper_bench.controllers.shipped import FOLDER, GROUPS, LARGE, MARGIN, SMALL, Option, choose, options
+from esper_bench.records import run_script
 
 VERSION = "shipped-2"
 SKIP_AFTER = 2
@@ -128,7 +129,7 @@ def cases(folder: Path, names: Sequence[str], part: str) -> Cases:
         of = collected(place, source, part, CASES[name][part != "training"], 1)
         keys[name] = [of.keys[0], of.keys[-1], len(of.keys)]
         families += [axes(name, facts) for facts in of.facts]
-        x.append(features(of, place / f"features-{part}-{len(of.keys)}.npy")[..., : len(FEATURES)])
+        x.append(features(of, place / f"features-{part}-{len(of.keys)}.npz")[..., : len(FEATURES)])
         grown = kept(place, {rule: named(rule) for rule in source.rules}, source.task(), of.keys, 1)
         if name in UNTRAINED:
             grown |= kept(place, {f"wait {wait}": waiting(wait) for wait in WAITS}, source.task(), of.keys, 1, FULL)
@@ -376,4 +377,4 @@ def write(facts: dict[str, Any], forests: Forests) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

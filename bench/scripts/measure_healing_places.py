@@ -26,6 +26,7 @@ from esper_bench.controllers.trees import Trees
 from esper_bench.healing.data import Part
 from esper_bench.healing.frozen import sites_of
 from esper_bench.healing.heal import DamagedHost, Facts, split_of, trained_host
+from esper_bench.records import run_script
 
 PART, CASES, STARTS = "places", 96, 2
 Slots = NDArray[np.int64]
@@ -129,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -20,7 +20,6 @@ the seconds that are measured first, for all in turn; what growth itself takes i
 
 import argparse
 import itertools
-import json
 import math
 import statistics
 import sysconfig
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 import esper
 from esper.leyline.intervals import t_interval
 from esper_bench.public_sets import letter_recognition
+from esper_bench.records import save_record
 
 LENGTH, HEAD = 64, 16
 EARLY = (1 / 8, 1 / 4, 1 / 2)
@@ -439,7 +439,7 @@ def main() -> None:
         seeds = range(asked.first, asked.first + asked.seeds)
         results[name] = study(name, setting, seeds, rates, [*head, "in seconds"])
     if asked.json:
-        asked.json.write_text(json.dumps(results))
+        save_record(asked.json, results)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ from esper.runs.evaluation.statistics import interquartile_mean, interval, mean,
 from esper.runs.evaluation.statistics import probability_of_improvement as improvement
 from esper.runs.folder.resume import Opening
 from esper.runs.training.train import train
-from esper.store.disk import write_atomic
 from esper.store.files import EVENTS, SUMMARY, to_json
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.controller import Learned, Policy, load_policy
@@ -58,6 +57,7 @@ from esper_bench.controllers.plans import Placed, Plan
 from esper_bench.evaluation.declared import SEARCHED as BEST
 from esper_bench.evaluation.plan_menu import Candidate, entry_line
 from esper_bench.evaluation.plan_search import search_plans
+from esper_bench.records import load_record, run_script, save_record
 
 Floats = NDArray[np.float64]
 Record = dict[str, Any]
@@ -211,12 +211,12 @@ class Study(NamedTuple):
         who = {task: [[p.name, contender_of(p).content] for p in players] for task, players in exam.tasks.items()}
         asked = {"players": who, "shape": exam.shape, "rivals": exam.rivals, "settings": dict(self.size.layer)}
         asked = json.loads(to_json(asked))
-        if not path.is_file() or read(path)["asked"] != asked:
+        if not path.is_file() or load_record(path)["asked"] != asked:
             tasks = {
                 task: estimates(self.grow(task, players, exam.shape, exam.rows), exam.rivals, exam.pools)
                 for task, players in exam.tasks.items()
             }
-            write_atomic(path, to_json({"asked": asked, "tasks": tasks}))
+            save_record(path, {"asked": asked, "tasks": tasks})
         say(f"{part}: {path}")
 
 
@@ -355,7 +355,7 @@ def search(path: Path, searched: int, layer: Mapping[str, Any]) -> str:
         lines = {"plan": [*choice.plan, choice.slot], "entries": []}
     else:
         lines = {"plan": None, "entries": [entry_line(entry) for entry in choice]}
-    write_atomic(path, to_json({**lines, "settings": dict(found.best.settings), **facts}))
+    save_record(path, {**lines, "settings": dict(found.best.settings), **facts})
     return f"search in {found.seconds:.0f} s"
 
 
@@ -363,7 +363,7 @@ def contender_of(player: Player) -> Contender:
     """A player as an evaluation wants it; the same in every process, wherever its folder lies."""
     ours = {"controller": player.name}
     if player.source.endswith(".json"):
-        found = read(Path(player.source))
+        found = load_record(Path(player.source))
         choice: Placed | tuple[ScheduleEntry, ...] = tuple(
             ScheduleEntry.model_validate(line) for line in found["entries"]
         )
@@ -571,7 +571,7 @@ def training_lines(out: Path, names: Sequence[str]) -> list[str]:
 def page(study: Study, machine: str, oracle: float, best_there: float) -> tuple[str, Record]:
     """The page, and everything that it is made of."""
     out, command = study.out, "python bench/scripts/study_controller.py" + (" --quick" if study.size is QUICK else "")
-    results = {part: read(out / f"{part}.json") for part in TITLES if (out / f"{part}.json").is_file()}
+    results = {part: load_record(out / f"{part}.json") for part in TITLES if (out / f"{part}.json").is_file()}
     names = dict.fromkeys(training.name for part in PARTS for training in trainings_of(part, study.size))
     names = [name for name in names if finished(out / name)]
     lines = [
@@ -647,8 +647,8 @@ def main() -> None:
         (arguments.page or usual).write_text(text, encoding="utf-8")
         say(f"page: {arguments.page or usual}")
     if arguments.json:
-        arguments.json.write_text(to_json(results), encoding="utf-8")
+        save_record(arguments.json, results)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -33,6 +33,7 @@ from esper.tamiyo.rules.baselines import Never, RandomValid, Rule
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
+from esper_bench.records import load_figures, run_script, save_figures
 
 Floats = NDArray[np.float64]
 START, RENT, SLOTS = 4, 0.1, 4
@@ -204,9 +205,7 @@ def run_arm(job: tuple[Arm, int, int, str, int, int, Path]) -> str:
     if not path.exists():
         torch.set_num_threads(1)
         figures = grow(arm, instances, seed, part, first, sensors)
-        scratch = path.with_suffix(".tmp.npz")
-        np.savez_compressed(scratch, **figures)
-        scratch.rename(path)
+        save_figures(path, **figures)
     return arm.name
 
 
@@ -253,7 +252,7 @@ class Results:
 
     def get(self, arm: Arm, figure: str = "J") -> Floats:
         """(instances, seeds, ...)."""
-        return np.stack([np.load(self.path(arm, seed))[figure] for seed in range(self.seeds)], 1)
+        return np.stack([load_figures(self.path(arm, seed))[figure] for seed in range(self.seeds)], 1)
 
 
 def interval(values: Floats) -> str:
@@ -525,4 +524,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -51,6 +51,7 @@ from esper_bench.controllers.placement import Collapse, DriftRise, InnerUse, Par
 from esper_bench.controllers.plans import FULL_HEAD, NONE, SPARSE_HEAD, SPARSE_ROWS, UNIFORM, UNIFORM_2, Placed
 from esper_bench.controllers.trees import Trees
 from esper_bench.evaluation.rivals import best_by_others
+from esper_bench.records import run_script
 
 SEEDS, FITS = 2, 8
 RULES: Mapping[str, Callable[[], Placement]] = {
@@ -398,7 +399,7 @@ def contenders(
             beside, tree, source.task(), held.keys, SEEDS, settings, source.rows * source.together
         )["tree"]
     if of.fits:
-        x = features(training, place(root, ONE_SITE) / f"features-training-{len(training.facts)}.npy")
+        x = features(training, place(root, ONE_SITE) / f"features-training-{len(training.facts)}.npz")
         print_trainings(training, x, held, seen)
         scores |= {row: fit(row, names, training, x, held, seen) for row, names in of.fits.items()}
     scores[ORACLE] = oracle(plans)
@@ -476,4 +477,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

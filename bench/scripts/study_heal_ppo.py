@@ -8,7 +8,6 @@ these controllers is evaluated on fresh instances beside the trees and the rules
 """
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper_bench.healing import heal
 from esper_bench.healing.hosts import VECTORS
+from esper_bench.records import load_record, run_script, save_record
 
 SETTINGS: dict[str, Any] = {
     **SHORT,
@@ -77,7 +77,7 @@ def train(folder: Path, task: Mixture, seed: int, rounds: int) -> list[list[floa
     """Train with one seed, and return a row for each validation: episodes, seconds of one core, J."""
     curve = folder / "curve.json"
     if curve.is_file():
-        kept: list[list[float]] = json.loads(curve.read_text(encoding="utf-8"))
+        kept: list[list[float]] = load_record(curve)["validations"]
         return kept
     (config,) = training_configs([task], "quick", SETTINGS, {"seed": seed, "ppo": {"rounds": rounds}})
     cohorts = cohorts_of(task.sealed(), config)
@@ -95,7 +95,7 @@ def train(folder: Path, task: Mixture, seed: int, rounds: int) -> list[list[floa
                     save_policy(trainer.best_policy(), folder / FOLDER)
                 rows.append([float((number + 1) * config.envs), seconds, figures["validation_objective"]])
                 print(f"seed {seed}, round {number + 1}: J {rows[-1][2]:.3f} after {seconds:,.0f} s", flush=True)
-    curve.write_text(json.dumps(rows) + "\n", encoding="utf-8")
+    save_record(curve, {"validations": rows})
     return rows
 
 
@@ -183,4 +183,4 @@ def head(arguments: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -59,6 +59,7 @@ from esper_bench.controllers.trees import Trees
 from esper_bench.healing.damage import DamageKind
 from esper_bench.healing.data import Part
 from esper_bench.healing.heal import CorrectedHost, Facts, split_of
+from esper_bench.records import run_script
 
 CUT = (DamageKind.PRUNED.value, DamageKind.LOW_RANK.value)
 CUT_TITLE, ADDED_TITLE, WEIGHTS_TITLE = ", pruned units and low rank", ", those added", ", damage of weights"
@@ -135,7 +136,7 @@ def scores_of(root: Path, of: Table) -> tuple[Collected, dict[str, Figures], str
     found["tree"] = chosen(picks(Trees(), seen), plans)
     if of.fits:
         kind = ONE_SITE if one_site(of) else of.setting
-        x = features(training, place(root, kind) / f"features-training-{of.training}.npy")
+        x = features(training, place(root, kind) / f"features-training-{of.training}.npz")
         found |= {row: fit(row, names, training, x, held, seen) for row, names in FITS.items()}
     if of.seeds > 1:
         found[ORACLE] = oracle(plans, [placed.name for placed in PLANS])
@@ -251,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

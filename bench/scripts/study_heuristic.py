@@ -13,7 +13,6 @@ those of another revision, made by the same command there.
 
 import argparse
 import itertools
-import json
 import platform
 import statistics
 import time
@@ -37,6 +36,7 @@ from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tasks.catalog import get_task
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria.engine import VectorizedEngine
+from esper_bench.records import load_record, run_script, save_record
 
 Floats = NDArray[np.float64]
 SIZES = (0, 300, 1000, 3000, 10_000)
@@ -90,7 +90,7 @@ def heldout(first: int, instances: int, seeds: int, out: Path) -> None:
     """Grow held-out instances under the heuristic, and write the figures by instance and seed."""
     evaluation = evaluate(get_task("repair"), [named("heuristic")], instances=instances, seeds=seeds, first=first)
     figures = {name: value[0].tolist() for name, value in evaluation.figures._asdict().items()}
-    out.write_text(json.dumps(figures), encoding="utf-8")
+    save_record(out, figures)
     print(out, np.mean(figures["objective"]))
 
 
@@ -108,7 +108,7 @@ def compare(pairs: list[Path]) -> list[str]:
         "|---|" + "---|" * 5,
     ]
     for new, old in zip(pairs[::2], pairs[1::2], strict=True):
-        ours, theirs = (json.loads(path.read_text(encoding="utf-8")) for path in (new, old))
+        ours, theirs = (load_record(path) for path in (new, old))
         mine, before = (np.asarray(figures["objective"]).mean(1) for figures in (ours, theirs))
         metric, kept = (np.mean(ours[name]) for name in ("metric", "kept"))
         lines.append(
@@ -239,4 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

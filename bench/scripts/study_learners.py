@@ -38,6 +38,7 @@ from esper_bench.controllers.healing_features import FEATURES
 from esper_bench.controllers.placement import ParticipationDrop
 from esper_bench.controllers.plans import BYPASS, HERE, MIXED, NONE, UNIFORM, Placed
 from esper_bench.controllers.trees import SHIPPED, Trees, load_trees
+from esper_bench.records import run_script
 
 TRAINING, FITS, BOLD = 480, 10, 1.0
 BUDGETS = (1920, 7200)
@@ -183,10 +184,10 @@ HEADER = "| | trainings | episodes | J | over the best fixed plan, points [95 %]
 def plans(figures: Path, out: Path, count: int, fits: int) -> None:
     """Controllers that choose a plan: their figures are those of the plans, grown once for every case."""
     of = collected(figures / "training", VECTOR, "training", TRAINING, 1)
-    known = features(of, figures / "training" / f"features-training-{TRAINING}.npy")
+    known = features(of, figures / "training" / f"features-training-{TRAINING}.npz")
     fresh = collected(out / "fresh", VECTOR, "learners", count, 1)
     seen, columns = views(VECTOR, fresh.keys), slice(len(FEATURES))
-    x = contexts(features(fresh, out / "fresh" / f"features-learners-{count}.npy")[..., columns])
+    x = contexts(features(fresh, out / "fresh" / f"features-learners-{count}.npz")[..., columns])
     old, worth, best = contexts(known[..., columns]), worth_of(fresh), worth_of(of).mean(0).argmax()
     teacher = picked(load_trees(SHIPPED), of, known)
 
@@ -318,4 +319,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

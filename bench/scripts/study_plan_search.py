@@ -25,6 +25,7 @@ from esper.tasks.catalog import get_task
 from esper_bench.evaluation import plan_search
 from esper_bench.evaluation.plan_menu import Candidate, candidate_plans
 from esper_bench.evaluation.plan_search import Grow, climb, grow_abreast, halve, promising, rungs, search_plans
+from esper_bench.records import load_figures, run_script, save_figures
 
 Floats = NDArray[np.float64]
 
@@ -49,9 +50,9 @@ class Menu:
         (out / "grown").mkdir(parents=True, exist_ok=True)
         self.scores = np.full((len(self.every), len(COLLECTED)), np.nan)  # (plans, instances); nan where not collected
         if self.path.is_file():
-            with np.load(self.path) as figures:
-                places = {each.content + str(sorted(each.settings)): index for index, each in enumerate(self.every)}
-                self.scores[[places[name] for name in figures["plans"].tolist()]] = figures["objective"]
+            figures = load_figures(self.path)
+            places = {each.content + str(sorted(each.settings)): index for index, each in enumerate(self.every)}
+            self.scores[[places[name] for name in figures["plans"].tolist()]] = figures["objective"]
 
     def collect(self, plans: Sequence[int]) -> None:
         """Grow plans that were not collected, and keep J of all."""
@@ -64,7 +65,7 @@ class Menu:
             print(", ".join(f"{self.every[index].name} {self.scores[index].mean():.3f}" for index in group), flush=True)
         there = np.flatnonzero(~np.isnan(self.scores).all(1))
         names = [self.every[index].content + str(sorted(self.every[index].settings)) for index in there]
-        np.savez(self.path, plans=np.array(names), objective=self.scores[there])
+        save_figures(self.path, plans=np.array(names), objective=self.scores[there])
 
     def ranked(self) -> NDArray[np.int64]:
         """The plans of the first stage, the best of the collected instances first."""
@@ -202,4 +203,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -9,7 +9,6 @@ bfloat16 natively. With a folder, what was computed is kept in it, and a run tha
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 import esper
 from esper.karn.terminal.console import spread
 from esper.nissa.rows import StepRow
+from esper_bench.records import load_record, run_script, save_record
 
 
 class Curve:
@@ -60,17 +60,16 @@ def figures(task: str, envs: int, amp: str, asked: argparse.Namespace) -> dict[s
     """Return the test losses (E,), the mean probe losses (E,) and the number of skipped updates."""
     kept = None if asked.folder is None else asked.folder / f"{task}-{envs}-{amp}-{asked.steps}.json"
     if kept is not None and kept.exists():
-        return json.loads(kept.read_text())
+        return load_record(kept)
     settings = {"envs": envs, "steps": asked.steps, "baselines": "none", "amp": amp, "models": "none"}
     curve = Curve()
     summary = esper.grow(task, settings, controller="heuristic", progress=False, outputs=[curve])
     skipped = summary.get("skipped_updates", {"grown": [0]})["grown"]
     found = {"test": summary["test_loss"]["grown"], "curve": np.mean(curve.losses, 0).tolist(), "skipped": sum(skipped)}
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_text(json.dumps(found))
+        save_record(kept, found)
     return found
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -11,7 +11,6 @@ prints what is there.
 
 import argparse
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -39,9 +38,9 @@ from esper.runs.healing.training import (
     settled,
     split,
 )
-from esper.store.disk import write_atomic
 from esper_bench.packaged.networks import DAMAGES, NETWORKS, damaged
 from esper_bench.packaged.repairs import distilled, head, regrown, revived
+from esper_bench.records import load_record, run_script, save_record
 
 Record = dict[str, Any]
 
@@ -141,7 +140,7 @@ def measure_all(out: Path, size: Size, names: Iterable[str]) -> None:
         path = out / f"{name}, {kind}, draw {draw}, seed {seed}, cap {cap:g}.json"
         if not path.is_file():
             record = measure(name, kind, draw, seed, cap, size)
-            write_atomic(path, json.dumps(record).encode())
+            save_record(path, record)
             print(f"{path.stem}: {record['best']}, {record['seconds']:.0f} s", flush=True)
 
 
@@ -255,9 +254,9 @@ def main() -> None:
     if not arguments.tables:
         size = PART if arguments.part else QUICK if arguments.quick else WHOLE
         measure_all(arguments.out, size, arguments.networks)
-    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(arguments.out.glob("*.json"))]
+    records = [load_record(path) for path in sorted(arguments.out.glob("*.json"))]
     print(tables(records))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

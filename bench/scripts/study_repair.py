@@ -32,13 +32,13 @@ from esper.runs.evaluation.evaluation import evaluate
 from esper.runs.evaluation.statistics import CONFIDENCE, DRAWS
 from esper.runs.folder.resume import Opening
 from esper.runs.training.train import train
-from esper.store.disk import write_atomic
-from esper.store.files import SUMMARY, to_json
+from esper.store.files import SUMMARY
 from esper.tamiyo.rules.baselines import Rule
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
 from esper_bench.evaluation.plan_search import probe_objective
+from esper_bench.records import load_record, run_script, save_record
 
 Floats = NDArray[np.float64]
 Record = dict[str, Any]
@@ -115,8 +115,8 @@ class Study(NamedTuple):
         """The best fixed plan of a menu, as a record; it is searched for once."""
         path, (starts, instances) = self.out / f"search-{task}.json", self.size.searches[task]
         if not path.is_file():
-            write_atomic(path, to_json(halving(task, candidates(task, starts), instances, self.size.settings)))
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+            save_record(path, halving(task, candidates(task, starts), instances, self.size.settings))
+        return load_record(path)
 
     def planned(self, task: str) -> Contender:
         """The best fixed plan as a contender."""
@@ -329,4 +329,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -8,7 +8,6 @@ of training. `blind`: the same learner behind a blindfold. `bandit`: probability
 """
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from esper.tamiyo.policy.controller import Language, Learned, Policy
 from esper_bench.lab.formula import Process
 from esper_bench.lab.optimum import solve
 from esper_bench.lab.sandbox import ARMS, CHAIN, GROWTH, Blindfolded, Sandbox, arms, bandit, play
+from esper_bench.records import save_record
 
 Row = dict[str, float]
 OTHER = 1000
@@ -195,7 +195,7 @@ def main() -> None:
     text = page(results, "--quick" if arguments.quick else f"--seeds {seeds}", arguments.machine)
     print(text)
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        save_record(arguments.json, results)
     if arguments.page:
         arguments.page.write_text(text, encoding="utf-8")
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from esper.runs.evaluation.statistics import interval, mean_difference
+from esper_bench.records import load_figures, run_script, save_figures
 from esper_bench.streams.controllers import Adaptive
 from esper_bench.streams.data import RANGES, UPDATES, Change, DrawnStreams, Floats, draw_streams
 from esper_bench.streams.learner import NetworkLearner
@@ -106,7 +107,7 @@ def measure(out: Path, options: argparse.Namespace) -> None:
         found = played(streams_of(missing, FIRST, options.streams or 70, updates), name, settings)
         for change, rows in zip(missing, np.split(np.arange(len(found.returned)), len(missing)), strict=True):
             figures = {each: getattr(found, each)[rows] for each in ("returned", "retention", "price")}
-            np.savez(files[change], alarms=found.alarms[:, rows], **figures)
+            save_figures(files[change], alarms=found.alarms[:, rows], **figures)
             print(
                 f"{kind}, {name}, {change}: {figures['returned'].mean():.4f}, "
                 f"retention {figures['retention'].mean():.3f}, {time.monotonic() - begun:.0f} s",
@@ -125,7 +126,9 @@ def table(out: Path, reference: str) -> None:
     """Print what a method gains over the others in each set."""
     for kind, changes in SETS.items():
         files = {name: [out / f"{kind}.{name}.{change}.npz" for change in changes] for name in (*KNOBS, TOLD)}
-        played = {name: [np.load(file) for file in each] for name, each in files.items() if all(map(Path.exists, each))}
+        played = {
+            name: [load_figures(file) for file in each] for name, each in files.items() if all(map(Path.exists, each))
+        }
         if reference not in played:
             continue
         scores = {name: [each["returned"] for each in figures] for name, figures in played.items()}
@@ -173,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -30,6 +30,7 @@ from esper_bench.controllers.placement import Placement
 from esper_bench.controllers.plans import UNIFORM, Placed
 from esper_bench.controllers.trials import Trials
 from esper_bench.healing.heal import RANGES, describe, heal
+from esper_bench.records import load_figures, run_script, save_figures
 
 FIRST = {"training": RANGES["training"].start, "fresh": RANGES["heldout"].start + 49152}
 """First key of each set of cases. Nothing was chosen by the figures of `fresh`."""
@@ -88,12 +89,9 @@ def grown(folder: Path, name: str, contender: Contender, keys: list[int], seed: 
                 slice(0, len(chunk)),
             )
             figures = Figures(own.objective, compute.seeds[envs] / config.steps, compute.forks[envs] / config.steps)
-            folder.mkdir(parents=True, exist_ok=True)
-            np.savez(path.with_suffix(".tmp.npz"), **figures._asdict())
-            path.with_suffix(".tmp.npz").rename(path)
+            save_figures(path, **figures._asdict())
             print(path.name, f"{own.objective.mean():.4f}", flush=True)
-        with np.load(path) as arrays:
-            parts.append(Figures(**arrays))
+        parts.append(Figures(**load_figures(path)))
     return Figures(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -141,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -49,6 +49,7 @@ from esper_bench.controllers.trees import Trees
 from esper_bench.evaluation.plan_menu import UNMEASURED
 from esper_bench.evaluation.rivals import best_by_others
 from esper_bench.healing.heal import Facts
+from esper_bench.records import run_script
 
 TWO_SITES = "two sites"
 LAST = 5  # the last slot, which is also the one for damage of the layer behind it
@@ -192,4 +193,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

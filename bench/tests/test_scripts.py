@@ -76,7 +76,7 @@ def test_the_study_of_controllers_goes_on_where_it_was_left(tmp_path):
     run("study_controller.py", "--out", "study", "--page", "controller.md", "--json", "controller.json", cwd=tmp_path)
     assert "Not run" not in (tmp_path / "controller.md").read_text()
     results = json.loads((tmp_path / "controller.json").read_text())
-    assert set(results) == {"evaluate", "quick", "others", "leave-out", "ablation", "trainings"}
+    assert set(results) == {"evaluate", "quick", "others", "leave-out", "ablation", "trainings", "suite"}
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "study").rglob("*.*")}
     run("study_controller.py", "--out", "study", "--page", "controller.md", cwd=tmp_path)
     assert before == {path: path.stat().st_mtime_ns for path in before}, "kept results were made anew"

@@ -29,6 +29,7 @@ from esper_bench.evaluation.opponents import (
 )
 from esper_bench.evaluation.plan_menu import entry_line
 from esper_bench.evaluation.plan_search import Found, search_plans
+from esper_bench.records import FIELD, SUITE
 
 _ALIKE = {NONE.name: RULES[0], UNIFORM.name: "uniform"}
 """Plans of the oracle that equal a contender, which has their figures where it takes part."""
@@ -95,7 +96,11 @@ class Opposition(Rivals):
             for name, task in own.items()
         ]
         line = f"search budget of each opponent: {counted(episodes, 'episode')}, {self.budget.reason}"
-        summary = {"search_budget": {"episodes": episodes, "reason": self.budget.reason}, "lines": [line]}
+        summary = {
+            FIELD: SUITE,
+            "search_budget": {"episodes": episodes, "reason": self.budget.reason},
+            "lines": [line],
+        }
         return Participation(counts, episodes * searches, references, lines, summary)
 
     def grow(self, at: int, grower: Grower, folder: Path | None) -> Entry:
