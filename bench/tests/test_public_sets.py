@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -45,6 +46,21 @@ def test_what_is_missing_or_damaged_is_named(tmp_path):
         path.write_bytes(data)
         with pytest.raises(InputError, match=r"train-images-idx3-ubyte\.gz is damaged"):
             read_idx(path)
+    write_idx(path, np.zeros((3, 20, 20), np.uint8))
+    with pytest.raises(InputError, match=r"has arrays of \(3, 20, 20\) and \(2,\) as train; give images of 28 by 28"):
+        fashion_mnist(tmp_path)
     path.write_bytes(gzip.compress(b"\0\0\x0d\x01\0\0\0\0"))
     with pytest.raises(InputError, match="holds no array of bytes in the IDX format"):
         read_idx(path)
+
+
+@pytest.mark.skipif(find_spec("rdata") is None, reason="needs the package rdata")
+def test_a_table_of_another_format_or_cut_short_is_named(tmp_path):
+    path = tmp_path / "LetterRecognition.rda"
+    for data in (b"no table", gzip.compress(b"RDX3\nX\n\0\0"), b"\x1f\x8b cut"):
+        path.write_bytes(data)
+        with pytest.raises(
+            InputError, match=r"LetterRecognition.rda does not hold the table LetterRecognition"
+        ) as caught:
+            letter_recognition(path)
+        assert "\n" not in str(caught.value)

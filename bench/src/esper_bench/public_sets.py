@@ -30,6 +30,11 @@ def fashion_mnist(folder: Path = FASHION) -> tuple[Labelled, Labelled]:
     def part(name: str) -> Labelled:
         images = read_idx(_there(folder / f"{name}-images-idx3-ubyte.gz", "dataset-fashion-mnist"))
         labels = read_idx(_there(folder / f"{name}-labels-idx1-ubyte.gz", "dataset-fashion-mnist"))
+        if images.shape[1:] != (28, 28) or labels.ndim != 1 or labels.max(initial=0) > 9:
+            raise InputError(
+                f"{folder} has arrays of {images.shape} and {labels.shape} as {name}; give images of 28 by 28 and a class of 0 "
+                "to 9 for each"
+            )
         if len(images) != len(labels):
             raise InputError(f"{folder} has {len(images)} images and {len(labels)} labels of {name}; install it anew")
         return images.astype(np.float32) / np.float32(255), labels.astype(np.int64)
@@ -38,15 +43,26 @@ def fashion_mnist(folder: Path = FASHION) -> tuple[Labelled, Labelled]:
 
 
 def letter_recognition(path: Path = LETTER) -> Labelled:
-    """Read Letter Recognition (Frey and Slate, 1991): 20,000 letters as 16 numbers each, 26 classes. It needs `rdata`."""
+    """Read Letter Recognition (Frey and Slate, 1991): 20,000 letters as 16 numbers each, 26 classes. It needs `rdata`.
+
+    InputError if the file is not there or damaged.
+    """
     path = _there(path, "r-cran-mlbench")
     if find_spec("rdata") is None:
         raise InputError(f"{path} is read by rdata, which is not installed; run pip install 'esper-bench[letter]'")
     import rdata
 
-    frame = rdata.read_rda(path)["LetterRecognition"]
-    letters = np.asarray(frame["lettr"].astype(str))
-    return frame.drop(columns="lettr").to_numpy(np.float32), np.unique(letters, return_inverse=True)[1].astype(np.int64)
+    try:
+        frame = rdata.read_rda(path)["LetterRecognition"]
+        letters = np.asarray(frame["lettr"].astype(str))
+        x = frame.drop(columns="lettr").to_numpy(np.float32)
+        if x.shape[1] != 16:
+            raise ValueError(f"it has {x.shape[1]} columns of numbers")
+    except Exception as error:  # rdata has errors of many kinds for a damaged file
+        raise InputError(
+            f"{path} does not hold the table LetterRecognition of mlbench; install r-cran-mlbench anew"
+        ) from error
+    return x, np.unique(letters, return_inverse=True)[1].astype(np.int64)
 
 
 def read_idx(path: Path) -> NDArray[Any]:

