@@ -55,3 +55,55 @@ def test_the_readme_has_at_most_150_lines_and_shows_an_own_loop_within_twenty():
 def test_every_example_fits_on_a_screen():
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     assert max(len(block.splitlines()) for block in blocks) <= 30
+
+
+CLAIMS = README.parent / "docs" / "claims.md"
+
+
+FIGURE = r"(?<![\w.])(?:(?:\d[\d,]*\d|\d)(?:\.\d+)?|\.\d+)(?!\w)"
+
+
+def figures_in(text):
+    """The figures of a text without their signs: numbers, and numbers with an interval, each number with its decimals."""
+    text = re.sub(r"\]\([^)]*\)|`[^`]*`|[-+](?=[\d.])", " ", text)
+    with_interval = rf"({FIGURE})(?: \w+){{0,2}} +\[ *({FIGURE}), +({FIGURE})\]"
+    found = [(middle, *sorted((low, high), key=value)) for middle, low, high in re.findall(with_interval, text)]
+    return found + [(each,) for each in re.findall(FIGURE, re.sub(with_interval, " ", text))]
+
+
+def value(number):
+    return float(number.replace(",", ""))
+
+
+def lacking(figures, text):
+    """The figures that a text does not hold, as they are or with more decimals."""
+
+    def equal(ours, theirs):
+        rounding = [0.5001 * 10 ** -len(number.partition(".")[2]) for number in ours]
+        return len(ours) == len(theirs) and all(
+            abs(value(a) - value(b)) <= most for a, b, most in zip(ours, theirs, rounding, strict=True)
+        )
+
+    known = figures_in(text)
+    known += [(number,) for figure in known for number in figure]
+    return [figure for figure in figures if not any(equal(figure, other) for other in known)]
+
+
+def test_every_figure_of_the_readme_is_on_the_page_of_claims():
+    text = re.sub(r"^```.*?^```", "", README.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    uses = text[text.index("**Use it if**") : text.index("`pip install .`")]
+    results = text[text.index("## What was measured") : text.index("[Own data]")]
+    claimed = figures_in(uses + results)
+    assert len(claimed) > 25
+    assert not lacking(claimed, CLAIMS.read_text(encoding="utf-8"))
+
+
+def test_every_figure_of_the_page_of_claims_is_on_the_page_that_it_links_to():
+    rows = [line for line in CLAIMS.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| claim |")]
+    assert len(rows) > 15
+    for row in rows:
+        claim, figure, *opponent, linked = row.strip("| ").split(" | ")
+        page = (CLAIMS.parent / re.search(r"\]\(([^)]+)\)", linked)[1]).read_text(encoding="utf-8")
+        assert figures_in(figure), row
+        assert not lacking(figures_in(" | ".join((claim, figure, *opponent))), page), row
