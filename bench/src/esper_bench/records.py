@@ -44,7 +44,7 @@ def load_figures(path: Path) -> dict[str, NDArray[Any]]:
 def save_record(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record, and the version of the suite, to a file of JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps({FIELD: SUITE, **record}, indent=1) + "\n")
+    write_atomic(path, json.dumps({FIELD: SUITE, **record}) + "\n")
 
 
 def load_record(path: Path) -> dict[str, Any]:
