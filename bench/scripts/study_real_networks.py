@@ -13,7 +13,6 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import esper
 from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.graft.grafted import free_sites
 from esper.leyline.errors import InputError
-from esper.runs.healing.heal import RATES, ranked
+from esper.runs.healing.heal import RATES, UNFROZEN, ranked
 from esper.runs.healing.healed import half_width
 from esper.runs.healing.training import (
     Case,
@@ -39,7 +38,7 @@ from esper.runs.healing.training import (
     split,
 )
 from esper_bench.packaged.networks import DAMAGES, NETWORKS, damaged
-from esper_bench.packaged.repairs import distilled, head, regrown, revived
+from esper_bench.packaged.repairs import distilled, head, regrown
 from esper_bench.records import load_record, run_script, save_record
 
 Record = dict[str, Any]
@@ -57,7 +56,6 @@ OPPONENTS = (
 """Frozen opponents; those of `esper heal` that others have named first."""
 OWN = ("nothing", "grown", "uniform adapters", "adapters where damaged", "bias and scale", "refit", "refit and trained")
 """What `esper heal` chooses from."""
-UNFROZEN = ("all weights", "all weights, dead units drawn anew")
 
 
 class Size(NamedTuple):
@@ -95,7 +93,6 @@ def measure(name: str, kind: str, draw: int, seed: int, cap: float, size: Size) 
         "head": ("adapters", lambda rate: head(case, rate, room)),
         "regrown": ("adapters", lambda rate: regrown(case, rate, room, falls)),
         "layer-wise distillation": ("adapters", lambda rate: distilled(case, rate, room, intact)),
-        UNFROZEN[1]: ("all weights", partial(revived, case)),
     }
     networks = {row.network: (healed.networks[row.network], row.trained) for row in healed.table}
     for repair, (rates, train) in repairs.items():
@@ -255,6 +252,10 @@ def main() -> None:
         size = PART if arguments.part else QUICK if arguments.quick else WHOLE
         measure_all(arguments.out, size, arguments.networks)
     records = [load_record(path) for path in sorted(arguments.out.glob("*.json"))]
+    if not records:
+        raise InputError(
+            f"{arguments.out} holds no case that was measured; run it without --tables, or name another folder"
+        )
     print(tables(records))
 
 

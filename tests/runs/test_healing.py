@@ -18,7 +18,7 @@ import esper
 from esper.cli import main
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import DataWarning, InputError
-from esper.runs.healing.heal import _permanent, dead_units, directions, drift, ranked
+from esper.runs.healing.heal import UNFROZEN, _permanent, dead_units, directions, drift, ranked
 from esper.runs.healing.refit import RIDGE, refit
 from esper.runs.healing.training import Case, adapters, all_weights, bias_and_scale, examples_of, split, usual_loss
 from esper.store.lock import Lock
@@ -66,7 +66,7 @@ REMEDIES = [
     "adapters where damaged",
     "bias and scale",
     "refit and trained",
-    "all weights",
+    *UNFROZEN,
 ]
 
 
@@ -168,6 +168,20 @@ class Reader(nn.Module):
 
     def forward(self, x):
         return self.head(self.body(x)[0])[0][:, -1]
+
+
+def test_where_units_are_dead_all_weights_are_also_trained_after_these_were_drawn_anew():
+    x, y = examples()
+    model = build()
+    prune.ln_structured(model[2].up, "weight", amount=0.75, n=2, dim=0)
+    dead = ~model[2].up.weight.any(1)
+    result = esper.heal(model, (x, y), budget=0.3, steps=24)
+    assert [row.network for row in result.table][-2:] == ["all weights", "all weights, dead units drawn anew"]
+    kept, drawn = (result.networks[row.network].get_submodule("2.up").weight for row in result.table[-2:])
+    assert not kept[dead].any()
+    assert drawn[dead].any(1).all()
+    assert result.row("all weights, dead units drawn anew").trained == result.host_params
+    assert result.best not in UNFROZEN
 
 
 def test_a_network_without_a_weight_for_lora_has_no_row_of_adapters():

@@ -14,6 +14,7 @@ from esper.kasmina.stack.layers import Residual
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
+from esper.runs.healing.training import redraw_dead
 from esper.tasks.hosts.factories import host_from
 from esper.tasks.hosts.feedforward import MLP
 from esper_bench.healing.bridged import Bridged, BridgedMLP
@@ -32,7 +33,6 @@ from esper_bench.healing.damage import (
     low_rank,
     prune_units,
     quantised,
-    redraw_dead,
     remove_block,
     ternary,
 )

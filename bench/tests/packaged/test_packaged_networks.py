@@ -30,7 +30,7 @@ from esper_bench.packaged.networks import (
     structured,
 )
 from esper_bench.packaged.package_files import package_file
-from esper_bench.packaged.repairs import distilled, head, maps, regrown, revived
+from esper_bench.packaged.repairs import distilled, head, maps, regrown
 
 ROOT = Path(__file__).parents[3]
 
@@ -238,10 +238,6 @@ def test_opponents_train_what_they_say_within_their_size(case):
         apart, before = (nn.functional.mse_loss(net(x), intact(x)) for net in (taught.network, case.host))
     assert apart < before
     assert not any(part._forward_hooks for net in (taught.network, intact) for part in net.modules())
-
-    whole = revived(case, 1e-2)
-    assert maps(whole.network)[pruned].weight.any(1).all()
-    assert whole.learned == sum(map(torch.Tensor.numel, case.host.parameters()))
 
 
 def test_the_weights_that_read_a_regrown_unit_are_regrown_with_it_where_they_were_cut_too(case):

@@ -246,21 +246,6 @@ def prune_units(block: nn.Module, units: Sequence[int]) -> None:
 
 
 @torch.no_grad()
-def redraw_dead(network: nn.Module, generator: torch.Generator | None = None) -> None:
-    """Draw dead units anew: outputs of linear layers and convolutions whose weights are all 0 become as wide as the others.
-
-    A dead unit behind a ReLU has no gradient, so no training revives it. Its bias and the weights that read it stay as they are.
-
-    generator: None for that of torch.
-    """
-    for layer in _layers(network):
-        alive = layer.weight.flatten(1).any(1)
-        if alive.any() and not alive.all():
-            drawn = torch.randn(layer.weight[~alive].shape, generator=generator)
-            layer.weight[~alive] = drawn.to(layer.weight) * layer.weight[alive].std()
-
-
-@torch.no_grad()
 def remove_block(block: nn.Module) -> None:
     """Make a block the identity: its skip becomes 1, and its last layer becomes 0."""
     assert isinstance(block, Bridged), type(block)

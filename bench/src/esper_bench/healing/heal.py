@@ -13,6 +13,7 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.batches import Batch
 from esper.leyline.data.task import Instance, Lengths, Mixture, Room, Split
 from esper.leyline.errors import InputError
+from esper.runs.healing.training import redraw_dead
 from esper.tasks.hosts.feedforward import MLP
 from esper.tasks.objectives import Classification
 from esper_bench.healing.bridged import BridgedCNN
@@ -26,7 +27,6 @@ from esper_bench.healing.damage import (
     damage_host,
     damage_split,
     draw_damage,
-    redraw_dead,
 )
 from esper_bench.healing.data import CLASSES, FINAL, HEALING, OTHER, SIZES, Part, Problem
 from esper_bench.healing.hosts import BLOCKS, VECTORS, BridgedHost, HostSet, trained_weights

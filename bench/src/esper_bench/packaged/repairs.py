@@ -12,7 +12,6 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import call
 from esper.leyline.data.keys import Purpose, scalar
 from esper.runs.healing.training import Case, TrainedNetwork, adapters, probe_loss, trained
-from esper_bench.healing.damage import redraw_dead
 from esper_bench.packaged.networks import Map
 
 
@@ -120,14 +119,6 @@ def distilled(
         for handle in handles:
             handle.remove()
     return taught._replace(probe=probe_loss(taught.network, case))
-
-
-def revived(case: Case, rate: float) -> TrainedNetwork:
-    """Train every weight after dead units were drawn anew: nothing stays frozen, and nothing stays pruned."""
-    network = copy.deepcopy(case.host)
-    generator = torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))
-    redraw_dead(network, generator)
-    return trained(network.requires_grad_(True), case, rate, still=False)
 
 
 def _gradients(case: Case, network: nn.Module, layers: dict[str, Map]) -> list[Tensor]:

@@ -37,6 +37,7 @@ from esper.runs.healing.training import (
     bias_and_scale,
     examples_of,
     probe_loss,
+    revived,
     settled,
     split,
     table,
@@ -60,6 +61,8 @@ SEEDS = 6
 """Most seeds that are planted."""
 RATES = {"adapters": (3e-3, 1e-2), "all weights": (3e-4, 1e-3)}
 """Learning rates that are tried; the loss on the probe chooses."""
+UNFROZEN = ("all weights", "all weights, dead units drawn anew")
+"""Remedies that keep no weight, with which the others are compared and which are not chosen."""
 DECISIONS = 24
 """Decisions in a growth."""
 PATIENCE = 4
@@ -86,8 +89,9 @@ def heal(
     network, or without one by how many directions it loses; seeds are planted in that order until the budget is used, and kept
     where the gates of `esper.Growth` allow. The result is compared, on examples that were held back, with the network as it
     is, with LoRA at every layer and where the damage is, with training biases and scales, with layers that are refitted to those
-    of the intact network, and with training all weights, each with the same updates and the better of two learning rates. The
-    one with the least loss on the probe, of those that keep the weights and the budget, is the network that is returned.
+    of the intact network, and with training all weights, where units are dead also after they were drawn anew, each with the same
+    updates and the better of two learning rates. The one with the least loss on the probe, of those that keep the weights and the
+    budget, is the network that is returned.
 
     Args:
         model: the damaged module. It is not changed. Pruning by torch.nn.utils.prune is made permanent in the copies.
@@ -151,7 +155,8 @@ def heal(
         "adapters where damaged": ("adapters", lambda rate: adapters(case, rate, [sites[places[0].site].around], room)),
         "bias and scale": ("adapters", partial(bias_and_scale, case)),
         "refit and trained": ("adapters", partial(further, case, corrected)),
-        "all weights": ("all weights", partial(all_weights, case)),
+        UNFROZEN[0]: ("all weights", partial(all_weights, case)),
+        UNFROZEN[1]: ("all weights", partial(revived, case)),
     }
     networks = {"nothing": TrainedNetwork(host, probe_loss(host, case), 0, 0.0, 0.0), "grown": best}
     if corrected is not None:
@@ -159,7 +164,7 @@ def heal(
     for name, (kind, remedy) in remedies.items():
         if there := [network for rate in rates(name, kind) if (network := remedy(rate)) is not None]:
             networks[name] = min(there, key=lambda each: each.probe)
-    frozen = [name for name, each in networks.items() if each.learned <= room and name != "all weights"]
+    frozen = [name for name, each in networks.items() if each.learned <= room and name not in UNFROZEN]
     chosen = min(frozen, key=lambda name: networks[name].probe)
     rows, losses = table(case, networks)
     remarks, y = few_examples({"what was held back for the table": len(parts.held)}), parts.held.y

@@ -279,6 +279,35 @@ def all_weights(case: Case, rate: float) -> TrainedNetwork:
     return trained(network, case, rate, behind, still=False)
 
 
+def revived(case: Case, rate: float) -> TrainedNetwork | None:
+    """A copy of which every weight is trained after dead units were drawn anew; None if the damaged network has none."""
+    network = copy.deepcopy(case.host)
+    if not redraw_dead(network, torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))):
+        return None
+    for parameter in network.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    return trained(network, case, rate, still=False)
+
+
+@torch.no_grad()
+def redraw_dead(network: nn.Module, generator: torch.Generator | None = None) -> int:
+    """Draw units anew whose weights are all 0, as wide as the others of their layer, and return how many there are.
+
+    Behind a ReLU such a unit has no gradient, so no training revives it. Its bias and the weights that read it stay as they are.
+
+    generator: None for that of torch.
+    """
+    count = 0
+    for part in network.modules():
+        for _, weight in _matrices(part):
+            alive = weight.flatten(1).any(1)
+            if alive.any() and not alive.all():
+                drawn = torch.randn(weight[~alive].shape, generator=generator)
+                weight[~alive] = drawn.to(weight) * weight[alive].std()
+                count += int((~alive).sum())
+    return count
+
+
 def adapters(case: Case, rate: float, within: Collection[str], size: int) -> TrainedNetwork | None:
     """A frozen copy with LoRA of one rank, at least 1, at every layer at or in submodules, of at most about `size` parameters.
 
