@@ -1,11 +1,12 @@
 """Make the latest version of the controller `shipped`: collect, fit, measure families that are left out, and write the card.
 
     python bench/scripts/make_shipped.py FOLDER
+    python bench/scripts/make_shipped.py FOLDER --full-menu   # measures the cases with the full menu alone, and fits nothing
 
 What FOLDER/SOURCE/PART holds of collect_healing.py and FOLDER/confirmed of confirm_shipped.py is not grown again; from nothing
 this takes half an hour of one core. `--streams ...` then runs bench/scripts/fit_streams.py, which fits the controller of
-streams, with the arguments that follow. The files are written to src/esper/tamiyo/cards and docs/shipped.md. Those of an earlier
-version stay as they are; the revision that wrote them makes them again.
+streams, with the arguments that follow. The files are written to bench/src/esper_bench/controllers/cards and to
+bench/docs/shipped.md. Those of an earlier version stay as they are; the revision that wrote them makes them again.
 """
 
 import argparse
@@ -48,7 +49,7 @@ from esper_bench.controllers.forest import Forest, Forests, forest_of, save_fore
 from esper_bench.controllers.healing_features import FEATURES
 from esper_bench.controllers.placement import Collapse, ParticipationDrop, Placement
 from esper_bench.controllers.plans import SKIP
-from esper_bench.controllers.shipped import FOLDER, GROUPS, LARGE, MARGIN, SMALL, Option, choose, options
+from esper_bench.controllers.shipped import FOLDER, GROUPS, LARGE, MARGIN, SMALL, Option, choose, facts_of, options
 from esper_bench.records import run_script
 
 VERSION = "shipped-2"
@@ -332,10 +333,19 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="figures of bench/scripts/collect_healing.py")
     parser.add_argument("--margins", action="store_true", help="print how the numbers were chosen, and write nothing")
     parser.add_argument(
+        "--full-menu",
+        action="store_true",
+        help="measure the cases with the full menu anew, and write the card with all other facts as they are",
+    )
+    parser.add_argument(
         "--streams", nargs="*", default=[], help="arguments of bench/scripts/fit_streams.py; without it, it is not run"
     )
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    if asked.full_menu:
+        known = {**facts_of(VERSION), "expected_full": full.EXPECTED, "found_full": full.FOUND}
+        write_card({**known, "full_menu": full.full_menu(asked.folder / "full-menu")})
+        return
     training = cases(asked.folder, ("heal",), "training")
     if asked.margins:
         margins(asked.folder, training)
@@ -369,11 +379,16 @@ def write(facts: dict[str, Any], forests: Forests) -> None:
     save_forests(path, forests)
     facts["digest"] = hashlib.sha256(path.read_bytes()).hexdigest()
     facts["bytes"] = path.stat().st_size
-    text = card(facts)
-    path.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    write_card(facts)
+    print(path, facts["bytes"], "bytes,", {kind["hosts"]: kind["wins"] for kind in facts["kinds"]})
+
+
+def write_card(facts: dict[str, Any]) -> None:
+    """The facts, and the card."""
+    path, text = FOLDER / f"{facts['version']}.json", card(facts)
+    path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     for place in (path.with_suffix(".md"), DOCS):
         place.write_text(text, encoding="utf-8")
-    print(path, facts["bytes"], "bytes,", {kind["hosts"]: kind["wins"] for kind in facts["kinds"]})
 
 
 if __name__ == "__main__":

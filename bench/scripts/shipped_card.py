@@ -200,14 +200,14 @@ LOSSES = (
     "  and where it plants a skip as well, nothing is known of how well.",
     "- Where a skip may be planted, it waits. A run whose length in updates differs much from 384 may need another wait.",
     "- On untrained hosts of `repair` a plain network without the damage, as large as the host, is better than what grows\n"
-    "  ([headroom](benchmarks/headroom.md)).",
+    "  ([headroom](headroom.md)).",
 )
 
 FULL_MENU = """## Trained, frozen networks with the full menu
 
-[`heal-full`](hosts.md#the-full-menu-heal-full) has the networks of `heal`, a slot behind the head as well, and a menu with larger
+[`heal-full`](tasks.md#the-full-menu-heal-full) has the networks of `heal`, a slot behind the head as well, and a menu with larger
 seeds. `shipped` plants there what it plants on `heal`, by trees that were fitted on `heal`. The table at the top compares it
-with `{rule}`, the best controller there on [earlier cases](benchmarks/heal.md#the-full-menu). The cases are fresh, with two
+with `{rule}`, the best controller there on [earlier cases](heal.md#the-full-menu). The cases are fresh, with two
 starts, and nothing was chosen by their figures. This was committed before one of them was grown:
 
 > {expected_full}
@@ -230,8 +230,9 @@ their figures. This was committed before they were read:
 
 HEAD = """# The shipped controller
 
-`{version}` is a [controller](glossary.md#controller) that comes with Esper. A controller decides where a network, the *host*,
-grows, and by which seeds. Use it with `esper grow TASK --controller shipped`, or as `esper.get_controller("shipped")`.
+`{version}` is a [controller](../../docs/glossary.md#controller) that comes with Esper.
+A controller decides where a network, the *host*, grows, and by which seeds.
+Use it with `esper grow TASK --controller shipped`, or as `esper.get_controller("shipped")`.
 `esper controller shipped` prints this page.
 
 ## In short
@@ -257,12 +258,12 @@ It takes the first of these cases that holds for a host before the first step:
    `skip-mlp`, as on `heal`. Where no parameter of the host trains, which the engine says (`Space.frozen`), larger seeds in
    the menu change nothing, as on `heal-full`; but the share of dead units must be measured, which transformers and networks in
    a loop of your own do not have. It plants what the rule
-   [`collapse`](hosts.md#controllers) plants, unless fitted trees expect {margin:g} more in J of another plan. Where the rule
-   [`sites`](hosts.md#controllers) names several damaged blocks, it plants what that rule does. All seeds are planted in the
+   [`collapse`](tasks.md#controllers) plants, unless fitted trees expect {margin:g} more in J of another plan. Where the rule
+   [`sites`](tasks.md#controllers) names several damaged blocks, it plants what that rule does. All seeds are planted in the
    first step and kept.
 2. A `skip-mlp` may be planted at the last slot. It waits {skip_after} steps. If the metric has then covered less than
    `heuristic.plant_below` of the way to a perfect one (.94), it plants the skip. After that it does what
-   [`heuristic`](benchmarks/heuristic.md) does, which judges the skip like its own seeds: it removes one
+   [`heuristic`](heuristic.md) does, which judges the skip like its own seeds: it removes one
    that contributes less than half of its rent, and may plant bypasses beside it.
 3. In all other cases it does what `heuristic` does, in every step.
 
@@ -295,7 +296,7 @@ there is therefore `heuristic`.
 TAIL = """## Several damaged blocks
 
 On fresh cases of `heal`, two starts each, which were grown once, after what is expected had been written down
-([`bench/scripts/study_two_sites.py`](benchmarks/heal.md#within-the-shipped-controller)):
+([`bench/scripts/study_two_sites.py`](heal.md#within-the-shipped-controller)):
 
 | damaged sites | cases | J | over `uniform`, points of J [95 %] | over `collapse` | over `shipped-1` |
 |---|---|---|---|---|---|
@@ -309,7 +310,7 @@ their 320 cases.
 
 Streams of changing data have a controller of the same name, 18 numbers that are fitted by a script of its own and 2 set by hand,
 which a search of all 20 did not improve:
-`esper stream shipped` ([streams](streams.md), [figures](benchmarks/streams.md)). On new streams it is above the strongest
+`esper stream shipped` ([streams](streams.md), [figures](streams.md)). On new streams it is above the strongest
 opponent, an ensemble that recognises contexts by their inputs too, by +.0060 [.0038, .0085] where contexts over a shared
 trunk return. Over a mixture of seven changes it is above resetting the blocks by +.0169 [.0159, .0180], and below it in a
 drift (-.0049 [-.0083, -.0021]). Where no context returns, resetting with a falling rate is better by .0018 [.0009, .0030].
