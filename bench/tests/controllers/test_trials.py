@@ -163,6 +163,14 @@ def test_the_summary_of_a_run_says_what_its_trials_took() -> None:
     assert compute["paid"] == [0, 0]
 
 
+def test_an_evaluation_grows_trials_beside_other_controllers() -> None:
+    settings = {"steps": 4, "trials": {"candidates": 2, "trial_steps": 1}}
+    record = esper.evaluate(
+        ["trials:collapse"], heal(), instances=2, seeds=1, settings=settings, baselines=(), progress=False
+    )
+    assert np.isfinite(record["tasks"][0]["runs"]["trials:collapse"]["objective"]).all()
+
+
 def test_what_cannot_be_tried_is_refused_in_a_sentence() -> None:
     with pytest.raises(InputError, match="uniform ranks no places; give trials: with participation"):
         get_controller("trials:uniform", Config())

@@ -19,7 +19,6 @@ from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config
 from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.actions import checked_actions
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Floats, Outcome
 from esper.leyline.progress import Pace
@@ -47,7 +46,7 @@ from esper.store.files import EVALUATION
 from esper.store.lock import locked_folder
 from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.play import Observer
+from esper.tolaria.play import Observer, decide
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import instance_keys
 
@@ -97,8 +96,8 @@ class Design(NamedTuple):
         instance_keys(self.task, self.config(contender, self.seeds[-1]))
         config = contender_config(self.task, contender, self.settings, self.seeds[0], self.part, self.first, 1)
         client = contender.make(config)
-        view = VectorizedEngine(self.task.sealed(), with_sensors(config, client)).reset()
-        checked_actions(client.act(view), 1)
+        engine = VectorizedEngine(self.task.sealed(), with_sensors(config, client))
+        decide(client, engine.reset(), engine.trial)
 
     def config(self, contender: Contender, seed: int) -> Config:
         """Return the config of a contender on all instances at once."""
