@@ -9,6 +9,7 @@ these controllers is evaluated on fresh instances beside the trees and the rules
 
 import argparse
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,27 +74,30 @@ def few_hosts() -> Mixture:
     )
 
 
-def train(folder: Path, task: Mixture, seed: int, rounds: int) -> list[list[float]]:
+def train(
+    folder: Path, task: Mixture, seed: int, rounds: int, settings: Mapping[str, Any] = SETTINGS
+) -> list[list[float]]:
     """Train with one seed, and return a row for each validation: episodes, seconds of one core, J."""
     curve = folder / "curve.json"
     if curve.is_file():
         kept: list[list[float]] = load_record(curve)["validations"]
         return kept
-    (config,) = training_configs([task], "quick", SETTINGS, {"seed": seed, "ppo": {"rounds": rounds}})
+    (config,) = training_configs([task], "quick", settings, {"seed": seed, "ppo": {"rounds": rounds}})
     cohorts = cohorts_of(task.sealed(), config)
-    ppo, settings = config.ppo, settings_of_policy(config)
+    ppo, own = config.ppo, settings_of_policy(config)
     language = Language.of([cohorts[0].engine.space])
-    trainer = Trainer(cohorts, Policy.fresh(language, seed, settings, ppo.decisions_per_step, ppo.undo_bias), config)
+    trainer = Trainer(cohorts, Policy.fresh(language, seed, own, ppo.decisions_per_step, ppo.undo_bias), config)
     folder.mkdir(parents=True, exist_ok=True)
     begin, rows = time.process_time(), []
     with Interrupt() as interrupt:
-        for number in range(rounds):
-            figures = trainer.learn(number, interrupt)
+        for number in range(-ppo.imitation_rounds, rounds):
+            figures = (trainer.imitate if number < 0 else trainer.learn)(number, interrupt)
             if (number + 1) % EVERY == 0 or number + 1 == rounds:
                 seconds = time.process_time() - begin
                 if trainer.validate(number, figures):
                     save_policy(trainer.best_policy(), folder / FOLDER)
-                rows.append([float((number + 1) * config.envs), seconds, figures["validation_objective"]])
+                episodes = (ppo.imitation_rounds + number + 1) * config.envs
+                rows.append([float(episodes), seconds, figures["validation_objective"]])
                 print(f"seed {seed}, round {number + 1}: J {rows[-1][2]:.3f} after {seconds:,.0f} s", flush=True)
     save_record(curve, {"validations": rows})
     return rows

@@ -101,3 +101,15 @@ def test_the_study_of_ppo_alone_trains_once_and_writes_its_page(tmp_path):
     assert "| PPO alone, 1 training | 128 |" in page
     run("study_heal_ppo.py", "out", cwd=tmp_path)
     assert (tmp_path / "out" / "ppo-s0" / "curve.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_the_study_of_the_game_trains_once_and_compares_with_every_opponent(tmp_path):
+    run("study_game.py", "out", "--page", "game.md", cwd=tmp_path)
+    curve = tmp_path / "out" / "learned-s0" / "curve.json"
+    before = curve.stat().st_mtime_ns
+    page = (tmp_path / "game.md").read_text()
+    assert "| **learned**: PPO alone | 128 |" in page
+    assert "| by sensors |" in page
+    run("study_game.py", "out", "--train-only", cwd=tmp_path)
+    assert curve.stat().st_mtime_ns == before

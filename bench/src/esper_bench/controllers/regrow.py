@@ -33,14 +33,21 @@ class Regrow(Rule):
 
     def __init__(self) -> None:
         self._gain: Floats = np.zeros((0, 0))  # (E, S) the last gain that was read at a slot; nan where none was
+        self._order: Floats = np.zeros((0, 0))
         self._full: Bools = np.zeros(0, bool)  # (E,) whether a planting was refused in this step
         self._last: Actions | None = None
+
+    def order(self, view: View) -> Floats:
+        """(E, S): the slot of the largest value is tried first. It is asked for before the first step of an episode."""
+        slots = np.arange(view.seeds.stage.shape[1])
+        spread = ((slots[-1] - slots) % 2 == 1) & (slots > 0)
+        return np.broadcast_to(slots + len(slots) * spread, view.seeds.stage.shape)
 
     def act(self, view: View) -> Actions:
         """The first decision of a step."""
         envs, slots = view.seeds.stage.shape
         if view.step == 0 or len(self._gain) != envs:
-            self._gain = np.full((envs, slots), np.nan)
+            self._gain, self._order = np.full((envs, slots), np.nan), self.order(view)
         self._full = np.zeros(envs, bool)
         return self._decide(view)
 
@@ -52,12 +59,12 @@ class Regrow(Rule):
         return actions if (actions.op != Op.WAIT).any() else None
 
     def state(self) -> dict[str, Any]:
-        """The gains that were read."""
-        return {"gain": self._gain}
+        """The gains that were read, and the order of the slots."""
+        return {"gain": self._gain, "order": self._order}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
-        self._gain = state["gain"]
+        self._gain, self._order = state["gain"], state["order"]
 
     def _decide(self, view: View) -> Actions:
         stage, may = view.seeds.stage, view.masks.slot
@@ -74,15 +81,13 @@ class Regrow(Rule):
         outside = np.where(empty, known, -np.inf).max(1, keepdims=True)  # the largest gain where nothing stands
         advance = look & np.where(searching, gain >= SHARE * largest, gain >= outside) & may[:, Op.ADVANCE]
         prune = look & np.where(searching, gain < SHARE * largest, gain < outside) & may[:, Op.PRUNE]
-        slots = np.arange(stage.shape[1])
-        order = slots + len(slots) * (((slots[-1] - slots) % 2 == 1) & (slots > 0))  # higher is earlier
         # While a seed is too young to be read, what is known of the others may change: nothing is planted again.
         young = ((stage == Stage.GERMINATED) | ((stage == Stage.TRAINING) & ~look)).any(1, keepdims=True)
         again = empty & ~searching & ~young & (view.step < LATEST * view.steps)
         plant = (untried | again) & ~self._full[:, None] & bool(small)
         op, slot = np.zeros((2, len(stage)), np.int64)
         for kind, where, score in (
-            (Op.GERMINATE, plant, np.where(searching, order, known)),
+            (Op.GERMINATE, plant, np.where(searching, self._order, known)),
             (Op.PRUNE, prune, -gain),
             (Op.ADVANCE, advance, gain),
             (Op.FOSSILIZE, may[:, Op.FOSSILIZE], np.zeros(stage.shape)),
