@@ -161,3 +161,9 @@ def test_the_rule_prunes_the_loser_and_plants_what_it_frees_where_the_gain_is() 
     assert (stages.stage[1][:, [2, 4]] == Stage.TRAINING).all()
     assert (stages.stage[2][:, 4] == Stage.DORMANT).all()
     assert (stages.stage[-1][:, [2, 5]] == Stage.FOSSILIZED).all()
+
+
+def test_the_correction_in_closed_form_has_the_cap_of_the_game() -> None:
+    host = healing.heal_eora(UNKNOWN_HOSTS).instance(KEYS["training"][0]).host
+    assert isinstance(host, healing.CorrectedHost)
+    assert host.cap == UNKNOWN_HOSTS.settings["governor"]["param_limit"] == 0.03

@@ -36,7 +36,7 @@ UNFROZEN = "the networks of {0.name} without the freeze: training all of their w
 REDRAWN = "the networks of {0.name} without the freeze, their dead units drawn anew: training all of their weights"
 SCRATCH = "the networks of {0.name} drawn afresh: training them from scratch on the healing examples"
 TAUGHT = "the networks of {0.name} together with the intact ones, from whose activations the sensor drift is measured"
-EORA = "the networks of {0.name} with low-rank corrections in closed form, from the intact weights, of 6 % of the parameters"
+EORA = "the networks of {0.name} with low-rank corrections in closed form, from the intact weights, within the cap of seeds"
 
 RANGES: Mapping[str, range] = MappingProxyType(
     {
@@ -235,12 +235,14 @@ def heal_scratch(hosts: HostSet = VECTORS) -> Mixture:
     return _mixture(hosts, "-scratch", SCRATCH, hosts.rates[2], lambda facts: facts.architecture, frozen=False)
 
 
-def heal_eora(hosts: HostSet = VECTORS, cap: float = DEFAULTS["governor"]["param_limit"]) -> Mixture:
+def heal_eora(hosts: HostSet = VECTORS, cap: float | None = None) -> Mixture:
     """The instances of `heal` with hosts that are corrected in closed form: the controller `never` is that correction alone.
 
-    `cap` is the share of the host's parameters that the corrections may have. They are part of the host and pay no rent.
+    `cap` is the share of the host's parameters that the corrections may have; None takes that of seeds. They are part of the host
+    and pay no rent.
     """
-    return _mixture(hosts, "-eora", EORA, hosts.rates[0], lambda facts: CorrectedHost(facts, cap), frozen=True)
+    share: float = {**DEFAULTS, **hosts.settings}["governor"]["param_limit"] if cap is None else cap
+    return _mixture(hosts, "-eora", EORA, hosts.rates[0], lambda facts: CorrectedHost(facts, share), frozen=True)
 
 
 def with_intact(
