@@ -1,6 +1,6 @@
 """Growth in networks with a narrow place, in one's own loop, with and without sites that span the place.
 
-    python bench/scripts/study_narrow_places.py             # 8 seeds of 5 settings, about 10 minutes on one core
+    python bench/scripts/study_narrow_places.py             # 8 seeds of 6 settings, about 10 minutes on one core
     python bench/scripts/study_narrow_places.py --seeds 2 diabetes
     python bench/scripts/study_narrow_places.py --first-seed 400 --growth '{"gates": {"twins": false}}'
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from sklearn.datasets import load_diabetes, load_digits, make_classification
+from sklearn.datasets import load_diabetes, load_digits, make_classification, make_moons
 from torch import Tensor, nn
 
 import esper
@@ -50,6 +50,12 @@ def diabetes() -> tuple[np.ndarray, np.ndarray]:
     return x / x.std(0), ((y - y.mean()) / y.std())[:, None].astype(np.float32)
 
 
+def moons() -> tuple[np.ndarray, np.ndarray]:
+    """Two classes in the plane, 2,000 examples."""
+    x, y = make_moons(2000, noise=0.2, random_state=0)
+    return x.astype(np.float32), y
+
+
 SETTINGS = {
     "digits, 4-32": Setting(digits, (4, 32), 4.0),
     "digits, 32-3-32": Setting(digits, (32, 3, 32), 4.0),
@@ -60,6 +66,7 @@ SETTINGS = {
         16.0,
     ),
     "diabetes, 1": Setting(diabetes, (1,), 64.0),
+    "moons, 4-4": Setting(moons, (4, 4), 16.0),
 }
 
 

@@ -217,6 +217,16 @@ def test_the_network_beside_a_seed_on_trial_is_bit_for_bit_the_one_that_was_neve
     assert difference > 0
 
 
+def test_beside_the_seed_of_a_frozen_model_stands_the_model_itself():
+    model, optimizer, growth, _ = growing(freeze="host")
+    train(model, optimizer, growth, None, EVERY)
+    x, y = data(slice(600, 900))
+    with torch.no_grad():
+        difference = (F.cross_entropy(host()(x), y) - F.cross_entropy(model(x), y)).item()
+    assert growth.engine.state.measurements.contribution_loss.mean[0, 0] == pytest.approx(difference, rel=1e-4)
+    assert difference > 0
+
+
 def test_without_batches_a_seed_is_judged_by_what_the_network_loses_without_it():
     model, optimizer, growth, _ = growing()
     for _ in range(EVERY):

@@ -454,8 +454,8 @@ class Growth:
     def seconds(self) -> dict[str, float]:
         """What growing costs in seconds, of the device on CUDA, since this object was made and until `finish`.
 
-        `incubation` are the steps of seeds that incubate, `probe` the measurements, `decisions` all else of a decision, `rest`
-        the loop's own time, with what seeds add to its passes and its optimizer.
+        `incubation` are the steps of seeds that incubate and of the copies that train without a seed, `probe` the measurements,
+        `decisions` all else of a decision, `rest` the loop's own time, with what seeds add to its passes and its optimizer.
         """
         phases = dict(self.engine.timer.seconds)
         whole = self._whole if self.finished else time.perf_counter() - self._made

@@ -54,6 +54,8 @@ class Twin:
         for mine, theirs in self._groups:  # a scheduler may have changed the rates
             mine.update({key: value for key, value in theirs.items() if key not in ("params", "param_names")})
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if not trained:  # beside the seed everything is frozen
+            return
         devices = sorted({parameter.device.index for parameter in trained if parameter.is_cuda})
         with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():
             loss = probe.mean(call(self, batch[0]), batch[1])
