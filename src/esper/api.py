@@ -376,7 +376,7 @@ def evaluate(
 
 
 def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:
-    """The tasks of a run that is resumed: the given tasks, and tasks of Esper by their names.
+    """Return the tasks of a run that is resumed: the given tasks, and tasks of Esper by their names.
 
     InputError if a task made by other code is not given, or if a given task is not one of the run.
     """
@@ -451,12 +451,12 @@ def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterru
 
 
 def names_of(summary: Mapping[str, Any]) -> list[str]:
-    """The names of the tasks of a run, from its summary."""
+    """Return the names of the tasks of a run, from its summary."""
     return list(summary["tasks"]) if "tasks" in summary else [summary["task"]]
 
 
 def to_task(task: Any) -> AnyTask:
-    """The task itself, or the task of a name. InputError if it is neither."""
+    """Return the task itself, or the task of a name. InputError if it is neither."""
     found = get_task(task) if isinstance(task, str) else task
     check_task(found)
     assert isinstance(found, Task | Mixture)
@@ -464,7 +464,7 @@ def to_task(task: Any) -> AnyTask:
 
 
 def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> GrownNetwork:
-    """A grown network, in evaluation mode, from a folder that a run or `esper export` wrote: (B, ...) -> (B, C).
+    """Return a grown network, in evaluation mode, from a folder that a run or `esper export` wrote: (B, ...) -> (B, C).
 
     `folder` is a run folder, such as "runs/x", or that of one network, such as "runs/x/models/env-000". A run gives the network
     of its best environment, chosen on the validation split; a line on stderr says which. The network
@@ -492,7 +492,7 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
 
 
 def _best(run: Path) -> Path:
-    """The folder of the network of a run's best environment. A line on stderr says which environment that is.
+    """Return the folder of the network of a run's best environment. A line on stderr says which environment that is.
 
     InputError if the run has not ended, or holds no such network.
     """
@@ -522,7 +522,7 @@ def _best(run: Path) -> Path:
 
 
 def check_rows(task: AnyTask) -> dict[str, str]:
-    """The modules of a task whose results for one environment depend on the other environments, if only in the last bit.
+    """Return the modules of a task whose results for one environment depend on the other environments, if only in the last bit.
 
     Keys are segments of the host ("segments.1") and blueprints of the menu with a blend ("wide, GATE"); values say where the
     difference shows. An empty dict means that every environment is bitwise the same in any population on the CPU of this

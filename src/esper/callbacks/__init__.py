@@ -20,7 +20,7 @@ FROM_THE_TRAINER = ("model", "optimizer", "scheduler", "ema", "scaler", "shared"
 
 
 def __getattr__(name: str) -> Any:
-    """A callback, which imports its trainer. InputError if the package of the trainer is not installed."""
+    """Return a callback, which imports its trainer. InputError if the package of the trainer is not installed."""
     if name in __all__:
         from importlib import import_module
 
@@ -62,7 +62,7 @@ class GrowthCallback:
         return self.growth.model
 
     def check_first(self) -> None:
-        """InputError if a training has begun already."""
+        """Raise InputError if a training has begun already."""
         if self.growth is not None:
             raise InputError(
                 "this callback has grown a network already; call its growth.finish() and give the trainer another callback"

@@ -44,7 +44,7 @@ def loss_of_model(output: Any, labels: Any) -> Tensor:
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """InputError if a network cannot grow under a trainer with these arguments."""
+    """Raise InputError if a network cannot grow under a trainer with these arguments."""
     if args.n_gpu > 1:
         raise InputError(
             "the trainer uses DataParallel, under which a network cannot grow; start it with torchrun, or set one device"
@@ -154,7 +154,7 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
             self.growth.load_state_dict(_read(Path(state.best_model_checkpoint)), changed=self._changed)
 
     def _pairs(self) -> list[tuple[dict[str, Any], Any]]:
-        """The probe as pairs of inputs and labels."""
+        """Return the probe as pairs of inputs and labels."""
         batches = self._probe() if callable(self._probe) else self._probe
         for batch in batches:
             if not isinstance(batch, Mapping):
@@ -164,7 +164,7 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         return [(dict(batch), batch.get("labels")) for batch in batches]
 
     def _resumed(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any]:
-        """What the checkpoint that is resumed holds. InputError if its host is not the one that the trainer has loaded."""
+        """Return what the checkpoint that is resumed holds. InputError if its host is not the one that the trainer has loaded."""
         folder = _resumed_folder(self._checkpoint, args, state)
         saved, own = _read(folder), model.state_dict()
         check_whole(saved)
@@ -294,12 +294,12 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
 
 
 def _sum(model: nn.Module) -> float:
-    """The sum of all weights, by which those of two checkpoints are told apart."""
+    """Return the sum of all weights, by which those of two checkpoints are told apart."""
     return sum(float(parameter.detach().cpu().double().sum()) for parameter in model.parameters())
 
 
 def _resumed_folder(given: Path | str | None, args: TrainingArguments, state: TrainerState) -> Path:
-    """The folder of the checkpoint that is resumed."""
+    """Return the folder of the checkpoint that is resumed."""
     given = given or args.resume_from_checkpoint
     return Path(given) if isinstance(given, str | Path) else _folder(args, state.global_step)
 
@@ -315,7 +315,7 @@ def _write(path: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The growth of a checkpoint. InputError if it has none."""
+    """Return the growth of a checkpoint. InputError if it has none."""
     if not (folder / FILE).is_file():
         raise InputError(
             f"{folder} has no {FILE}, so its growth cannot be resumed; give the folder of a checkpoint that was written "

@@ -30,7 +30,7 @@ AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 
 def check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
-    """InputError if a network cannot grow under a trainer."""
+    """Raise InputError if a network cannot grow under a trainer."""
     if not pl_module.automatic_optimization:
         raise InputError(
             "the LightningModule optimizes by hand; make an esper.Growth in it and call its step after optimizer.step()"
@@ -52,7 +52,7 @@ def check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
 
 
 def _converted(trainer: Trainer, probe: Batches) -> Batches:
-    """The probe in the precision of a trainer."""
+    """Return the probe in the precision of a trainer."""
     convert = trainer.precision_plugin.convert_input
     return (lambda: [convert(pair) for pair in probe()]) if callable(probe) else [convert(pair) for pair in probe]
 
@@ -128,7 +128,7 @@ class LightningGrowth(GrowthCallback, Callback):
                 self.growth.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the growth."""
+        """Return what a checkpoint holds of the growth."""
         return {} if self.growth is None or self.growth.finished else self.growth.state_dict()
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class LightningGrowth(GrowthCallback, Callback):
             self.growth.load_state_dict(state_dict, changed=self._changed)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError if a checkpoint's seeds are not there; so at the start of a test and of a prediction."""
+        """Raise InputError if a checkpoint's seeds are not there; so at the start of a test and of a prediction."""
         if self._saved is not None and self.growth is None:
             raise InputError(
                 "the checkpoint holds seeds, which are restored together with an optimizer; resume it with "
@@ -283,7 +283,7 @@ class LightningAnytimeGrowth(GrowthCallback, Callback):
                 _wrap_anew(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds of the growth."""
+        """Return what a checkpoint holds of the growth."""
         return {} if self.growth is None else self.growth.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -292,7 +292,7 @@ class LightningAnytimeGrowth(GrowthCallback, Callback):
             self._saved = state_dict or None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """InputError if a checkpoint is of another size; so at the start of a test and of a prediction."""
+        """Raise InputError if a checkpoint is of another size; so at the start of a test and of a prediction."""
         if self._larger is not None and self._larger.weights:
             raise InputError(
                 "the checkpoint is of a network of another size; resume it with trainer.fit(module, loader, ckpt_path=...) of a "

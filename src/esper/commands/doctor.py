@@ -60,7 +60,7 @@ def _check_machine() -> Iterator[Check]:
 
 
 def _check_blueprints() -> Iterator[Check]:
-    """Whether every blueprint passes the checks that a seed must pass when it is planted."""
+    """Yield whether every blueprint passes the checks that a seed must pass when it is planted."""
     from esper.kasmina.blueprints import BLUEPRINTS, check
 
     use_one_thread()  # the arrays are small: a second thread doubles the time
@@ -73,7 +73,7 @@ def _check_blueprints() -> Iterator[Check]:
 
 
 def _check_rows(every_size: bool) -> Iterator[Check]:
-    """Whether a network has bitwise the same results in any population, for every host, blueprint and blend of Esper."""
+    """Yield whether a network has bitwise the same results in any population, for every host, blueprint and blend of Esper."""
     import torch
 
     from esper.kasmina.blueprints import BLUEPRINTS

@@ -177,14 +177,14 @@ def export_events(
 
 
 def exporter(folder: Path, target: str) -> "Exporter":
-    """The exporter of a run with `telemetry.exporters`."""
+    """Return the exporter of a run with `telemetry.exporters`."""
     from esper.karn.exporters import Exporter
 
     return Exporter(folder, target, network_boxes)
 
 
 def network_boxes(run: "OpenRun", summary: Mapping[str, Any]) -> "Sequence[Box] | None":
-    """The parts of the best network; None if it was not exported, or if its host is code of the user's."""
+    """Return the parts of the best network; None if it was not exported, or if its host is code of the user's."""
     from esper.api import load
     from esper.karn.export_targets import Box
     from esper.kasmina.network.drawing import parts_of

@@ -121,7 +121,7 @@ def find_sites(
 
 
 def _module(place: str) -> Any:
-    """The module of a .pt2 file, with submodules, or the one that a function returns."""
+    """Return the module of a .pt2 file, with submodules, or the one that a function returns."""
     import torch
 
     from esper.leyline.reference import is_reference, load_reference

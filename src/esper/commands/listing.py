@@ -130,7 +130,7 @@ def docs(
 
 
 def docs_folder() -> Path:
-    """The folder of the pages: that of the package, or docs/ of the checkout that is installed in editable mode."""
+    """Return the folder of the pages: that of the package, or docs/ of the checkout that is installed in editable mode."""
     package = Path(__file__).parents[1]
     for folder in (package / "docs", package.parents[1] / "docs"):
         if (folder / "glossary.md").is_file():
@@ -139,7 +139,7 @@ def docs_folder() -> Path:
 
 
 def pages_of(folder: Path) -> dict[str, Path]:
-    """The pages below a folder by name: those at its top, and then those of its folders, as `walkthroughs/gpt`."""
+    """Return the pages below a folder by name: those at its top, and then those of its folders, as `walkthroughs/gpt`."""
     found = sorted(folder.rglob("*.md"), key=lambda path: (path.parent != folder, path))
     return {path.relative_to(folder).with_suffix("").as_posix().removesuffix("/README"): path for path in found}
 
@@ -157,7 +157,7 @@ def find_page(given: str, pages: dict[str, Path]) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """The first sentence of a page below its heading that says what it is about, without links and other marks."""
+    """Return the first sentence of a page below its heading that says what it is about, without links and other marks."""
     paragraph = next(
         part
         for part in re.split(r"\n\s*\n", text)

@@ -38,7 +38,7 @@ _LARGEST_INPUT = 2**26  # numbers in the example with which a program is traced
 
 
 def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
-    """The folders of the networks of a run, by their names in the target folder; the name is empty if `env` is given.
+    """Return the folders of the networks of a run, by their names in the target folder; the name is empty if `env` is given.
 
     InputError if the folder is not a run, contains a link, or holds no such network.
     """
@@ -60,7 +60,7 @@ def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
 
 
 def how_to_name(run: Path, target: Path, env: int | None) -> str:
-    """How to give the host of networks whose host is code of the user: the same command with the task of the run."""
+    """Return how to give the host of networks whose host is code of the user: the same command with the task of the run."""
     try:
         name = read_config(run).task
     except InputError:  # the networks can be exported without the task
@@ -141,6 +141,6 @@ def _write(
 
 
 def _is_network(folder: Path) -> bool:
-    """Whether a folder holds an exported network and nothing else."""
+    """Return whether a folder holds an exported network and nothing else."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     return TOPOLOGY in names and names <= FILES

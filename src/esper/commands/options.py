@@ -144,7 +144,7 @@ def read_layers(
 
 
 def split_names(text: str | None) -> list[str] | None:
-    """The names in a text with commas between them; None for None."""
+    """Return the names in a text with commas between them; None for None."""
     return None if text is None else [name.strip() for name in text.split(",")]
 
 

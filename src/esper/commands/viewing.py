@@ -127,7 +127,7 @@ def beside(folder: Path, wanted: bool) -> Iterator[None]:
 
 
 def console_beside(watched: bool) -> "Console":
-    """The console of the progress bar: stderr, or nowhere while the window has the terminal."""
+    """Return the console of the progress bar: stderr, or nowhere while the window has the terminal."""
     import io
 
     from rich.console import Console

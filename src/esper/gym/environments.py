@@ -163,7 +163,7 @@ def observation_space(space: Space) -> spaces.Space[Arrays]:
 
 
 def columns(space: Space) -> dict[str, tuple[str, ...]]:
-    """Names along the last axis of the arrays of an observation, and names of the indices in `blueprint`."""
+    """Return names along the last axis of the arrays of an observation, and names of the indices in `blueprint`."""
     env, slot = input_names(space.sensors)
     menu = tuple(info.name for info in space.blueprints)
     return {"env": env, "slot": slot, "blueprint": ("", *menu), "cost": menu}

@@ -37,7 +37,7 @@ class Compared(NamedTuple):
         return summary if summary is not None and "grown_params" in summary else None
 
     def by_key(self, values: Sequence[float | None]) -> dict[Key, float]:
-        """Values of the environments (E,) by their keys, without those that are not known."""
+        """Return values of the environments (E,) by their keys, without those that are not known."""
         config = self.model.config
         first = int(config.get("first_instance", 0))
         keys = (
@@ -121,7 +121,7 @@ def read_comparison(folders: Sequence[str | PathLike[str]]) -> Comparison:
 
 
 def verdict(first: Compared, second: Compared) -> Verdict:
-    """How two runs compare on the test split."""
+    """Return how two runs compare on the test split."""
     names = first.name, second.name
     one, other = first.summary, second.summary
     for run in (first, second):
@@ -150,7 +150,7 @@ def verdict(first: Compared, second: Compared) -> Verdict:
 
 
 def difference(first: Mapping[Key, float], second: Mapping[Key, float]) -> Difference:
-    """The first values less the second ones: paired where keys are shared, of independent samples if none is.
+    """Return the first values less the second ones: paired where keys are shared, of independent samples if none is.
 
     Paired intervals are those of Student's t over the differences. Of independent samples they are Welch's (B. L. Welch, "The
     generalization of Student's problem when several different population variances are involved", 1947).
@@ -174,7 +174,7 @@ def difference(first: Mapping[Key, float], second: Mapping[Key, float]) -> Diffe
 
 
 def as_record(found: Verdict) -> dict[str, Any]:
-    """A verdict as plain values; an end of an interval that is not known is None."""
+    """Return a verdict as plain values; an end of an interval that is not known is None."""
     record: dict[str, Any] = {"first": found.first, "second": found.second, "sentence": found.sentence}
     for name in ("metric", "objective", "params"):
         one: Difference | None = getattr(found, name)
@@ -183,7 +183,7 @@ def as_record(found: Verdict) -> dict[str, Any]:
 
 
 def result_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
-    """A row for each run: status, metric, J, added parameters, seeds kept of those planted, seconds."""
+    """Return a row for each run: status, metric, J, added parameters, seeds kept of those planted, seconds."""
     rows: list[tuple[str, ...]] = []
     for run in runs:
         summary, model = run.summary, run.model
@@ -204,7 +204,7 @@ RESULT_COLUMNS = ("run", "status", "test metric", "J", "added parameters", "seed
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Sentences on how the figures are to be read."""
+    """Return sentences on how the figures are to be read."""
     lines = ["Figures of runs are means ± standard error over environments; differences have a 95 % t interval."]
     formulas = {run.summary["objective_formula"] for run in comparison.runs if run.summary is not None}
     if len(formulas) > 1:
@@ -215,7 +215,7 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def added_params(run: Compared) -> list[float]:
-    """(E,) parameters of the seeds that were kept."""
+    """Return (E,) parameters of the seeds that were kept."""
     summary = run.summary
     assert summary is not None
     grown, host = summary["grown_params"], summary["host_params"]
@@ -262,7 +262,7 @@ def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) 
 
 
 def content_of(comparison: Comparison) -> Content:
-    """What the page of a comparison shows."""
+    """Return what the page of a comparison shows."""
     runs = comparison.runs
     sections = [_result(comparison), _settings(runs), _curves(runs), _growth(runs), _trainings(runs)]
     names = ", ".join(printable(run.name) for run in runs)

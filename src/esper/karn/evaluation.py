@@ -49,7 +49,7 @@ FEW_TRAININGS = 5  # with fewer trainings of one controller, a line says that th
 
 
 def interval_lines(record: Record) -> list[str]:
-    """How the intervals were computed, and whether they can be trusted."""
+    """Return how the intervals were computed, and whether they can be trusted."""
     tasks = record["tasks"]
     lines, few = [], []
     for task in tasks:
@@ -101,7 +101,7 @@ def tables_of(estimates: Record, metric: str, record: Record) -> list[RichTable]
 
 
 def compared(estimates: Record, record: Record) -> list[Record]:
-    """The comparisons to show: of each named controller with every rule, static network and opponent.
+    """Return the comparisons to show: of each named controller with every rule, static network and opponent.
 
     If no controller was named: of all with `never`, of the rules with the static networks, and of the opponents with the best
     fixed plan.
@@ -120,7 +120,7 @@ def compared(estimates: Record, record: Record) -> list[Record]:
 
 
 def static_lines(record: Record, task: Record) -> list[str]:
-    """The size of the static networks, and which of them a task does not have, and why."""
+    """Return the size of the static networks, and which of them a task does not have, and why."""
     lines = []
     if record.get("baselines"):
         names = ", ".join(record["baselines"])
@@ -156,18 +156,18 @@ def draw_evaluation(record: Record, form: str = "png") -> bytes:
 
 
 def spread(estimate: Record, form: str) -> str:
-    """An estimate with its interval: 0.712 [0.690, 0.735]; '-' if it is absent."""
+    """Return an estimate with its interval: 0.712 [0.690, 0.735]; '-' if it is absent."""
     value, low, high = (nan if estimate[name] is None else estimate[name] for name in ("value", "low", "high"))
     return shown(MeanInterval(value, low, high, 0), form)
 
 
 def plain(estimate: Record, form: str) -> str:
-    """An estimate without its interval; '-' if it is absent."""
+    """Return an estimate without its interval; '-' if it is absent."""
     return "-" if estimate["value"] is None else rounded(estimate["value"], form)
 
 
 def sample_words(record: Record, task: Record) -> str:
-    """The number of runs of each controller."""
+    """Return the number of runs of each controller."""
     if task["sampled"]:
         part = {"heldout": "held-out"}.get(record["part"], record["part"])
         return f"{counted(task['problems'], f'{part} instance')}, each with {counted(len(record['seeds']), 'seed')}"
@@ -179,7 +179,7 @@ def _cell(text: str) -> Text:
 
 
 def content_of(record: Record, name: str) -> Content:
-    """What the page of a record shows; `name` is that of its folder."""
+    """Return what the page of a record shows; `name` is that of its folder."""
     tasks = record["tasks"]
     settings = [row for layer in record["settings"] for row in flat_settings(layer)]
     table = Table("Settings of all controllers", ("key", "value"), settings, texts=(1,))

@@ -271,7 +271,7 @@ def wait_for(lock: Lock, patience: float) -> None:
 
 
 def as_markdown(table: FinalTable) -> str:
-    """A table as Markdown, in which texts are neither markup nor HTML."""
+    """Return a table as Markdown, in which texts are neither markup nor HTML."""
     signs = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", **{sign: f"\\{sign}" for sign in "|`*["}})
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     return "\n".join(f"| {' | '.join(printable(cell.translate(signs)) for cell in line)} |" for line in lines)
@@ -306,7 +306,7 @@ class Box(NamedTuple):
 
 
 def boxes_of(summary: Mapping[str, Any], slots: Sequence[str]) -> Iterator[Box]:
-    """The best network of a summary as boxes, one for each slot, where the network itself cannot be loaded."""
+    """Yield the best network of a summary as boxes, one for each slot, where the network itself cannot be loaded."""
     env, hosts = summary["best"]["env"], summary["host_params"]
     params = hosts[env] if isinstance(hosts, list) else hosts
     yield Box("input", "host", f"{params:,} parameters, {counted(len(slots), 'slot')}")
@@ -318,7 +318,7 @@ def boxes_of(summary: Mapping[str, Any], slots: Sequence[str]) -> Iterator[Box]:
 
 
 def title_of(summary: Mapping[str, Any]) -> str:
-    """A line with the network that is drawn, and how many others have seeds in the same slots."""
+    """Return a line with the network that is drawn, and how many others have seeds in the same slots."""
     env, grown = summary["best"]["env"], summary["grown"]
     same = sum(each == grown[env] for each in grown)
     return (
@@ -332,7 +332,7 @@ MOST_BOXES = 100  # of an image; the last of more are left out
 
 
 def drawing(title: str, boxes: Sequence[Box]) -> Pixels:
-    """An image (H, W, 3) of a network: the host from top to bottom, each seed beside the part in front of it."""
+    """Return an image (H, W, 3) of a network: the host from top to bottom, each seed beside the part in front of it."""
     from matplotlib.image import imread  # imported here because it takes 1 s
 
     def cut(line: str) -> str:

@@ -151,7 +151,7 @@ def export_of(
 
 
 def _check_exports(folder: Path, target: str) -> None:
-    """InputError if a folder holds anything but exports to a target, which may replace files of its own there."""
+    """Raise InputError if a folder holds anything but exports to a target, which may replace files of its own there."""
     try:
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
     except OSError as error:

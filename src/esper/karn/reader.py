@@ -52,7 +52,7 @@ class Tail:
         self._shape = RunShape()
 
     def read(self, most: int | None = None) -> list[Row]:
-        """The complete rows since the last call, in order; all of them after a restart. InputError if a line is not a row.
+        """Return the complete rows since the last call, in order; all of them after a restart. InputError if a line is not a row.
 
         With `most`, the rows of that many bytes and of the rest of a line; further calls give the others, and the last none.
         """
@@ -94,7 +94,7 @@ class OpenRun:
     """
 
     def __init__(self, folder: Path) -> None:
-        """InputError if `folder` is not a run folder."""
+        """Raise InputError if `folder` is not a run folder."""
         if not is_run(folder):
             raise InputError(
                 f"{folder} is not a run folder: it has no {CONFIG}; name one that esper grow or train wrote"
@@ -172,7 +172,7 @@ class OpenRun:
         return (row for row in (read_events(path) if path.exists() else ()) if isinstance(row, wanted))
 
     def columns(self, kind: str) -> dict[str, Any]:
-        """The rows of one kind as arrays, by field.
+        """Return the rows of one kind as arrays, by field.
 
         Numbers become arrays of shape (T,), lists (T, E), and lists of lists (T, E, S). What was not measured is nan, as is a
         field that only trainings write. Fields of text, and lists whose length changes from row to row, become lists of T values.
@@ -206,7 +206,7 @@ class OpenRun:
         return BlueprintAnalytics.of(self.rows()).tallies()
 
     def frame(self, kind: str) -> "pandas.DataFrame":
-        """The rows of one kind as a pandas data frame; lists stay lists. InputError if pandas is not installed."""
+        """Return the rows of one kind as a pandas data frame; lists stay lists. InputError if pandas is not installed."""
         try:
             import pandas
         except ImportError:
@@ -214,7 +214,7 @@ class OpenRun:
         return pandas.DataFrame([record(row) for row in self.rows(kind)], columns=fields_of(kind_of(kind)))
 
     def follow(self, every: float = 0.5) -> Iterator[Row]:
-        """The rows so far and then each new one, until the run ends; `every` is the pause between two looks [seconds].
+        """Yield the rows so far and then each new one, until the run ends; `every` is the pause between two looks [seconds].
 
         After a resume that cut rows off, all rows come again from the first.
         """
@@ -230,7 +230,7 @@ class OpenRun:
         return f"<run {str(self.folder)!r}, {self.status}>"
 
     def _repr_html_(self) -> str:
-        """The head of the run's report, which a notebook shows."""
+        """Return the head of the run's report, which a notebook shows."""
         from esper.karn.report.page import head_of  # imported here because it takes rich along
 
         return head_of(read_model(self), self.folder.resolve().name)
@@ -241,7 +241,7 @@ class OpenRun:
 
 
 def read_model(run: OpenRun) -> RunModel:
-    """The model of a run folder. InputError if a file of it is damaged."""
+    """Return the model of a run folder. InputError if a file of it is damaged."""
     with fitting_files(run.folder):
         return complete(RunModel().update(run.rows()), run)
 
@@ -274,14 +274,14 @@ def open_run(folder: str | PathLike[str]) -> OpenRun:
 
 
 def fields_of(kind: type[Row]) -> list[str]:
-    """The names of a kind's fields as the file has them, `seq` and `time` first."""
+    """Return the names of a kind's fields as the file has them, `seq` and `time` first."""
     names = [field.encode_name for field in msgspec.structs.fields(kind)]
     first = [field.encode_name for field in msgspec.structs.fields(Row)]
     return [*first, *(name for name in names if name not in first)]
 
 
 def kind_of(name: str | None) -> type[Row]:
-    """The class of rows of a kind; every row for None. InputError if the kind is unknown."""
+    """Return the class of rows of a kind; every row for None. InputError if the kind is unknown."""
     if name is None:
         return Row
     if name not in KINDS:
@@ -290,7 +290,7 @@ def kind_of(name: str | None) -> type[Row]:
 
 
 def _column(values: list[Any]) -> Any:
-    """An array of numbers, None as nan, or the list itself if it holds anything else.
+    """Return an array of numbers, None as nan, or the list itself if it holds anything else.
 
     Where a row has no lists, which other rows have, its part of the array is nan.
     """
@@ -536,7 +536,7 @@ def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _known(content: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """The keys of a mapping that a config, or a section of it, has."""
+    """Return the keys of a mapping that a config, or a section of it, has."""
     known = {}
     for name, field in model.model_fields.items():
         if name in content:

@@ -209,7 +209,7 @@ class BlueprintAnalytics:
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Self:
-        """The analytics of all rows of a run."""
+        """Return the analytics of all rows of a run."""
         found = cls()
         for row in rows:
             found.write(row)
@@ -255,7 +255,7 @@ class BlueprintAnalytics:
         """Nothing is to be closed."""
 
     def tallies(self) -> list[Tally]:
-        """One for each blueprint and slot, that which was tried most first."""
+        """Return one for each blueprint and slot, that which was tried most first."""
         found = [
             Tally(
                 *key,
@@ -272,18 +272,18 @@ class BlueprintAnalytics:
         return sorted(found, key=lambda tally: (-tally.tried, tally.slot, tally.blueprint))
 
     def prices(self) -> dict[tuple[str, str], float]:
-        """Mean number of parameters of the seeds planted, by blueprint and slot."""
+        """Return mean number of parameters of the seeds planted, by blueprint and slot."""
         return {key: count["price"] / count["priced"] for key, count in self._counts.items() if count["priced"]}
 
 
 def unused_name(base: str, taken: Collection[str]) -> str:
-    """A name that is not taken: `base`, or with a number from 2 on."""
+    """Return a name that is not taken: `base`, or with a number from 2 on."""
     names = (base if count == 1 else f"{base}-{count}" for count in itertools.count(1))
     return next(name for name in names if name not in taken)
 
 
 def _place(row: PlayedRow, env: int, slot: str) -> tuple[object, ...]:
-    """A slot of an environment in an episode."""
+    """Return a slot of an environment in an episode."""
     return row.cohort, row.task, row.round, getattr(row, "episode", None), env, slot
 
 
@@ -494,7 +494,7 @@ class RunModel:
         return CurvePoint("step", row.step, row.time, self._spreads(row, OF_STEPS, row.step) | self.counts)
 
     def _spreads(self, row: Row, quantities: Iterable[Quantity], x: int) -> dict[str, float]:
-        """The values of the exported curves of some quantities; those of the live curves are added to these."""
+        """Return the values of the exported curves of some quantities; those of the live curves are added to these."""
         found: dict[str, float] = {}
         for field_, name, live, best in quantities:
             values, ends = _spread(name, best, getattr(row, field_) or ())
@@ -595,7 +595,7 @@ class RunModel:
         return stage, alpha, seed, value, error
 
     def log(self, env: int) -> list[str]:
-        """The last events of an environment, the newest first."""
+        """Return the last events of an environment, the newest first."""
         return list(reversed(self._logs.get(env, ())))
 
     def done(self) -> tuple[int, int]:
@@ -664,7 +664,7 @@ def _population(head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Iterabl
 
 
 def _stays(population: EpisodeSteps, head: RunRow, changes: Iterable[LifecycleRow]) -> list[Stay]:
-    """The stays of every slot but those in DORMANT, by environment, slot and step."""
+    """Return the stays of every slot but those in DORMANT, by environment, slot and step."""
     slots = {name: index for index, name in enumerate(head.slots)}
     reasons = {(row.env, slots[row.slot], row.step): row.why for row in changes if row.why is not None}
     stays = []
@@ -684,7 +684,7 @@ def _stays(population: EpisodeSteps, head: RunRow, changes: Iterable[LifecycleRo
 
 
 def _marks(head: RunRow, changes: Iterable[LifecycleRow], rollbacks: Iterable[RollbackRow]) -> list[SeedMark]:
-    """The plantings and removals of an episode, whose changes of stage are `changes`; a rollback may remove seeds too."""
+    """Return the plantings and removals of an episode, whose changes of stage are `changes`; a rollback may remove seeds too."""
     slots, episode = {name: index for index, name in enumerate(head.slots)}, -1
     planted: dict[tuple[int, str], list[tuple[int, str | None]]] = {}
     marks = []
@@ -725,7 +725,7 @@ def _floats(values: Any) -> Floats:
 
 
 def _medians(values: Floats) -> Floats:
-    """(E, ...) -> (...) medians of the finite values; nan where there are none."""
+    """Return (E, ...) -> (...) medians of the finite values; nan where there are none."""
     known = np.isfinite(values)
     filled = np.where(known.any(0), values, 0.0)  # numpy warns of a median of no values
     return np.where(known.any(0), np.nanmedian(np.where(np.isfinite(filled), filled, np.nan), axis=0), np.nan)

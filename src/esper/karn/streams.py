@@ -75,7 +75,7 @@ class Steady(io.TextIOBase):
 
 
 def steady(stream: IO[str]) -> TextIO:
-    """The stream wrapped in a `Steady`, unless it is one already."""
+    """Return the stream wrapped in a `Steady`, unless it is one already."""
     return cast(TextIO, stream if isinstance(stream, Steady) else Steady(stream))
 
 
@@ -92,7 +92,7 @@ def steady_output() -> Iterator[None]:
 
 
 def lost_output() -> OSError | None:
-    """The error that dropped text of stdout; None if there was none, or if the reader of a pipe went away."""
+    """Return the error that dropped text of stdout; None if there was none, or if the reader of a pipe went away."""
     lost = sys.stdout.lost if isinstance(sys.stdout, Steady) else None
     return None if lost is None or lost.errno == errno.EPIPE else lost
 

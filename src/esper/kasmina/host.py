@@ -109,7 +109,7 @@ class SegmentedHost(nn.Module):
         self.chain = Chain(len(self.segments), [slot.after for slot in self.slots])
 
     def forward(self, *batch: Tensor, **named: Tensor) -> Tensor:
-        """(B, ...) -> (B, ..., C), without any seed."""
+        """Return (B, ...) -> (B, ..., C), without any seed."""
         first, *others = self.segments
         x: Tensor = first(*batch, **named)
         for segment in others:

@@ -104,7 +104,7 @@ class DifferentiableFunction(torch.autograd.Function):
 
 @functools.cache
 def _with_jvp(rule: type[DifferentiableFunction]) -> type[DifferentiableFunction]:
-    """The same function under forward-mode differentiation too."""
+    """Return the same function under forward-mode differentiation too."""
     # torch asks for it in every call
     rule.forward.__signature__ = inspect.signature(rule.forward)  # type: ignore[attr-defined]
     return type(rule.__name__, (rule,), {"jvp": staticmethod(rule.tangent)})
@@ -134,7 +134,7 @@ class Straight(DifferentiableFunction):
 
     @staticmethod
     def tangent(ctx: Any, h: Tensor, change: Tensor, rows: None) -> Tensor:
-        """The tangent of h plus that of the change in its rows: the transpose of `backward`."""
+        """Return the tangent of h plus that of the change in its rows: the transpose of `backward`."""
         return h.index_add(0, ctx.saved_tensors[0], change)
 
 
@@ -180,7 +180,7 @@ class ProximalStraight(DifferentiableFunction):
 
     @staticmethod
     def tangent(ctx: Any, h: Tensor, change: Tensor, base: None, weight: None) -> Tensor:
-        """The tangent of h plus that of the change."""
+        """Return the tangent of h plus that of the change."""
         return h + change
 
 

@@ -28,7 +28,7 @@ EXTRAS = {
 
 
 def installed_version() -> str | None:
-    """The version of the installed distribution; None if Esper runs from its sources."""
+    """Return the version of the installed distribution; None if Esper runs from its sources."""
     from importlib import metadata  # imported here because it takes 10 ms
 
     try:
@@ -38,7 +38,7 @@ def installed_version() -> str | None:
 
 
 def pip_install(extra: str) -> str:
-    """The command that installs an extra."""
+    """Return the command that installs an extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
@@ -47,7 +47,7 @@ TARGETS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 def check_installed(target: str) -> None:
-    """InputError if the package of a target is not installed; nothing is imported."""
+    """Raise InputError if the package of a target is not installed; nothing is imported."""
     from importlib.util import find_spec
 
     from esper.leyline.errors import InputError  # what imports `esper` does not need it

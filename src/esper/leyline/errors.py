@@ -87,12 +87,12 @@ def warn(sentence: str, category: type[Warning]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or the name of its type where the message is empty."""
+    """Return the first line of an error's message, or the name of its type where the message is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def typed_line(error: BaseException) -> str:
-    """An error on one line: `ValueError: the first line of the message`, or `ValueError` where the message is empty."""
+    """Return an error on one line: `ValueError: the first line of the message`, or `ValueError` where the message is empty."""
     return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__
 
 
@@ -108,7 +108,7 @@ def raised_in_user_code(error: BaseException) -> bool:
 
 
 def user_traceback(error: BaseException) -> str:
-    """An error as Python prints it, without the frames before the first frame of the user's code."""
+    """Return an error as Python prints it, without the frames before the first frame of the user's code."""
     trace = error.__traceback__
     while trace is not None and _is_hidden(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
@@ -120,7 +120,7 @@ def _is_hidden(file: str) -> bool:
 
 
 def is_library(file: str) -> bool:
-    """Whether a source file belongs to Esper, to Python or to an installed package."""
+    """Return whether a source file belongs to Esper, to Python or to an installed package."""
     return file.startswith(("<frozen", *_LIBRARIES)) or bool(_PACKAGES.search(file))
 
 
@@ -130,7 +130,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_memory(error: BaseException) -> str | None:
-    """The amount of memory that could not be allocated, as the error says; None if it does not say."""
+    """Return the amount of memory that could not be allocated, as the error says; None if it does not say."""
     found = _ASKED.search(str(error))
     if found is None:
         return None

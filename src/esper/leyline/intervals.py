@@ -27,7 +27,7 @@ class MeanInterval(NamedTuple):
     size: int
 
     def __format__(self, spec: str) -> str:
-        """The mean and the interval in brackets, each number in a format, as `f"{gain:+.4f}"`."""
+        """Return the mean and the interval in brackets, each number in a format, as `f"{gain:+.4f}"`."""
         return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
     @property
@@ -42,7 +42,7 @@ class MeanInterval(NamedTuple):
 
 
 def mean_and_error(values: Values | None) -> tuple[float, float]:
-    """Mean and standard error, s / sqrt(n), of the values that are not None; nan if there are too few."""
+    """Return mean and standard error, s / sqrt(n), of the values that are not None; nan if there are too few."""
     measured = np.array([value for value in values or () if value is not None], float)
     mean = float(measured.mean()) if measured.size else math.nan
     error = float(measured.std(ddof=1)) / math.sqrt(measured.size) if measured.size > 1 else math.nan
@@ -79,7 +79,7 @@ def spread(values: Values, form: str) -> str:
 
 
 def shown(interval: MeanInterval, form: str) -> str:
-    """An interval as text: +0.078 [+0.031, +0.124]; only the mean without an interval, and - without a mean."""
+    """Return an interval as text: +0.078 [+0.031, +0.124]; only the mean without an interval, and - without a mean."""
     mean, low, high, _ = interval
     if math.isnan(mean):
         return "-"

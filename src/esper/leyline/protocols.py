@@ -44,7 +44,7 @@ class Controller(ABC):
         return {}
 
     def state(self) -> dict[str, Any] | None:
-        """The whole state: nested dicts and lists of arrays, tensors and plain values; None if runs cannot be resumed."""
+        """Return the whole state: nested dicts and lists of arrays, tensors and plain values; None if runs cannot be resumed."""
         return None
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -54,19 +54,19 @@ class Controller(ABC):
         )
 
     def reasons(self) -> Sequence[str | None] | None:
-        """The reason of each environment's last GERMINATE, PRUNE or FOSSILIZE, in one clause; None for other decisions."""
+        """Return the reason of each environment's last GERMINATE, PRUNE or FOSSILIZE, in one clause; None for other decisions."""
         return None
 
     def explain(self) -> Sequence[str]:
-        """Why nothing was planted so far: one sentence per reason, with the config key to change."""
+        """Return why nothing was planted so far: one sentence per reason, with the config key to change."""
         return ()
 
     def sensing(self) -> bool:
-        """Whether it reads growth sensors at a later decision of the episode. Called after `act`."""
+        """Return whether it reads growth sensors at a later decision of the episode. Called after `act`."""
         return True
 
     def plants(self, view: View) -> NDArray[np.bool_] | None:
-        """(E, S, K): the seeds that it may still plant in this episode, whatever is measured from now on; None for any.
+        """Return (E, S, K): the seeds that it may still plant in this episode, whatever is measured from now on; None for any.
 
         `esper.Growth` stops measuring where no seed is under way and no such seed fits into the budget. Called after `act`.
         """
@@ -96,7 +96,7 @@ class Controller(ABC):
         return None
 
     def judgement(self) -> "Judgement | None":
-        """How likely the last decisions were, if it is a policy. Called after `act`."""
+        """Return how likely the last decisions were, if it is a policy. Called after `act`."""
         return None
 
 

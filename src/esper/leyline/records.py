@@ -52,21 +52,21 @@ def _value(value: Any) -> str:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether a value is a NamedTuple or an object of a dataclass."""
+    """Return whether a value is a NamedTuple or an object of a dataclass."""
     return (is_dataclass(value) or (isinstance(value, tuple) and hasattr(value, "_fields"))) and not isinstance(
         value, type
     )
 
 
 def as_tree(record: Any) -> Any:
-    """A NamedTuple of arrays, nested or not, as nested dicts."""
+    """Return a NamedTuple of arrays, nested or not, as nested dicts."""
     if not isinstance(record, tuple):
         return record
     return {name: as_tree(field) for name, field in record._asdict().items()}  # type: ignore[attr-defined]
 
 
 def from_tree(known: Any, tree: Any, name: str) -> Any:
-    """The inverse of `as_tree`: a record of the type of `known`. ValueError if a shape or dtype differs from `known`."""
+    """Return the inverse of `as_tree`: a record of the type of `known`. ValueError if a shape or dtype differs from `known`."""
     if isinstance(known, tuple):
         fields = zip(type(known)._fields, known, strict=True)  # type: ignore[attr-defined]
         return type(known)(*(from_tree(field, tree[key], f"{name}.{key}") for key, field in fields))

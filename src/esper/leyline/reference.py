@@ -148,12 +148,12 @@ PAID_BY = "ppo, paid by "
 
 
 def is_reference(name: str) -> bool:
-    """Whether the name of a task refers to a function, `path.py:function` or `module:function`, that makes the task."""
+    """Return whether the name of a task refers to a function, `path.py:function` or `module:function`, that makes the task."""
     return ":" in name
 
 
 def is_own_controller(name: str) -> bool:
-    """Whether the name of a controller refers to a function or a class that makes it."""
+    """Return whether the name of a controller refers to a function or a class that makes it."""
     return is_reference(name) and name.partition(":")[0] not in plugins(CONTROLLERS)
 
 
@@ -166,7 +166,7 @@ def own_code(controller: str) -> tuple[str, str] | None:
 
 
 def resume_command(folder: Path, tasks: Sequence[str], controller: str = "") -> str:
-    """The command that resumes a run on these tasks: `esper resume runs/mine --task path.py:function`.
+    """Return the command that resumes a run on these tasks: `esper resume runs/mine --task path.py:function`.
 
     controller: that of the config. The command repeats what is made by functions, because a run folder alone may not start code.
     """
@@ -177,7 +177,7 @@ def resume_command(folder: Path, tasks: Sequence[str], controller: str = "") -> 
 
 
 def resume_call(folder: Path, tasks: Sequence[str], made: Sequence[str] = (), controller: str = "") -> str:
-    """The call that resumes a run on these tasks: `esper.resume('runs/mine', task='path.py:function')`.
+    """Return the call that resumes a run on these tasks: `esper.resume('runs/mine', task='path.py:function')`.
 
     made: the arguments, "task" or "controller", that were Python objects. controller: that of the config.
     """

@@ -12,7 +12,7 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: object) -> str:
-    r"""The text on one line, with every character that could control a terminal escaped: ESC as `\x1b`.
+    r"""Return the text on one line, with every character that could control a terminal escaped: ESC as `\x1b`.
 
     Markup of rich is not escaped: print the result as a `rich.text.Text` or with markup=False.
     """
@@ -20,7 +20,7 @@ def printable(text: object) -> str:
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """A number with its noun: `1 row`, `1,200 rows`. `plural` is the plural if it is not the noun with an s."""
+    """Return a number with its noun: `1 row`, `1,200 rows`. `plural` is the plural if it is not the noun with an s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -42,18 +42,18 @@ def did_you_mean(
 
 
 def nothing_planted(count: int, envs: int) -> str:
-    """The beginning of a sentence about `count` of `envs` environments; a single one is not counted."""
+    """Return the beginning of a sentence about `count` of `envs` environments; a single one is not counted."""
     return "nothing was planted" if envs == 1 else f"nothing was planted in {count} of {counted(envs, 'environment')}"
 
 
 def rounded(value: float, form: str) -> str:
-    """A number in a format such as `+.3f`; a number that rounds to zero has no minus sign."""
+    """Return a number in a format such as `+.3f`; a number that rounds to zero has no minus sign."""
     text = f"{value:{form}}"
     return text.replace("-", "+" if form.startswith("+") else "") if float(text.replace(",", "")) == 0 else text
 
 
 def duration(seconds: float) -> str:
-    """A time in a readable unit: `14 seconds`, `3 minutes`, `2.5 hours`."""
+    """Return a time in a readable unit: `14 seconds`, `3 minutes`, `2.5 hours`."""
     if seconds < 90:
         return f"{seconds:.2g} seconds" if seconds < 10 else f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 90 * 60 else f"{seconds / 3600:.1f} hours"

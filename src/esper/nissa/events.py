@@ -39,7 +39,7 @@ _DECIDED = (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED)
 
 
 def step_row(view: View, outcome: Outcome, *, twin_metrics: Floats | None = None) -> StepRow:
-    """The row of the step that `outcome` describes and that led to `view`."""
+    """Return the row of the step that `outcome` describes and that led to `view`."""
     measured, seeds = view.measurements, view.seeds
     return StepRow(
         episode=outcome.episode,
@@ -77,7 +77,7 @@ def lifecycle_rows(
     after: Seeds,
     bases: Mapping[tuple[int, int], Basis],
 ) -> Iterator[LifecycleRow]:
-    """One row per change of stage between two states of the seeds, in the order of `changes`.
+    """Yield one row per change of stage between two states of the seeds, in the order of `changes`.
 
     `bases` holds the reasons of plantings, removals and fossilizations, by environment and slot. The blueprint of a removed
     seed is taken from `before`.
@@ -121,7 +121,7 @@ def rollback_rows(
 
 
 def anomaly_rows(outcome: Outcome, found: NDArray[np.int8], raised: tuple[str, int]) -> Iterator[AnomalyRow]:
-    """One row for each vital sign that failed in a step. `found` (rows,) holds the environments and then their twins.
+    """Yield one row for each vital sign that failed in a step. `found` (rows,) holds the environments and then their twins.
 
     raised: the level that the telemetry has risen to, and the steps for which it stays there.
     """
@@ -140,7 +140,7 @@ def anomaly_rows(outcome: Outcome, found: NDArray[np.int8], raised: tuple[str, i
 
 
 def reward_row(outcome: Outcome, components: Mapping[str, Floats]) -> RewardRow:
-    """The row of the rewards of a step. components: (E,) each."""
+    """Return the row of the rewards of a step. components: (E,) each."""
     return RewardRow(
         episode=outcome.episode,
         step=outcome.step,
@@ -152,7 +152,7 @@ def reward_row(outcome: Outcome, components: Mapping[str, Floats]) -> RewardRow:
 def episode_rows(
     view: View, scores: Scores, steps: int, unfinished: Bools, rollbacks: NDArray[np.int64]
 ) -> Iterator[EpisodeRow]:
-    """One row per environment at the end of an episode.
+    """Yield one row per environment at the end of an episode.
 
     `scores` are those of the networks that would be exported, which have the fossilized seeds of `view`. `unfinished` (E, S)
     marks the other seeds. `rollbacks` (E,) are counts. The arrays may be longer than E.
@@ -177,7 +177,7 @@ def episode_rows(
 
 
 def encode(row: Row) -> bytes:
-    """The row as one line of strict JSON with its newline.
+    """Return the row as one line of strict JSON with its newline.
 
     In a list of lists, null stands for a list of nulls. A field that has its default is left out.
     """
@@ -199,7 +199,7 @@ def decode(line: bytes | str) -> Row:
 
 
 def record(row: Row) -> dict[str, Any]:
-    """The fields of a row by their names in the file, with those that have their default.
+    """Return the fields of a row by their names in the file, with those that have their default.
 
     Fields that only a training has are left out of the rows of other runs.
     """
@@ -219,7 +219,7 @@ def rounded(values: Any) -> Floats:
 
 
 def digits(value: float) -> float | None:
-    """A number to `DIGITS` significant digits; None if it is not finite."""
+    """Return a number to `DIGITS` significant digits; None if it is not finite."""
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
@@ -234,7 +234,7 @@ class RunShape:
         self._head: RunRow | None = None
 
     def check(self, row: Row) -> None:
-        """InputError if the next row is none of this run."""
+        """Raise InputError if the next row is none of this run."""
         head = self._head
         if isinstance(row, RunRow):
             if head is not None and (row.envs, row.slots) != (head.envs, head.slots):
@@ -277,7 +277,7 @@ def _check_lengths(name: str, values: Any, axes: Sequence[str], sizes: dict[str,
 
 
 def read_events(path: Path) -> Iterator[Row]:
-    """The rows of an events.jsonl, in order. A last line without a newline, which is still being written, is left out.
+    """Yield the rows of an events.jsonl, in order. A last line without a newline, which is still being written, is left out.
 
     InputError if the file cannot be read, has another version, or has a line that is not a row of its run.
     """
@@ -286,7 +286,7 @@ def read_events(path: Path) -> Iterator[Row]:
 
 
 def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0, shape: RunShape | None = None) -> Iterator[Row]:
-    """The rows of lines of an events.jsonl, the first of which is line `first`, counted from 0. Raises as `read_events`.
+    """Yield the rows of lines of an events.jsonl, the first of which is line `first`, counted from 0. Raises as `read_events`.
 
     `shape` is that of the rows before; the file begins with these lines if it is None.
     """
@@ -337,7 +337,7 @@ def _without_nothing(lists: list[Any], absent: Bools) -> list[Any]:
 
 
 def _shape(values: Any, depth: int) -> tuple[int, ...]:
-    """The lengths of nested lists, some of which are None; shorter than `depth` where all of a level are."""
+    """Return the lengths of nested lists, some of which are None; shorter than `depth` where all of a level are."""
     shape, level = [], [values]
     for _ in range(depth):
         level = [value for value in level if value is not None]
@@ -362,7 +362,7 @@ def _plain(value: Any) -> Any:
 
 
 def _depth(kind: msgspec.inspect.Type) -> int:
-    """How deep lists of numbers are nested in a type; 0 for other types."""
+    """Return how deep lists of numbers are nested in a type; 0 for other types."""
     match kind:
         case msgspec.inspect.Metadata(type=inner):
             return _depth(inner)
@@ -388,7 +388,7 @@ _AXIS = re.compile(rf"\(([{''.join(_AXES)}](?:, [{''.join(_AXES)}])*),?\)")
 
 
 def _shapes(row: type[Row]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The fields of a kind of rows that hold lists, each with the axes that its description names."""
+    """Return the fields of a kind of rows that hold lists, each with the axes that its description names."""
     shapes = []
     for field in _fields(row):
         assert isinstance(field.type, msgspec.inspect.Metadata)

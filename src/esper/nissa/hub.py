@@ -39,7 +39,7 @@ class Hub:
         return _HIGHER.get(self.asked, self.asked) if self.raised else self.asked
 
     def wants(self, kind: type[Row]) -> bool:
-        """Whether rows of this kind are kept: none at level 'off', all but those of every step at 'run', all above.
+        """Return whether rows of this kind are kept: none at level 'off', all but those of every step at 'run', all above.
 
         A hub without outputs keeps none.
         """
@@ -83,7 +83,7 @@ class Hub:
         self.seconds += time.perf_counter() - begin
 
     def waits(self) -> dict[str, Any] | None:
-        """How often and how long the run has waited for full queues, as in its summary; None if no output has a queue."""
+        """Return how often and how long the run has waited for full queues, as in its summary; None if no output has a queue."""
         if not self._queued:
             return None
         backlogs = [output.backlog for output in self._queued]

@@ -224,7 +224,7 @@ class JsonLines:
 
 
 def _blocks(file: int) -> Iterator[bytes]:
-    """The content of a file, a megabyte at a time, without moving its position."""
+    """Yield the content of a file, a megabyte at a time, without moving its position."""
     place = 0
     while block := os.pread(file, 2**20, place):
         yield block

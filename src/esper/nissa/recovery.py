@@ -97,7 +97,7 @@ def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[st
 
 
 def check_events(folder: Path) -> str | None:
-    """What is wrong with the events of a finished run, in a sentence; None if they are complete."""
+    """Return what is wrong with the events of a finished run, in a sentence; None if they are complete."""
     path = folder / EVENTS
     if not os.path.lexists(path):
         return f"{path} is missing; the rows of this run are lost"
@@ -115,7 +115,7 @@ def check_events(folder: Path) -> str | None:
 
 
 def read_rows(data: bytes) -> tuple[dict[int, bytes], int]:
-    """The valid rows of an events.jsonl by number, each a line, and the number of lines that are not valid.
+    """Return the valid rows of an events.jsonl by number, each a line, and the number of lines that are not valid.
 
     The numbers of the rows must rise. Zero bytes at the beginning of a line, which a crash of a file system may leave, are left
     out.
@@ -134,7 +134,7 @@ def read_rows(data: bytes) -> tuple[dict[int, bytes], int]:
 
 
 def describe_missing(numbers: Collection[int], count: int) -> str:
-    """The integers below `count` that are missing in `numbers`, which rise, as text: '6, 9 to 12 and 3 more'."""
+    """Return the integers below `count` that are missing in `numbers`, which rise, as text: '6, 9 to 12 and 3 more'."""
     ranges, due = [], 0
     for number in (*(each for each in numbers if each < count), count):
         if due < number:
@@ -146,12 +146,12 @@ def describe_missing(numbers: Collection[int], count: int) -> str:
 
 
 def free_path(folder: Path, why: str) -> Path:
-    """A path that does not exist, for rows that are moved: events-WHY-N.jsonl."""
+    """Return a path that does not exist, for rows that are moved: events-WHY-N.jsonl."""
     return next(path for n in itertools.count(1) if not os.path.lexists(path := folder / f"events-{why}-{n}.jsonl"))
 
 
 def _read(line: bytes) -> _Row | None:
-    """The row of a line; None if the line is not a row."""
+    """Return the row of a line; None if the line is not a row."""
     if not line.endswith(b"\n"):
         return None
     try:

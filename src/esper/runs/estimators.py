@@ -201,7 +201,7 @@ class _Growing(BaseEstimator):
         return inputs
 
     def _check(self) -> None:
-        """InputError if a parameter cannot be."""
+        """Raise InputError if a parameter cannot be."""
         for name in ("layers", "units", "most_units", "batch", "patience", "most_steps"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:

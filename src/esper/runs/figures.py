@@ -71,7 +71,7 @@ def test_splits(engine: TaskEngine[Any], task: AnyTask) -> list[Split]:
 
 
 def split_sizes(task: AnyTask, instance: Sequence[int]) -> Summary:
-    """The finite examples of each split: one number where all environments share it, and E numbers for a mixture."""
+    """Return the finite examples of each split: one number where all environments share it, and E numbers for a mixture."""
 
     def sizes(problem: Instance, test: Split) -> Summary:
         splits = {"train": problem.train, "probe": problem.probe, "validation": problem.validation, "test": test}
@@ -117,7 +117,7 @@ def exported_objective(engine: TaskEngine[Any], metric: Floats, loss: Floats) ->
 
 
 def _constant(task: AnyTask, instance: Sequence[int], name: str) -> Summary:
-    """What the most frequent class, or the mean target, of train splits comes to on test splits, where one can."""
+    """Return what the most frequent class, or the mean target, of train splits comes to on test splits, where one can."""
 
     def value(problem: Instance, test: Split) -> float | None:
         fitted, held = (split.y[~nonfinite(split)] for split in (problem.train, test))
@@ -135,7 +135,7 @@ CONFUSED = 64
 
 
 def _rare_classes(engine: TaskEngine[Any], task: AnyTask, config: Config) -> Summary:
-    """Figures that rare classes do not vanish in, of every network, where a class is `RARE` outside of the test split.
+    """Return figures that rare classes do not vanish in, of every network, where a class is `RARE` outside of the test split.
 
     Nothing for a mixture, whose environments have classes of their own, and where an example has several labels or none
     that is a class.

@@ -94,7 +94,7 @@ def lora_ranks(
 
 
 def _is_linear(part: nn.Module) -> bool:
-    """Whether a module multiplies by a matrix that PEFT adapts; Conv1D is that of GPT-2, which stores it transposed."""
+    """Return whether a module multiplies by a matrix that PEFT adapts; Conv1D is that of GPT-2, which stores it transposed."""
     return isinstance(part, nn.Linear) or (type(part).__module__, type(part).__name__) == (
         "transformers.pytorch_utils",
         "Conv1D",

@@ -42,7 +42,7 @@ class Apprentice(SimicClient):
         self._taught = Actions.wait(0)
 
     def act(self, view: View) -> Actions:
-        """The teacher's decisions in the environments that it leads, and sampled decisions of the policy in the others."""
+        """Return the teacher's decisions in the environments that it leads, and sampled decisions of the policy in the others."""
         self._output = output = self.actor.act(view, greedy=False)
         self._follows = led_by_teacher(view.space.number, self.led)
         self._taught = self.teacher.act(view)
@@ -88,7 +88,7 @@ class Apprentice(SimicClient):
             self.teacher.load_state(state["teacher"])
 
     def judgement(self) -> Judgement:
-        """What the policy thought of its own decisions; probability and entropy of the teacher's are nan."""
+        """Return what the policy thought of its own decisions; probability and entropy of the teacher's are nan."""
         found, taught = super().judgement(), self._follows[:, None]
         return found._replace(
             probability=np.where(taught, np.nan, found.probability), entropy=np.where(taught, np.nan, found.entropy)

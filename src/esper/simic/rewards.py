@@ -36,7 +36,7 @@ Components = dict[str, Floats]
 
 
 def worth(scores: Scores, host_params: NDArray[np.int64], config: RewardConfig) -> Components:
-    """The components of the worth J = metric - rent * ln(1 + s) - weight * max(r - budget, 0).
+    """Return the components of the worth J = metric - rent * ln(1 + s) - weight * max(r - budget, 0).
 
     r = added / host,   s = added / max(host, rent_size).
     Without a `param_budget` the last term is 0.
@@ -51,7 +51,7 @@ def worth(scores: Scores, host_params: NDArray[np.int64], config: RewardConfig) 
 
 
 def worths(outcome: Outcome, config: RewardConfig) -> tuple[Components, Components]:
-    """The worth before a step and after it. At the end of an episode, the worth after it is that of the exported network.
+    """Return the worth before a step and after it. At the end of an episode, the worth after it is that of the exported network.
 
     Where the baseline is twin, the worth of the twin is subtracted. Raises InputError if no twins are trained.
     """
@@ -71,7 +71,7 @@ def worths(outcome: Outcome, config: RewardConfig) -> tuple[Components, Componen
 
 
 def fees(outcome: Outcome, config: RewardConfig) -> Floats:
-    """(E,) minus the price of each accepted operation. Operations that were refused or rolled back are free."""
+    """Return (E,) minus the price of each accepted operation. Operations that were refused or rolled back are free."""
     prices = np.zeros(len(Op))
     for name, price in config.fees.items():
         prices[Op[name.upper()]] = price
@@ -82,12 +82,12 @@ def fees(outcome: Outcome, config: RewardConfig) -> Floats:
 
 
 def delta(outcome: Outcome, config: RewardConfig) -> Components:
-    """The components of r_t = J_{t+1} - J_t - fee(action_t), which sums to J_T - J_0 - fees over an episode."""
+    """Return the components of r_t = J_{t+1} - J_t - fee(action_t), which sums to J_T - J_0 - fees over an episode."""
     return _rise(*worths(outcome, config)) | {"fees": fees(outcome, config)}
 
 
 def paid(reward: Reward, outcome: Outcome, penalty: float) -> Components:
-    """The reward of a step, with minus the penalty in the rows that were rolled back.
+    """Return the reward of a step, with minus the penalty in the rows that were rolled back.
 
     In a row that was rolled back `outcome.after` is the restored network, so J_after - J_before subtracts the rewards since
     the snapshot. The next step of the row begins a new sequence of a `StatefulReward`.
@@ -103,7 +103,7 @@ def paid(reward: Reward, outcome: Outcome, penalty: float) -> Components:
 
 
 def total(components: Mapping[str, Floats]) -> Floats:
-    """(E,) the sum of all components."""
+    """Return (E,) the sum of all components."""
     summed: Floats = np.sum(list(components.values()), axis=0)
     return summed
 
@@ -183,7 +183,7 @@ class StatefulReward(Reward, Protocol):
         ...
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """The state as arrays with a leading axis E; empty before the first step."""
+        """Return the state as arrays with a leading axis E; empty before the first step."""
         ...
 
     def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
@@ -272,7 +272,7 @@ class Escrow:
             self._account = Account(np.where(column, 0.0, credit), np.where(column, np.nan, entry), paid_up)
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """The fields of `Account`."""
+        """Return the fields of `Account`."""
         return {} if self._account is None else {name: field.copy() for name, field in self._account._asdict().items()}
 
     def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
@@ -281,7 +281,7 @@ class Escrow:
 
 
 def get_reward(config: RewardConfig) -> Reward:
-    """A new reward of the name in the config."""
+    """Return a new reward of the name in the config."""
     match config.name:
         case "delta":
             return Delta(config)
@@ -301,7 +301,7 @@ class OwnReward:
     reference: str
 
     def __call__(self, config: RewardConfig) -> Reward:
-        """A new reward. UserCodeError if the referenced file raises an error."""
+        """Return a new reward. UserCodeError if the referenced file raises an error."""
         reward: Reward = find_reference(self.reference, "reward")(config)
         return reward
 
@@ -346,7 +346,7 @@ def make_reward(make: Callable[[RewardConfig], Reward], config: RewardConfig) ->
 
 
 def name_of_reward(make: Callable[..., Any]) -> str:
-    """The name of what makes a reward: its reference, or the name of the function or class that was given in Python."""
+    """Return the name of what makes a reward: its reference, or the name of the function or class that was given in Python."""
     return make.reference if isinstance(make, OwnReward) else str(getattr(make, "__name__", type(make).__name__))
 
 

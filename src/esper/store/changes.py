@@ -72,7 +72,7 @@ def record_origin(folder: Path, noted: Sequence[str], origin: dict[str, Any], st
 
 
 def digest_of(content: bytes) -> str:
-    """The sha256 of the content of a config.yaml."""
+    """Return the sha256 of the content of a config.yaml."""
     return hashlib.sha256(content).hexdigest()
 
 

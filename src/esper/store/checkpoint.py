@@ -69,7 +69,7 @@ class Checkpoints:
         self.written = deque[dict[str, Any]]()
 
     def due(self, number: int) -> bool:
-        """Whether a checkpoint is due after `number` steps. Raises the error of the last checkpoint, if it failed."""
+        """Return whether a checkpoint is due after `number` steps. Raises the error of the last checkpoint, if it failed."""
         config = self.config
         if self._writing is not None and self._writing[1].done():
             self.join()
@@ -163,7 +163,7 @@ class Checkpoints:
         self.written.append({"steps": steps, "file": file, "bytes": size, "seconds": seconds, "best": best})
 
     def _best(self) -> str | None:
-        """The folder that `best` names; None if the file is missing or damaged."""
+        """Return the folder that `best` names; None if the file is missing or damaged."""
         try:
             return _named(self.folder / BEST)[0]
         except Damaged:
@@ -175,7 +175,7 @@ class Checkpoints:
             remove(path)
 
     def read(self, note: Callable[[str], None]) -> Checkpoint | None:
-        """The checkpoint that `latest` names; if that is damaged, the newest valid checkpoint; None if there is none.
+        """Return the checkpoint that `latest` names; if that is damaged, the newest valid checkpoint; None if there is none.
 
         `note` is told of every file that is refused, with the reason. InputError if the only valid checkpoints are of another
         format or another run.
@@ -213,7 +213,7 @@ class Checkpoints:
             note(f"{error}; the next best checkpoint replaces it")
 
     def _candidates(self, note: Callable[[str], None]) -> list[tuple[str, str | None]]:
-        """Names of folders in the order in which they are tried, with the sha256 of state.json if `latest` names it."""
+        """Return names of folders in the order in which they are tried, with the sha256 of state.json if `latest` names it."""
         if self.folder.is_symlink():
             raise InputError(f"{self.folder} is a link, which is not followed; replace it by the folder")
         names = _names(self.folder) if self.folder.is_dir() else []
@@ -228,7 +228,7 @@ class Checkpoints:
         return [named, *((name, None) for name in names)]
 
     def _verified(self, name: str, digest: str | None) -> Checkpoint:
-        """The checkpoint of a folder, read and verified. Raises Damaged if it cannot be used."""
+        """Return the checkpoint of a folder, read and verified. Raises Damaged if it cannot be used."""
         folder = self.folder / name
         if folder.is_symlink() or not folder.is_dir():
             named = f", though {self.folder / LATEST} names it" if digest is not None else ""
@@ -276,7 +276,7 @@ def _named(path: Path) -> tuple[str, str]:
 
 
 def _content(path: Path, largest: int, exactly: int | None = None) -> bytes:
-    """The content of a regular file, no link, of at most `largest` or of `exactly` bytes. Raises Damaged otherwise."""
+    """Return the content of a regular file, no link, of at most `largest` or of `exactly` bytes. Raises Damaged otherwise."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -298,7 +298,7 @@ def _name(number: int) -> str:
 
 
 def _names(folder: Path) -> list[str]:
-    """The names of the folders of checkpoints, newest first."""
+    """Return the names of the folders of checkpoints, newest first."""
     found = [(int(match[1]), path.name) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [name for _, name in sorted(found, reverse=True)]
 

@@ -56,7 +56,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def unfinished(path: Path) -> str | None:
-    """The name of the file for which `write_atomic` made this temporary file; None if the path is no such file."""
+    """Return the name of the file for which `write_atomic` made this temporary file; None if the path is no such file."""
     temporary = _TEMPORARY.fullmatch(path.name)
     return None if temporary is None else temporary["name"]
 
@@ -162,12 +162,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def _aside(folder: Path, part: str) -> Path:
-    """The temporary name of the new or the old folder in `write_folder`."""
+    """Return the temporary name of the new or the old folder in `write_folder`."""
     return folder.with_name(f".{folder.name}.{part}")
 
 
 def file_name(text: str) -> str:
-    """A text as part of a file name: letters, digits, dots and dashes, of which the last 60 are kept."""
+    """Return a text as part of a file name: letters, digits, dots and dashes, of which the last 60 are kept."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", text)[-60:].strip("-.") or "unnamed"
 
 
@@ -182,7 +182,7 @@ def read_named(path: Path, largest: int, mend: str) -> bytes:
 
 
 def open_regular(path: Path, mend: str) -> BufferedReader:
-    """A file that Esper wrote, open for reading: a regular file, no link. InputError otherwise; never waits for a pipe."""
+    """Return a file that Esper wrote, open for reading: a regular file, no link. InputError otherwise; never waits for a pipe."""
     return _opened(path, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -294,7 +294,7 @@ class DiskRetry:
 
 
 def sha256_of(*parts: bytes | memoryview) -> str:
-    """The sha256 of parts of a content, one after the other."""
+    """Return the sha256 of parts of a content, one after the other."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
@@ -306,7 +306,7 @@ SUMS = "SHA256SUMS"
 
 
 def sums_of(files: Mapping[str, Content]) -> bytes:
-    """The content of SHA256SUMS for files by name."""
+    """Return the content of SHA256SUMS for files by name."""
     contents = {name: [content] if isinstance(content, bytes) else content for name, content in files.items()}
     return "".join(f"{sha256_of(*parts)}  {name}\n" for name, parts in contents.items()).encode()
 

@@ -55,12 +55,12 @@ def check_links(folder: Path) -> None:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether the folder holds a run, finished or not."""
+    """Return whether the folder holds a run, finished or not."""
     return (folder / CONFIG).is_file()
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether config.yaml is a regular file, no link, that a run wrote."""
+    """Return whether config.yaml is a regular file, no link, that a run wrote."""
     path = folder / CONFIG
     if path.is_symlink() or not path.is_file():
         return False
@@ -74,6 +74,6 @@ XDG_CACHE_HOME or `.cache` in the home folder."""
 
 
 def cache_root() -> Path:
-    """The folder that ESPER_CACHE names, or `esper` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
+    """Return the folder that ESPER_CACHE names, or `esper` in the user's cache folder (XDG_CACHE_HOME, or ~/.cache)."""
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(VARIABLE) or Path(user) / "esper")

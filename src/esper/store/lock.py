@@ -102,7 +102,7 @@ def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry) -> It
 
 
 def owner_of(path: Path) -> dict[str, Any] | None:
-    """The process that a lock file names; None if the file is empty, as just after its creation, or not of Esper."""
+    """Return the process that a lock file names; None if the file is empty, as just after its creation, or not of Esper."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
@@ -114,7 +114,7 @@ def owner_of(path: Path) -> dict[str, Any] | None:
 
 
 def is_lock(path: Path) -> bool:
-    """Whether a file is a lock file of Esper, or an empty file of that name."""
+    """Return whether a file is a lock file of Esper, or an empty file of that name."""
     return path.name == LOCK and (owner_of(path) is not None or (path.is_file() and path.stat().st_size == 0))
 
 
@@ -141,7 +141,7 @@ def process_start(pid: int) -> int | None:
 
 
 def lives(owner: dict[str, Any]) -> bool:
-    """Whether the process of a lock still runs, or may run on another machine; its pid may be another process by now."""
+    """Return whether the process of a lock still runs, or may run on another machine; its pid may be another process by now."""
     if owner["host"] != socket.gethostname():
         return True
     if owner["started"] is not None:

@@ -56,13 +56,13 @@ def to_parts(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The values of a tensor on the CPU, row by row; a view of it where it is contiguous."""
+    """Return the values of a tensor on the CPU, row by row; a view of it where it is contiguous."""
     # as_strided: a contiguous tensor of one value may have any stride, which `view` refuses
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def flatten(tree: Any, name: str = "", into: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], Any]:
-    """The arrays and tensors of a tree by dotted name, copied to the CPU, and the tree as JSON with names in their place.
+    """Return the arrays and tensors of a tree by dotted name, copied to the CPU, and the tree as JSON with names in their place.
 
     With `into`, tensors of an earlier call, copies of tensors stay on their device, and take the memory of the earlier ones where
     shape and dtype are the same. This does not wait for the device.
@@ -103,7 +103,7 @@ def flatten(tree: Any, name: str = "", into: Mapping[str, Tensor] | None = None)
 
 
 def unflatten(tensors: Mapping[str, Tensor], plain: Any) -> Any:
-    """The tree from which `flatten` made its results, in new memory. KeyError if a tensor is missing."""
+    """Return the tree from which `flatten` made its results, in new memory. KeyError if a tensor is missing."""
     match plain:
         case {"$tensor": str(name)}:
             return tensors[name].clone()  # a copy, because a view of the file is not aligned

@@ -167,7 +167,7 @@ def with_sensors(config: Config, client: Controller) -> Config:
 
 
 def trained(name_or_path: str) -> Path | None:
-    """The folder of a trained controller, given it or its run folder; None where the path is neither."""
+    """Return the folder of a trained controller, given it or its run folder; None where the path is neither."""
     if name_or_path in CONTROLLERS:
         return None
     inner = Path(name_or_path) / FOLDER

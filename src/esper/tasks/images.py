@@ -100,7 +100,7 @@ def cifar10() -> Task:
 
 
 def standardizing(x: Batch, *, pad: int = 0, flip: bool = False) -> Pixels:
-    """The `Pixels` by which every channel of x (N, C, H, W) uint8 has mean 0 and standard deviation 1 over N, H and W."""
+    """Return the `Pixels` by which every channel of x (N, C, H, W) uint8 has mean 0 and standard deviation 1 over N, H and W."""
     levels = torch.arange(256, dtype=torch.float64)
     means, deviations = [], []
     for channel in one_tensor(x, "pixels").unbind(1):
@@ -112,7 +112,7 @@ def standardizing(x: Batch, *, pad: int = 0, flip: bool = False) -> Pixels:
 
 
 def data_folder() -> Path:
-    """The folder of data sets: the one that `VARIABLE` names, or `data`."""
+    """Return the folder of data sets: the one that `VARIABLE` names, or `data`."""
     return Path(os.environ.get(VARIABLE) or "data")
 
 

@@ -73,7 +73,7 @@ class Classification(Objective):
         return by_example(losses), back
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
-        """The loss of each position: output (E, B, ..., C), target (E, B, ...) int64 -> (E, B, ...) [nats]."""
+        """Return the loss of each position: output (E, B, ..., C), target (E, B, ...) int64 -> (E, B, ...) [nats]."""
         assert output.shape == (*target.shape, self.outputs), (output.shape, target.shape, self.outputs)
         if self.outputs >= MANY:
             return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none").view(target.shape)
@@ -135,7 +135,7 @@ class Regression(Objective):
 
 
 def by_example(values: Tensor) -> Tensor:
-    """(E, B, ...) -> (E, B), the mean over the positions and targets of an example."""
+    """Return (E, B, ...) -> (E, B), the mean over the positions and targets of an example."""
     if values.dim() == 3:
         return values.mean(-1)
     return values.flatten(2).mean(-1) if values.dim() > 3 else values
@@ -236,7 +236,7 @@ def _each(function: Function, output: Tensor, target: Tensor) -> Tensor:
 
 
 def _values(function: Function, output: Tensor, target: Tensor) -> Tensor:
-    """The same for each example, position or target: (E, B), (E, B, ...) or (E, B, ..., C)."""
+    """Return the same for each example, position or target: (E, B), (E, B, ...) or (E, B, ..., C)."""
     if target.is_floating_point():
         target = target.reshape(output.shape)
     if isinstance(function, nn.Module):
@@ -292,7 +292,7 @@ def custom_objective(
 
 
 def _unreduced(loss: Any) -> Function:
-    """A loss that returns a number for each example: with reduction='none' where the loss has that argument."""
+    """Return a loss that returns a number for each example: with reduction='none' where the loss has that argument."""
     if isinstance(loss, type) or not callable(loss):
         given = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
         raise InputError(
@@ -317,7 +317,7 @@ def _unreduced(loss: Any) -> Function:
 
 
 def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:
-    """The score function of a metric and its name; two None where no metric is given."""
+    """Return the score function of a metric and its name; two None where no metric is given."""
     if metric is None:
         return None, None
     known = [name for name, each in METRICS.items() if each.kind == kind]
@@ -347,7 +347,7 @@ def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:
 
 
 def check_objective(objective: Objective, output: Tensor, target: Tensor) -> None:
-    """InputError if a user's loss or metric cannot be used for outputs (B, ..., C) and targets (B, ...) of examples."""
+    """Raise InputError if a user's loss or metric cannot be used for outputs (B, ..., C) and targets (B, ...) of examples."""
     if not isinstance(objective, CustomObjective):
         return
     output = output.detach().clone().requires_grad_()
@@ -365,7 +365,7 @@ def check_objective(objective: Objective, output: Tensor, target: Tensor) -> Non
 
 
 def _numbers(what: str, function: Function, output: Tensor, target: Tensor) -> Tensor:
-    """The numbers that a user's function returns: (B,), (B, ...) or (B, ..., C). InputError if they cannot be used."""
+    """Return the numbers that a user's function returns: (B,), (B, ...) or (B, ..., C). InputError if they cannot be used."""
     allowed = output.shape[:1], output.shape[: max(output.dim() - 1, 1)], output.shape
     shapes = f"outputs {tuple(output.shape)} and y {tuple(target.shape)}"
     try:
@@ -389,7 +389,7 @@ def _numbers(what: str, function: Function, output: Tensor, target: Tensor) -> T
 
 
 def weights_of_classes(given: Any, classes: Sequence[Label], counts: Sequence[int]) -> tuple[float, ...]:
-    """The weight of each class (C,), divided by the mean weight of the training examples.
+    """Return the weight of each class (C,), divided by the mean weight of the training examples.
 
     given: 'balanced', which gives a class the inverse of its share as its weight; a mapping from labels to weights; or the
     weights in the order of the classes.

@@ -169,7 +169,7 @@ def repair() -> Mixture:
 
 
 def sample(key: int) -> Instance:
-    """The instance of a key, without its test split. InputError for a key outside RANGES."""
+    """Return the instance of a key, without its test split. InputError for a key outside RANGES."""
     facts = describe(key)
     parts = (RepairSplit.TRAIN, RepairSplit.PROBE, RepairSplit.VALIDATION)
     train, probe, validation = (_examples(facts, part) for part in parts)
@@ -177,12 +177,12 @@ def sample(key: int) -> Instance:
 
 
 def held_back(key: int) -> Split:
-    """The test split of the instance of a key. InputError for a key outside RANGES."""
+    """Return the test split of the instance of a key. InputError for a key outside RANGES."""
     return _examples(describe(key), RepairSplit.TEST)
 
 
 def describe(key: int) -> Facts:
-    """The parameters of the instance of a key, without its data. InputError for a key outside RANGES."""
+    """Return the parameters of the instance of a key, without its data. InputError for a key outside RANGES."""
     if not any(part.start <= key < part.stop for part in RANGES.values()):
         known = ", ".join(f"{name} {part.start:,} to {part.stop - 1:,}" for name, part in RANGES.items())
         raise InputError(f"key {key:,} is not an instance of 'repair'; the keys are {known}")
@@ -239,7 +239,7 @@ def digit_pools() -> tuple[tuple[Floats, Labels], ...]:
 
 
 def _examples(facts: Facts, part: RepairSplit) -> Split:
-    """One split, in torch's default dtype. It shares no storage."""
+    """Return one split, in torch's default dtype. It shares no storage."""
     x, y = _GENERATORS[facts.family](facts, part, facts.examples if part == RepairSplit.TRAIN else SIZES[part])
     if facts.noise:
         x = x + facts.noise * _normal(facts, _Draw.FEATURE_NOISE, part, *x.shape)

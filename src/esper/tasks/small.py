@@ -77,7 +77,7 @@ def _task(name: str, data: str, table: Any, *, sizes: tuple[int, ...], batches: 
 def table_task(
     name: str, summary: str, table: Any, host: ResidualMLP, *, sizes: tuple[int, ...], batches: tuple[int, int]
 ) -> Task:
-    """A classification from a `Bunch` of scikit-learn, of which hosts read the features standardized by the train split.
+    """Return a classification from a `Bunch` of scikit-learn, of which hosts read the features standardized by the train split.
 
     sizes: numbers of examples in train, probe, validation and test, which sum to N.
     batches: examples per batch, and batches per step.
@@ -99,7 +99,7 @@ def table_task(
 
 
 def plain(build: Callable[[], Task], data: str) -> Task:
-    """The task of `build` on a host without skip connections, for studies: "iris" becomes "iris-plain"."""
+    """Return the task of `build` on a host without skip connections, for studies: "iris" becomes "iris-plain"."""
     task = build()
     (inputs,) = shape_leaves(shapes(task.train.x))[0]
     host = MLP(inputs=inputs, width=WIDTH, hidden=HIDDEN, outputs=task.objective.outputs)

@@ -39,7 +39,7 @@ TRAINED = f"{DATA}; a small residual network after {EPOCHS} epochs of training, 
 
 
 def spirals() -> Task:
-    """Two interleaved Archimedean spirals: 2 features, 2 classes, on a residual host.
+    """Return two interleaved Archimedean spirals: 2 features, 2 classes, on a residual host.
 
     The problem follows Lang and Witbrock, "Learning to tell two spirals apart", 1988, with more points, because their 194 are
     too few for four splits, and with half the turns. The bands do not touch, so an accuracy of 1 is possible. The points and
@@ -98,14 +98,14 @@ class Trained:
         return f"Trained({self.architecture}, epochs={self._epochs})"
 
     def __call__(self) -> SegmentedHost:
-        """A copy of one of the trained hosts."""
+        """Return a copy of one of the trained hosts."""
         start = int(torch.randint(self._pool_size, (1,)))
         host = self.architecture()
         host.load_state_dict({name: values[start] for name, values in self._weights.items()})
         return host
 
     def plain(self, parameters: int) -> Callable[[], SegmentedHost]:
-        """A factory of untrained networks without narrow blocks and with at least `parameters` parameters."""
+        """Return a factory of untrained networks without narrow blocks and with at least `parameters` parameters."""
         return self.architecture.plain(parameters)
 
     @cached_property

@@ -25,7 +25,7 @@ class Splits(NamedTuple):
 
 
 def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
-    """InputError if features x (N, ...) and labels y (N, ...) int64, or targets where `classes` is None, cannot be used."""
+    """Raise InputError if features x (N, ...) and labels y (N, ...) int64, or targets where `classes` is None, cannot be used."""
     skip = "give the task defaults={'data': {'nonfinite': 'skip'}}"
     fill = "preprocess=SimpleImputer().fit(the training rows of x) of scikit-learn (`esper docs tasks`)"
     for name, leaf in zip(leaf_names(shapes(x)), leaves(x), strict=True):
@@ -83,7 +83,7 @@ def split(x: Tensor, y: Tensor, *, sizes: Sequence[int], seed: int) -> Splits:
 
 
 def cut(x: Batch, y: Tensor, parts: Sequence[Tensor]) -> Splits:
-    """The splits with the examples of these indices, each a copy. InputError if a split has fewer than two examples."""
+    """Return the splits with the examples of these indices, each a copy. InputError if a split has fewer than two examples."""
     for name, part in zip(Splits._fields, parts, strict=True):
         if len(part) < 2:
             raise InputError(
@@ -121,7 +121,7 @@ def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
 
 
 def scaling_of(x: Batch) -> Scaling:
-    """Mean and standard deviation of every feature of x (N, ...). A feature that is constant in x gets the deviation 1."""
+    """Return mean and standard deviation of every feature of x (N, ...). A feature that is constant in x gets the deviation 1."""
     x = one_tensor(x, "scaling")
     mean, deviation = x.mean(0), x.std(0, correction=0)
     return Scaling(mean, torch.where(x.amax(0) > x.amin(0), deviation, torch.ones_like(deviation)))

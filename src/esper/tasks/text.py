@@ -69,7 +69,7 @@ def text_task(
     host: Transformer,
     sizes: tuple[int, int, int, int],
 ) -> Task:
-    """A task on the bytes of files by name: at every position of `host.length` bytes, the byte behind it.
+    """Return a task on the bytes of files by name: at every position of `host.length` bytes, the byte behind it.
 
     origin: where the files are from, for messages. sizes: sequences in train, probe, validation and test.
     """
@@ -177,7 +177,7 @@ def evenly(there: int, most: int) -> torch.Tensor:
 
 
 def read_stories(folder: Path | None = None) -> Stories:
-    """The tokens of local files, mapped or read, in `tinystories` of a folder of data sets, or in the folder itself."""
+    """Return the tokens of local files, mapped or read, in `tinystories` of a folder of data sets, or in the folder itself."""
     root = folder or data_folder()
     for place in (root / FOLDER, root):
         if any((place / name).exists() for name in BINARY):
@@ -210,7 +210,7 @@ def _both(folder: Path, names: Sequence[str]) -> list[Path]:
 
 
 def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
-    """The content of a file as numbers, read where it is used. InputError if it is empty or ends within a number."""
+    """Return the content of a file as numbers, read where it is used. InputError if it is empty or ends within a number."""
     size, item = path.stat().st_size, np.dtype(dtype).itemsize
     if not size or size % item:
         what = f"holds {size:,} bytes, which are not a whole number of {item}-byte tokens" if size else "is empty"
@@ -231,7 +231,7 @@ def _read_binary(folder: Path) -> Stories:
 
 
 def _read_parquet(folder: Path, files: Mapping[str, Sequence[Path]]) -> Stories:
-    """The first `UNPACKED` bytes of the column `text` of each part, with the separator behind each story."""
+    """Return the first `UNPACKED` bytes of the column `text` of each part, with the separator behind each story."""
     try:
         from pyarrow import parquet
     except ImportError:

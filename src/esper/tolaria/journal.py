@@ -173,18 +173,18 @@ class Journal(Observer):
             )
 
     def _gates(self, view: View) -> Gates:
-        """The gates of a view. Those after a step are those before the next one, which need not be judged again."""
+        """Return the gates of a view. Those after a step are those before the next one, which need not be judged again."""
         if self._judged is None or self._judged[0] is not view:
             self._judged = view, judge(view.seeds, view.measurements, self.engine.config.gates)
         return self._judged[1]
 
     def _counts(self) -> NDArray[np.int64]:
-        """The waits for batches so far, by their length; empty where all examples are in memory."""
+        """Return the waits for batches so far, by their length; empty where all examples are in memory."""
         waits = self.engine.population.waits
         return np.zeros(0, np.int64) if waits is None else waits.counts.copy()
 
     def _gradients_due(self, number: int, full: bool) -> bool:
-        """Whether a step has a row of gradients. number: of the step, counted from 1; full: whether the level is debug."""
+        """Return whether a step has a row of gradients. number: of the step, counted from 1; full: whether the level is debug."""
         every = self.engine.config.telemetry.gradients_every
         return number % every == 0 if every else full and every is None
 

@@ -35,7 +35,7 @@ REFUSALS: Mapping[str, str] = {
 
 
 def decisions_section(model: RunModel) -> ReportSection | None:
-    """What was decided and why, and what was refused."""
+    """Return what was decided and why, and what was refused."""
     if model.head is None:
         return None
     tables, figures, lines = [], [], _gate_lines(model)
@@ -112,7 +112,7 @@ def decisions_section(model: RunModel) -> ReportSection | None:
 
 
 def _gate_lines(model: RunModel) -> list[str]:
-    """What a contribution and a gate are, with the numbers of this run."""
+    """Return what a contribution and a gate are, with the numbers of this run."""
     gates, sizes = model.config.get("gates") or {}, ((model.summary or {}).get("examples") or {}).get("probe")
     examples = f"the {counted(sizes, 'example')} of the probe split" if isinstance(sizes, int) else "the probe split"
     lines = [

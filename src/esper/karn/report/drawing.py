@@ -71,7 +71,7 @@ class Series(NamedTuple):
 def curves(
     name: str, x: Sequence[float], series: Sequence[Series], x_name: str, y_name: str, height: int = 240
 ) -> Figure:
-    """Lines over one axis of T places, with bands. `y_name` is empty if the heading says it."""
+    """Return lines over one axis of T places, with bands. `y_name` is empty if the heading says it."""
     shown = [each for each in series if len(x) and np.isfinite(each.values).any()]
     if not shown:
         return Figure(name, "nothing was measured")
@@ -108,7 +108,7 @@ def curves(
 
 
 def timeline(slot: str, stays: Sequence[Stay], marks: Sequence[SeedMark], envs: int, first: int, stop: int) -> Figure:
-    """The stages of one slot over time, a line for each environment; `stop` is one past the last step."""
+    """Return the stages of one slot over time, a line for each environment; `stop` is one past the last step."""
     if not stays and not marks:
         return Figure(slot, "no seed was planted here")
     row = max(5, min(18, 720 // max(envs, 1)))
@@ -160,7 +160,7 @@ class ForestRow(NamedTuple):
 
 
 def forest(name: str, rows: Sequence[ForestRow], unit: str) -> Figure:
-    """Values with bars, one a line, the first on top; `unit` is what is measured."""
+    """Return values with bars, one a line, the first on top; `unit` is what is measured."""
     if not rows:
         return Figure(name, "nothing was measured")
     height = TOP + 16 * len(rows) + BOTTOM
@@ -182,7 +182,7 @@ def forest(name: str, rows: Sequence[ForestRow], unit: str) -> Figure:
 def heat_map(
     name: str, rows: Sequence[str], columns: Sequence[str], values: Floats, column_name: str, by_row: bool = False
 ) -> Figure:
-    """A table of numbers (R, C) as colours: the darker, the larger; nan is absent.
+    """Return a table of numbers (R, C) as colours: the darker, the larger; nan is absent.
 
     With `by_row` every row has a scale of its own, from its least to its largest number; else from 0 to the largest of all.
     A row whose values are all the same has the middle of its scale, or the begin if they are 0.
@@ -249,7 +249,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def draw(figure: Figure) -> Markup:
-    """A figure under its heading as SVG; a sentence in its place if there is nothing to draw."""
+    """Return a figure under its heading as SVG; a sentence in its place if there is nothing to draw."""
     heading = f"<h3>{_text(figure.name)}</h3>"
     if figure.absent is not None:
         return Markup(f'{heading}<p class="absent">{figure.absent[0].upper()}{figure.absent[1:]}.</p>')
@@ -292,12 +292,12 @@ def _svg(shape: Shape) -> str:
 
 
 def _text(value: object) -> str:
-    """A text from outside as SVG or HTML text."""
+    """Return a text from outside as SVG or HTML text."""
     return escape(printable(value))
 
 
 def below_each_other(figures: Sequence[Figure]) -> Figure:
-    """One figure of several, each under its heading, for a picture that stands alone."""
+    """Return one figure of several, each under its heading, for a picture that stands alone."""
     shapes: list[Shape] = []
     height = 0.0
     for figure in figures:
@@ -309,7 +309,7 @@ def below_each_other(figures: Sequence[Figure]) -> Figure:
 
 
 def paint(figure: Figure, form: str) -> bytes:
-    """A figure with its heading and its keys as the content of a file, the same for the same data."""
+    """Return a figure with its heading and its keys as the content of a file, the same for the same data."""
     from matplotlib import patches, rc_context  # imported here because it takes 1 s; without pyplot it opens no window
     from matplotlib.figure import Figure as Picture
     from matplotlib.lines import Line2D
@@ -369,7 +369,7 @@ def paint(figure: Figure, form: str) -> bytes:
 
 @cache
 def _colours() -> Mapping[str, str]:
-    """The colours of the classes of report.css in the light theme."""
+    """Return the colours of the classes of report.css in the light theme."""
     css = (files("esper.karn.report") / "report.css").read_text(encoding="utf-8")
     named = dict(re.findall(r"--(\w+): (#\w{6})", css[: css.index("@media")]))
     runs = {run: named[name] for run, name in re.findall(r"\.(run\d) \{ --run: var\(--(\w+)\)", css)}

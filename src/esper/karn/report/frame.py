@@ -32,7 +32,7 @@ class Table(NamedTuple):
 
 
 def table_of(caption: str, table: RichTable) -> Table:
-    """A table that is printed elsewhere, with its header and cells as they are."""
+    """Return a table that is printed elsewhere, with its header and cells as they are."""
     columns = [printable(str(column.header)) for column in table.columns]
     cells = [[printable(str(cell)) for cell in column.cells] for column in table.columns]
     return Table(caption, columns, list(zip(*cells, strict=True)))
@@ -63,7 +63,7 @@ class Content(NamedTuple):
 
 
 def render(content: Content) -> str:
-    """The text of a self-contained page."""
+    """Return the text of a self-contained page."""
     rendered: str = _template("report.html").render(
         **content._asdict(),
         css=Markup(asset("report.css")),
@@ -74,7 +74,7 @@ def render(content: Content) -> str:
 
 
 def render_content(content: Content) -> Markup:
-    """The header and the main part of a page, for a page that brings its own style and scripts."""
+    """Return the header and the main part of a page, for a page that brings its own style and scripts."""
     return Markup(_template("content.html").render(**content._asdict()))
 
 
@@ -89,7 +89,7 @@ def write_page(path: Path, content: str) -> Path:
 
 @cache
 def asset(name: str) -> str:
-    """The text of a file of this package: a template, the style or the script."""
+    """Return the text of a file of this package: a template, the style or the script."""
     return (files("esper.karn.report") / name).read_text(encoding="utf-8")
 
 
@@ -101,7 +101,7 @@ def _template(name: str) -> Template:
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """A tree of settings as rows of a dotted key and a value."""
+    """Return a tree of settings as rows of a dotted key and a value."""
     rows = []
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -150,7 +150,7 @@ def write_pictures(content: Content, folder: Path, form: str = "png") -> Picture
 
 
 def with_error(mean: float, error: float) -> str:
-    """A mean with its standard error; 'not measured' for nan."""
+    """Return a mean with its standard error; 'not measured' for nan."""
     if np.isnan(mean):
         return "not measured"
     return f"{mean:+.4f}" + ("" if np.isnan(error) else f" ± {error:.4f}")

@@ -78,7 +78,7 @@ def curves_section(model: RunModel) -> ReportSection | None:
 
 
 def growth_section(model: RunModel) -> ReportSection | None:
-    """The stages of every slot, and whether a limit held growth back."""
+    """Return the stages of every slot, and whether a limit held growth back."""
     population, head = model.population, model.head
     if population is None or head is None:
         return None
@@ -110,7 +110,7 @@ def growth_section(model: RunModel) -> ReportSection | None:
 
 
 def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
-    """Whether the limits on seeds and parameters were reached, and how many decisions they closed or refused."""
+    """Return whether the limits on seeds and parameters were reached, and how many decisions they closed or refused."""
     lifecycle = model.config.get("lifecycle") or {}
     seeds, incubating = lifecycle.get("max_seeds"), lifecycle.get("max_training_seeds")
     stage = population.stage[:-1]  # before every decision but the first
@@ -204,7 +204,7 @@ def worth_section(model: RunModel) -> ReportSection | None:
 
 
 def sensors_section(model: RunModel) -> ReportSection | None:
-    """The growth sensors of every slot over time, beside what was decided there."""
+    """Return the growth sensors of every slot over time, beside what was decided there."""
     sensed, head = model.sensed, model.head
     if sensed is None or head is None:
         return None

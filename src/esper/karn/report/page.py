@@ -98,7 +98,7 @@ def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str
 
 
 def read_content(folder: Path) -> Content:
-    """What the page of a run folder, or of the folder of an evaluation, shows. InputError as `write_report`."""
+    """Return what the page of a run folder, or of the folder of an evaluation, shows. InputError as `write_report`."""
     path = folder / EVALUATION
     if path.is_file() and not is_run(folder):
         mend = "put back what esper eval wrote, or evaluate again with --overwrite"
@@ -161,7 +161,7 @@ def content_of(model: RunModel, name: str) -> Content:
 
 
 def missing_parts(model: RunModel) -> list[str]:
-    """What a page leaves out because the run has none of it, with the reason."""
+    """Return what a page leaves out because the run has none of it, with the reason."""
     if model.head is None:
         return ["everything over time: the run kept no events (telemetry.level)"]
     if model.rounds:
@@ -217,7 +217,7 @@ def _asked(model: RunModel) -> ReportSection:
 
 
 def _rent_line(config: Mapping[str, Any], hosts: list[int]) -> str | None:
-    """What rent is, and what it costs these hosts to double; None where the config has no rent."""
+    """Return what rent is, and what it costs these hosts to double; None where the config has no rent."""
     reward = config.get("reward") or {}
     rent, least = reward.get("rent"), reward.get("rent_size", 0)
     if rent is None:
@@ -237,7 +237,7 @@ def _rent_line(config: Mapping[str, Any], hosts: list[int]) -> str | None:
 
 
 def _command(model: RunModel) -> str | None:
-    """The command that began the run, as it is typed; None if it was another program or `esper resume`."""
+    """Return the command that began the run, as it is typed; None if it was another program or `esper resume`."""
     words = (model.environment or {}).get("command") or []
     if len(words) < 2 or Path(str(words[0])).name != "esper" or words[1] == "resume":
         return None
@@ -285,7 +285,7 @@ def _machine(model: RunModel) -> ReportSection:
 
 
 def _data(model: RunModel) -> Markup | None:
-    """What the slider and the drawn network need, as JSON that no text in it can end."""
+    """Return what the slider and the drawn network need, as JSON that no text in it can end."""
     population, head = model.population, model.head
     if population is None or head is None:
         return None
@@ -318,7 +318,7 @@ def head_of(model: RunModel, name: str) -> str:
 
 
 def heading(model: RunModel) -> str:
-    """What runs where, and how it stands, in one line."""
+    """Return what runs where, and how it stands, in one line."""
     head = model.head
     if model.summary is not None and "grown_params" in model.summary:
         return console.heading_line(model.summary)
@@ -331,7 +331,7 @@ def heading(model: RunModel) -> str:
 
 
 def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[str]]:
-    """What came out: sentences with the verdict, further sentences, tables, and notes on how these are to be read."""
+    """Return what came out: sentences with the verdict, further sentences, tables, and notes on how these are to be read."""
     summary = model.summary
     if summary is None:
         how = {"running": "still goes on", "killed": "was killed before it ended"}.get(
@@ -371,7 +371,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
 
 
 def _rare_classes(summary: Mapping[str, Any]) -> list[Table]:
-    """Figures in which every class counts alike, and the confusion matrices, where a class is rare."""
+    """Return figures in which every class counts alike, and the confusion matrices, where a class is rare."""
     found = summary.get("rare_classes")
     if found is None:
         return []
@@ -411,7 +411,7 @@ def _by_environment(model: RunModel) -> Table:
 
 
 def _lowest_lines(model: RunModel) -> list[str]:
-    """Which environment has the lowest metric, what the host alone has there, and whether it learned anything."""
+    """Return which environment has the lowest metric, what the host alone has there, and whether it learned anything."""
     summary, population = model.summary or {}, model.population
     scores = (summary.get(f"test_{summary.get('metric')}") or {}).get("grown") or []
     known = [(score, env) for env, score in enumerate(scores) if score is not None]
@@ -432,7 +432,7 @@ def _lowest_lines(model: RunModel) -> list[str]:
 
 
 def _compared(summary: Mapping[str, Any]) -> list[str]:
-    """How the grown networks compare with each static one, in a sentence each."""
+    """Return how the grown networks compare with each static one, in a sentence each."""
     metric, lines = f"test_{summary['metric']}", []
     for name, static in summary.get("baselines", {}).items():
         values = static.get(metric)

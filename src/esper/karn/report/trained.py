@@ -104,7 +104,7 @@ def _when(number: int) -> str:
 
 
 def round_seconds(model: RunModel) -> list[str]:
-    """Where the time of a training went: a sentence, if its rounds say so."""
+    """Return where the time of a training went: a sentence, if its rounds say so."""
     rows = [row for row in model.rounds if row.figures.get("controller_share") is not None]
     if not rows:
         return []
@@ -118,7 +118,7 @@ def round_seconds(model: RunModel) -> list[str]:
 
 
 def _health_lines(model: RunModel) -> list[str]:
-    """What was wrong with the learner, if anything was."""
+    """Return what was wrong with the learner, if anything was."""
     lines = ["The critic should explain some of the variance of returns (above 0), and the entropy should fall slowly."]
     found: dict[str, list[RoundRow]] = {}
     for row in model.rounds:
@@ -132,7 +132,7 @@ def _health_lines(model: RunModel) -> list[str]:
 
 
 def _policy(model: RunModel) -> ReportSection:
-    """What the policy decides, round by round, and which inputs its decisions depend on."""
+    """Return what the policy decides, round by round, and which inputs its decisions depend on."""
     rounds = [row.round for row in model.rounds]
     operations = list(dict.fromkeys(name for _, counts in sorted(model.operations.items()) for name in counts))
     series = [

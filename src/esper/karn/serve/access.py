@@ -44,7 +44,7 @@ class Door(NamedTuple):
         return hmac.new(self.token.encode(), b"esper serve session", hashlib.sha256).hexdigest()
 
     def admits(self, headers: Headers, cookies: dict[str, str]) -> bool:
-        """Whether a request brings the token, in its header or as the cookie; compared in constant time."""
+        """Return whether a request brings the token, in its header or as the cookie; compared in constant time."""
         if self.token is None:
             return True
         scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -83,7 +83,7 @@ class Guard:
         await (answer or self.app)(scope, receive, send)
 
     def _refusal(self, request: Request) -> Response | None:
-        """The answer to a request that must not go on; None if it may."""
+        """Return the answer to a request that must not go on; None if it may."""
         if not self.door.knows(request.headers.get("host")) or len(request.headers.getlist("host")) != 1:
             return PlainTextResponse("This server has another name; open the address that esper serve printed.\n", 421)
         login = self.door.token is not None and request.scope["path"] == LOGIN
@@ -126,7 +126,7 @@ class Guard:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. InputError if the file cannot be read or holds no token."""
+    """Return the token in a file. InputError if the file cannot be read or holds no token."""
     try:
         token = read_named(path, LARGEST_FORM, "name a file that holds the token").decode("ascii").strip()
     except UnicodeDecodeError:
@@ -139,6 +139,6 @@ def read_token(path: Path) -> str:
 
 
 def _same(given: str, right: str) -> bool:
-    """Whether two texts are equal, in a time that depends on neither."""
+    """Return whether two texts are equal, in a time that depends on neither."""
     digests = (hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in (given, right))
     return hmac.compare_digest(*digests)

@@ -51,7 +51,7 @@ class RouteContext:
         self.follow = lru_cache(KEPT)(Followed)
 
     def folder(self, request: Request) -> Path:
-        """The folder of the run that an address names. HTTPException (404) if there is none."""
+        """Return the folder of the run that an address names. HTTPException (404) if there is none."""
         found = self.library.folder(request.path_params["key"])
         if found is None:
             raise HTTPException(404, "no such run")
@@ -83,7 +83,7 @@ class RouteContext:
         return version_of(entries), content
 
     def run(self, request: Request) -> Response:
-        """The report of one run, which follows it."""
+        """Return the report of one run, which follows it."""
         folder, key = self.folder(request), request.path_params["key"]
         shown = self.follow(folder).page_within(PATIENCE)
         if shown is None:
@@ -151,7 +151,7 @@ class RouteContext:
         return pages.shell(f"Decisions of {folder.name}", content, links=pages.run_links(key), here="Decisions")
 
     def decision_lines(self, request: Request) -> Response:
-        """The same decisions, as the lines of the events."""
+        """Return the same decisions, as the lines of the events."""
         folder, chosen = self.folder(request), read_filter(request.query_params)
         selected = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `chunks`; a damaged line is said before it)
         try:
@@ -188,7 +188,7 @@ class RouteContext:
 
 
 def asset(request: Request) -> Response:
-    """A style or a script."""
+    """Return a style or a script."""
     name = request.path_params["name"]
     if name not in pages.ASSETS:
         raise HTTPException(404, "no such file")
@@ -196,7 +196,7 @@ def asset(request: Request) -> Response:
 
 
 def create_app(library: Library, door: Door) -> ASGIApp:
-    """The application. `server.Server` adds the headers of every answer."""
+    """Return the application. `server.Server` adds the headers of every answer."""
     site = RouteContext(library)
     routes: Sequence[tuple[str, Callable[[Request], Any]]] = (
         ("/", site.runs),
@@ -225,7 +225,7 @@ def create_app(library: Library, door: Door) -> ASGIApp:
 
 
 def version_of(entries: Sequence[ListedRun]) -> str:
-    """A text that changes with the list of runs."""
+    """Return a text that changes with the list of runs."""
     return f"{hash(tuple(entries)) & 0xFFFFFFFFFFFFFFFF:016x}"
 
 
@@ -238,7 +238,7 @@ def _newer(request: Request, version: str, ended: bool, content: Callable[[], tu
 
 
 def _download(file: IO[bytes], size: int, name: str, media_type: str) -> Response:
-    """The first `size` bytes of a file, which may grow meanwhile, as a download."""
+    """Return the first `size` bytes of a file, which may grow meanwhile, as a download."""
     headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Length": str(size)}
     return StreamingResponse(chunks(file, size), media_type=media_type, headers=headers)
 

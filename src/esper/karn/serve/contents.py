@@ -45,7 +45,7 @@ class Filter(NamedTuple):
 
 
 def read_filter(query: Mapping[str, str]) -> Filter:
-    """The filter of a form. InputError if a field has a value that it cannot have."""
+    """Return the filter of a form. InputError if a field has a value that it cannot have."""
     env, op, fate = (query.get(name, "") for name in ("env", "op", "carried_out"))
     if env and not (env.isascii() and env.isdigit() and len(env) < 10):
         raise InputError(f"env is {env[:40]!r}; give the number of an environment")
@@ -59,7 +59,7 @@ def read_filter(query: Mapping[str, str]) -> Filter:
 
 
 def decisions(folder: Path, wanted: Filter) -> Iterator[tuple[bytes, DecisionRow]]:
-    """The lines of events.jsonl that hold the selected decisions, with their rows. InputError if the file is damaged.
+    """Yield the lines of events.jsonl that hold the selected decisions, with their rows. InputError if the file is damaged.
 
     Only lines of decisions are decoded, and nothing is kept.
     """
@@ -79,7 +79,7 @@ def decisions(folder: Path, wanted: Filter) -> Iterator[tuple[bytes, DecisionRow
 
 
 def where(row: DecisionRow) -> str:
-    """The episode of a decision, and in a training its cohort and round."""
+    """Return the episode of a decision, and in a training its cohort and round."""
     if row.cohort is msgspec.UNSET:
         return str(row.episode)
     return f"{row.episode} ({row.cohort}, round {row.round})"
@@ -98,7 +98,7 @@ CHUNK = 2**18  # bytes
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    """The files of a run folder that can be downloaded and are there, with their sizes [bytes]; links are left out."""
+    """Return the files of a run folder that can be downloaded and are there, with their sizes [bytes]; links are left out."""
     found = {}
     for name in FILES:
         with suppress(OSError):
@@ -109,7 +109,7 @@ def files_of(folder: Path) -> dict[str, int]:
 
 
 def archives_of(folder: Path) -> dict[str, Path]:
-    """The folders of networks, and of a controller, by the name of their archive; links are left out."""
+    """Return the folders of networks, and of a controller, by the name of their archive; links are left out."""
     found = {}
     if _is_folder(folder / MODELS):
         inside = sorted(path for path in (folder / MODELS).iterdir() if _is_folder(path))
@@ -120,7 +120,7 @@ def archives_of(folder: Path) -> dict[str, Path]:
 
 
 def chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
-    """The first `size` bytes of a file, which may grow meanwhile; the file is closed at the end."""
+    """Yield the first `size` bytes of a file, which may grow meanwhile; the file is closed at the end."""
     with file:
         while size > 0 and (data := file.read(min(CHUNK, size))):
             size -= len(data)
@@ -128,7 +128,7 @@ def chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
 
 
 def archive(folder: Path) -> tuple[IO[bytes], int]:
-    """A zip archive of the files in a folder of `archives_of`, in a file without a name, and its size.
+    """Return a zip archive of the files in a folder of `archives_of`, in a file without a name, and its size.
 
     Weights are stored and not compressed, because they do not become smaller. InputError if a file cannot be read.
     """

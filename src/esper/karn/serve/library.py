@@ -73,7 +73,7 @@ class Library:
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """InputError if a root is not a folder."""
+        """Raise InputError if a root is not a folder."""
         for root in roots:
             if not root.is_dir():
                 raise InputError(
@@ -87,14 +87,14 @@ class Library:
         self._looked = float("-inf")
 
     def entries(self) -> list[ListedRun]:
-        """All runs, the newest first."""
+        """Return all runs, the newest first."""
         with self._lock:
             self._look()
             found = [self._entry(key, name, folder) for key, (name, folder) in self._found.items() if _is_there(folder)]
         return sorted(found, key=lambda entry: (-entry.began, entry.name))
 
     def folder(self, key: str) -> Path | None:
-        """The folder of a run by its opaque name; None if there is no such run, or no more, or a link in its place."""
+        """Return the folder of a run by its opaque name; None if there is no such run, or no more, or a link in its place."""
         with self._lock:
             if key not in self._found:
                 self._look()
@@ -122,12 +122,12 @@ class Library:
 
 
 def key_of(folder: Path) -> str:
-    """The opaque name of a folder in addresses, the same whenever the folder is served."""
+    """Return the opaque name of a folder in addresses, the same whenever the folder is served."""
     return hashlib.sha256(os.fsencode(folder)).hexdigest()[:20]
 
 
 def file_state(folder: Path) -> tuple[object, ...]:
-    """What changes when a file of a run or its process does, found without reading rows."""
+    """Return what changes when a file of a run or its process does, found without reading rows."""
     stats: list[tuple[int, int, int] | None] = []
     for name in (EVENTS, SUMMARY, CONFIG, ENVIRONMENT):
         try:
@@ -141,7 +141,7 @@ def file_state(folder: Path) -> tuple[object, ...]:
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
-    """The run folders at a folder or below it, without following links. A folder that cannot be read has none."""
+    """Yield the run folders at a folder or below it, without following links. A folder that cannot be read has none."""
     if is_run(folder):
         yield folder
         return
@@ -157,12 +157,12 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _is_there(folder: Path) -> bool:
-    """Whether a run that was found is still there, and no folder on the way to it has become a link."""
+    """Return whether a run that was found is still there, and no folder on the way to it has become a link."""
     return os.path.realpath(folder) == str(folder) and is_run(folder)
 
 
 def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
-    """The entry of a folder, from its config, its summary and the first row of its events."""
+    """Return the entry of a folder, from its config, its summary and the first row of its events."""
     try:
         run = open_run(folder)
         began = (folder / CONFIG).stat().st_mtime
@@ -193,7 +193,7 @@ class Followed:
     """A run whose rows are read once, as they come. Safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
-        """InputError if `folder` is not a run folder."""
+        """Raise InputError if `folder` is not a run folder."""
         self.run = open_run(folder)
         self._lock = threading.Lock()
         self._tail, self._model = Tail(folder / EVENTS), RunModel()
@@ -213,7 +213,7 @@ class Followed:
         return shown is not None and shown.status != "running" and shown.version == self._state()
 
     def page(self) -> Shown:
-        """The page of what the run has written. InputError if a file is damaged."""
+        """Return the page of what the run has written. InputError if a file is damaged."""
         with self._lock:
             version = self._state()
             if self._shown is not None and (version == self._shown.version or time.monotonic() < self._due):
@@ -227,7 +227,7 @@ class Followed:
             return self._shown
 
     def page_within(self, seconds: float) -> Shown | None:
-        """The page, or None if making it takes longer; it is made nevertheless. Raises as `page`."""
+        """Return the page, or None if making it takes longer; it is made nevertheless. Raises as `page`."""
         try:
             return _makers.submit(self.page).result(seconds)
         except TimeoutError:

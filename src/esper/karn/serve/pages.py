@@ -27,7 +27,7 @@ TAGS = ("task", "controller", "status")
 
 
 def asset(name: str) -> str:
-    """The text of a file of `ASSETS`, or of a template."""
+    """Return the text of a file of `ASSETS`, or of a template."""
     package = "esper.karn.report" if name.startswith("report.") else "esper.karn.serve"
     return (files(package) / name).read_text(encoding="utf-8")
 
@@ -49,23 +49,23 @@ def shell(
 
 
 def run_links(key: str) -> list[tuple[str, str]]:
-    """The pages of a run, by name."""
+    """Return the pages of a run, by name."""
     return [("Report", f"/runs/{key}"), ("Decisions", f"/runs/{key}/decisions"), ("Files", f"/runs/{key}/files")]
 
 
 def login_page(status: int = 200, *, wrong: bool = False) -> HTMLResponse:
-    """The form for the token. It loads nothing, because nothing is sent without the token."""
+    """Return the form for the token. It loads nothing, because nothing is sent without the token."""
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
     return HTMLResponse(render("login.html", wrong=wrong), status, headers)
 
 
 def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
-    """A page with one sentence."""
+    """Return a page with one sentence."""
     return shell(title, render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
 
 
 def measured(mean: float | None, error: float | None) -> str:
-    """A mean with its standard error; - for None."""
+    """Return a mean with its standard error; - for None."""
     if mean is None:
         return "-"
     return rounded(mean, "+.4f") + ("" if error is None or math.isnan(error) else f" ± {error:.4f}")
@@ -83,7 +83,7 @@ def _moment(seconds: float) -> str:
 
 
 def render(template: str, /, **values: object) -> str:
-    """A template of this package with its values."""
+    """Return a template of this package with its values."""
     return _templates().get_template(template).render(**values)
 
 

@@ -143,12 +143,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(listening: socket.socket) -> bool:
-    """Whether only this machine can reach a socket."""
+    """Return whether only this machine can reach a socket."""
     return ipaddress.ip_address(listening.getsockname()[0]).is_loopback
 
 
 def address_of(host: str, listening: socket.socket) -> str:
-    """The address to open in a browser on this machine or, for a host that is not all addresses, on others."""
+    """Return the address to open in a browser on this machine or, for a host that is not all addresses, on others."""
     port = listening.getsockname()[1]
     if host in ("", "0.0.0.0", "::"):
         host = socket.gethostname()

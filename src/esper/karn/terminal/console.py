@@ -52,7 +52,7 @@ def print_line(console: Console, line: str) -> None:
 
 
 def worker_lines(summary: Mapping[str, Any]) -> list[str]:
-    """How many workers played for the summary of a run or the record of an evaluation, and the time that they waited."""
+    """Return how many workers played for the summary of a run or the record of an evaluation, and the time that they waited."""
     workers = summary.get("workers")
     if workers is None:
         return []
@@ -63,7 +63,7 @@ def worker_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def output_lines(waited: float, whole: float) -> list[str]:
-    """What to do where a run of `whole` seconds waited long for full queues of outputs [seconds]."""
+    """Return what to do where a run of `whole` seconds waited long for full queues of outputs [seconds]."""
     if waited <= _LONG_WAIT * whole:
         return []
     return [
@@ -76,7 +76,7 @@ _LONG_WAIT = 0.03  # share of a run that the wait for outputs may have without b
 
 
 def learning_lines(summary: Mapping[str, Any]) -> list[str]:
-    """What was wrong with the learner, and what mends it: a line each."""
+    """Return what was wrong with the learner, and what mends it: a line each."""
     return [
         f"from round {wrong['first_round'] + 1} on, in {counted(wrong['rounds'], 'round')}: {wrong['sentence']}; {wrong['mend']}"
         for wrong in summary.get("anomalies", {}).values()
@@ -166,7 +166,7 @@ SHOWN_GROWN = 4  # kinds of grown seeds by slot that are printed; the report has
 
 
 def heading_line(summary: Mapping[str, Any]) -> str:
-    """One line with task, controller, environments, steps, seed, device and status."""
+    """Return one line with task, controller, environments, steps, seed, device and status."""
     length = f"{summary['steps_done']} of {counted(summary['steps'], 'step')}"
     epochs = summary.get("epochs_done")
     if epochs is not None:
@@ -178,7 +178,7 @@ def heading_line(summary: Mapping[str, Any]) -> str:
 
 
 def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
-    """Whether a summary that was read from a file is complete enough to be printed, and to be shown in a report."""
+    """Return whether a summary that was read from a file is complete enough to be printed, and to be shown in a report."""
     try:
         (print_training if trained else print_summary)(summary, Console(file=io.StringIO()), "")
         if not trained:
@@ -237,7 +237,7 @@ def _growth_seconds(summary: Mapping[str, Any]) -> float | None:
 
 
 def table_notes(summary: Mapping[str, Any]) -> list[str]:
-    """Lines that explain the figures of the table, and the baselines that are absent."""
+    """Return lines that explain the figures of the table, and the baselines that are absent."""
     lines = []
     if summary["envs"] > 1:
         lines.append("figures: mean ± standard error of the mean, over environments")
@@ -272,7 +272,7 @@ def table_notes(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _few_environments(summary: Mapping[str, Any]) -> list[str]:
-    """A line that says that there is no interval, or a wide one, where there are few environments."""
+    """Return a line that says that there is no interval, or a wide one, where there are few environments."""
     if summary["envs"] == 1:
         return ["one environment gives no interval; --envs 16 (envs=16 in Python) gives one"]
     if summary["envs"] < FEW:
@@ -281,7 +281,7 @@ def _few_environments(summary: Mapping[str, Any]) -> list[str]:
 
 
 def objective_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Lines with the formula of J, its values, and the best network."""
+    """Return lines with the formula of J, its values, and the best network."""
     objective = summary["test_objective"]
     worth = f"J on the test split: grown {estimate(objective['grown'], '.4f')}"
     if objective["host"] is not None:
@@ -295,7 +295,7 @@ def objective_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def best_line(summary: Mapping[str, Any]) -> str:
-    """A line with the best network, and how it was chosen."""
+    """Return a line with the best network, and how it was chosen."""
     best = summary["best"]
     name = summary["metric"] if best["select"] == "metric" else "J"
     value = "" if best["validation"] is None else f", {best['validation']:.4f}"
@@ -303,7 +303,7 @@ def best_line(summary: Mapping[str, Any]) -> str:
 
 
 def grown_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Lines with what grew where, most frequent first, and with how many seeds came to which end."""
+    """Return lines with what grew where, most frequent first, and with how many seeds came to which end."""
     envs, seeds = summary["envs"], summary["seeds"]
     counts = Counter((blueprint, slot) for grown in summary["grown"] for slot, blueprint in grown.items())
     lines = [f"{blueprint} at {slot} in {count} of {envs}" for (blueprint, slot), count in counts.most_common()]
@@ -338,7 +338,7 @@ def rare_class_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def early_stopping_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Lines with the steps to which early stopping restored the networks, and the reason why it ended the run."""
+    """Return lines with the steps to which early stopping restored the networks, and the reason why it ended the run."""
     best = summary["best_step"]
     if best is None:
         return []
@@ -349,7 +349,7 @@ def early_stopping_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def explanation_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Lines with the reasons why nothing was planted, or why planned operations were not carried out."""
+    """Return lines with the reasons why nothing was planted, or why planned operations were not carried out."""
     return [f"why: {sentence}" for sentence in summary.get("explanations", [])]
 
 
@@ -374,7 +374,7 @@ def _waits(summary: Mapping[str, Any]) -> list[str]:
 
 
 def estimate(values: Sequence[float | None] | None, form: str) -> str:
-    """Mean and standard error of the values that are not None, as 0.9866 ± 0.0021."""
+    """Return mean and standard error of the values that are not None, as 0.9866 ± 0.0021."""
     mean, error = mean_and_error(values)
     if math.isnan(mean):
         return "-"
@@ -382,7 +382,7 @@ def estimate(values: Sequence[float | None] | None, form: str) -> str:
 
 
 def time_line(summary: Mapping[str, Any]) -> str:
-    """A line with where the time of a run went."""
+    """Return a line with where the time of a run went."""
     eps, growing = summary["env_steps_per_second"], _growth_seconds(summary)
     static = sum(static.get("seconds") or 0.0 for static in summary.get("baselines", {}).values())
     took = f"took: {summary['seconds']:.1f} seconds"

@@ -40,7 +40,7 @@ class AnswersOnly(Silent):
 
 
 def growth_progress(shown: Any, steps: int, metric: str) -> AbstractContextManager[ProgressWatch]:
-    """The progress display of a population, to be entered while the run lasts."""
+    """Return the progress display of a population, to be entered while the run lasts."""
     console = Console(stderr=True)
     if is_shown(shown, console):
         return live(console, steps, metric)
@@ -48,13 +48,13 @@ def growth_progress(shown: Any, steps: int, metric: str) -> AbstractContextManag
 
 
 def training_progress(shown: Any) -> AbstractContextManager[Progress]:
-    """The progress display of a training, to be entered while the run lasts."""
+    """Return the progress display of a training, to be entered while the run lasts."""
     console = Console(stderr=True)
     return Aside(Rounds(console)) if is_shown(shown, console) else nullcontext(Silent())
 
 
 def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
-    """A function that prints a line of an evaluation; None if nothing is shown."""
+    """Return a function that prints a line of an evaluation; None if nothing is shown."""
     if not is_shown(shown, Console(stderr=True)) or sys.stderr is None:
         return None
     stream = steady(sys.stderr)
@@ -62,7 +62,7 @@ def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
 
 
 def is_shown(shown: Any, console: Console) -> bool:
-    """Whether progress is shown on this console. InputError if `shown` is neither "auto" nor a bool."""
+    """Return whether progress is shown on this console. InputError if `shown` is neither "auto" nor a bool."""
     if isinstance(shown, bool):
         return shown
     if shown != "auto":
@@ -223,7 +223,7 @@ class Aside:
 
 
 def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
-    """One line with return, speed, entropy and other figures of a round."""
+    """Return one line with return, speed, entropy and other figures of a round."""
     shown = [
         ("return", "return", ".3f"),
         ("env_steps_per_second", "environment steps per second", ",.0f"),
@@ -242,7 +242,7 @@ def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
 
 
 def live(console: Console, steps: int, metric: str) -> AbstractContextManager[ProgressWatch]:
-    """A bar in a notebook or in a terminal that can move its cursor; lines elsewhere. Unwritable output is dropped."""
+    """Return a bar in a notebook or in a terminal that can move its cursor; lines elsewhere. Unwritable output is dropped."""
     if not console.is_jupyter:
         console.file = steady(console.file)
     bar = console.is_jupyter or (console.file.isatty() and not console.is_dumb_terminal)
@@ -250,7 +250,7 @@ def live(console: Console, steps: int, metric: str) -> AbstractContextManager[Pr
 
 
 def figures(view: View, speed: float, metric: str, rollbacks: int = 0) -> str:
-    """One line with speed, mean metric on the probe split, number of seeds by stage, and rollbacks, if any."""
+    """Return one line with speed, mean metric on the probe split, number of seeds by stage, and rollbacks, if any."""
     mean = float(np.mean(view.measurements.metric))
     counts = np.bincount(view.seeds.stage.ravel(), minlength=len(Stage)).tolist()
     seeds = ", ".join(f"{counts[stage]} {stage.name.lower()}" for stage in SHOWN if counts[stage]) or "none"

@@ -45,13 +45,13 @@ MARGIN = 5  # width of the numbers of the environments in front of the grid [cha
 
 
 def text_of(stage: Stage, dose: str) -> Text:
-    """A cell of the grid."""
+    """Return a cell of the grid."""
     sign, colour, _ = SIGNS[stage]
     return Text(sign + dose, colour)
 
 
 def dose(stage: Stage, alpha: float) -> str:
-    """A dose as one character: 0 to 9 for tenths, * for 1; a space where the seed does not act."""
+    """Return a dose as one character: 0 to 9 for tenths, * for 1; a space where the seed does not act."""
     if stage not in (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED) or math.isnan(alpha):
         return " "
     return "*" if alpha >= 1 else str(min(int(alpha * 10), 9))
@@ -262,7 +262,7 @@ class Watch(App[None]):
         return self.explained() if self.view == "explain" else self.detailed()
 
     def detailed(self) -> list[str]:
-        """The chosen environment: its slots, and its last events with their reasons."""
+        """Return the chosen environment: its slots, and its last events with their reasons."""
         env, model = self.grid.env, self.model
         lines = [f"environment {env}, step {model.step}"]
         for slot, name in enumerate(model.slots):
@@ -303,7 +303,7 @@ class Watch(App[None]):
 
 
 def _long_lines(words: str, width: int) -> list[str]:
-    """What the height of a text depends on: an empty text for each line that fits, and the lines that are wrapped."""
+    """Return what the height of a text depends on: an empty text for each line that fits, and the lines that are wrapped."""
     return [line if len(line) > width else "" for line in words.split("\n")]
 
 

@@ -57,7 +57,7 @@ class Blueprint:
         )
 
     def fits(self, kind: Kind, *, causal: bool) -> bool:
-        """Whether a stream can have it: it is of the stream's kind, and does not look ahead if the stream is causal."""
+        """Return whether a stream can have it: it is of the stream's kind, and does not look ahead if the stream is causal."""
         return self.kind == kind and (self.causal or not causal)
 
 

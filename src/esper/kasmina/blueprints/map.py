@@ -107,7 +107,7 @@ def two_convs(reads: int, writes: int, hidden: int, size: int, *, sides: int = 2
 
 
 def one_conv(reads: int, writes: int, size: int, *, sides: int = 2) -> Convolutions:
-    """One linear convolution; w (size^s r + 1) parameters."""
+    """Return one linear convolution; w (size^s r + 1) parameters."""
     return Convolutions(zero_conv(reads, writes, size, sides=sides))
 
 
@@ -122,11 +122,11 @@ class Channelwise(nn.Module):
         self.seed, self.sides = seed, sides
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, reads, H, W) -> (B, writes, H, W), or (E, B, reads, H, W) -> (E, B, writes, H, W)."""
+        """Return (B, reads, H, W) -> (B, writes, H, W), or (E, B, reads, H, W) -> (E, B, writes, H, W)."""
         features = -1 - self.sides
         return self.seed(u.movedim(features, -1)).movedim(-1, features)
 
 
 def channelwise(build: Callable[[int, int], nn.Module], reads: int, writes: int, *, sides: int = 2) -> Channelwise:
-    """A seed for vectors at each position of a map, as `build` makes it for these widths."""
+    """Return a seed for vectors at each position of a map, as `build` makes it for these widths."""
     return Channelwise(build(reads, writes), sides)

@@ -143,7 +143,7 @@ class SparseRows(nn.Module):
         self.chosen.copy_(largest((u.mT @ gradient).norm(dim=1), len(self.chosen)))
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
+        """Return (B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
         return self.out(u.gather(-1, _places(self.chosen, u)))
 
 
@@ -164,7 +164,7 @@ class ChosenOutputs(nn.Module, ABC):
 
     @abstractmethod
     def read(self, u: Tensor) -> Tensor:
-        """What the outputs are maps of, (..., reads) -> (..., reads)."""
+        """Return what the outputs are maps of, (..., reads) -> (..., reads)."""
 
     def choose(self, u: Tensor, gradient: Tensor) -> None:
         """Choose the outputs with the largest gradient of their weights and bias: u (N, reads), gradient (N, writes)."""
@@ -173,7 +173,7 @@ class ChosenOutputs(nn.Module, ABC):
         self.chosen.copy_(largest(norms.norm(dim=0), len(self.chosen)))
 
     def forward(self, u: Tensor) -> Tensor:
-        """(B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
+        """Return (B, ..., reads) -> (B, ..., writes), or (E, B, ..., reads) -> (E, B, ..., writes)."""
         y = self.out(self.read(u))
         return y.new_zeros(*u.shape[:-1], self.writes).scatter(-1, _places(self.chosen, y), y)
 
@@ -186,7 +186,7 @@ class SparseHead(ChosenOutputs):
 
 
 def largest(norms: Tensor, count: int) -> Tensor:
-    """The indices of the largest norms (n,), in order: (count,) int64."""
+    """Return the indices of the largest norms (n,), in order: (count,) int64."""
     return norms.argsort(descending=True, stable=True)[:count].sort().values
 
 

@@ -276,7 +276,7 @@ def _drawn(example: Batch) -> Batch:
 
 @torch.no_grad()
 def _is_causal(host: SegmentedHost, slot: SlotSpec, x: Batch) -> bool:
-    """Whether no position of the stream at a slot depends on later positions of x (B, L, ...)."""
+    """Return whether no position of the stream at a slot depends on later positions of x (B, L, ...)."""
     if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < 2:
         return False
     middle = x.shape[1] // 2

@@ -153,7 +153,7 @@ class Candidates:
         return [path for path in group if any(path in pair for pair in pairs)]
 
     def _follows(self, second: str, first: str) -> bool:
-        """Whether a call of `second` depends on a call of `first`."""
+        """Return whether a call of `second` depends on a call of `first`."""
         nodes = {call.edge.node for call in self._calls[first] if call.edge is not None}
         return any(
             nodes & self._ancestors.get(call.edge.node, set()) for call in self._calls[second] if call.edge is not None
@@ -260,7 +260,7 @@ class Candidates:
         return "outside of the repeated blocks"
 
     def _is_head(self, path: str) -> bool:
-        """Whether the output of a submodule reaches the loss without passing another layer."""
+        """Return whether the output of a submodule reaches the loss without passing another layer."""
         nodes = [edge.node for edge in self._edges(path) if edge is not None and edge.node in self._graph.nodes]
         return bool(nodes) and not any(node in self._behind for node in nodes)
 
@@ -460,7 +460,7 @@ class Candidates:
         return list(dict.fromkeys(kinds))
 
     def _positions_first(self, path: str) -> bool:
-        """Whether a submodule, or a neighbour of a layer, reads (L, B, C)."""
+        """Return whether a submodule, or a neighbour of a layer, reads (L, B, C)."""
         around = path.rpartition(".")[0] if path in self._layers else path
         return any(
             getattr(each, "batch_first", True) is False
@@ -497,7 +497,7 @@ class Candidates:
 
 
 def _within(path: str, other: str) -> bool:
-    """Whether a dotted path is equal to another one or lies inside it."""
+    """Return whether a dotted path is equal to another one or lies inside it."""
     return path == other or path.startswith(other + ".")
 
 
@@ -555,7 +555,7 @@ def causal_paths(module: nn.Module, example: Any, paths: Mapping[str, Stream]) -
 
 
 def _looks_ahead(usual: Tensor, changed: Tensor, length: int, streams: Collection[Stream]) -> bool:
-    """Whether early positions of an output of the network change, whichever order of axes of its streams the output has.
+    """Return whether early positions of an output of the network change, whichever order of axes of its streams the output has.
 
     Positions in front of the last are what is asked about, so that an order with a single position tells nothing.
     """
@@ -772,7 +772,7 @@ def find_hidden(module: nn.Module, example: Any) -> tuple[list[Hidden], list[str
 
 
 def is_quantised(weight: Tensor) -> bool:
-    """Whether a weight has too few bits to be trained: integers, or floating-point numbers of 8 bits."""
+    """Return whether a weight has too few bits to be trained: integers, or floating-point numbers of 8 bits."""
     whole = not (weight.is_floating_point() or weight.is_complex())
     return weight.is_quantized or whole or weight.dtype.itemsize == 1
 

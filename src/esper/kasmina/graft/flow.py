@@ -37,7 +37,7 @@ class Flow:
     """
 
     def __init__(self, module: nn.Module, recording: Recording, weights: Mapping[str, Tensor]) -> None:
-        """InputError if a submodule did not run, or is a layer of a kind that is not known."""
+        """Raise InputError if a submodule did not run, or is a layer of a kind that is not known."""
         self.parts, self.calls = {"": module, **submodules(module)}, recording.calls
         held = [path for path, part in self.parts.items() if any(True for _ in part.parameters(recurse=False))]
         known = [path for path in held if self._is_layer(path)]

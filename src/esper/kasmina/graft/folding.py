@@ -125,7 +125,7 @@ def successor(held: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 
 def _changes(network: nn.Module, name: str) -> list[_Change] | None:
-    """The weight of a site's layer, and its bias where that changes, each with its folded value; None if there is none."""
+    """Return the weight of a site's layer, and its bias where that changes, each with its folded value; None if there is none."""
     site, planted = sites_of(network)[name], planted_at(network, name)
     layer = network.get_submodule(site.after)
     assert planted is not None, "there must be a seed to fold"
@@ -236,7 +236,7 @@ def _centred(kernel: Tensor, layer: Layer) -> Tensor | None:
 
 
 def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run: Pass) -> bool:
-    """Whether a pass gives the same with the folded layer as with the seed; parameters and seed are restored, bit for bit.
+    """Return whether a pass gives the same with the folded layer as with the seed; parameters and seed are restored, bit for bit.
 
     Equal are values that differ by at most sqrt(eps) of the largest one in the tensor, which is half of its digits, for the
     eps of the coarsest floating type that takes part. The output of the site itself must be so too, and may differ by at
@@ -296,14 +296,14 @@ def _streams(layer: nn.Module, planted: Planted | Seat) -> Iterator[tuple[list[T
 
 
 def _eps(tensor: Tensor) -> float:
-    """The distance from 1 to the next number that products of tensors of this type tell apart."""
+    """Return the distance from 1 to the next number that products of tensors of this type tell apart."""
     if tensor.is_cuda and tensor.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return 2.0**-10
     return torch.finfo(tensor.dtype).eps
 
 
 def same_values(one: Tensor, other: Tensor, eps: float) -> bool:
-    """Whether two tensors are equal to half of the digits of the largest finite value; equal infinities and nans are."""
+    """Return whether two tensors are equal to half of the digits of the largest finite value; equal infinities and nans are."""
     if one.is_nested or one.layout != torch.strided or one.shape != other.shape:
         return False
     if not one.numel():

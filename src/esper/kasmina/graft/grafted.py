@@ -124,7 +124,7 @@ def uproot(module: nn.Module, name: str) -> None:
 
 
 def planted_at(module: nn.Module, name: str) -> Planted | Seat | None:
-    """The seed at a site; None where it is free."""
+    """Return the seed at a site; None where it is free."""
     after, point = _at(module, name)
     found: Planted | Bank | None = getattr(after, CHILD) if point.planted else None
     return found.taken() if isinstance(found, Bank) else found
@@ -147,7 +147,7 @@ def acting(module: nn.Module) -> dict[str, Planted | Seat]:
 
 
 def bank_at(module: nn.Module, name: str) -> Bank | None:
-    """The seats at a site; None where there are none."""
+    """Return the seats at a site; None where there are none."""
     after, point = _at(module, name)
     found = getattr(after, CHILD) if point.planted else None
     return found if isinstance(found, Bank) else None
@@ -182,7 +182,7 @@ def trim(module: nn.Module) -> None:
 
 
 def _with_own_files(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The outermost parts of a network that have a `save_pretrained`, by name."""
+    """Return the outermost parts of a network that have a `save_pretrained`, by name."""
     found: list[tuple[str, nn.Module]] = []
     for path, part in module.named_modules():
         if has_own_files(type(part)) and not any(path.startswith(f"{outer}." if outer else "") for outer, _ in found):
@@ -196,7 +196,7 @@ def _with_own_files(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def _found(
     module: nn.Module, names: Literal["auto"] | Sequence[str], example: Any, loss: Callable[[Any], Tensor] | None
 ) -> Mapping[str, Site]:
-    """The sites of a network that `find_sites` finds, or those of them that are named."""
+    """Return the sites of a network that `find_sites` finds, or those of them that are named."""
     if names != "auto" and (isinstance(names, str) or not isinstance(names, Sequence)):
         raise InputError(f"sites is {names!r}; give 'auto', a list of names, or a mapping of names to esper.Site")
     if example is None:
@@ -230,7 +230,7 @@ def _found(
 
 
 def _at(module: nn.Module, name: str) -> tuple[nn.Module, Point]:
-    """The submodule of a site, and its point. InputError if the submodule is not the grafted one any more."""
+    """Return the submodule of a site, and its point. InputError if the submodule is not the grafted one any more."""
     path = sites_of(module)[name].after
     try:
         after = module.get_submodule(path)
@@ -244,7 +244,7 @@ def _at(module: nn.Module, name: str) -> tuple[nn.Module, Point]:
 
 
 def _check_sites(sites: Any) -> None:
-    """InputError if sites are not a mapping of names to sites."""
+    """Raise InputError if sites are not a mapping of names to sites."""
     if not isinstance(sites, Mapping) or not sites:
         raise InputError(f"sites is {sites!r}; give at least one, as {{'block': esper.Site('block', ...)}}")
     for name, site in sites.items():
@@ -260,7 +260,7 @@ def _check_sites(sites: Any) -> None:
 
 
 def _check_network(module: nn.Module) -> None:
-    """InputError if a network is not a plain module."""
+    """Raise InputError if a network is not a plain module."""
     if not isinstance(module, nn.Module):
         raise InputError(f"graft was given a {type(module).__name__}; give an nn.Module")
     name = type(module).__name__
@@ -283,7 +283,7 @@ def _submodule(paths: Mapping[str, nn.Module], path: str, site: str) -> nn.Modul
 
 
 def _check_submodule(root: nn.Module, path: str, module: nn.Module, site: str) -> None:
-    """InputError if a submodule cannot have a grown class, or is not called in every mode."""
+    """Raise InputError if a submodule cannot have a grown class, or is not called in every mode."""
     of = f"submodule {path!r} of site {site!r}"
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(f"{of} is scripted by torch.jit, so that its forward cannot change; choose another")
@@ -317,7 +317,7 @@ def _not_now(root: nn.Module, path: str) -> str:
 
 
 def _fused(root: nn.Module, path: str) -> str:
-    """Why a submodule is not called in evaluation mode, although it is in training mode; empty where it is."""
+    """Return why a submodule is not called in evaluation mode, although it is in training mode; empty where it is."""
     parts = path.split(".")
     for depth in range(1, len(parts)):
         parent = root.get_submodule(".".join(parts[:depth]))
@@ -423,7 +423,7 @@ class _Calls:
         self.outputs.append(output)
 
     def first(self) -> Tensor | None:
-        """The input of the submodule in its first call; None if that is not a floating tensor, or was changed in place."""
+        """Return the input of the submodule in its first call; None if that is not a floating tensor, or was changed in place."""
         given = self._given[0] if self._given else None
         return given[0] if given is not None and given[0]._version == given[1] else None
 

@@ -76,7 +76,7 @@ class Wire:
         self.carried: Tensor | None = None
 
     def __reduce__(self) -> tuple[type["Wire"], tuple[int]]:
-        """A copy has as many readers, and is in no pass."""
+        """Return how to copy a wire: the copy has as many readers, and is in no pass."""
         return Wire, (self.readers,)
 
     def put(self, value: Tensor | None) -> None:
@@ -91,7 +91,7 @@ class Wire:
             self.held.set((number, value))
 
     def get(self) -> Tensor | None:
-        """The value of this pass; None if there is none."""
+        """Return the value of this pass; None if there is none."""
         if self.traced:
             return self.carried
         if torch.compiler.is_dynamo_compiling() and not self.shared:
@@ -240,7 +240,7 @@ def _aside(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:
 
 
 def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
-    """What a seed reads at a tap of this value. InputError if the pass has not computed it."""
+    """Return what a seed reads at a tap of this value. InputError if the pass has not computed it."""
     if tap == _HERE:
         return h
     wire = source_of(point, tap)
@@ -285,7 +285,7 @@ def source_of(point: Point, tap: str) -> Wire | None:
 
 
 def is_grafted(module: nn.Module) -> bool:
-    """Whether a network has sites."""
+    """Return whether a network has sites."""
     point = module.__dict__.get(POINT)
     return point is not None and point.sites is not None
 
@@ -319,7 +319,7 @@ def check_tensors(
     *,
     dtypes: bool = True,
 ) -> None:
-    """InputError if tensors of a source, in words, have other names, shapes or dtypes than those of a target."""
+    """Raise InputError if tensors of a source, in words, have other names, shapes or dtypes than those of a target."""
     for name in (*saved, *mine):
         pair = saved.get(name), mine.get(name)
         shapes = [None if each is None else tuple(each.shape) for each in pair]
@@ -631,7 +631,7 @@ def _named(network: nn.Module) -> Iterator[str]:
 
 
 def _within(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name, or the name of a submodule around it, matches a pattern."""
+    """Return whether a name, or the name of a submodule around it, matches a pattern."""
     parts = name.split(".")
     around = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return any(fnmatchcase(each, pattern) for each in around for pattern in patterns)

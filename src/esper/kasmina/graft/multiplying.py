@@ -192,7 +192,7 @@ class Multiplication:
         return found
 
     def _normalises(self, path: str) -> bool:
-        """Whether a submodule normalises over the features of a stream, and not over those of one attention head."""
+        """Return whether a submodule normalises over the features of a stream, and not over those of one attention head."""
         part: Any = self._flow.parts[path]
         weights = [own for own in part._parameters.values() if own is not None]
         named = bool(re.search("norm|rms", type(part).__name__, re.I)) and not isinstance(part, _BY_FEATURE)

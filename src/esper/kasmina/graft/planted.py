@@ -114,7 +114,7 @@ class Planted(nn.Module):
         return self._mode == "on"
 
     def forward(self, h: Tensor, u: Tensor) -> Tensor:
-        """The stream behind the site: h (B, ...) in front of the seed, u (B, ...) what the seed reads."""
+        """Return the stream behind the site: h (B, ...) in front of the seed, u (B, ...) what the seed reads."""
         stream, blend = STREAMS[self.kind], _BLENDS[self._blend]
         if self._mode == "on":
             read = u if self.attached else u.detach()
@@ -132,11 +132,11 @@ class Planted(nn.Module):
         return same.clone()  # a module behind it may work in place, which the view of a Function does not allow
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer moves, in their order."""
+        """Return the parameters that an optimizer moves, in their order."""
         return list(self.parameters())
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors of the seed by name, the gate only where it is used."""
+        """Return the tensors of the seed by name, the gate only where it is used."""
         weights: dict[str, Tensor] = self.seed.state_dict()
         return weights
 
@@ -152,7 +152,7 @@ class Planted(nn.Module):
             self.zero_grad()
 
     def extra_repr(self) -> str:
-        """What `print` shows beside the seed."""
+        """Return what `print` shows beside the seed."""
         return f"tap={self.tap.value}, blend={self.blend.name}, mode={self.mode.value}"
 
 
@@ -233,11 +233,11 @@ class Seat(nn.Module):
         self._set()
 
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer moves, in their order: the gate only where it is used."""
+        """Return the parameters that an optimizer moves, in their order: the gate only where it is used."""
         return list((self.seed if self.blend == Blend.GATE else self.seed.delta).parameters())
 
     def weights(self) -> dict[str, Tensor]:
-        """The tensors of the seed by name, the gate only where it is used."""
+        """Return the tensors of the seed by name, the gate only where it is used."""
         return {
             name: tensor
             for name, tensor in self.seed.state_dict().items()
@@ -252,13 +252,13 @@ class Seat(nn.Module):
                 parameter.grad = None
 
     def drops(self, parameter: Tensor) -> bool:
-        """Whether a gradient of a parameter is of no use: an optimizer would move what it is for, or clip by it."""
+        """Return whether a gradient of a parameter is of no use: an optimizer would move what it is for, or clip by it."""
         if not self.learns or self._mode == Mode.OFF:
             return True
         return self.blend != Blend.GATE and any(parameter is p for p in self.seed.gate.parameters())
 
     def planted(self) -> Planted:
-        """The seed on its own, with the same parameters."""
+        """Return the seed on its own, with the same parameters."""
         planted = Planted(self.seed, self.tap, self.blend, self.kind, self.axes).train(self.training)
         planted.mode, planted.attached, planted.recipe = self._mode, self._attached, self.recipe
         planted.alpha.copy_(self.alpha)
@@ -291,7 +291,7 @@ class Seat(nn.Module):
             self.switch.copy_(torch.tensor(values))
 
     def extra_repr(self) -> str:
-        """What `print` shows beside the seed."""
+        """Return what `print` shows beside the seed."""
         return f"tap={self.tap.value}, {f'blend={self.blend.name}, mode={self._mode.value}' if self.taken else 'free'}"
 
 
@@ -303,21 +303,21 @@ class Bank(nn.Module):
         self.seats = nn.ModuleDict(seats)
 
     def all(self) -> list[Seat]:
-        """Every seat, in the order of the menu."""
+        """Return every seat, in the order of the menu."""
         return [seat for seat in self.seats.values() if isinstance(seat, Seat)]
 
     def seat(self, blueprint: str) -> Seat:
-        """The seat of a blueprint."""
+        """Return the seat of a blueprint."""
         seat = self.seats[blueprint]
         assert isinstance(seat, Seat)
         return seat
 
     def taken(self) -> Seat | None:
-        """The seat in which a seed is planted."""
+        """Return the seat in which a seed is planted."""
         return next((seat for seat in self.all() if seat.taken), None)
 
     def runs(self) -> list[Seat]:
-        """The seats that run in a pass: all of them, but for a pass without compilation or gradients those that act."""
+        """Return the seats that run in a pass: all of them, but for a pass without compilation or gradients those that act."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return self.all()
         return [seat for seat in self.all() if seat.mode == Mode.ON]
@@ -339,13 +339,13 @@ class _Valve(DifferentiableFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The gradient or 0, selected and not multiplied: 0 times nan is nan."""
+        """Return the gradient, or 0 in its place: selected and not multiplied, as 0 times nan is nan."""
         (passes,) = ctx.saved_tensors
         return torch.where(passes, gradients[0], torch.zeros_like(gradients[0])), None
 
     @staticmethod
     def tangent(ctx: Any, value: Tensor, passes: None) -> Tensor:
-        """The tangent or 0."""
+        """Return the tangent or 0."""
         return torch.where(ctx.saved_tensors[0], value, torch.zeros_like(value))
 
 
@@ -366,11 +366,11 @@ class _Join(DifferentiableFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """The gradient for y, and for the change that or 0."""
+        """Return the gradient for y, and for the change that or 0."""
         (learns,) = ctx.saved_tensors
         return gradients[0], torch.where(learns, gradients[0], torch.zeros_like(gradients[0])), None, None
 
     @staticmethod
     def tangent(ctx: Any, y: Tensor, change: Tensor, on: None, straight: None) -> Tensor:
-        """The tangent of y, plus that of the change or 0."""
+        """Return the tangent of y, plus that of the change or 0."""
         return y + torch.where(ctx.saved_tensors[0], change, torch.zeros_like(change))

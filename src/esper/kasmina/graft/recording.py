@@ -292,7 +292,7 @@ class Graph:
         return set().union(*(ids for node, ids in self._products.items() if "Conv" in node.name()))
 
     def passes(self, node: Node) -> bool:
-        """Whether a node is no product of matrices, attention, softmax or embedding, which mix features or positions."""
+        """Return whether a node is no product of matrices, attention, softmax or embedding, which mix features or positions."""
         return not re.search(rf"{PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding", node.name())
 
     def before_products(self, layers: Collection[Node]) -> set[Node]:

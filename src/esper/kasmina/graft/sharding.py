@@ -18,18 +18,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def in_parts(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor: every process holds a part of it."""
+    """Return whether a tensor is a DTensor: every process holds a part of it."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def is_sharded(network: nn.Module) -> bool:
-    """Whether `fully_shard` was called on a network, or on a part of it."""
+    """Return whether `fully_shard` was called on a network, or on a part of it."""
     return next(_sharded_modules(network), None) is not None
 
 
 def check_sharding(network: nn.Module, processes: int) -> None:
-    """InputError if a network has parameters in parts, and some that no seed could be like.
+    """Raise InputError if a network has parameters in parts, and some that no seed could be like.
 
     processes: number of those that grow the network.
     """
@@ -76,13 +76,13 @@ def reshard(network: nn.Module) -> None:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: all of it, where it is not in parts."""
+    """Return the part of a tensor that this process holds: all of it, where it is not in parts."""
     part: Tensor = tensor.to_local() if in_parts(tensor) else tensor  # type: ignore[attr-defined]
     return part
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """A tensor as one process would hold it; every process calls this."""
+    """Return a tensor as one process would hold it; every process calls this."""
     if not in_parts(tensor):
         return tensor
     gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def gather_on_cpu(tensor: Tensor, first: bool) -> Tensor | None:
-    """A tensor that is in parts as the first process holds it whole, which alone keeps it; any other tensor itself."""
+    """Return a tensor that is in parts as the first process holds it whole, which alone keeps it; any other tensor itself."""
     if not in_parts(tensor):
         return tensor
     whole = gather(tensor)  # every process takes part
@@ -98,7 +98,7 @@ def gather_on_cpu(tensor: Tensor, first: bool) -> Tensor | None:
 
 
 def gather_module(module: M) -> M:
-    """A copy of a module with whole parameters; every process calls this."""
+    """Return a copy of a module with whole parameters; every process calls this."""
     made = copy.deepcopy(module)
     for part in made.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
@@ -107,7 +107,7 @@ def gather_module(module: M) -> M:
 
 
 def like(value: Tensor, tensor: Tensor) -> Tensor:
-    """A whole tensor that every process has, in parts where another is; otherwise the value itself."""
+    """Return a whole tensor that every process has, in parts where another is; otherwise the value itself."""
     if not in_parts(tensor) or in_parts(value):
         return value
     from torch.distributed.tensor import distribute_tensor
@@ -118,7 +118,7 @@ def like(value: Tensor, tensor: Tensor) -> Tensor:
 
 
 def placed(value: Tensor, tensor: Tensor) -> Tensor:
-    """A copy of a value on the device of a tensor, in parts where that is; a number stays where it is."""
+    """Return a copy of a value on the device of a tensor, in parts where that is; a number stays where it is."""
     if not value.dim():
         return value.detach().clone()
     # distribute_tensor returns a view, which would keep the whole in memory
@@ -132,7 +132,7 @@ def fill(tensor: Tensor, value: Tensor) -> None:
 
 
 def _by_fsdp(placements: Sequence[Any]) -> bool:
-    """Whether a parameter is in parts along the last dimension of its mesh, and copied along every other."""
+    """Return whether a parameter is in parts along the last dimension of its mesh, and copied along every other."""
     *outer, last = placements
     return bool(last.is_shard()) and all(each.is_replicate() for each in outer)
 

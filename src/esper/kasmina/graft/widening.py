@@ -125,7 +125,7 @@ def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[Ap
 
 
 def unchanged(one: Tensor, other: Tensor) -> bool:
-    """Whether two outputs are equal, each value to half of its digits, or to those of a small value of the output."""
+    """Return whether two outputs are equal, each value to half of its digits, or to those of a small value of the output."""
     if one.is_nested or one.layout != torch.strided or one.shape != other.shape:
         return False
     half, size = math.sqrt(torch.finfo(one.dtype).eps), one.double().abs()
@@ -142,7 +142,7 @@ def _zeros(like: Tensor, axis: int, size: int) -> Tensor:
 
 
 def _check_owned(model: nn.Module, found: Sequence[AppendedValues]) -> None:
-    """InputError if a parameter is shared, frozen, or computed from others before each pass."""
+    """Raise InputError if a parameter is shared, frozen, or computed from others before each pass."""
     holders = [id(parameter) for part in model.modules() for parameter in part._parameters.values()]
     for path, name, *_ in found:
         part = model.get_submodule(path)
@@ -186,7 +186,7 @@ class WideningTrial:
             raise
 
     def _try(self, found: Sequence[AppendedValues]) -> None:
-        """InputError if the network fails on the example, or if its outputs depend on the new features.
+        """Raise InputError if the network fails on the example, or if its outputs depend on the new features.
 
         They are 0 behind the next layers, whatever they are. So the features are tried large and of both signs too, which shows
         a largest one, a mean or a norm of features, and a part of them that is taken by its position.

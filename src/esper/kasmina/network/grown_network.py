@@ -102,7 +102,7 @@ class GrownNetwork(nn.Module):
         self.original = original
 
     def forward(self, x: Tensor | None = None, /, *others: Tensor, **named: Tensor) -> Tensor:
-        """(B, ...) -> (B, ..., C): the logit of every class, or the value of every target."""
+        """Return (B, ...) -> (B, ..., C): the logit of every class, or the value of every target."""
         batch = batch_of(() if x is None else (x, *others), named)
         if self.standardize is not None:
             assert isinstance(batch, Tensor), "only a single tensor is standardized"

@@ -385,7 +385,7 @@ def _recipe(path: str, seed: Planted | Seat) -> Recipe:
 
 
 def _check_hosts(model: nn.Module, seeds: Sequence[_SavedSeed]) -> None:
-    """InputError if a submodule has other widths than the one that a seed was grown in."""
+    """Raise InputError if a submodule has other widths than the one that a seed was grown in."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
     names = [seed.site for seed in seeds]

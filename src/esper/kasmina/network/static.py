@@ -91,7 +91,7 @@ def skip_places(factory: Factory, x: Batch) -> tuple[int, ...] | Absent:
 
 
 def _goes_around(segment: nn.Module, x: Tensor) -> bool:
-    """Whether what a segment returns depends on the example when its parameters are 0."""
+    """Return whether what a segment returns depends on the example when its parameters are 0."""
     silent = copy.deepcopy(segment)
     for module in silent.modules():
         if not isinstance(module, _NORMS):
@@ -218,7 +218,7 @@ def _chain(host: SegmentedHost) -> list[_ChainLayer] | Absent:
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
-    """The numbers of features that a layer reads and returns."""
+    """Return the numbers of features that a layer reads and returns."""
     match module:
         case nn.Linear():
             return module.in_features, module.out_features

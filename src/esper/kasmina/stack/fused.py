@@ -110,7 +110,7 @@ def layers_of(module: nn.Module, names: Sequence[tuple[str, ...]]) -> Layers | N
 
 
 def _steps(prefix: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The kinds of a module's layers in their order, each with the prefix of its tensors; None is any other module."""
+    """Yield the kinds of a module's layers in their order, each with the prefix of its tensors; None is any other module."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         yield prefix, None
     elif type(module) is nn.Sequential:
@@ -139,7 +139,7 @@ def _given(parameter: Tensor, gradient: Tensor) -> Tensor | None:
 
 
 def mapped(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The linear map of each row by itself: x (n, B, ..., D), weight (n, O, D), bias (n, O) or None -> (n, B, ..., O)."""
+    """Return the linear map of each row by itself: x (n, B, ..., D), weight (n, O, D), bias (n, O) or None -> (n, B, ..., O)."""
     return _PRODUCT(x, (weight,)) if bias is None else _MAP(x, (weight, bias))
 
 

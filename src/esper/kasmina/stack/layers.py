@@ -20,7 +20,7 @@ class Linear(nn.Linear):
     fused = RowMap  # `esper.kasmina.stack.fused`
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, ..., D) -> (B, ..., O), or (E, B, ..., D) -> (E, B, ..., O)."""
+        """Return (B, ..., D) -> (B, ..., O), or (E, B, ..., D) -> (E, B, ..., O)."""
         if self.weight.dim() == 2:
             return F.linear(x, self.weight, self.bias)
         return mapped(x, self.weight, self.bias)
@@ -138,7 +138,7 @@ class PositionMean(nn.Module):
     draws = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C)."""
+        """Return (B, C, H, W) -> (B, C)."""
         return x.mean((-2, -1))
 
 
@@ -155,7 +155,7 @@ class Residual(nn.Sequential):
         self.stacks = all(isinstance(m, nn.Identity | nn.ReLU) or getattr(m, "stacks", False) for m in self)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, ...) -> (B, ...), or (E, B, ...) -> (E, B, ...) where every module stacks."""
+        """Return (B, ...) -> (B, ...), or (E, B, ...) -> (E, B, ...) where every module stacks."""
         *branch, shortcut = self
         h = x
         for module in branch:

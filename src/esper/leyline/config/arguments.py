@@ -42,7 +42,7 @@ def known_as(name: str) -> Callable[[Callable[_Arguments, _Returned]], Callable[
 
 
 def required_arguments(function: Callable[..., Any]) -> list[str]:
-    """Names of the arguments without which `function` cannot be called; none where its signature is not known."""
+    """Return names of the arguments without which `function` cannot be called; none where its signature is not known."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some callables that are written in C have no signature
@@ -52,7 +52,7 @@ def required_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def takes_one_argument(function: Callable[..., Any]) -> bool:
-    """Whether `function` can be called with one argument, as far as its signature is known."""
+    """Return whether `function` can be called with one argument, as far as its signature is known."""
     try:
         inspect.signature(function).bind(None)
     except ValueError:  # some callables that are written in C have no signature
@@ -75,7 +75,7 @@ def check_outputs(outputs: Any) -> None:
 
 
 def to_path(value: str | PathLike[str], name: str) -> Path:
-    """The value as a path. InputError if it is not a text or a path, or is empty."""
+    """Return the value as a path. InputError if it is not a text or a path, or is empty."""
     path = fspath(value) if isinstance(value, str | PathLike) else None
     if not isinstance(path, str) or not path:
         raise InputError(f"{name} is {show(value)}; give the path of a folder, such as 'runs/first'")
@@ -83,25 +83,25 @@ def to_path(value: str | PathLike[str], name: str) -> Path:
 
 
 def check_switch(value: Any, name: str) -> None:
-    """InputError if the value is not a bool."""
+    """Raise InputError if the value is not a bool."""
     if not isinstance(value, bool):
         raise InputError(f"{name} is {show(value)}; give True or False")
 
 
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:
-    """InputError if the value is not one of the choices."""
+    """Raise InputError if the value is not one of the choices."""
     if value not in choices:
         raise InputError(f"{name} is {show(value)}; give one of {', '.join(map(repr, choices))}")
 
 
 def check_callable(value: Any, name: str, what: str) -> None:
-    """InputError if the value cannot be called; `what` describes the callable that is expected."""
+    """Raise InputError if the value cannot be called; `what` describes the callable that is expected."""
     if not callable(value):
         raise InputError(f"{name} is {show(value)}; give {what}")
 
 
 def check_task(task: Any) -> None:
-    """InputError if the value is not a task."""
+    """Raise InputError if the value is not a task."""
     from esper.leyline.data.task import Mixture, Task  # which load torch; what reads run folders does not need it
 
     if not isinstance(task, Task | Mixture):
@@ -111,7 +111,7 @@ def check_task(task: Any) -> None:
 
 
 def check_settings(settings: Any, tasks: Sequence["AnyTask"]) -> None:
-    """InputError if the settings are not a mapping, or name a task that is not one of the given tasks."""
+    """Raise InputError if the settings are not a mapping, or name a task that is not one of the given tasks."""
     if not isinstance(settings, Mapping):
         raise InputError(f"config is {show(settings)}; give a mapping of keys to values, such as {{'steps': 24}}")
     names = [task.name for task in tasks]

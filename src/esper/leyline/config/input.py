@@ -38,7 +38,7 @@ SHOWN = 60
 
 
 def to_sections(layer: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """A layer of settings with dotted keys nested: `{"optimizer.lr": 1}` becomes `{"optimizer": {"lr": 1}}`.
+    """Return a layer of settings with dotted keys nested: `{"optimizer.lr": 1}` becomes `{"optimizer": {"lr": 1}}`.
 
     InputError if a key is not a text, or if a setting is given twice.
     """
@@ -58,7 +58,7 @@ def to_sections(layer: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, A
 
 
 def explain(error: pydantic.ValidationError, model: type[BaseModel]) -> str:
-    """The first error of a validation as one sentence."""
+    """Return the first error of a validation as one sentence."""
     first = error.errors()[0]
     place, value = first["loc"], first["input"]
     path = ".".join(map(str, place))
@@ -82,7 +82,7 @@ def explain(error: pydantic.ValidationError, model: type[BaseModel]) -> str:
 
 
 def show(value: Any) -> str:
-    """The `repr` of a value on one line, of at most `SHOWN` characters."""
+    """Return the `repr` of a value on one line, of at most `SHOWN` characters."""
     try:
         text = " ".join(repr(value).split())
     except ValueError:  # repr of an int with more than 4,300 digits
@@ -91,7 +91,7 @@ def show(value: Any) -> str:
 
 
 def accepted(annotation: Any, metadata: Any = ()) -> str:
-    """The values that a field accepts, in words: `a whole number of at least 1`."""
+    """Return the values that a field accepts, in words: `a whole number of at least 1`."""
     if get_origin(annotation) in (Union, types.UnionType):
         kinds = [each for each in get_args(annotation) if each is not type(None)]
         return " or ".join([*(accepted(each, metadata) for each in kinds), "null"])
@@ -112,13 +112,13 @@ _PLURAL: Mapping[Any, str] = {int: "whole numbers", float: "numbers", str: "name
 
 
 def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The class of a section; None if the field is not a section, or does not exist."""
+    """Return the class of a section; None if the field is not a section, or does not exist."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _locate(model: type[BaseModel], place: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[BaseModel]]:
-    """The longest leading part of a path that names a field or a section, and that field or section."""
+    """Return the longest leading part of a path that names a field or a section, and that field or section."""
     for index, name in enumerate(place):
         inner = _section(model, str(name))
         if inner is None:
@@ -135,7 +135,7 @@ def _keys(model: type[BaseModel], path: str = "") -> Iterator[str]:
 
 
 def _joined(one: Any, other: Any, name: str) -> Any:
-    """Two values of one section, of the same layer, merged. InputError if both set the same key."""
+    """Return two values of one section, of the same layer, merged. InputError if both set the same key."""
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
         raise InputError(f"the config key {show(name)} is given twice in one mapping; keep one of them")
     joined = dict(one)

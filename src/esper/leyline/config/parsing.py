@@ -43,7 +43,7 @@ def parse_model(data: bytes, model: type[Model], formats: Sequence[int], path: P
 
 
 def parse_yaml(data: str | bytes, where: str, mend: str) -> Any:
-    """One YAML document as plain objects. InputError if it is not valid YAML, or if a mapping has a key twice.
+    """Return one YAML document as plain objects. InputError if it is not valid YAML, or if a mapping has a key twice.
 
     Aliases are refused, because a kilobyte of them can expand to more than the memory of a machine.
     """
@@ -98,7 +98,7 @@ class _Plain(yaml.SafeLoader):
 
 
 def _number(loader: _Plain, node: yaml.ScalarNode) -> int | float:
-    """The value of a scalar that matches `NUMBERS`. `_Refused` if it is longer than `LONGEST_NUMBER`."""
+    """Return the value of a scalar that matches `NUMBERS`. `_Refused` if it is longer than `LONGEST_NUMBER`."""
     text = loader.construct_scalar(node)
     if len(text) > LONGEST_NUMBER:
         raise _Refused(f"holds a number of {len(text):,} characters, of which at most {LONGEST_NUMBER} are read")

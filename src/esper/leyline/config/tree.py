@@ -44,7 +44,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def __repr__(self) -> str:
-        """The keys whose values differ from their defaults."""
+        """Return the keys whose values differ from their defaults."""
         changed = (
             f"{name}={getattr(self, name)!r}"
             for name, field in type(self).model_fields.items()
@@ -583,7 +583,7 @@ class Config(GrowthConfig):
 
 
 def build_config(*layers: Mapping[str, Any]) -> Config:
-    """A config from mappings of keys to values; where several set a key, the last one wins.
+    """Return a config from mappings of keys to values; where several set a key, the last one wins.
 
     Sections are nested mappings or dotted keys: `{"optimizer": {"lr": 1}}` equals `{"optimizer.lr": 1}`. Raises InputError on
     the first bad key or value.
@@ -592,7 +592,7 @@ def build_config(*layers: Mapping[str, Any]) -> Config:
 
 
 def build_growth_config(*layers: Mapping[str, Any]) -> GrowthConfig:
-    """The settings of one network that grows in the user's own loop, from layers as those of `build_config`."""
+    """Return the settings of one network that grows in the user's own loop, from layers as those of `build_config`."""
     return _validated(GrowthConfig, layers)
 
 
@@ -695,7 +695,7 @@ def check_controller_settings(settings: Mapping[str, Any], who: str) -> None:
 
 
 def dump_config(config: Config) -> str:
-    """The config as YAML, from which `runs.configuration.load_config_file` reads an equal config."""
+    """Return the config as YAML, from which `runs.configuration.load_config_file` reads an equal config."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -733,7 +733,7 @@ def _meanings() -> dict[tuple[str, str], str]:
 
 
 def _type_name(annotation: Any) -> str:
-    """A type as the table shows it: `list[int]`, `float | null`, `adamw | sgd`."""
+    """Return a type as the table shows it: `list[int]`, `float | null`, `adamw | sgd`."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     for old in ("typing.", "Literal", ", ...", "['", "']"):
         text = text.replace(old, "")

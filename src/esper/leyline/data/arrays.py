@@ -61,7 +61,7 @@ def check_different(names: list[Any], what: str) -> None:
 
 
 def column_names(value: Any) -> tuple[str, ...] | None:
-    """The names of a data frame's columns; None if the value is not a data frame, or if a name is not a text."""
+    """Return the names of a data frame's columns; None if the value is not a data frame, or if a name is not a text."""
     names = tuple(value.columns) if isinstance(value, Frame) else ()
     return tuple(map(str, names)) if names and all(isinstance(name, str) for name in names) else None
 
@@ -80,7 +80,7 @@ def select_columns(value: Any, names: tuple[str, ...] | None, what: str) -> Any:
 
 
 def to_array(value: Any, what: str) -> NDArray[Any]:
-    """The value as an array. InputError if NumPy cannot convert it."""
+    """Return the value as an array. InputError if NumPy cannot convert it."""
     try:
         made = np.asarray(value)
     except (TypeError, ValueError, RuntimeError):
@@ -93,14 +93,14 @@ def to_array(value: Any, what: str) -> NDArray[Any]:
 
 
 def is_missing(value: object) -> bool:
-    """Whether an entry is a missing value: None, NaN, or NA and NaT of pandas."""
+    """Return whether an entry is a missing value: None, NaN, or NA and NaT of pandas."""
     return (
         value is None or type(value).__name__ in ("NAType", "NaTType") or (isinstance(value, Real) and value != value)
     )
 
 
 def _column(values: NDArray[Any], what: str, name: object = None) -> NDArray[Any]:
-    """An array of numbers unchanged; an array of objects as float64. InputError if an entry is not a number."""
+    """Return an array of numbers unchanged; an array of objects as float64. InputError if an entry is not a number."""
     if values.dtype.kind in "biufc":
         return values
     if values.dtype.kind != "O":
@@ -119,7 +119,7 @@ _KINDS = {"U": "text", "T": "text", "S": "bytes of text", "M": "dates", "m": "du
 
 
 def _mend(what: str, name: object) -> str:
-    """What to do about a column of this name that holds no numbers; None for what is no column of a frame."""
+    """Return what to do about a column of this name that holds no numbers; None for what is no column of a frame."""
     if what == "y":
         return "give numbers, for labels the whole numbers of the classes"
     if name is None:

@@ -48,7 +48,7 @@ def check_lengths(name: str, count: int, targets: int) -> None:
 
 
 def map_leaves(function: Callable[..., Any], batch: Batch, *others: Any) -> Any:
-    """What a function returns for each leaf, in the structure of the batch; `others` are trees of that structure."""
+    """Return what a function returns for each leaf, in the structure of the batch; `others` are trees of that structure."""
     if isinstance(batch, Tensor):
         return function(batch, *others)
     if isinstance(batch, dict):
@@ -57,24 +57,24 @@ def map_leaves(function: Callable[..., Any], batch: Batch, *others: Any) -> Any:
 
 
 def leaves(batch: Batch) -> list[Tensor]:
-    """The tensors of a batch, in its order."""
+    """Return the tensors of a batch, in its order."""
     if isinstance(batch, Tensor):
         return [batch]
     return list(batch.values() if isinstance(batch, dict) else batch)
 
 
 def first(batch: Batch) -> Tensor:
-    """The first leaf, whose leading axes are those of all."""
+    """Return the first leaf, whose leading axes are those of all."""
     return batch if isinstance(batch, Tensor) else leaves(batch)[0]
 
 
 def shapes(batch: Batch) -> Shapes:
-    """The shape of one example of each leaf (N, *shape)."""
+    """Return the shape of one example of each leaf (N, *shape)."""
     return map_leaves(lambda leaf: tuple(leaf.shape[1:]), batch)
 
 
 def shape_leaves(inputs: Shapes) -> list[Shape]:
-    """The shape of each leaf, in the order of the batch."""
+    """Return the shape of each leaf, in the order of the batch."""
     if isinstance(inputs, dict):
         return list(inputs.values())
     if inputs and not isinstance(inputs[0], int):
@@ -97,7 +97,7 @@ def shapes_from_json(saved: Any) -> Shapes:
 
 
 def leaf_names(inputs: Shapes) -> list[str]:
-    """What sentences call each leaf: 'x', 'x[0]', or "x['image']"."""
+    """Return what sentences call each leaf: 'x', 'x[0]', or "x['image']"."""
     if isinstance(inputs, dict):
         return [f"x[{name!r}]" for name in inputs]
     return ["x"] if not inputs or isinstance(inputs[0], int) else [f"x[{place}]" for place in range(len(inputs))]
@@ -109,40 +109,40 @@ def picked(batch: Batch, index: Any) -> Batch:
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch with its floating-point leaves in a dtype; whole numbers and truth values stay what they are."""
+    """Return the batch with its floating-point leaves in a dtype; whole numbers and truth values stay what they are."""
     return map_leaves(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, batch)
 
 
 def on_cpu(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch on the CPU, with its floating-point leaves in a dtype."""
+    """Return the batch on the CPU, with its floating-point leaves in a dtype."""
     return map_leaves(lambda leaf: leaf.cpu(), cast(batch, dtype))
 
 
 def stream_of(batch: Batch) -> Tensor | None:
-    """The batch where it is one floating-point tensor, which a seed can read; None elsewhere."""
+    """Return the batch where it is one floating-point tensor, which a seed can read; None elsewhere."""
     return batch if isinstance(batch, Tensor) and batch.is_floating_point() else None
 
 
 def unstacked(batch: Batch) -> list[Batch]:
-    """The rows of leaves (n, ...), each a batch of the same structure."""
+    """Return the rows of leaves (n, ...), each a batch of the same structure."""
     if isinstance(batch, Tensor):
         return list(batch.unbind(0))
     return [picked(batch, row) for row in range(len(first(batch)))]
 
 
 def arguments(batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """The positional arguments and those by name with which a module is called."""
+    """Return the positional arguments and those by name with which a module is called."""
     if isinstance(batch, Tensor):
         return (batch,), {}
     return ((), batch) if isinstance(batch, dict) else (batch, {})
 
 
 def batch_of(positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> Batch:
-    """The batch that a module was called with."""
+    """Return the batch that a module was called with."""
     return named or (positional[0] if len(positional) == 1 else positional)
 
 
 def run(module: Callable[..., Any], batch: Batch) -> Tensor:
-    """What a module returns for a batch."""
+    """Return what a module returns for a batch."""
     positional, named = arguments(batch)
     return module(*positional, **named)

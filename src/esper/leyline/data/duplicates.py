@@ -78,12 +78,12 @@ class Overlap:
             self._shown.index_add_(0, place, (self._known[place] == digests).long())
 
     def count(self) -> int:
-        """The number of examples of the fixed batches that were shown; reads the device."""
+        """Return the number of examples of the fixed batches that were shown; reads the device."""
         return int(self._copies[self._shown > 0].sum())
 
 
 def _words(leaf: Tensor) -> Tensor:
-    """The bytes of each example of a leaf (N, ...), as whole numbers (N, W)."""
+    """Return the bytes of each example of a leaf (N, ...), as whole numbers (N, W)."""
     flat = (leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]).contiguous()
     size = flat.shape[1] * flat.element_size()
     if flat.dtype == torch.bool or size % 2:

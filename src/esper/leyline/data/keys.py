@@ -69,7 +69,7 @@ def _mix_array(x: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def key(*parts: Any) -> NDArray[np.int64]:
-    """One int64 key from integers and integer arrays, which broadcast; at least one-dimensional.
+    """Return one int64 key from integers and integer arrays, which broadcast; at least one-dimensional.
 
     key(a, b, c) = mix(mix(mix(0 ^ a) ^ b) ^ c), so the order of the parts matters.
     """
@@ -91,7 +91,7 @@ def uniform(keys: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def permutations(keys: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.device) -> Tensor:
-    """One permutation of range(size) per key: the argsort of the hashes of (key, index).
+    """Return one permutation of range(size) per key: the argsort of the hashes of (key, index).
 
     keys, sizes: (N,) int64.  Returns (N, max size) int64 on `device`; in each row, indices of at least its size come last.
     The hashes are distinct, so both sorts give the same order. On the CPU NumPy sorts seven times faster than torch (1,000

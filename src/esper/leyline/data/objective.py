@@ -26,7 +26,7 @@ def growth_of(added_params: ArrayLike, host_params: ArrayLike) -> Floats:
 
 
 def selection_score(scores: Scores, host_params: NDArray[np.int64], config: Config) -> Floats:
-    """(E,) the score that `config.select` names: the metric, or J with the settings of `config.reward`."""
+    """Return (E,) the score that `config.select` names: the metric, or J with the settings of `config.reward`."""
     if config.select == "metric":
         return scores.metric
     value = scores.metric if config.reward.objective == "metric" else -scores.loss

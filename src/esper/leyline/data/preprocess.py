@@ -246,7 +246,7 @@ def preprocess_from(fitted: Any, x: Any) -> Preprocess:
 
 
 def _read(fitted: Any) -> Any:
-    """The step that a fitted transformer is. InputError if it is not supported, or has an option that is not read."""
+    """Return the step that a fitted transformer is. InputError if it is not supported, or has an option that is not read."""
     name = type(fitted).__name__
     if fitted is None or fitted == "passthrough" or (name == "FunctionTransformer" and fitted.func is None):
         return Keep()
@@ -311,7 +311,7 @@ def _scale(own: Any, subtract: Any, divide: Any, low: float | None = None, high:
 
 
 def _columns(own: Any, chosen: Any) -> list[int]:
-    """The indices of the columns that a part of a ColumnTransformer was given as names, indices, a slice or a mask."""
+    """Return the indices of the columns that a part of a ColumnTransformer was given as names, indices, a slice or a mask."""
     count, names = own.n_features_in_, [str(name) for name in getattr(own, "feature_names_in_", ())]
     if isinstance(chosen, slice):
         start = names.index(chosen.start) if isinstance(chosen.start, str) else chosen.start
@@ -341,7 +341,7 @@ def _unsaved(own: Any, option: str) -> InputError:
 
 
 def _value(value: Any, own: Any) -> Value:
-    """An entry of a table as plain data. InputError if it is neither a number nor a text."""
+    """Return an entry of a table as plain data. InputError if it is neither a number nor a text."""
     plain = value.item() if isinstance(value, np.generic) else value
     if is_missing(plain):
         return None
@@ -351,7 +351,7 @@ def _value(value: Any, own: Any) -> Value:
 
 
 def _numbers(column: Column) -> NDArray[np.float64]:
-    """The entries as float64, NaN for missing ones. InputError if one is not a number."""
+    """Return the entries as float64, NaN for missing ones. InputError if one is not a number."""
     return numeric_array(column.values, f"column {column.name!r} of x").astype(np.float64)
 
 

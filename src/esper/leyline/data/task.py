@@ -52,14 +52,14 @@ class Source(Protocol):
         """What messages call the examples."""
 
     def __len__(self) -> int:
-        """The number of training examples."""
+        """Return the number of training examples."""
 
     def read(self, places: NDArray[np.int64]) -> Split:
-        """The examples at these places (n,), all finite, in the shapes and dtypes of the task's `train`."""
+        """Return the examples at these places (n,), all finite, in the shapes and dtypes of the task's `train`."""
 
 
 def nonfinite(split: Split) -> Tensor:
-    """(N,) bool: which examples hold NaN or an infinite value. Bytes and labels are always finite."""
+    """Return (N,) bool: which examples hold NaN or an infinite value. Bytes and labels are always finite."""
     bad = torch.zeros(len(split.y), dtype=torch.bool, device=split.y.device)
     for values in (*leaves(split.x), split.y):
         if values.is_floating_point() and not values.isfinite().all():
@@ -68,7 +68,7 @@ def nonfinite(split: Split) -> Tensor:
 
 
 def which(bad: Tensor) -> str:
-    """The first few of the examples that are marked in bad (N,) bool, and how many of how many, in words."""
+    """Return the first few of the examples that are marked in bad (N,) bool, and how many of how many, in words."""
     rows = bad.nonzero().flatten().tolist()
     listed = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
     return f"example{'s' if len(rows) > 1 else ''} {listed} ({len(rows)} of {len(bad)})"
@@ -81,7 +81,7 @@ def check_finite(bad: Tensor, what: str, mend: str) -> None:
 
 
 def finite(split: Split, name: str, action: Literal["stop", "skip"]) -> Split:
-    """The split where all of it is finite; else InputError at 'stop', and at 'skip' the rest of it, with a DataWarning."""
+    """Return the split where all of it is finite; else InputError at 'stop', and at 'skip' the rest of it, with a DataWarning."""
     bad = nonfinite(split)
     if not bad.any():
         return split
@@ -132,7 +132,7 @@ class Pixels:
 
 @lru_cache
 def _row_of(pixels: Pixels, width: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and 1 / deviation of every number in a line of pixels, (W C,), brought to the device once."""
+    """Return mean and 1 / deviation of every number in a line of pixels, (W C,), brought to the device once."""
     mean, deviation = (torch.tensor(values, dtype=dtype) for values in (pixels.mean, pixels.deviation))
     return mean.repeat(width).to(device), deviation.reciprocal().repeat(width).to(device)
 
@@ -403,7 +403,7 @@ class Task:
     preprocess: Preprocess | None = None
 
     def sealed(self) -> "Task":
-        """The same task without its test split: all that an engine is given."""
+        """Return the same task without its test split: all that an engine is given."""
         return replace(self, test=None)
 
     @property
@@ -422,11 +422,11 @@ class Task:
         return None
 
     def largest(self) -> nn.Module:
-        """A host in whose leading corner every instance's host fits."""
+        """Return a host in whose leading corner every instance's host fits."""
         return self.room.host() if self.room is not None else self.host()
 
     def instance(self, key: int) -> Instance:
-        """The same for every key."""
+        """Return the same for every key."""
         shared = {name: getattr(self, name) for name in Instance._fields if name not in ("outputs", "intact")}
         return Instance(outputs=self.objective.outputs, **shared)
 
@@ -438,7 +438,7 @@ class Task:
         return self.instance(0).read(x, dtype)
 
     def test_split(self, key: int) -> Split | None:
-        """What the final evaluation of an instance reads; None in a sealed task."""
+        """Return what the final evaluation of an instance reads; None in a sealed task."""
         return self.test
 
     def keys(self, part: str) -> range:
@@ -489,19 +489,19 @@ class Mixture:
         return self.room.lengths
 
     def sealed(self) -> "Mixture":
-        """The same mixture without its test splits: all that an engine is given."""
+        """Return the same mixture without its test splits: all that an engine is given."""
         return replace(self, test=None)
 
     def largest(self) -> nn.Module:
-        """A host in whose leading corner every instance's host fits."""
+        """Return a host in whose leading corner every instance's host fits."""
         return self.room.host()
 
     def instance(self, key: int) -> Instance:
-        """The instance of a key, the same in every run."""
+        """Return the instance of a key, the same in every run."""
         return self.sample(key)
 
     def test_split(self, key: int) -> Split | None:
-        """What the final evaluation of an instance reads; None in a sealed mixture."""
+        """Return what the final evaluation of an instance reads; None in a sealed mixture."""
         return self.test(key) if self.test is not None else None
 
     def keys(self, part: str) -> range:
@@ -522,14 +522,14 @@ AnyTask = Task | Mixture
 
 
 def epochs_of(steps: int, config: Config, task: AnyTask) -> float | None:
-    """The passes over the train split that the steps amount to; None for a mixture, whose train splits differ in size."""
+    """Return the passes over the train split that the steps amount to; None for a mixture, whose train splits differ in size."""
     if isinstance(task, Mixture):
         return None
     return round(steps * config.data.batch_size * config.data.batches_per_step / task.examples, 4)
 
 
 def with_steps(config: Config, task: AnyTask) -> Config:
-    """The config with steps = ceil(epochs * N / (data.batch_size * data.batches_per_step)), unless `epochs` is None.
+    """Return the config with steps = ceil(epochs * N / (data.batch_size * data.batches_per_step)), unless `epochs` is None.
 
     N is the number of examples in the train split. InputError if the config also sets other `steps`, and for a mixture.
     """

@@ -103,7 +103,7 @@ class Actions(NamedTuple):
 
 
 def checked_actions(actions: Any, envs: int) -> Actions:
-    """The decisions of a controller with every field as int64 (E,). InputError if a field has another shape or dtype."""
+    """Return the decisions of a controller with every field as int64 (E,). InputError if a field has another shape or dtype."""
     if not isinstance(actions, Actions):
         raise InputError(
             f"act of the controller returned a {type(actions).__name__}; return esper.Actions with the fields "

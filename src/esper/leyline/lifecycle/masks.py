@@ -29,7 +29,7 @@ OPEN = (Head.BLUEPRINT, Head.BLEND, Head.TEMPO, Head.TARGET)
 
 
 def choices(masks: Masks, head: Head, op: Ints, slot: Ints) -> Bools:
-    """Which choices of a head are valid, given the op and the slot; all of them where the head does not matter.
+    """Return which choices of a head are valid, given the op and the slot; all of them where the head does not matter.
 
     op, slot: (E, ...); a head does not read what is chosen after it.  Returns (E, ..., choices of the head).
     """
@@ -47,7 +47,7 @@ def offered(masks: Masks, actions: Actions) -> tuple[Bools, ...]:
 
 
 def allowed(masks: Masks, actions: Actions, free: Bools | None = None) -> Bools:
-    """(E,): whether the masks allow the decision, head by head; a choice out of range is not allowed.
+    """Return (E,): whether the masks allow the decision, head by head; a choice out of range is not allowed.
 
     Decisions may be (E, ...), or (1, ...) for all environments. Of a head that is `free`, (6, 1, ...), any valid choice will do.
     """
@@ -69,7 +69,7 @@ def allowed_of(masks: Masks, decisions: Ints, free: Bools | None = None) -> Bool
 
 
 def chosen_in_turn(masks: Masks, choose: Callable[[Head, Bools, Actions], Ints]) -> Actions:
-    """A decision per environment, head after head; a head that does not matter is 0.
+    """Return a decision per environment, head after head; a head that does not matter is 0.
 
     choose(head, valid, actions) -> (E,) int64 gets what is valid of a head, (E, choices of the head), given the actions so far.
     """
@@ -82,7 +82,7 @@ def chosen_in_turn(masks: Masks, choose: Callable[[Head, Bools, Actions], Ints])
 
 
 def draw_uniform(masks: Masks, draws: Floats) -> Actions:
-    """A valid decision per environment, uniform over operations, then over each head; draws: (heads, E) in [0, 1)."""
+    """Return a valid decision per environment, uniform over operations, then over each head; draws: (heads, E) in [0, 1)."""
 
     def choose(head: Head, valid: Bools, actions: Actions) -> Ints:
         rank = np.floor(draws[head] * valid.sum(1))  # the rank-th valid choice, counted from 0
@@ -92,7 +92,7 @@ def draw_uniform(masks: Masks, draws: Floats) -> Actions:
 
 
 def complete(masks: Masks, op: Ints, slot: Ints, wanted: Mapping[Head, Ints | int]) -> Actions:
-    """A decision per environment from its op and slot, (E,), and the wanted choice of each later head, (E,) or for all.
+    """Return a decision per environment from its op and slot, (E,), and the wanted choice of each later head, (E,) or for all.
 
     Where the masks refuse a wanted choice, the first that they allow is taken: a doomed seed is pruned at tempo 0 only.
     A head that does not matter is 0.
@@ -109,21 +109,21 @@ def complete(masks: Masks, op: Ints, slot: Ints, wanted: Mapping[Head, Ints | in
 
 
 def barred(masks: Masks, op: Op, rows: Bools) -> Masks:
-    """The masks with an operation forbidden in some rows, (E,) bool."""
+    """Return the masks with an operation forbidden in some rows, (E,) bool."""
     ops = masks.op.copy()
     ops[rows, op] = False
     return masks._replace(op=ops)
 
 
 def only_wait(masks: Masks, rows: Bools) -> Masks:
-    """The masks with WAIT as the only valid operation of some rows, (E,) bool."""
+    """Return the masks with WAIT as the only valid operation of some rows, (E,) bool."""
     ops = masks.op.copy()
     ops[rows] = np.arange(ops.shape[1]) == Op.WAIT
     return masks._replace(op=ops)
 
 
 def without_blueprints(masks: Masks, forbidden: Bools) -> Masks:
-    """The masks with blueprints forbidden at slots, (E, S, K) bool, and GERMINATE where none is left."""
+    """Return the masks with blueprints forbidden at slots, (E, S, K) bool, and GERMINATE where none is left."""
     blueprint, slot, op = masks.blueprint & ~forbidden, masks.slot.copy(), masks.op.copy()
     slot[:, Op.GERMINATE] &= blueprint.any(2)
     op[:, Op.GERMINATE] &= slot[:, Op.GERMINATE].any(1)
@@ -131,14 +131,14 @@ def without_blueprints(masks: Masks, forbidden: Bools) -> Masks:
 
 
 def defaults(space: Space) -> dict[Head, int]:
-    """The choices that a decision leaves open: ADD, a ramp of `TEMPO` steps or the first above 0, and the largest dose."""
+    """Return the choices that a decision leaves open: ADD, a ramp of `TEMPO` steps or the first above 0, and the largest dose."""
     ramps = space.tempos
     tempo = ramps.index(TEMPO) if TEMPO in ramps else next(i for i, steps in enumerate(ramps) if steps > 0)
     return {Head.BLUEPRINT: 0, Head.BLEND: Blend.ADD, Head.TEMPO: tempo, Head.TARGET: int(np.argmax(space.targets))}
 
 
 def every_decision(space: Space, free: Collection[Head] = tuple(Head)) -> Ints:
-    """(N, 6) every decision that some state allows, each once, in the order of `Head`; WAIT is the first.
+    """Return (N, 6) every decision that some state allows, each once, in the order of `Head`; WAIT is the first.
 
     A head that does not matter for an operation is 0. OP, SLOT and the heads in `free` take every value; the others stay at
     `defaults`. All free: 1 + (S * K * blends * tempos * targets) + 2 S + (S * tempos * targets) + (S * tempos).
@@ -167,5 +167,5 @@ def every_decision(space: Space, free: Collection[Head] = tuple(Head)) -> Ints:
 
 
 def _environments(masks: Masks, dims: int) -> Ints:
-    """(E, 1, ...) the index of each environment."""
+    """Return (E, 1, ...) the index of each environment."""
     return np.arange(len(masks.op)).reshape(-1, *(1,) * (dims - 1))

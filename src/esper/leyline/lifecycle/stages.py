@@ -40,7 +40,7 @@ SETTLED = frozenset({Stage.DORMANT, Stage.FOSSILIZED, Stage.EMBARGOED})
 
 
 def among(stage: NDArray[Any], stages: frozenset[Stage]) -> NDArray[np.bool_]:
-    """Whether each entry of an array of stages is one of `stages`; bool, of the same shape."""
+    """Return whether each entry of an array of stages is one of `stages`; bool, of the same shape."""
     table = np.zeros(len(Stage), bool)
     table[list(stages)] = True
     return table[stage]

@@ -58,7 +58,7 @@ class Stream:
     orders: ClassVar[tuple[str, ...]] = ("",)
 
     def __post_init__(self) -> None:
-        """InputError if the axes cannot be in that order."""
+        """Raise InputError if the axes cannot be in that order."""
         if self.order == "":
             object.__setattr__(self, "order", self.orders[0])
         elif self.order not in self.orders:
@@ -81,7 +81,7 @@ class Stream:
         return tuple(self.order.index(axis) for axis in self.orders[0])
 
     def arranged(self, x: Tensor) -> Tensor:
-        """A tensor of one network with its axes in the order in which seeds are written."""
+        """Return a tensor of one network with its axes in the order in which seeds are written."""
         return arranged(x, self.permutation)
 
     def width_at(self, x: object) -> int:
@@ -92,14 +92,14 @@ class Stream:
 
     @classmethod
     def width_of(cls, x: object) -> int:
-        """The width of one network's tensor x (B, ...), or 0 where x is not a floating-point stream of this kind."""
+        """Return the width of one network's tensor x (B, ...), or 0 where x is not a floating-point stream of this kind."""
         if not isinstance(x, torch.Tensor) or x.dim() != 1 + cls.axes or not x.is_floating_point():
             return 0
         return x.shape[cls.features]
 
     @classmethod
     def column(cls, values: Tensor) -> Tensor:
-        """One number for each row, (n,), in a shape that broadcasts over a population's stream: (n, 1, 1, ...)."""
+        """Return one number for each row, (n,), in a shape that broadcasts over a population's stream: (n, 1, 1, ...)."""
         return values.view(-1, *(1,) * (1 + cls.axes))
 
     @classmethod
@@ -109,12 +109,12 @@ class Stream:
 
     @classmethod
     def gated(cls, u: Tensor) -> Tensor:
-        """What the GATE blend reads of u: features in the last axis, (..., B, C) or (..., B, L, C)."""
+        """Return what the GATE blend reads of u: features in the last axis, (..., B, C) or (..., B, L, C)."""
         return u
 
     @classmethod
     def spread(cls, gate: Tensor) -> Tensor:
-        """The values of gates (..., B, 1) or (..., B, L, 1) in a shape that broadcasts over the stream."""
+        """Return the values of gates (..., B, 1) or (..., B, L, 1) in a shape that broadcasts over the stream."""
         return gate
 
     @classmethod
@@ -225,7 +225,7 @@ def arranged(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def restored(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """The inverse of `arranged`."""
+    """Return the inverse of `arranged`."""
     return x.permute(tuple(axes.index(axis) for axis in range(len(axes)))) if axes else x
 
 

@@ -65,7 +65,7 @@ class Estimate(NamedTuple):
 
     @classmethod
     def absent(cls, *shape: int) -> "Estimate":
-        """An estimate of this shape that was not measured."""
+        """Return an estimate of this shape that was not measured."""
         return cls(np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape, bool))
 
 
@@ -337,7 +337,7 @@ class Outcome(NamedTuple):
 
 
 def map_arrays(function: Callable[..., Any], *records: Any) -> Any:
-    """The last record, nested or not, with each array replaced by `function` of that array in all records.
+    """Return the last record, nested or not, with each array replaced by `function` of that array in all records.
 
     The records are tuples of one type; other values than arrays are unchanged.
     """
@@ -349,7 +349,7 @@ def map_arrays(function: Callable[..., Any], *records: Any) -> Any:
 
 
 def take(record: Any, rows: slice | NDArray[np.int64]) -> Any:
-    """A record of arrays (E, ...) indexed along the leading axis."""
+    """Return a record of arrays (E, ...) indexed along the leading axis."""
     return map_arrays(lambda array: array[rows], record)
 
 
@@ -363,14 +363,14 @@ MISSING = "missing"
 
 
 def sensor(view: View, name: str) -> Floats:
-    """The values (E, S) of a growth sensor; nan where the space does not have it."""
+    """Return the values (E, S) of a growth sensor; nan where the space does not have it."""
     if name not in view.space.sensors:
         return np.full(view.seeds.stage.shape, np.nan)
     return view.measurements.sensors[..., view.space.sensors.index(name)]
 
 
 def read_only(record: Any) -> Any:
-    """The record with read-only views of its arrays."""
+    """Return the record with read-only views of its arrays."""
 
     def protected(array: NDArray[Any]) -> NDArray[Any]:
         view = array.view()

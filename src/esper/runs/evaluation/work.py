@@ -74,7 +74,7 @@ class Kept(NamedTuple):
 
 
 def disk_retry(config: Config, note: Callable[[str], None], folder: Path) -> DiskRetry:
-    """What waits for room on a full disk while an evaluation is written to a folder."""
+    """Return what waits for room on a full disk while an evaluation is written to a folder."""
     again = "give the same command again, which goes on from what was grown"
     return DiskRetry(config.faults.disk_seconds, note, folder, lambda: False, further=again)
 

@@ -56,7 +56,7 @@ def with_cohorts(configs: Sequence[Config], controller: str) -> Config:
 
 
 def is_training(config: Config) -> bool:
-    """Whether the run of a config trains a controller."""
+    """Return whether the run of a config trains a controller."""
     return bool(config.tasks) and (config.controller == PAID or config.controller.startswith(PAID_BY))
 
 

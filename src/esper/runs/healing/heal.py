@@ -179,7 +179,7 @@ def heal(
 
 
 def further(case: Case, corrected: TrainedNetwork | None, rate: float) -> TrainedNetwork | None:
-    """A copy of a network that `refit` corrected, whose corrections are trained; None if it corrected none."""
+    """Return a copy of a network that `refit` corrected, whose corrections are trained; None if it corrected none."""
     if corrected is None:
         return None
     network = copy.deepcopy(corrected.network)
@@ -288,11 +288,11 @@ class InOrder(Rule):
         return Actions.wait(1)
 
     def reasons(self) -> list[str | None]:
-        """Why the last decision planted, kept or removed a seed; None if it did none of these."""
+        """Return why the last decision planted, kept or removed a seed; None if it did none of these."""
         return [self._why]
 
     def explain(self) -> list[str]:
-        """What was not planted."""
+        """Return what was not planted."""
         left = self.plantings[self.planted :]
         return [f"{seed.blueprint} was not planted at {seed.slot}: no decision was left" for seed in left]
 
@@ -322,7 +322,7 @@ def plan(space: Space, sites: Mapping[str, Site], places: Sequence["Place"], roo
 
 
 def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A copy whose pruning is part of its weights, and the masks, which an exported graph multiplies by itself.
+    """Return a copy whose pruning is part of its weights, and the masks, which an exported graph multiplies by itself.
 
     There the masked weight takes the place of the other, and the mask is 1.
     """
@@ -449,13 +449,13 @@ def drift(h: Tensor, intact: Tensor) -> float:
 
 @torch.no_grad()
 def directions(h: Tensor, kind: type[Stream]) -> float:
-    """The participation ratio of a stream (N, ...), in [0, 1] (`tolaria/measure/sensors.py::participation_ratio`)."""
+    """Return the participation ratio of a stream (N, ...), in [0, 1] (`tolaria/measure/sensors.py::participation_ratio`)."""
     return float(participation_ratio(kind.positions(h[None]))[0])
 
 
 @torch.no_grad()
 def dead_units(z: Tensor) -> float:
-    """The share of units that are above 0 on under 1 % of examples and positions; z (N, ..., units)."""
+    """Return the share of units that are above 0 on under 1 % of examples and positions; z (N, ..., units)."""
     return float(((z.flatten(0, -2) > 0).double().mean(0) < 0.01).double().mean())
 
 

@@ -163,11 +163,11 @@ class Healed:
         return f"{said}; best on the probe, with frozen weights and within the budget: {self.best}{gain}"
 
     def row(self, name: str) -> ComparedNetwork:
-        """The row of a network."""
+        """Return the row of a network."""
         return next(row for row in self.table if row.network == name)
 
     def summary(self) -> dict[str, Any]:
-        """The table, the seeds and the sentences, as plain values."""
+        """Return the table, the seeds and the sentences, as plain values."""
         return {
             "status": "finished",
             "host_params": self.host_params,
@@ -227,7 +227,7 @@ class Healed:
         return f"{folder}: {', '.join(written)}{left}"
 
     def _exported(self) -> bytes:
-        """The file of torch.export, with a batch axis of any length."""
+        """Return the file of torch.export, with a batch axis of any length."""
         given, named = self.example, isinstance(self.example, Mapping)
         arguments = () if named else tuple(given) if isinstance(given, tuple | list) else (given,)
         keywords = dict(given) if named else {}
@@ -262,7 +262,7 @@ class Healed:
         return f"<table><tr>{header}</tr>{cells}</table><ul>{seeds}</ul><p>{html.escape(self.verdict)}</p>"
 
     def _rows(self) -> list[list[str]]:
-        """The cells of the table, headings first, without the accuracy where no network has one."""
+        """Return the cells of the table, headings first, without the accuracy where no network has one."""
         rows = [["network", "held-out loss", "lower by [95 %]", "accuracy", "trained parameters", "rate", "seconds"]]
         for row in self.table:
             low, high = row.gain - row.half_width, row.gain + row.half_width

@@ -67,13 +67,13 @@ def refit(case: Case, intact: nn.Module, size: int) -> TrainedNetwork | None:
 
 
 def _affine(layer: Map) -> Tensor:
-    """(O, K + 1) weight and bias."""
+    """Return (O, K + 1) weight and bias."""
     weight = layer.weight.flatten(1).double()
     return F.pad(weight, (0, 1)) if layer.bias is None else torch.cat([weight, layer.bias[:, None].double()], 1)
 
 
 def _read(x: Tensor, affine: Tensor) -> Tensor:
-    """(N, O) what a layer returns for the inputs x (N, K)."""
+    """Return (N, O) what a layer returns for the inputs x (N, K)."""
     return x @ affine[:, :-1].T + affine[:, -1]
 
 
@@ -89,7 +89,7 @@ def _maps(network: nn.Module) -> dict[str, Map]:
 
 
 def _inputs(network: nn.Module, layers: Mapping[str, Map], batches: list[object]) -> dict[str, Tensor]:
-    """(N, K) what each layer reads, in double precision and in the order of the calls; at most `ROWS` of each call.
+    """Return (N, K) what each layer reads, in double precision and in the order of the calls; at most `ROWS` of each call.
 
     The rows depend on the number of them alone, so that two networks leave those of the same examples and positions.
     """

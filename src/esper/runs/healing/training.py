@@ -57,7 +57,7 @@ class HealingExamples(NamedTuple):
         return HealingExamples(*pytree.tree_map_only(Tensor, lambda leaf: leaf[index], (self.x, self.y)))
 
     def like(self, network: nn.Module) -> "HealingExamples":
-        """The examples with floating-point inputs of the dtype of the network's parameters."""
+        """Return the examples with floating-point inputs of the dtype of the network's parameters."""
         dtype = next((own.dtype for own in network.parameters() if own.is_floating_point()), torch.get_default_dtype())
         x = pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, self.x)
         return HealingExamples(x, self.y)
@@ -153,7 +153,7 @@ def _joined(batches: list[Any]) -> HealingExamples:
 
 
 def _tensor(what: str, value: Any) -> Any:
-    """An array or a tensor as a tensor of numbers; anything else as it is."""
+    """Return an array or a tensor as a tensor of numbers; anything else as it is."""
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.ascontiguousarray(numeric_array(value, what)))
     if not isinstance(value, Tensor):
@@ -170,7 +170,7 @@ def split(examples: HealingExamples, seed: int) -> HealingParts:
 
 
 def usual_loss(output: Any, target: Any) -> Tensor:
-    """(B,) the cross-entropy of output (B, ..., C) for whole numbers (B, ...) [nats], the squared error for other targets.
+    """Return (B,) the cross-entropy of output (B, ..., C) for whole numbers (B, ...) [nats], the squared error for other targets.
 
     Each is the mean over the positions of an example that count.
     """
@@ -265,7 +265,7 @@ def trained(
 
 
 def all_weights(case: Case, rate: float) -> TrainedNetwork:
-    """A copy of which every weight is trained; what was pruned stays 0."""
+    """Return a copy of which every weight is trained; what was pruned stays 0."""
     network = copy.deepcopy(case.host)
     for parameter in network.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -280,7 +280,7 @@ def all_weights(case: Case, rate: float) -> TrainedNetwork:
 
 
 def revived(case: Case, rate: float) -> TrainedNetwork | None:
-    """A copy of which every weight is trained after dead units were drawn anew; None if the damaged network has none."""
+    """Return a copy of which every weight is trained after dead units were drawn anew; None if the damaged network has none."""
     network = copy.deepcopy(case.host)
     if not redraw_dead(network, torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))):
         return None
@@ -327,7 +327,7 @@ def adapters(case: Case, rate: float, within: Collection[str], size: int) -> Tra
 
 
 def bias_and_scale(case: Case, rate: float) -> TrainedNetwork:
-    """A frozen copy of which biases, normalisations, and a factor for each output of a layer are trained."""
+    """Return a frozen copy of which biases, normalisations, and a factor for each output of a layer are trained."""
     network = copy.deepcopy(case.host)
     for parameter in network.parameters():
         parameter.requires_grad_(parameter.dim() < 2 and parameter.is_floating_point())
@@ -356,7 +356,7 @@ def settled(case: Case) -> Case:
 
 
 def losses_of(network: nn.Module, examples: HealingExamples, case: Case) -> NDArray[np.float64]:
-    """(N,) the loss of each example, or of each batch if the loss does not know examples."""
+    """Return (N,) the loss of each example, or of each batch if the loss does not know examples."""
     probe = _probe(network, case.batches(examples), case.loss)
     probe.way = case.way
     with undisturbed(network):
@@ -365,7 +365,7 @@ def losses_of(network: nn.Module, examples: HealingExamples, case: Case) -> NDAr
 
 
 def probe_loss(network: nn.Module, case: Case) -> float:
-    """The loss on the probe, which chooses among rates; infinite if it is not finite, so that it comes last."""
+    """Return the loss on the probe, which chooses among rates; infinite if it is not finite, so that it comes last."""
     loss = float(losses_of(network, case.parts.probe, case).mean())
     return loss if math.isfinite(loss) else math.inf
 
@@ -373,7 +373,7 @@ def probe_loss(network: nn.Module, case: Case) -> float:
 def table(
     case: Case, networks: Mapping[str, TrainedNetwork]
 ) -> tuple[tuple[ComparedNetwork, ...], dict[str, NDArray[np.float64]]]:
-    """Every network on the examples that were held back, and its losses there. The first network is the damaged one."""
+    """Return every network on the examples that were held back, and its losses there. The first network is the damaged one."""
     held = case.parts.held
     losses = {name: losses_of(each.network, held, case) for name, each in networks.items()}
     first = next(iter(losses.values()))
@@ -412,7 +412,7 @@ class _Scaled(nn.Module):
 
 
 def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
-    """The weights that a layer multiplies by, with their names; none for other modules."""
+    """Return the weights that a layer multiplies by, with their names; none for other modules."""
     own = {} if isinstance(part, nn.Embedding) else part._parameters
     return [(name, weight) for name in WEIGHTS if (weight := own.get(name)) is not None and weight.dim() > 1]
 

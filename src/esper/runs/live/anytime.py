@@ -549,7 +549,7 @@ class AnytimeGrowth:
 
 
 def _check_sizes(sizes: Any, factor: int) -> None:
-    """InputError if a network cannot pass through these sizes."""
+    """Raise InputError if a network cannot pass through these sizes."""
     if sizes is None:
         return
     given = sizes if isinstance(sizes, list | tuple) else []
@@ -578,5 +578,5 @@ def _refusal(error: Exception) -> str:
 
 
 def _ways(way: Way | None) -> dict[str, Any]:
-    """The setting of `widen` that takes one way alone; none where it was not needed."""
+    """Return the setting of `widen` that takes one way alone; none where it was not needed."""
     return {"ways": [way]} if way else {}

@@ -277,7 +277,7 @@ class Growth:
         return True
 
     def finish(self) -> nn.Module:
-        """The network with the seeds that were kept, and no others. It goes on training under the same optimizer.
+        """Return the network with the seeds that were kept, and no others. It goes on training under the same optimizer.
 
         A kept seed whose change is linear becomes part of the Linear or convolution that it is behind. One with a hidden layer
         of ReLU around two of these with a ReLU between becomes further units of them, which get larger parameters (`widened`), as
@@ -312,7 +312,7 @@ class Growth:
         return self.model
 
     def gather(self, model: M | None = None) -> M | None:
-        """The network that `finish` returned as one process holds it, where several have parts of it or copies.
+        """Return the network that `finish` returned as one process holds it, where several have parts of it or copies.
 
             growth.finish()
             network = growth.gather(build() if rank == 0 else None)
@@ -385,7 +385,7 @@ class Growth:
         save_grown(self.model, self._resized(), folder if self.population.ranks.first else None)
 
     def summary(self) -> dict[str, Any]:
-        """What became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
+        """Return what became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
         `verdict` says in one line what is known of whether growth paid. `stopped` says since which step nothing was measured, and
         why; None while something can happen. `loss` is that on the probe at the last decision, and
@@ -575,7 +575,7 @@ class Growth:
         )
 
     def _resized(self) -> dict[str, torch.Size]:
-        """The parameters of the host that have other shapes than when growth began, by name: their shapes then."""
+        """Return the parameters of the host that have other shapes than when growth began, by name: their shapes then."""
         now = dict(self.model.named_parameters())
         return {name: shape for name, shape in self._first_shapes.items() if name in now and now[name].shape != shape}
 
@@ -591,7 +591,7 @@ class Growth:
         self._stopped = (self.calls, why) if why else None
 
     def _nothing_left(self, view: View) -> str:
-        """The condition by which nothing can happen any more, the same in every process; empty while something can."""
+        """Return the condition by which nothing can happen any more, the same in every process; empty while something can."""
         if not among(view.seeds.stage, SETTLED).all():
             return ""
         controller, config, ranks = self.controller, self.engine.config, self.population.ranks
@@ -704,7 +704,7 @@ def _check_mode(name: str) -> None:
 
 
 def _check_owner(network: nn.Module, optimizer: Any) -> None:
-    """InputError if a network or an optimizer has seeds of another growth, or may get some."""
+    """Raise InputError if a network or an optimizer has seeds of another growth, or may get some."""
     parts = set(network.modules())
     for other in _UNFINISHED:
         if other.model in parts or network in set(other.model.modules()):
@@ -725,12 +725,12 @@ def _check_owner(network: nn.Module, optimizer: Any) -> None:
 
 
 def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
-    """The number by which a loop's scaler multiplies the loss now; reads the device. 1 without a scaler."""
+    """Return the number by which a loop's scaler multiplies the loss now; reads the device. 1 without a scaler."""
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def _unwrapped_model(model: Any) -> tuple[nn.Module, DistributedDataParallel | None]:
-    """The module that grows, and the DistributedDataParallel around it, if there is one. InputError if none can grow."""
+    """Return the module that grows, and the DistributedDataParallel around it, if there is one. InputError if none can grow."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
     network, wrapper = model, None
@@ -793,7 +793,7 @@ def _growth_config(
 
 
 def _with_sensors(config: Config, client: Controller) -> Config:
-    """The config with the decisions between measurements of what is missing, if they are null: 0 where nobody reads that.
+    """Return the config with the decisions between measurements of what is missing, if they are null: 0 where nobody reads that.
 
     A controller that does not read it knows neither seeds that act at once nor slots that become empty again.
     """

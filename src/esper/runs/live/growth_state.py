@@ -47,7 +47,7 @@ def made_with(
     config: GrowthConfig,
     arguments: Mapping[str, float | int | str | Freeze | None],
 ) -> dict[str, Any]:
-    """All that decides what a growth computes, but for the network and what it has learned, as plain values by name.
+    """Return all that decides what a growth computes, but for the network and what it has learned, as plain values by name.
 
     controller: as it was given, and the object. arguments: budget, freeze, every, steps, seed and mode of Growth.
     """
@@ -70,7 +70,7 @@ def made_with(
 
 
 def check_made_with(saved: Mapping[str, Any], mine: Mapping[str, Any], changed: Sequence[str]) -> None:
-    """InputError if a growth is made with other arguments than one that was saved, except for those named in `changed`."""
+    """Raise InputError if a growth is made with other arguments than one that was saved, except for those named in `changed`."""
     if isinstance(changed, str) or not all(isinstance(name, str) for name in changed):
         raise InputError(f"changed is {changed!r}; give a list of names, as changed=['budget']")
     for name in changed:

@@ -485,7 +485,7 @@ class Trainer:
         return better
 
     def all_rolled_back(self) -> bool:
-        """Whether every row was rolled back in every step so far. Called between rounds."""
+        """Return whether every row was rolled back in every step so far. Called between rounds."""
         configs = [cohort.config for cohort in self.cohorts]
         rounds = self.steps // sum(config.steps for config in configs)
         rows = sum(config.steps * config.envs * (2 if config.twin else 1) for config in configs)

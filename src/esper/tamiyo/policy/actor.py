@@ -41,7 +41,7 @@ class ActorOutput(NamedTuple):
     idle: NDArray[np.bool_]
 
     def judgement(self) -> Judgement:
-        """What the policy thought of the decisions."""
+        """Return what the policy thought of the decisions."""
         decision = self.decision
         found = (decision.probability, decision.entropy, self.value)
         return Judgement(*(np.asarray(tensor.numpy(), np.float64) for tensor in found))
@@ -108,7 +108,7 @@ class RecurrentActor:
         return self._decide(view, exploration, greedy)
 
     def carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
-        """What is carried out for the results of `act` or `further`; None where nothing is left to do in the step.
+        """Return what is carried out for the results of `act` or `further`; None where nothing is left to do in the step.
 
         A package is one decision of the policy. Its first seed is planted with that decision, and the others afterwards, without
         a decision. taught: (E,) decisions that take the place of those of `output`.
@@ -126,11 +126,11 @@ class RecurrentActor:
         return actions
 
     def masks(self, view: View) -> Masks:
-        """The valid decisions, with the packages of the policy."""
+        """Return the valid decisions, with the packages of the policy."""
         return with_packages(view.masks, view.space, self.policy.language.packages)
 
     def observe(self, view: View, history: History) -> Observation:
-        """The observation of the policy. Its costs (E, S, K + P) are those of the menu, then those of the packages."""
+        """Return the observation of the policy. Its costs (E, S, K + P) are those of the menu, then those of the packages."""
         seen, names = observe(view, history), self.policy.language.packages
         if not names:
             return seen
@@ -139,7 +139,7 @@ class RecurrentActor:
         return seen._replace(cost=cost, prospects=np.concatenate([seen.prospects, unknown], 2))
 
     def _decide(self, view: View, exploration: Mapping[Head, float], greedy: bool) -> ActorOutput:
-        """One decision of the environments that are open and plant no package, and WAIT in the others."""
+        """Return one decision of the environments that are open and plant no package, and WAIT in the others."""
         observation, idle = self.observe(view, self.history), ~self._open | self._opened.rows
         dear = view.space.cost >= self._refused[:, None, None]
         masks = self.masks(view._replace(masks=without_blueprints(view.masks, dear)) if dear.any() else view)
@@ -168,7 +168,7 @@ class RecurrentActor:
         self._opened = self._opened._replace(slots=self._opened.slots & ~rows[:, None])
 
     def state(self) -> dict[str, Any]:
-        """The memory as a tree of arrays."""
+        """Return the memory as a tree of arrays."""
         return {
             "episode": self._episode,
             "history": self.history._asdict(),

@@ -116,7 +116,7 @@ class Policy:
         decisions_per_step: int = 1,
         undo_bias: float = 0.0,
     ) -> "Policy":
-        """An untrained policy with random weights. undo_bias: added to the logits of PRUNE and SET_ALPHA."""
+        """Return an untrained policy with random weights. undo_bias: added to the logits of PRUNE and SET_ALPHA."""
         env, slot = input_names(language.sensors)
         choices = (len(language.blueprints), len(language.tempos), len(language.targets))
         shapes = Shapes(len(env), len(slot), *choices, packages=len(language.packages))
@@ -138,7 +138,7 @@ class Policy:
         return self
 
     def normalised(self, observation: Observation) -> Inputs:
-        """The inputs of the network for an observation."""
+        """Return the inputs of the network for an observation."""
         return normalise(observation, self.normaliser, slot_features(self.language.sensors))
 
     def input_weights(self) -> dict[str, float]:
@@ -196,27 +196,27 @@ class Learned(Rule):
         return f"{type(self).__name__}({self.actor.policy!r})"
 
     def act(self, view: View) -> Actions:
-        """One decision per environment. InputError if the policy was trained with other sensors or choices."""
+        """Return one decision per environment. InputError if the policy was trained with other sensors or choices."""
         self._output = self.actor.act(view, greedy=True)
         self._carried(view, self._output)
         return self._done
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """The next decisions of the step; None where they are over, as after one decision if the policy makes no more."""
+        """Return the next decisions of the step; None where they are over, as after one decision if the policy makes no more."""
         return self._carried(view, self.actor.further(view, self._done, refused, greedy=True))
 
     def _carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
-        """The decisions that are carried out (`RecurrentActor.carried`); None where nothing is left to do in the step."""
+        """Return the decisions that are carried out (`RecurrentActor.carried`); None where nothing is left to do in the step."""
         actions = self.actor.carried(view, output, taught)
         self._done = self._done if actions is None else actions
         return actions
 
     def reasons(self) -> Sequence[str | None]:
-        """The packages that the last plantings belong to; None for other decisions."""
+        """Return the packages that the last plantings belong to; None for other decisions."""
         return self.actor.reasons
 
     def judgement(self) -> Judgement:
-        """What the policy thought of the last decisions."""
+        """Return what the policy thought of the last decisions."""
         assert self._output is not None, "act is called first"
         return self._output.judgement()
 
@@ -225,7 +225,7 @@ class Learned(Rule):
         self.actor.store(outcome)
 
     def state(self) -> dict[str, Any]:
-        """The memory and the policy. The folder of the policy may have changed when a run is resumed."""
+        """Return the memory and the policy. The folder of the policy may have changed when a run is resumed."""
         return {"policy": self.actor.policy.state(), "mind": self.actor.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -288,7 +288,7 @@ def load_policy(folder: Path) -> Policy:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What the JSON file of a controller holds, read without its weights. InputError as in `load_policy`."""
+    """Return what the JSON file of a controller holds, read without its weights. InputError as in `load_policy`."""
     path = find_folder(folder) / FACTS
     data = read_kept(path, _LARGEST_FACTS, "give the folder of a trained controller")
     facts = parse_json(data, path, "train the controller again")
@@ -345,7 +345,7 @@ def _moments(known: Mapping[str, Any], features: int) -> Moments:
 
 
 def _vocabulary() -> dict[str, list[str]]:
-    """The names of columns and indices that are fixed in the source, other than those of the language."""
+    """Return the names of columns and indices that are fixed in the source, other than those of the language."""
     env, slot = input_names(())
     return {
         "environment_features": list(env),

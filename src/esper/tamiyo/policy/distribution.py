@@ -75,7 +75,7 @@ def decide(
     draws: NDArray[np.float64] | None,
     exploration: Mapping[Head, float],
 ) -> SampledDecision:
-    """One decision per environment, from the encodings of one step (1, E, ...). What is returned is on the CPU.
+    """Return one decision per environment, from the encodings of one step (1, E, ...). What is returned is on the CPU.
 
     draws: (heads, E) uniform in [0, 1), for inverse transform sampling. None takes the most probable choice, and the first of
     equally probable ones.

@@ -280,7 +280,7 @@ RELATIVE = "_relative"
 
 
 def slot_features(sensors: Sequence[str]) -> tuple[Feature, ...]:
-    """The continuous features of a slot: first the raw ones, then the relative ones."""
+    """Return the continuous features of a slot: first the raw ones, then the relative ones."""
     raw = (*SLOT, *(sensor_feature(name) for name in sensors))
     relative = (
         feature._replace(name=feature.name + RELATIVE, meaning="the raw feature minus its mean over the slots")
@@ -298,7 +298,7 @@ PROSPECTS = (
 
 
 def prospects(seen: Seen) -> Floats:
-    """What the sensors tell of each blueprint of the menu at each slot, (E, S, K, 3); nan where nothing was measured.
+    """Return what the sensors tell of each blueprint of the menu at each slot, (E, S, K, 3); nan where nothing was measured.
 
     The sensors of two blueprints are compared with each other, which those of a slot alone do not allow.
     """
@@ -315,7 +315,7 @@ def prospects(seen: Seen) -> Floats:
 
 
 def read(columns: Sequence[Feature | Flag], seen: Seen, shape: tuple[int, ...]) -> Floats:
-    """The columns of a table, (*shape, columns)."""
+    """Return the columns of a table, (*shape, columns)."""
     values = [np.broadcast_to(np.asarray(column.read(seen), np.float64), shape) for column in columns]
     return np.stack(values, -1)
 
@@ -371,7 +371,7 @@ def sensor_feature(name: str) -> Feature:
 
 
 def _sensed(seen: Seen, name: str) -> Floats:
-    """The values (E, S) of a growth sensor; nan where they are not finite."""
+    """Return the values (E, S) of a growth sensor; nan where they are not finite."""
     value = seen.measured.sensors[..., seen.view.space.sensors.index(name)]
     return np.where(np.isfinite(value), value, np.nan)
 
@@ -387,5 +387,5 @@ def _energy_share(seen: Seen, name: str) -> Floats:
 
 
 def ln(values: Floats) -> Floats:
-    """The logarithm of values of at least 1e-6; nan stays nan."""
+    """Return the logarithm of values of at least 1e-6; nan stays nan."""
     return np.log(np.maximum(values, 1e-6))

@@ -110,7 +110,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         self.register_buffer("value_scale", torch.ones(()))
 
     def initial(self, envs: int) -> Hidden:
-        """The state at the start of a sequence: zeros."""
+        """Return the state at the start of a sequence: zeros."""
         zeros = torch.zeros(envs, self.shapes.hidden, device=self.value_scale.device)
         return zeros, zeros
 
@@ -213,7 +213,7 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _head(reads: int, units: int, writes: int) -> nn.Sequential:
-    """An MLP with one hidden layer. The last weights are small, so a new policy is almost uniform and a new V almost 0."""
+    """Return an MLP with one hidden layer. The last weights are small, so a new policy is almost uniform and a new V almost 0."""
     last = nn.Linear(units, writes)
     nn.init.orthogonal_(last.weight, 0.01)
     nn.init.zeros_(last.bias)

@@ -72,22 +72,22 @@ class History(NamedTuple):
 
     @classmethod
     def empty(cls, envs: int) -> "History":
-        """The history at the first decision of an episode."""
+        """Return the history at the first decision of an episode."""
         shape = (envs, max(WINDOWS) + 1, len(TREND))
         return cls(np.full(shape, np.nan), np.full(envs, -1, np.int64), np.zeros(envs, bool))
 
     def measured(self, measurements: Measurements) -> "History":
-        """The history with the measurements of one more step. Infinite values become nan."""
+        """Return the history with the measurements of one more step. Infinite values become nan."""
         newest = np.stack([measurements.metric, ln(measurements.loss), ln(measurements.train_loss)], 1)
         newest = np.where(np.isfinite(newest), newest, np.nan)
         return self._replace(trend=np.concatenate([newest[:, None], self.trend[:, :-1]], 1))
 
     def decided(self, actions: Actions, accepted: Bools) -> "History":
-        """The history after a decision."""
+        """Return the history after a decision."""
         return self._replace(op=np.asarray(actions.op, np.int64), accepted=accepted)
 
     def reset(self, rows: Bools) -> "History":
-        """The history, emptied in the environments that are marked in `rows` (E,)."""
+        """Return the history, emptied in the environments that are marked in `rows` (E,)."""
         fresh = History.empty(len(rows))
         return History(
             np.where(rows[:, None, None], fresh.trend, self.trend),
@@ -97,7 +97,7 @@ class History(NamedTuple):
 
 
 def observe(view: View, history: History) -> Observation:
-    """The features of a view. `history` must already contain the measurements of the view (`History.measured`)."""
+    """Return the features of a view. `history` must already contain the measurements of the view (`History.measured`)."""
     seen = Seen(
         view, view.seeds, view.measurements, history, *interactions(view.coalitions, view.step, view.seeds.life)
     )
@@ -133,7 +133,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, values: Features) -> "Moments":
-        """The moments of values (..., F); nan is left out."""
+        """Return the moments of values (..., F); nan is left out."""
         flat = values.reshape(-1, values.shape[-1]).astype(np.float64)
         known = np.isfinite(flat)
         count = known.sum(0).astype(np.float64)
@@ -142,7 +142,7 @@ class Moments(NamedTuple):
         return cls(mean, var, count)
 
     def merged(self, other: "Moments") -> "Moments":
-        """The moments of these values and others (Chan, Golub and LeVeque, "Updating formulae", 1979, eq. 1.5)."""
+        """Return the moments of these values and others (Chan, Golub and LeVeque, "Updating formulae", 1979, eq. 1.5)."""
         total = np.maximum(self.n + other.n, 1)
         shift, some = other.mean - self.mean, other.n > 0
         joint = self.var * self.n + other.var * other.n + shift**2 * self.n * other.n / total
@@ -162,7 +162,7 @@ class Normaliser(NamedTuple):
 
     @classmethod
     def prior(cls, sensors: Sequence[str]) -> "Normaliser":
-        """The moments before the first round."""
+        """Return the moments before the first round."""
         tables = (GLOBAL, slot_features(sensors))
         scales = [[feature.scale for feature in table] for table in tables]
         env, slot = map(Moments.prior, scales)
@@ -170,11 +170,11 @@ class Normaliser(NamedTuple):
 
     @classmethod
     def of(cls, observation: Observation) -> "Normaliser":
-        """The moments of observations, of any leading shape."""
+        """Return the moments of observations, of any leading shape."""
         return cls(*(Moments.of(getattr(observation, name)) for name in cls._fields))
 
     def merged(self, other: "Normaliser") -> "Normaliser":
-        """The moments of these observations and others."""
+        """Return the moments of these observations and others."""
         return Normaliser(*(mine.merged(theirs) for mine, theirs in zip(self, other, strict=True)))
 
 
@@ -201,7 +201,7 @@ CLIP = 5.0
 
 
 def normalise(observation: Observation, normaliser: Normaliser, features: Sequence[Feature]) -> Inputs:
-    """The inputs of a network. `features`: the columns of `observation.slot`, from `slot_features`."""
+    """Return the inputs of a network. `features`: the columns of `observation.slot`, from `slot_features`."""
     known = np.isfinite(observation.prospects)
     scaled = _scaled(observation.prospects, normaliser.prospects, np.ones(len(PROSPECTS)))
     return Inputs(
@@ -214,7 +214,7 @@ def normalise(observation: Observation, normaliser: Normaliser, features: Sequen
 
 
 def input_names(sensors: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the columns of `Inputs.env` and `Inputs.slot`. The flag `name?` says whether `name` was measured."""
+    """Return names of the columns of `Inputs.env` and `Inputs.slot`. The flag `name?` says whether `name` was measured."""
     return _columns(GLOBAL, GLOBAL_FLAGS), _columns(slot_features(sensors), SLOT_FLAGS)
 
 
@@ -224,7 +224,7 @@ def _columns(features: Sequence[Feature], flags: Sequence[Flag]) -> tuple[str, .
 
 
 def _flagged(feature: Feature) -> bool:
-    """Whether a feature has a flag `name?`. A relative feature shares the flag of the raw one."""
+    """Return whether a feature has a flag `name?`. A relative feature shares the flag of the raw one."""
     return feature.missing and not feature.name.endswith(RELATIVE)
 
 
@@ -243,5 +243,5 @@ def _scaled(values: Features, moments: Moments, scale: Floats) -> Floats:
 
 
 def _single(values: Floats) -> Features:
-    """Values as float32; nan where they exceed its range."""
+    """Return values as float32; nan where they exceed its range."""
     return np.where(np.abs(values) <= np.finfo(np.float32).max, values, np.nan).astype(np.float32)

@@ -56,7 +56,7 @@ class Opened(NamedTuple):
 
 
 def package_slots(masks: Masks, space: Space, names: Sequence[str]) -> Bools:
-    """(E, S, P): the slots that each package would plant now."""
+    """Return (E, S, P): the slots that each package would plant now."""
     found: Bools = masks.blueprint[..., indices(space, names)] & inner_slots(space)[..., None]
     return found
 
@@ -77,7 +77,7 @@ def package_costs(view: View, names: Sequence[str]) -> Floats:
 
 
 def unpacked(view: View, chosen: Actions, names: Sequence[str], opened: Opened) -> tuple[Actions, Opened]:
-    """What is carried out, and the packages that are planted afterwards.
+    """Return what is carried out, and the packages that are planted afterwards.
 
     An environment with an opened package plants its next slot, the dearest first. Another one carries out what was `chosen`; of a
     package the first seed goes to the chosen slot.
@@ -120,7 +120,7 @@ def package_reasons(view: View, chosen: Actions, carried: Actions, opened: Opene
 
 
 def as_package(view: View, actions: Actions, names: Sequence[str], blueprint: Ints) -> Actions:
-    """The decisions (E,) of a teacher, with a package where it is about to plant every slot of one with its blueprint.
+    """Return the decisions (E,) of a teacher, with a package where it is about to plant every slot of one with its blueprint.
 
     blueprint: (E,) the index into the menu that all slots of the package are to be planted with, -1 where there is none
     (`Controller.package`).

@@ -19,7 +19,7 @@ class Rule(Controller):
         return f"{type(self).__name__}()"
 
     def state(self) -> dict[str, Any]:
-        """An empty state."""
+        """Return an empty state."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -46,7 +46,7 @@ class RandomValid(Rule):
     """
 
     def act(self, view: View) -> Actions:
-        """One valid decision per environment. A head that the operation does not use is 0."""
+        """Return one valid decision per environment. A head that the operation does not use is 0."""
         return draw_uniform(view.masks, draws(view))
 
 

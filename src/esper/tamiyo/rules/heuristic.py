@@ -117,7 +117,7 @@ class Heuristic(Rule):
         self._blind = False  # whether slots were chosen without measured inner features
 
     def act(self, view: View) -> Actions:
-        """One decision per environment, from its row of the view alone."""
+        """Return one decision per environment, from its row of the view alone."""
         may = view.masks.slot
         usual = defaults(view.space)
         trials, plans = self._judge(view), self._plan(view)
@@ -181,7 +181,7 @@ class Heuristic(Rule):
         return self._why
 
     def explain(self) -> list[str]:
-        """Sentences that name the conditions that prevented planting, with the number of environments.
+        """Return sentences that name the conditions that prevented planting, with the number of environments.
 
         A further sentence says where narrow segments could not be recognised.
         """
@@ -199,7 +199,7 @@ class Heuristic(Rule):
         return sentences
 
     def state(self) -> dict[str, Any]:
-        """The obstacles so far, from which `explain` makes its sentences."""
+        """Return the obstacles so far, from which `explain` makes its sentences."""
         told = {"planted": self._planted, "obstacle": self._obstacle, "share": self._share, "vain": self._vain}
         return {**told, "failed": self._failed, "steps": self._steps, "blind": self._blind}
 
@@ -237,7 +237,7 @@ class Heuristic(Rule):
         return _Trials(worth, contribution.se, price, keep, unpaid, holding, unkept | untrained, harmful)
 
     def timely(self, view: View, step: int) -> bool:
-        """Whether a seed that is planted at a step can be fossilized before the run ends, with `spare_steps` to spare."""
+        """Return whether a seed that is planted at a step can be fossilized before the run ends, with `spare_steps` to spare."""
         # A seed trains from the step after its planting on, and FOSSILIZE takes one more decision.
         needed = 1 + self.gates.min_training_steps + self._trial(view) + self.config.spare_steps
         return view.steps - step >= needed
@@ -247,11 +247,11 @@ class Heuristic(Rule):
         return view.space.tempos[defaults(view.space)[Head.TEMPO]] + self.gates.min_holding_steps + 1
 
     def _failed_of(self, shape: tuple[int, ...]) -> Bools:
-        """(E, S) where a seed was pruned in this episode."""
+        """Return (E, S) where a seed was pruned in this episode."""
         return self._failed if self._failed.shape == shape else np.zeros(shape, bool)
 
     def _affordable(self, view: View) -> Bools:
-        """(E, S, K) the seeds for which the budget has room beside all that are there."""
+        """Return (E, S, K) the seeds for which the budget has room beside all that are there."""
         cost, planted = np.broadcast_to(view.space.cost, view.masks.blueprint.shape), view.seeds.blueprint
         if self.param_limit is None:
             return np.ones(cost.shape, bool)
@@ -263,7 +263,7 @@ class Heuristic(Rule):
         return affordable
 
     def _plan(self, view: View) -> _Plans:
-        """Where to plant: at narrow segments, or where there are none, at the weakest."""
+        """Return where to plant: at narrow segments, or where there are none, at the weakest."""
         config, measured, space = self.config, view.measurements, view.space
         offered = view.masks.blueprint
         inner = sensor(view, "participation_inner")
@@ -364,7 +364,7 @@ class Heuristic(Rule):
         return f"it did not pass its gate at {getattr(self.config, key)} decisions (heuristic.{key})"
 
     def _sentence(self, obstacle: PlantingObstacle, share: Floats) -> str:
-        """The condition that prevented planting in networks of these relative metrics, and the key that changes it."""
+        """Return the condition that prevented planting in networks of these relative metrics, and the key that changes it."""
         config = self.config
         low, high = (f"{min(max(float(each), 0.0), 1.0):.0%}" for each in (share.min(), share.max()))
         covered = low if low == high else f"{low} to {high}"
@@ -409,7 +409,7 @@ def _first_that_fits(names: Sequence[str], fits: Bools, space: Space) -> Ints:
 
 
 def progress_of(share: float) -> str:
-    """A `relative_metric` in words: how far the metric of a network has come."""
+    """Return a `relative_metric` in words: how far the metric of a network has come."""
     if not np.isfinite(share):
         return "how far the metric is on the way to a perfect one is not known"
     if share < 0:
@@ -418,7 +418,7 @@ def progress_of(share: float) -> str:
 
 
 def _best(candidates: Bools, score: Floats) -> Ints:
-    """The candidate with the highest score, the first of equal ones. A score of nan is the lowest.
+    """Return the candidate with the highest score, the first of equal ones. A score of nan is the lowest.
 
     candidates, score: (E, S). Returns (E,) int64; 0 where there is no candidate.
     """

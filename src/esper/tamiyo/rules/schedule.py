@@ -135,7 +135,7 @@ class Schedule(Rule):
         self._steps = 0
 
     def act(self, view: View) -> Actions:
-        """The operation of an entry, or WAIT, per environment. InputError if the space lacks a name of an entry."""
+        """Return the operation of an entry, or WAIT, per environment. InputError if the space lacks a name of an entry."""
         if self._plan is None or view.step == 0:
             self._plan = _plan(self.entries, view.space, self.source)
         plan = self._plan
@@ -179,7 +179,7 @@ class Schedule(Rule):
         return [[*names, None][row] for row in self._turn[0].tolist()]  # None is for the WAIT at the end
 
     def explain(self) -> list[str]:
-        """Sentences that name the entries that were not carried out, with the causes and the numbers of environments."""
+        """Return sentences that name the entries that were not carried out, with the causes and the numbers of environments."""
         if self._pending is None or self._obstacle is None:
             return []
         sentences = []
@@ -260,7 +260,7 @@ def _entry(item: object, where: str) -> ScheduleEntry:
 
 
 def _expanded(entries: Sequence[ScheduleEntry]) -> list[tuple[int, ScheduleEntry]]:
-    """Every entry with its number in the list, from 1. The entries that a `keep` adds follow with the same number."""
+    """Return every entry with its number in the list, from 1. The entries that a `keep` adds follow with the same number."""
     rows: list[tuple[int, ScheduleEntry]] = []
     for number, entry in enumerate(entries, 1):
         rows.append((number, entry))
@@ -336,7 +336,7 @@ _NEEDS = {
 
 
 def _obstacles(plan: _Plan, view: View) -> NDArray[np.int8]:
-    """(E, N) an EntryObstacle: what the stages of the seeds say about each entry, whatever its step."""
+    """Return (E, N) an EntryObstacle: what the stages of the seeds say about each entry, whatever its step."""
     stage = view.seeds.stage
     here = stage[:, plan.slot]  # (E, N)
     found = np.full(here.shape, EntryObstacle.CHOICE, np.int8)

@@ -31,7 +31,7 @@ VectorHost = MLP | ResidualMLP
 def mlp(
     inputs: int, width: int = 32, classes: int | None = None, *, blocks: int = 3, outputs: int | None = None
 ) -> ResidualMLP:
-    """A host for vectors, in one line: esper.task("mine", x, y, host=esper.mlp(inputs=30, width=32, classes=2)).
+    """Return a host for vectors, in one line: esper.task("mine", x, y, host=esper.mlp(inputs=30, width=32, classes=2)).
 
     Returns a factory of residual networks (B, inputs) -> (B, classes), with a slot behind each of its blocks:
 
@@ -57,7 +57,7 @@ def cnn(
     blocks: int = 2,
     outputs: int | None = None,
 ) -> ResidualCNN:
-    """A host for images, in one line: esper.task("mine", x, y, host=esper.cnn(inputs=(3, 32, 32), classes=10)).
+    """Return a host for images, in one line: esper.task("mine", x, y, host=esper.cnn(inputs=(3, 32, 32), classes=10)).
 
     Returns a factory of residual convolutional networks (B, C, H, W) -> (B, classes), with a slot behind each of its blocks.
     The first block returns `width` channels, and every further block doubles them. Every block halves the resolution. After
@@ -85,7 +85,7 @@ def transformer(
     length: int = 128,
     positions: Positions = "learned",
 ) -> Transformer:
-    """A host for tokens, in one line: esper.task("mine", x, y, host=esper.transformer(vocabulary=256), classes=256).
+    """Return a host for tokens, in one line: esper.task("mine", x, y, host=esper.transformer(vocabulary=256), classes=256).
 
     Returns a factory of decoder transformers, which predict the next token at every position: (B, L) int64 -> (B, L, vocabulary),
     with a causal slot for sequences behind each layer. A layer is a residual network of causal attention and of one hidden layer
@@ -106,7 +106,7 @@ def transformer(
 
 
 def gru(vocabulary: int, width: int = 64, layers: int = 1) -> GRU:
-    """A recurrent host for tokens, in one line: esper.task("mine", x, y, host=esper.gru(vocabulary=256), classes=256).
+    """Return a recurrent host for tokens, in one line: esper.task("mine", x, y, host=esper.gru(vocabulary=256), classes=256).
 
     Returns a factory of gated recurrent networks, which predict the next token at every position: (B, L) int64 ->
     (B, L, vocabulary), with a causal slot for sequences behind each layer. The networks of a population run one after the other,
@@ -134,7 +134,7 @@ def _outputs(of: str, classes: int | None, outputs: int | None) -> int:
 
 
 def menu_of(host: SegmentedHost) -> tuple[str, ...]:
-    """The default menu of a host: blueprints for the kinds of stream at its slots."""
+    """Return the default menu of a host: blueprints for the kinds of stream at its slots."""
     menus = {
         Kind.VECTOR: VECTOR_MENU,
         Kind.MAP: MAP_MENU,
@@ -156,7 +156,7 @@ factories of their hosts as its module of tasks is imported."""
 
 
 def host_from(name: str, arguments: Mapping[str, Any]) -> Callable[[], SegmentedHost]:
-    """The host factory of this name with these JSON arguments, of which those with a default may be absent."""
+    """Return the host factory of this name with these JSON arguments, of which those with a default may be absent."""
     if name not in HOSTS:
         for each in plugins(TASKS):
             load_plugin(TASKS, each)

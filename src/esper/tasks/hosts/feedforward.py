@@ -24,7 +24,7 @@ SCALE = 0.5
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value is a positive integer."""
+    """Return whether a value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -36,7 +36,7 @@ def check_sizes(of: str, sizes: dict[str, Any]) -> None:
 
 
 def linear(inputs: int, outputs: int, *, variance: float) -> Linear:
-    """A linear layer whose weights are normal with the given variance and whose biases are 0."""
+    """Return a linear layer whose weights are normal with the given variance and whose biases are 0."""
     layer = Linear(inputs, outputs)
     nn.init.normal_(layer.weight, std=variance**0.5)
     nn.init.zeros_(layer.bias)
@@ -52,7 +52,7 @@ def conv(reads: int, writes: int, size: int, *, variance: float) -> nn.Conv2d:
 
 
 def smallest(build: Callable[[int], Callable[[], SegmentedHost]], parameters: int) -> int:
-    """The smallest width for which `build(width)` makes hosts of at least `parameters` parameters, by bisection."""
+    """Return the smallest width for which `build(width)` makes hosts of at least `parameters` parameters, by bisection."""
 
     def size(width: int) -> int:
         with torch.device("meta"), drawn_with(0):  # parameters are counted without allocating them
@@ -72,7 +72,7 @@ def checked_sizes(of: str, name: str, sizes: Any) -> tuple[int, ...]:
 
 
 def checked_flags(of: str, name: str, flags: Any, blocks: int) -> tuple[bool, ...]:
-    """One bool for each block. InputError if they are not; `of` names the host in the message."""
+    """Return one bool for each block. InputError if they are not; `of` names the host in the message."""
     if not isinstance(flags, list | tuple) or len(flags) != blocks or not all(isinstance(flag, bool) for flag in flags):
         raise InputError(f"{name} of {of} is {flags!r}; give True or False for each of its {blocks} blocks")
     return tuple(flags)  # JSON has no tuples
@@ -92,7 +92,7 @@ class HostFactory(ABC):
 
     @abstractmethod
     def __call__(self) -> SegmentedHost:
-        """A freshly drawn host."""
+        """Return a freshly drawn host."""
 
     def plain(self, parameters: int) -> Self:
         """The network of the same depth, without narrow blocks, of the smallest width with at least `parameters` parameters."""
@@ -100,7 +100,7 @@ class HostFactory(ABC):
 
     @abstractmethod
     def _even(self, width: int) -> Self:
-        """The network of the same depth and of this width throughout."""
+        """Return the network of the same depth and of this width throughout."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Dense(HostFactory):
         return host
 
     def room(self, hosts: Sequence["MLP | ResidualMLP"], outputs: int) -> Room:
-        """The layout of rows that hold `hosts`, all of the depth of this one, with at least `outputs` outputs."""
+        """Return the layout of rows that hold `hosts`, all of the depth of this one, with at least `outputs` outputs."""
         return room_for(*hosts, outputs=outputs)
 
     def _even(self, width: int) -> Self:
@@ -139,10 +139,10 @@ class _Dense(HostFactory):
 
     @abstractmethod
     def _block(self, inner: int) -> nn.Module:
-        """A segment of one hidden layer of `inner` units."""
+        """Return a segment of one hidden layer of `inner` units."""
 
     def _layers(self, inner: int, last: float) -> tuple[nn.Module, ...]:
-        """The layers of a block. `last` is the initial variance of the weights of the last layer."""
+        """Return the layers of a block. `last` is the initial variance of the weights of the last layer."""
         first = linear(self.width, inner, variance=2 / self.width)
         return first, nn.ReLU(), linear(inner, self.width, variance=last)
 
@@ -198,7 +198,7 @@ class Floor(nn.Module):
         self.register_buffer("floor", torch.full((1, 1), -torch.inf if linear else 0.0))
 
     def forward(self, z: Tensor) -> Tensor:
-        """(B, H) -> (B, H), or (E, B, H) -> (E, B, H)."""
+        """Return (B, H) -> (B, H), or (E, B, H) -> (E, B, H)."""
         return torch.clamp(z, min=self.floor)
 
 
@@ -235,7 +235,7 @@ class DamagedMLP:
         return host
 
     def plain(self, parameters: int) -> MLP:
-        """The undamaged network of the same depth, of the smallest width with at least `parameters` parameters."""
+        """Return the undamaged network of the same depth, of the smallest width with at least `parameters` parameters."""
         return self._undamaged().plain(parameters)
 
     def _undamaged(self) -> MLP:
@@ -243,7 +243,7 @@ class DamagedMLP:
 
 
 def room_for(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
-    """The layout of rows for hosts of one class and depth, with at least `outputs` outputs.
+    """Return the layout of rows for hosts of one class and depth, with at least `outputs` outputs.
 
     Widths are rounded up to multiples of 4, which aligns every row of a stack to 16 bytes. The last bit of a matrix product
     can depend on the alignment of its result, so a row's numbers would otherwise depend on its index in the population.
@@ -299,7 +299,7 @@ class _Convolutional(HostFactory):
 
     @abstractmethod
     def _block(self, index: int, reads: int, writes: int) -> nn.Module:
-        """A segment that halves a map of `reads` channels and returns one of `writes` channels."""
+        """Return a segment that halves a map of `reads` channels and returns one of `writes` channels."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class TransformerBlock(nn.Module):
         nn.init.zeros_(self.attention.out.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
+        """Return (B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
         x = x + self.attention(self.attention_norm(x))
         y: Tensor = x + self.out(torch.relu(self.inner(self.hidden_norm(x))))
         return y
@@ -52,7 +52,7 @@ class TiedHead(nn.Module):
         self.read.weight = embedding.tokens
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, vocabulary), or (E, B, L, C) -> (E, B, L, vocabulary)."""
+        """Return (B, L, C) -> (B, L, vocabulary), or (E, B, L, C) -> (E, B, L, vocabulary)."""
         logits: Tensor = self.read(self.norm(x))
         return logits
 
@@ -138,7 +138,7 @@ class GRULayer(nn.Module):
         self.recurrent = nn.GRU(width, width, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, L, C) -> (B, L, C)."""
+        """Return (B, L, C) -> (B, L, C)."""
         y: Tensor = x + self.recurrent(x)[0]
         return y
 

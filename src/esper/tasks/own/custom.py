@@ -161,7 +161,7 @@ def task_from(
         target_scaling = scaling_of(parts.train.y) if standardize is True and data.classes is None else None
 
     def read(examples: int) -> Batch:
-        """The first training examples as the host reads them."""
+        """Return the first training examples as the host reads them."""
         few = picked(parts.train.x, slice(examples))
         return few if scaling is None else scaling.read(one_tensor(few, "scaling"))
 
@@ -264,7 +264,7 @@ def _as_the_host_takes(splits: Splits, host: Callable[[], SegmentedHost], *, sta
 
 @torch.no_grad()
 def _runs(host: SegmentedHost, x: Batch) -> bool:
-    """Whether a host runs on a batch without an error. `check_host` reports the error, and checks the outputs."""
+    """Return whether a host runs on a batch without an error. `check_host` reports the error, and checks the outputs."""
     try:
         run(host.eval(), cast(x, dtype_of(host)))
     except Exception:  # a user's module can raise anything
@@ -273,12 +273,12 @@ def _runs(host: SegmentedHost, x: Batch) -> bool:
 
 
 def _floating(x: Batch) -> Batch:
-    """The batch with every whole number and truth value as a number of torch's default dtype."""
+    """Return the batch with every whole number and truth value as a number of torch's default dtype."""
     return map_leaves(lambda leaf: leaf if leaf.is_floating_point() else leaf.to(torch.get_default_dtype()), x)
 
 
 def _draw_host(host: Callable[[], SegmentedHost]) -> SegmentedHost:
-    """The host that a factory returns. The caller's random state does not change."""
+    """Return the host that a factory returns. The caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         return host()
 
@@ -331,7 +331,7 @@ def _check_factory(host: Callable[[], SegmentedHost], x: Batch, objective: Objec
 
 
 def _wanted_outputs(classes: Sequence[Label] | None, counts: Sequence[int], outputs: int) -> str:
-    """Why a host needs this number of outputs: the number of examples of each class, or the number of targets."""
+    """Return why a host needs this number of outputs: the number of examples of each class, or the number of targets."""
     if classes is None:
         targets = counted(outputs, "floating-point target")
         return f"y holds {targets} per example (for classes give whole numbers or text, or kind='classification')"

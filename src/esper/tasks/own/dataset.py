@@ -41,7 +41,7 @@ def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Batch, Tensor]:
 
 
 def length_of(dataset: Dataset[Any]) -> int:
-    """The number of examples of a map-style Dataset. InputError if it is 0 or not known."""
+    """Return the number of examples of a map-style Dataset. InputError if it is 0 or not known."""
     name = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise InputError(
@@ -59,7 +59,7 @@ def length_of(dataset: Dataset[Any]) -> int:
 
 
 def _here(dataset: Dataset[Any], indices: Iterable[int]) -> Iterator[Example]:
-    """The examples of these indices, read in this process."""
+    """Return the examples of these indices, read in this process."""
     dtype = torch.get_default_dtype()
     return (_pair(dataset, index, dtype) for index in indices)
 
@@ -83,7 +83,7 @@ def _stacked(indices: Sequence[int], examples: Iterable[Example]) -> tuple[Batch
 
 
 def _by_workers(dataset: Dataset[Any], count: int, workers: int) -> Iterator[Example]:
-    """Every example in order, read by worker processes. InputError if a worker cannot be started, or ends."""
+    """Yield every example in order, read by worker processes. InputError if a worker cannot be started, or ends."""
     chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
     read = partial(_pairs, dataset, torch.get_default_dtype())
 
@@ -147,7 +147,7 @@ def numbers_as_kept(features: Tensor, what: str = "x") -> Tensor:
 
 
 def dtype_of_targets(x: Batch) -> torch.dtype:
-    """The dtype that targets take: that of the first floating-point features, or torch's default dtype."""
+    """Return the dtype that targets take: that of the first floating-point features, or torch's default dtype."""
     return next((leaf.dtype for leaf in leaves(x) if leaf.is_floating_point()), torch.get_default_dtype())
 
 
@@ -240,7 +240,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return x[0], y[0]
 
     def stacked(self, index: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """The windows of these indices (n,): x, y (n, L) int64. InputError if a token is not in the vocabulary."""
+        """Return the windows of these indices (n,): x, y (n, L) int64. InputError if a token is not in the vocabulary."""
         places = index if self.tokens.ndim == 2 else index[:, None] * self.length + np.arange(self.length + 1)
         windows = np.asarray(self.tokens[places]).astype(np.int64)
         outside = (windows < 0) | (windows >= self.vocabulary)
@@ -259,7 +259,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def is_tokens(value: Any) -> bool:
-    """Whether a value without labels is tokens: bytes, or whole numbers along one or two axes."""
+    """Return whether a value without labels is tokens: bytes, or whole numbers along one or two axes."""
     if isinstance(value, Tensor):
         return value.dim() in (1, 2) and not (
             value.is_floating_point() or value.is_complex() or value.dtype == torch.bool

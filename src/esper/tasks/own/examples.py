@@ -213,7 +213,7 @@ def _check_split_names(splits: Any) -> None:
 
 
 def _indices_of(splits: Mapping[str, Any], examples: int) -> tuple[Indices, ...]:
-    """The examples of each split. InputError for an index out of range, and for an example that is named twice."""
+    """Return the examples of each split. InputError for an index out of range, and for an example that is named twice."""
     parts, owner = [], np.full(examples, -1)
     for place, name in enumerate(Splits._fields):
         given = splits[name]

@@ -53,7 +53,7 @@ def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence
 
 
 def _infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kind:
-    """Whether y holds class labels or targets: `kind` where it is given. InputError if y is ambiguous."""
+    """Return whether y holds class labels or targets: `kind` where it is given. InputError if y is ambiguous."""
     if kind is not None and kind not in ("classification", "regression"):
         raise InputError(f"kind is {kind!r}; give 'classification', 'regression', or leave it out")
     if kind == "regression" and classes is not None:
@@ -124,7 +124,7 @@ def read_y(y: Any) -> NDArray[Any]:
 
 
 def concatenate_y(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """The arrays y of several splits, as `read_y` returns them, as one array."""
+    """Return the arrays y of several splits, as `read_y` returns them, as one array."""
     if len({part.shape[1:] for part in parts}) > 1:
         shapes = " and ".join(str(part.shape) for part in parts)
         raise InputError(
@@ -168,7 +168,7 @@ def _type_of(entry: object) -> str:
 
 
 def _is_one_hot(values: NDArray[Any]) -> bool:
-    """Whether every row of (N, C) holds a single 1 and is 0 elsewhere."""
+    """Return whether every row of (N, C) holds a single 1 and is 0 elsewhere."""
     if values.dtype.kind not in "biuf" or values.ndim != 2 or values.shape[1] < 2 or not len(values):
         return False
     return bool(np.isin(values, (0, 1)).all() and (values.sum(1) == 1).all())
@@ -201,7 +201,7 @@ def _named(values: NDArray[Any], classes: object) -> Target:
 
 
 def class_names(classes: object) -> tuple[Label, ...]:
-    """The names of classes, each a plain Python object; a number of classes names them from 0. InputError for neither."""
+    """Return the names of classes, each a plain Python object; a number of classes names them from 0. InputError for neither."""
     if isinstance(classes, int | np.integer) and not isinstance(classes, bool):
         return tuple(range(int(classes)))
     if isinstance(classes, str | bytes | bool) or not isinstance(classes, Iterable):

@@ -190,7 +190,7 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
 
 
 def _learns(network: nn.Module, made: Any, example: Any) -> bool:
-    """Whether a parameter of each new block has a gradient on the example."""
+    """Return whether a parameter of each new block has a gradient on the example."""
     with torch.enable_grad():
         outputs = [
             value.square().sum() + value.sum() for value in floats(call(network, example)) if value.requires_grad

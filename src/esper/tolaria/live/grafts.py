@@ -80,7 +80,7 @@ class Grafts:
                 plant(network, site.name, own)
 
     def fits(self, slot: int, entry: Blueprint) -> bool:
-        """Whether a blueprint can be planted at a site."""
+        """Return whether a blueprint can be planted at a site."""
         site, reading = self.sites[slot], self.readings[slot]
         if entry.again and not reading.again:
             return False
@@ -93,7 +93,7 @@ class Grafts:
         return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
 
     def offers(self) -> tuple[Bools, NDArray[np.int64]]:
-        """(S, K) which blueprints can be planted at which sites, and their parameters, 0 where they cannot."""
+        """Return (S, K) which blueprints can be planted at which sites, and their parameters, 0 where they cannot."""
         slots = range(len(self.sites))
         fits = np.array([[self.fits(slot, entry) for entry in self.menu] for slot in slots])
         cost = [[self.cost(slot, k) if fits[slot, k] else 0 for k in range(len(self.menu))] for slot in slots]
@@ -109,11 +109,11 @@ class Grafts:
         return found
 
     def at(self, name: str) -> Planted | Seat | None:
-        """The seed at a site of the network; None where there is none."""
+        """Return the seed at a site of the network; None where there is none."""
         return planted_at(self.network, name)
 
     def everywhere(self, name: str) -> list[Planted | Seat]:
-        """The seed at a site of the network, and then of its copies."""
+        """Return the seed at a site of the network, and then of its copies."""
         found = [planted_at(network, name) for network in (self.network, *self.copies)]
         return [each for each in found if each is not None]
 
@@ -140,7 +140,7 @@ class Grafts:
         self.edited()
 
     def made(self, slot: int, entry: Blueprint, blend: Blend, key: int) -> Planted:
-        """A seed that is in no network, drawn by a key, on the device of the host and in its dtype."""
+        """Return a seed that is in no network, drawn by a key, on the device of the host and in its dtype."""
         site = self.sites[slot]
         reads = self.readings[slot].widths[entry.tap]
         after = self.network.get_submodule(site.after)
@@ -225,7 +225,7 @@ class Grafts:
         return found
 
     def tensors_with(self, seeds: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """What `tensors` would return behind `rebuild`; tensors of seeds that are not there have any values."""
+        """Return what `tensors` would return behind `rebuild`; tensors of seeds that are not there have any values."""
         slots = {site.name: slot for slot, site in enumerate(self.sites)}
         found: dict[str, Tensor] = {}
         for index, network in enumerate((self.network, *self.copies)):
@@ -245,11 +245,11 @@ class Grafts:
         return found
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter or buffer of this name in the network is that of a seed at a site."""
+        """Return whether a parameter or buffer of this name in the network is that of a seed at a site."""
         return name.startswith(self._prefixes)
 
     def names(self) -> dict[Tensor, str]:
-        """The name of every parameter that the optimizer holds; one that is not the network's is named by its group."""
+        """Return the name of every parameter that the optimizer holds; one that is not the network's is named by its group."""
         reshard(self.network)
         names: dict[Tensor, str] = {parameter: name for name, parameter in self.network.named_parameters()}
         for index, group in enumerate(self.groups.optimizer.param_groups):
@@ -274,7 +274,7 @@ class Grafts:
     # Inside.
 
     def _beside(self, path: str) -> list[Named]:
-        """The parameters of the host, from those of a submodule outwards through the modules around it.
+        """Return the parameters of the host, from those of a submodule outwards through the modules around it.
 
         Embedding tables come last: a seed multiplies by its matrices as a Linear does, and recipes that decay matrices often
         leave tables out.

@@ -130,7 +130,7 @@ class Groups:
             group.pop(OWNER, None)
 
     def names(self) -> list[str]:
-        """The sites whose seeds have groups, in the order of the groups."""
+        """Return the sites whose seeds have groups, in the order of the groups."""
         return list(dict.fromkeys(group[OWNER] for group in self.optimizer.param_groups if OWNER in group))
 
     def step(self, name: str) -> None:
@@ -144,11 +144,11 @@ class Groups:
             self.optimizer.param_groups = whole
 
     def maximizes(self, name: str) -> bool:
-        """Whether the optimizer steps a seed along its gradients, and not against them."""
+        """Return whether the optimizer steps a seed along its gradients, and not against them."""
         return any(group.get("maximize", False) for group in self._of(name))
 
     def moments(self, names: Mapping[Tensor, str]) -> dict[str, dict[str, Any]]:
-        """What the optimizer remembers of each parameter, by name; its tensors are copies."""
+        """Return what the optimizer remembers of each parameter, by name; its tensors are copies."""
         state = self.optimizer.state
         return {
             name: {
@@ -183,7 +183,7 @@ class Groups:
         }
 
     def check(self, state: Mapping[str, Any], names: Mapping[Tensor, str], of_seed: Callable[[str], bool]) -> None:
-        """InputError if the optimizer that a `state` came from had the parameters of the host in other groups.
+        """Raise InputError if the optimizer that a `state` came from had the parameters of the host in other groups.
 
         of_seed: whether a name is that of a parameter of a seed; they may be others.
         """
@@ -230,7 +230,7 @@ class Groups:
         return [names[parameter] for parameter in group["params"]]
 
     def _of(self, name: str) -> list[Group]:
-        """The groups of a seed."""
+        """Return the groups of a seed."""
         return [group for group in self.optimizer.param_groups if group.get(OWNER) == name]
 
     def _lists(self, count: int) -> list[list[Any]]:
@@ -245,7 +245,7 @@ class Groups:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter multiplies features with each other, as weights and kernels do, and is no bias, scale or shift.
+    """Return whether a parameter multiplies features with each other, as weights and kernels do, and is no bias, scale or shift.
 
     The name decides beside the shape: a norm for sequences has its scale as (1, 1, features).
     """
@@ -265,7 +265,7 @@ def begin_state(optimizer: torch.optim.Optimizer, group: Group, parameters: Sequ
 
 
 def placed_moments(moments: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """A copy of what an optimizer remembers of a parameter, on its device, and in parts where that is."""
+    """Return a copy of what an optimizer remembers of a parameter, on its device, and in parts where that is."""
     return {
         key: placed(value, parameter) if isinstance(value, Tensor) else copy.deepcopy(value)
         for key, value in moments.items()
@@ -289,7 +289,7 @@ def without_seeds(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any]) ->
 
 
 def _entries(scheduler: Mapping[str, Any], own: Sequence[bool]) -> dict[str, Any]:
-    """The state dict of a scheduler with the entries of some groups alone."""
+    """Return the state dict of a scheduler with the entries of some groups alone."""
     kept = dict(scheduler)
     for name in _BY_GROUP:
         entries = kept.get(name)
@@ -301,7 +301,7 @@ def _entries(scheduler: Mapping[str, Any], own: Sequence[bool]) -> dict[str, Any
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of one that another library has wrapped, such as the AcceleratedOptimizer of Hugging Face."""
+    """Return the optimizer inside of one that another library has wrapped, such as the AcceleratedOptimizer of Hugging Face."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 

@@ -238,7 +238,7 @@ class Incubation:
             self._forget_passes()
 
     def _host_shows(self) -> bool:
-        """Whether passes reach any of the parameters whose gradients show what the loop keeps."""
+        """Return whether passes reach any of the parameters whose gradients show what the loop keeps."""
         return any(id(parameter) in self._reached for parameter in self._host)
 
     def _note_reached(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -329,14 +329,14 @@ class Incubation:
 
 
 def _described(given: Any) -> str:
-    """What a batch holds, in words; reads nothing from the device."""
+    """Return what a batch holds, in words; reads nothing from the device."""
     if not isinstance(given, Tensor):
         return f"a {type(given).__name__}"
     return f"a tensor of {given.dtype} and shape {tuple(given.shape)} on {given.device}"
 
 
 def _gradients(loss: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """The gradients of a seed, which has none yet; None for a parameter that the loss does not depend on."""
+    """Return the gradients of a seed, which has none yet; None for a parameter that the loss does not depend on."""
     if not any(map(in_parts, parameters)):
         return list(torch.autograd.grad(loss, parameters, allow_unused=True))
     loss.backward()  # the graph has whole parameters, whose gradients FSDP brings to the parts

@@ -88,7 +88,7 @@ def read_sites(
 
 
 def _joined(parts: Sequence[Read]) -> Read:
-    """The rows of several batches."""
+    """Return the rows of several batches."""
     source, inputs, gradient = (torch.cat(rows) for rows in zip(*(part[:3] for part in parts), strict=True))
     return Read(source, inputs, gradient, parts[0].positions)
 
@@ -134,7 +134,7 @@ def _listening(network: nn.Module, site: Site) -> Iterator[dict[str, Tensor]]:
 
 
 def _rows(site: Site, heard: Mapping[str, Tensor]) -> Read | None:
-    """What was heard at positions of the stream; None where no gradient arrived, or a bypass cannot read it."""
+    """Return what was heard at positions of the stream; None where no gradient arrived, or a bypass cannot read it."""
     stream = site.stream
     if "gradient" not in heard:
         return None

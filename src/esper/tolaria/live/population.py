@@ -58,7 +58,7 @@ class LivePopulation:
         ranks: Ranks,
         shared: SharedGradients,
     ) -> None:
-        """InputError if a site cannot be one, or where the loss gives no standard error."""
+        """Raise InputError if a site cannot be one, or where the loss gives no standard error."""
         self.network, self.groups, self.probe_batches, self.config = network, groups, probe, config
         self.device = probe.device
         self.environment = np.zeros(1, np.int64)
@@ -192,11 +192,11 @@ class LivePopulation:
         return 4 * size * int(self.price(slot, slot, blueprint, np.full(len(slot), Blend.ADD)).sum())
 
     def keeper(self, seeds: Seeds) -> Keeper:
-        """An empty place for one earlier moment."""
+        """Return an empty place for one earlier moment."""
         return _Kept(self, seeds)
 
     def snapshot(self) -> dict[str, Any]:
-        """Which seeds there are, and what the incubation has gathered."""
+        """Return which seeds there are, and what the incubation has gathered."""
         twins = {name: None if twin is None else twin.state() for name, twin in self.twins.items()}
         return {"live": {"seeds": self.grafts.planted(), "incubation": self.incubation.state(), "twins": twins}}
 
@@ -423,7 +423,7 @@ class _Kept:
 def measure_live(
     live: "LivePopulation", seeds: Seeds, asked: ProbeRequest, norms: Mapping[str, Tensor] | None
 ) -> Figures:
-    """Every figure that was asked for, in one read of the device. The network is in evaluation mode.
+    """Return every figure that was asked for, in one read of the device. The network is in evaluation mode.
 
     The metric is minus the loss. `norms` are those of the seeds that incubate, by site; None leaves the training out.
     """
@@ -515,5 +515,5 @@ def _listening(network: nn.Module, sites: tuple[Site, ...]) -> Iterator[list[_He
 
 
 def _paired(differences: Tensor) -> Tensor:
-    """(N,) -> (2,) mean and its standard error."""
+    """Return (N,) -> (2,) mean and its standard error."""
     return torch.stack([differences.mean(), differences.std() / len(differences) ** 0.5])

@@ -28,7 +28,7 @@ class Probe:
     """
 
     def __init__(self, batches: Batches, loss: Loss, device: torch.device) -> None:
-        """InputError if there is no batch, or if the loss is not a function."""
+        """Raise InputError if there is no batch, or if the loss is not a function."""
         if not callable(loss):
             raise InputError(f"loss is a {type(loss).__name__}; give a function of the output and the target")
         self.source, self.loss, self.device = batches, loss, device
@@ -37,7 +37,7 @@ class Probe:
         self.first = self.batches()[0][0]
 
     def batches(self) -> list[tuple[Any, Any]]:
-        """The batches, on the device. InputError if there are none, or others than before."""
+        """Return the batches, on the device. InputError if there are none, or others than before."""
         found = self.source() if callable(self.source) else self.source
         if not isinstance(found, list | tuple):
             raise InputError(
@@ -82,13 +82,13 @@ class Probe:
         return torch.cat(losses), torch.stack(spreads).mean()
 
     def mean(self, output: Any, target: Any) -> Tensor:
-        """The loss of a batch as one number. InputError if it is none."""
+        """Return the loss of a batch as one number. InputError if it is none."""
         value = self.loss(output, target)
         _check_loss(value, _examples(target, output))
         return value.mean()
 
     def first_output(self, network: nn.Module) -> Any:
-        """The output for the first input of the probe. InputError if the network does not take it."""
+        """Return the output for the first input of the probe. InputError if the network does not take it."""
         with in_words(
             "the model cannot run on the first input of the probe", "give (input, target) pairs as the loop has them"
         ):
@@ -164,7 +164,7 @@ def in_words(what: str, mend: str) -> Iterator[None]:
 
 
 def _mapped(loss: Loss, output: Any, target: Any, examples: int, out_dims: int | None = 0) -> Tensor:
-    """(B,) the loss of each example as that of a batch of one."""
+    """Return (B,) the loss of each example as that of a batch of one."""
     leaves, spec = pytree.tree_flatten((output, target))
     dims = [0 if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == examples else None for leaf in leaves]
 
@@ -183,7 +183,7 @@ def _examples(*trees: Any) -> int:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two fingerprints are equal; a nan equals a nan."""
+    """Return whether two fingerprints are equal; a nan equals a nan."""
     return one.shape == other.shape and bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
 
 

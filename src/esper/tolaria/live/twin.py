@@ -45,7 +45,7 @@ class Twin:
             del self.optimizer.state[parameter]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the network on the copies, without the seed."""
+        """Return the output of the network on the copies, without the seed."""
         with self._without():
             return functional_call(self.network, self.tensors, args, kwargs)
 
@@ -73,7 +73,7 @@ class Twin:
         self.tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith(prefix)}
 
     def state(self) -> dict[str, Any]:
-        """The copies and what the optimizer remembers of them, by name."""
+        """Return the copies and what the optimizer remembers of them, by name."""
         moments = self.optimizer.state
         return {
             "tensors": {name: tensor.detach().clone() for name, tensor in self.tensors.items()},

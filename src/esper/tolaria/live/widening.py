@@ -155,7 +155,7 @@ def widen(
 
 
 def check_growable(model: Any, name: str) -> None:
-    """InputError if layers of a model cannot be changed now."""
+    """Raise InputError if layers of a model cannot be changed now."""
     if torch.is_inference_mode_enabled():
         raise InputError(
             f"esper.{name} is called within torch.inference_mode(), where nothing can learn; call it outside of it"
@@ -167,7 +167,7 @@ def check_growable(model: Any, name: str) -> None:
 
 
 def check_memory(networks: Sequence[nn.Module], size: float, what: str, mend: str) -> None:
-    """InputError if that many bytes for each network are more than its device has free."""
+    """Raise InputError if that many bytes for each network are more than its device has free."""
     device = next((parameter.device for parameter in networks[0].parameters()), torch.device("cpu"))
     free = available_memory(device)
     if (needed := len(networks) * size) > free:
@@ -272,7 +272,7 @@ def averages(ema: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Modul
 
 
 def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
-    """InputError if an optimizer is none of the model, or cannot take other parameters."""
+    """Raise InputError if an optimizer is none of the model, or cannot take other parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -290,7 +290,7 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> N
 
 
 def _holds(value: Any, storages: set[int], seen: set[int]) -> bool:
-    """Whether an object holds a tensor of one of these storages, in containers or attributes."""
+    """Return whether an object holds a tensor of one of these storages, in containers or attributes."""
     if isinstance(value, Tensor):
         return value.layout == torch.strided and value.untyped_storage().data_ptr() in storages
     if id(value) in seen or callable(value) or isinstance(value, torch.optim.Optimizer):
@@ -327,7 +327,7 @@ def _unused(model: nn.Module, example: Any) -> dict[str, nn.Parameter]:
 
 
 def _check_idle(model: nn.Module, idle: Sequence[str], width: int) -> None:
-    """InputError if a layer that did not run on the example may read features of this width elsewhere."""
+    """Raise InputError if a layer that did not run on the example may read features of this width elsewhere."""
     for path in idle:
         try:
             axes = axes_of(path, layer := model.get_submodule(path))

@@ -51,7 +51,7 @@ def log_wealth(differences: Tensor, real: Tensor | None, null: float) -> Tensor:
 
 
 def signs(differences: Tensor, real: Tensor | None) -> Tensor:
-    """The number of differences above 0, and below: (n, N) -> (n, 2) float64. real: as in `log_wealth`."""
+    """Return the number of differences above 0, and below: (n, N) -> (n, 2) float64. real: as in `log_wealth`."""
     if real is not None:
         differences = differences.masked_fill(~real, 0)
     return torch.stack([(differences > 0).sum(1), (differences < 0).sum(1)], 1).double()
@@ -95,7 +95,7 @@ class Certificates(NamedTuple):
         return self._replace(level=np.where(over, np.nan, self.level), again=np.where(over, 0, self.again))
 
     def due(self, passed: Bools, seeds: Seeds, z: Floats) -> Bools:
-        """(R, S) the seeds to look at now: `passed` says which pass every other check of their gate.
+        """Return (R, S) the seeds to look at now: `passed` says which pass every other check of their gate.
 
         A seed that was refused is due again when its age has grown by a quarter and a step: a trial of n steps has some
         4 ln n looks. A seed that a look would probably refuse is not due: z (R, S) is its contribution to the probe, in
@@ -253,7 +253,7 @@ class Certifier:
         self.instance = self.population.space.instance
 
     def _evidence(self, last: Measurements) -> Floats:
-        """(R, S) the contributions to the probe in standard errors, as large as they would be on the fresh examples."""
+        """Return (R, S) the contributions to the probe in standard errors, as large as they would be on the fresh examples."""
         estimate = last.contribution
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.asarray(self.scale * (estimate.mean - self.null) / estimate.se, np.float64)

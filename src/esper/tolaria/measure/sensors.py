@@ -292,7 +292,7 @@ def _read(tap: Literal["stream", "before", "input"], fit: Sample, held: Sample |
 
 
 def _of_gradients(fit: Sample, held: Sample | None, width: TrueWidths, source: _Reading) -> dict[str, Tensor]:
-    """The sensors of the family `gradient`, and with a held-out sample those of `explained`. source: the tap `input`."""
+    """Return the sensors of the family `gradient`, and with a held-out sample those of `explained`. source: the tap `input`."""
     counts, g = _count(fit), _gradient(fit)
     here, before = _read("stream", fit, held, width), _read("before", fit, held, width)
     found = {"stream_rms": here.rms * width.stream.sqrt(), "gradient_rms": (g.square().sum((1, 2)) / counts).sqrt()}

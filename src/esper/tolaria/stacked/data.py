@@ -281,7 +281,7 @@ class SharedBatchIterator:
         self.batch += 1
 
     def _sent(self, read: Tensor) -> Tensor:
-        """What was read, on the device; the copy does not block if its memory is pinned."""
+        """Return what was read, on the device; the copy does not block if its memory is pinned."""
         return read.to(self._device, non_blocking=True)
 
     def of(self, part: slice) -> tuple[Batch, Tensor]:
@@ -389,7 +389,7 @@ def _pool(
         ys.append(F.pad(y, [0] * 2 * (y.dim() - 1) + [0, rows]))
 
     def stacked(*leaf: Tensor) -> Tensor:
-        """(I, N, ...) with the axes of its shape; in memory the channels of images stay last."""
+        """Return (I, N, ...) with the axes of its shape; in memory the channels of images stay last."""
         x = torch.stack(leaf).to(device)
         return x.movedim(-1, 2) if x.dim() == 5 else x
 
@@ -397,7 +397,7 @@ def _pool(
 
 
 def _flat(pooled: Split) -> Split:
-    """(I, N, ...) -> (I N, ...)."""
+    """Return (I, N, ...) -> (I N, ...)."""
     return Split(map_leaves(lambda leaf: leaf.flatten(0, 1), pooled.x), pooled.y.flatten(0, 1))
 
 

@@ -775,7 +775,7 @@ def _choose_rows(body: Body, edits: Edits, seeds: Seeds, fit: RowExamples, objec
     layout = body.layout
 
     def chooses(env: int, slot: int) -> bool:
-        """Whether the module of the seed has a method `choose(u, gradient)`, which fixes the rows that it trains."""
+        """Return whether the module of the seed has a method `choose(u, gradient)`, which fixes the rows that it trains."""
         form = layout.forms[slot, int(layout.form_of[slot, seeds.blueprint[env, slot]])]
         return callable(getattr(form.delta, "choose", None))
 
