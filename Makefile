@@ -27,7 +27,7 @@ test-bench: install-bench
 	cd bench && $(abspath $(VENV))/bin/python -m pytest -n auto --dist loadscope --durations=20
 
 test-third-party: install-third-party
-	$(VENV)/bin/python -m pytest -m third_party tests/third_party
+	$(VENV)/bin/python -m pytest -n auto --dist loadscope -m third_party tests/third_party
 
 test-browser: install-dev install-browser
 	$(VENV)/bin/python -m pytest -m browser tests/browser
