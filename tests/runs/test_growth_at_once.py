@@ -29,7 +29,10 @@ def host():
         return nn.Sequential(nn.Linear(12, 2), nn.ReLU(), nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def growing(*, ema=False, **options):
+DIRECT = {"lifecycle": {"direct": True}}
+
+
+def growing(*, ema=False, settings=DIRECT, **options):
     """A network with a narrow first layer, its optimizer, the growth, and a moving average if asked for."""
     model = host()
     esper.graft(model, ["2"], example=data(slice(600, 900))[0])
@@ -43,6 +46,7 @@ def growing(*, ema=False, **options):
         loss=F.cross_entropy,
         budget=12.0,
         every=EVERY,
+        settings=settings,
         **options,
     )
     return model, optimizer, growth, average
@@ -86,7 +90,7 @@ def test_what_is_plainly_missing_is_planted_at_full_dose_at_step_0_and_changes_n
     "options",
     [
         {"settings": {"lifecycle": {"direct": False}}},
-        {"settings": {"probe": {"sensors_every": 0}}},
+        {"settings": DIRECT | {"probe": {"sensors_every": 0}}},
         {"controller": "random-valid"},
     ],
     ids=["direct is false", "nothing is measured", "another controller"],
@@ -175,7 +179,13 @@ def test_a_state_that_is_refused_leaves_the_widths_as_they_were():
     groups = [{"params": model[:3].parameters()}, {"params": model[3:].parameters()}]
     optimizer = torch.optim.AdamW(groups, 0.01)
     growth = esper.Growth(
-        model, optimizer, probe=[data(slice(600, 900))], loss=F.cross_entropy, budget=12.0, every=EVERY
+        model,
+        optimizer,
+        probe=[data(slice(600, 900))],
+        loss=F.cross_entropy,
+        budget=12.0,
+        every=EVERY,
+        settings=DIRECT,
     )
     train(model, optimizer, growth, None, 3)
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
@@ -253,7 +263,7 @@ def test_the_random_numbers_of_the_loop_are_those_without_a_network_beside():
                 loss=F.cross_entropy,
                 budget=12.0,
                 every=EVERY,
-                settings={"gates": {"twins": twins}},
+                settings=DIRECT | {"gates": {"twins": twins}},
             )
             train(model, optimizer, growth, None, EVERY)
             assert any(growth.population.twins.values()) == twins

@@ -125,7 +125,7 @@ class LifecycleConfig(Section):
     """steps after germination before a seed may be pruned [steps]"""
     direct: bool = False
     """GERMINATE may choose a ramp of 0 steps, with which a seed acts at its target from its first step, without incubation: what
-    it adds is 0 at first; esper.Growth sets it for the rule heuristic"""
+    it adds is 0 at first; the rule heuristic does so where something is plainly missing"""
     absorb: bool = False
     """a kept seed that is further units of two layers becomes part of them at once, and its slot can be planted again; for
     esper.Growth, which sets it for the rule heuristic"""

@@ -93,8 +93,7 @@ class Growth:
 
     `step` is called after every step of the optimizer; no seed learns without one. Every `every` of them it measures the network
     on the probe, asks the controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs,
-    gradients and buffers are bit for bit what they are without it. Where something is plainly missing at the start, a seed acts
-    at once: what it adds is 0 at first.
+    gradients and buffers are bit for bit what they are without it.
 
     Where no seed is under way and none can be planted any more, as the budget is spent, nothing is measured or decided from then
     on, which `summary()["stopped"]` says. Every `every` steps parameters that are not finite are still restored.
@@ -776,7 +775,7 @@ def _growth_config(
     usual = {
         "seed": seed,
         "steps": ENDLESS if steps is None else max(_optimizer_steps("steps", steps) // every, 1),
-        "lifecycle": {"max_seeds": len(sites), "direct": True, "absorb": True},
+        "lifecycle": {"max_seeds": len(sites), "absorb": True},
         "gates": {"twins": True},
         "reward": {"objective": "log_loss"},
         # The loss on the probe stands in for the training loss. It has no upper bound, and rises when a network overfits, which
