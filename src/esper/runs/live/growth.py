@@ -361,8 +361,7 @@ class Growth:
         if self.folded:
             raise InputError(
                 f"the seeds at {', '.join(map(repr, self.folded))} became part of the model, so that no adapter can hold them; "
-                "call growth.save(folder), which writes the whole model, or save_adapter before finish, with "
-                "settings={'lifecycle': {'absorb': False}}"
+                "call growth.save(folder), which writes the whole model, or save_adapter before finish, without lifecycle.absorb"
             )
         population, folder = self.population, folder_of(folder)
         reshard(self.model)
@@ -775,7 +774,7 @@ def _growth_config(
     usual = {
         "seed": seed,
         "steps": ENDLESS if steps is None else max(_optimizer_steps("steps", steps) // every, 1),
-        "lifecycle": {"max_seeds": len(sites), "absorb": True},
+        "lifecycle": {"max_seeds": len(sites)},
         "gates": {"twins": True},
         "reward": {"objective": "log_loss"},
         # The loss on the probe stands in for the training loss. It has no upper bound, and rises when a network overfits, which
