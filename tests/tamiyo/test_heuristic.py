@@ -212,29 +212,6 @@ def test_what_is_plainly_missing_before_the_first_step_acts_at_once_where_the_ma
     assert ("acts at once" in rule_.reasons()[0]) == (ramp == 0)
 
 
-def test_a_slot_whose_seed_was_pruned_is_not_nominated_again(view):
-    lacking, pruning = nominating(view, [0.1, 0.3, 0.0]), rule()
-    pruning.act(lacking)
-    slots = Actions.wait(1)._replace(op=np.array([Op.PRUNE]), slot=np.array([1]))
-    pruning.store(_Outcome(slots, np.ones(1, bool)))
-    assert int(pruning.act(lacking).slot[0]) == 0
-    assert not pruning.plants(lacking)[0, 1].any()
-    again = rule()
-    again.load_state(pruning.state())
-    assert int(again.act(lacking._replace(step=4)).slot[0]) == 0
-
-
-def test_an_incubating_seed_that_harms_is_pruned_at_once(view):
-    fields = {"stages": [[TRAINING, DORMANT, DORMANT]], "age": 2}
-    for gain, op in ((-0.005, Op.WAIT), (-0.02, Op.PRUNE)):
-        pruning = rule()
-        actions = pruning.act(nominating(view, [0.0, 0.0, 0.0], gain=[[gain, np.nan, np.nan]], **fields))
-        assert actions.op[0] == op
-    assert pruning.reasons()[0].startswith("the loss would be higher with it")
-    unmeasured = view(may={Op.PRUNE: True}, gain=[[-0.02, np.nan, np.nan]], **fields)
-    assert decide(unmeasured)[0] == Op.WAIT
-
-
 # What it keeps.
 
 

@@ -49,7 +49,6 @@ class _Trials(NamedTuple):
     unpaid: Bools  # was on trial long enough, contributes at most the price, and no other seed incubates or blends
     holding: Bools  # on trial
     refused: Bools  # its gate refused it for as many decisions as the patience
-    harmful: Bools  # incubates, and the loss would be higher with it
 
 
 class _Plans(NamedTuple):
@@ -77,8 +76,7 @@ class Heuristic(Rule):
     3. PRUNE the seed with the lowest contribution among two groups. The first are seeds that were on trial for
        `gates.min_holding_steps` steps and contribute at most `keep_above` times their rent, while no other seed incubates or
        blends. The second are seeds that their gate has refused at `holding_patience` decisions, or `training_patience`
-       decisions of an incubating seed. Where it is measured what is missing, an incubating seed with which the loss would be
-       higher by more than `gates.gain_z` standard errors is among them.
+       decisions of an incubating seed.
     4. GERMINATE behind a *narrow* segment, if the relative metric is below `plant_below`. The relative metric is 0 for the best
        constant prediction and 1 for a perfect one. A segment is narrow where almost all of its inner units are in use, with a
        relative participation ratio of at least `narrow_from`, or almost none, with a ratio below .02. Among several such
@@ -90,7 +88,7 @@ class Heuristic(Rule):
        The rule compares the slots of one host, because the smallest possible ratio, 1 / width, differs between hosts.
        Where it is measured what is missing at the slots (`esper.tolaria.live.missing`), as in `esper.Growth`, the slot that
        lacks most is planted instead, among those that lack at least `missing_ratio` times as much, while fewer than `nominated`
-       seeds incubate, and where no seed was pruned before. If nothing is missing at any slot, the slot is chosen as above until
+       seeds incubate. If nothing is missing at any slot, the slot is chosen as above until
        the first seed is planted, and none is planted afterwards; after three such measurements in a row none will be. With
        `lifecycle.direct`, a seed that is planted at the first decision, where at least 5 % is missing, acts at once.
     6. WAIT.
@@ -111,7 +109,7 @@ class Heuristic(Rule):
         self._planted = np.zeros(0, bool)  # (E,) whether a seed was planted in this episode
         self._obstacle = np.zeros(0, np.int8)  # (E,) the last one; LATE only where there was no other
         self._share = np.zeros(0)  # (E,) relative metric at that obstacle
-        self._failed = np.zeros((0, 0), bool)  # (E, S) slots whose seed was pruned, which are not nominated again
+        self._kept = np.zeros(0, bool)  # (E,) whether a seed was kept in this episode
         self._vain = np.zeros(0, np.int64)  # (E,) measurements in a row that found nothing missing
         self._steps = 0
         self._blind = False  # whether slots were chosen without measured inner features
@@ -122,7 +120,7 @@ class Heuristic(Rule):
         usual = defaults(view.space)
         trials, plans = self._judge(view), self._plan(view)
         advance = may[:, Op.ADVANCE] & (view.steps - view.step >= self._trial(view))
-        prune = may[:, Op.PRUNE] & (trials.unpaid | trials.refused | trials.harmful)
+        prune = may[:, Op.PRUNE] & (trials.unpaid | trials.refused)
 
         envs = len(view.seeds.stage)
         op, slot = np.zeros(envs, np.int64), np.zeros(envs, np.int64)
@@ -138,7 +136,7 @@ class Heuristic(Rule):
         if view.step == 0 or len(self._planted) != envs:
             self._planted, self._obstacle = np.zeros(envs, bool), np.zeros(envs, np.int8)
             self._share, self._vain = np.full(envs, np.nan), np.zeros(envs, np.int64)
-            self._failed = np.zeros(view.seeds.stage.shape, bool)
+            self._kept = np.zeros(envs, bool)
         if view.measurements.sensor_age == 0:
             self._vain = np.where(plans.vain, self._vain + 1, 0)
         late = (plans.obstacle == PlantingObstacle.LATE) & (self._obstacle != PlantingObstacle.NONE)
@@ -159,11 +157,10 @@ class Heuristic(Rule):
         return complete(view.masks, op, slot, {**usual, **chosen})
 
     def store(self, outcome: Outcome) -> None:
-        """Record where a seed was planted, and where one was pruned."""
+        """Record where a seed was planted, and where one was kept."""
         op, accepted = outcome.actions.op, outcome.accepted
         self._planted = self._planted | (accepted & (op == Op.GERMINATE))
-        env = np.flatnonzero(accepted & (op == Op.PRUNE))
-        self._failed[env, outcome.actions.slot[env]] = True
+        self._kept = self._kept | (accepted & (op == Op.FOSSILIZE))
 
     def plants(self, view: View) -> Bools:
         """At each slot the blueprint that it would choose there, as long as a seed can be fossilized in time."""
@@ -172,8 +169,6 @@ class Heuristic(Rule):
         names = [self.config.weak_blueprints, *([self.config.narrow_blueprints] if measured else [])]
         chosen = [_first_that_fits(each, fits, view.space)[..., None] for each in names]
         those: Bools = np.logical_or.reduce([np.arange(fits.shape[2]) == each for each in chosen]) & fits
-        if MISSING in view.space.sensors:
-            those = those & ~self._failed_of(those.shape[:2])[..., None]
         return those & self.timely(view, view.step) & (self._vain < VAIN)[:, None, None]
 
     def reasons(self) -> Sequence[str | None]:
@@ -201,12 +196,12 @@ class Heuristic(Rule):
     def state(self) -> dict[str, Any]:
         """Return the obstacles so far, from which `explain` makes its sentences."""
         told = {"planted": self._planted, "obstacle": self._obstacle, "share": self._share, "vain": self._vain}
-        return {**told, "failed": self._failed, "steps": self._steps, "blind": self._blind}
+        return {**told, "kept": self._kept, "steps": self._steps, "blind": self._blind}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
         self._planted, self._obstacle, self._share = state["planted"], state["obstacle"], state["share"]
-        self._failed = np.array(state.get("failed", np.zeros((0, 0))), bool)  # older states have none
+        self._kept = np.array(state.get("kept", np.zeros_like(self._planted)), bool)  # older states have none
         self._vain = state.get("vain", np.zeros_like(state["obstacle"], np.int64))  # older states have none
         self._steps, self._blind = state["steps"], state["blind"]
 
@@ -232,9 +227,7 @@ class Heuristic(Rule):
         untrained = (
             training & ~may[:, Op.ADVANCE] & (age - gates.min_training_steps + 1 >= self.config.training_patience)
         )
-        gain, nominated = measured.gain, MISSING in view.space.sensors
-        harmful = training & (gain.mean < -gates.gain_z * gain.se) & (age >= gates.min_training_steps) & nominated
-        return _Trials(worth, contribution.se, price, keep, unpaid, holding, unkept | untrained, harmful)
+        return _Trials(worth, contribution.se, price, keep, unpaid, holding, unkept | untrained)
 
     def timely(self, view: View, step: int) -> bool:
         """Return whether a seed that is planted at a step can be fossilized before the run ends, with `spare_steps` to spare."""
@@ -245,10 +238,6 @@ class Heuristic(Rule):
     def _trial(self, view: View) -> int:
         """Steps from ADVANCE to FOSSILIZE."""
         return view.space.tempos[defaults(view.space)[Head.TEMPO]] + self.gates.min_holding_steps + 1
-
-    def _failed_of(self, shape: tuple[int, ...]) -> Bools:
-        """Return (E, S) where a seed was pruned in this episode."""
-        return self._failed if self._failed.shape == shape else np.zeros(shape, bool)
 
     def _affordable(self, view: View) -> Bools:
         """Return (E, S, K) the seeds for which the budget has room beside all that are there."""
@@ -295,14 +284,14 @@ class Heuristic(Rule):
         score = np.where(none, 0.0, -rank)
 
         missing = sensor(view, MISSING)
-        lacks = may & (missing > FEW) & ~self._failed_of(may.shape)
+        lacks = may & (missing > FEW)
         most = np.where(lacks, missing, -np.inf).max(1, keepdims=True)
         lacks &= missing >= config.missing_ratio * most
         room = (view.seeds.stage == Stage.TRAINING).sum(1, keepdims=True) < config.nominated
         measured_at_all = ~np.isnan(missing).all(1, keepdims=True)
         begun = (view.seeds.stage != Stage.DORMANT).any(1, keepdims=True)
-        if view.step and len(self._planted) == len(begun):  # a kept seed may be part of its layers, and its slot empty
-            begun |= self._planted[:, None]
+        if view.step and len(self._kept) == len(begun):  # a kept seed may be part of its layers, and its slot empty
+            begun |= self._kept[:, None]
         judged = lacks.any(1, keepdims=True) | (measured_at_all & begun)
         fresh = view.measurements.sensor_age == 0  # a seed that was planted since may have filled what was missing
         where = np.where(judged, timely & fresh & lacks & room & (share < config.plant_below), where)
@@ -358,8 +347,6 @@ class Heuristic(Rule):
             told, rent = f"its contribution {worth:+.4f} ± {error:.4f}", f"{self.config.keep_above:g} of its rent"
             above = "above" if op == Op.FOSSILIZE else "not above"
             return f"{told} is {above} {price:.4f}, which is {rent} (heuristic.keep_above)"
-        if trials.harmful[env, slot] and not trials.refused[env, slot]:
-            return "the loss would be higher with it, by more standard errors than gates.gain_z"
         key = "holding_patience" if trials.holding[env, slot] else "training_patience"
         return f"it did not pass its gate at {getattr(self.config, key)} decisions (heuristic.{key})"
 
