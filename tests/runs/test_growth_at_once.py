@@ -29,7 +29,7 @@ def host():
         return nn.Sequential(nn.Linear(12, 2), nn.ReLU(), nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-DIRECT = {"lifecycle": {"direct": True, "absorb": True}}
+DIRECT = {"lifecycle": {"direct": True, "absorb": True}, "gates": {"twins": True}}
 
 
 def growing(*, ema=False, settings=DIRECT, **options):

@@ -775,7 +775,6 @@ def _growth_config(
         "seed": seed,
         "steps": ENDLESS if steps is None else max(_optimizer_steps("steps", steps) // every, 1),
         "lifecycle": {"max_seeds": len(sites)},
-        "gates": {"twins": True},
         "reward": {"objective": "log_loss"},
         # The loss on the probe stands in for the training loss. It has no upper bound, and rises when a network overfits, which
         # is not a failure.
