@@ -112,7 +112,7 @@ def main() -> None:
     mean = table.mean(2)  # (seeds, arms): over the marks, so of how fast and how well is learnt
     for number, arm in enumerate(ARMS):
         good = " | ".join(f"{count} of {len(seeds)}" for count in (table[:, number] >= GOOD).sum(0))
-        less = f"{t_interval(mean[:, number] - mean[:, 0]):+.2f}" if number and len(seeds) > 1 else ""
+        less = f"{t_interval((mean[:, number] - mean[:, 0]).tolist()):+.2f}" if number and len(seeds) > 1 else ""
         print(f"| {arm} | {good} | {less} |", flush=True)
 
 
