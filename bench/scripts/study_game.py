@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from study_heal_ppo import curve_table, train
+from study_heal_ppo import LEARNER, curve_table, train
 
 from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask
@@ -37,21 +37,7 @@ from esper_bench.healing.heal import describe, heal
 from esper_bench.healing.hosts import BLOCKS
 from esper_bench.healing.unknown import UNKNOWN_HOSTS
 
-SETTINGS: dict[str, Any] = {
-    "envs": 64,
-    "probe": {"sensors_every": 1000, "coalitions_every": 1000},
-    "reward": {"group_size": 4},
-    "telemetry": {"level": "off"},
-    "ppo": {
-        "gae_lambda": 0.8,
-        "update_epochs": 8,
-        "lr": 0.003,
-        "imitation_rounds": 0,
-        "decisions_per_step": 6,
-        "validate_envs": 64,
-        "undo_bias": -2.0,
-    },
-}
+SETTINGS: dict[str, Any] = {**LEARNER, "ppo": {**LEARNER["ppo"], "validate_envs": 64, "undo_bias": -2.0}}
 """Those of `study_heal_ppo.py`, but that an untrained policy prunes: to move the budget is the game."""
 LEARNED, TAUGHT = "learned", "taught"
 ARMS: dict[str, dict[str, Any]] = {

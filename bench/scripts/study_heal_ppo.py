@@ -32,8 +32,7 @@ from esper_bench.healing import heal
 from esper_bench.healing.hosts import VECTORS
 from esper_bench.records import load_record, run_script, save_record
 
-SETTINGS: dict[str, Any] = {
-    **SHORT,
+LEARNER: dict[str, Any] = {
     "envs": 64,
     "probe": {"sensors_every": 1000, "coalitions_every": 1000},
     "reward": {"group_size": 4},
@@ -48,6 +47,7 @@ SETTINGS: dict[str, Any] = {
     },
 }
 """Up to six decisions a step, as the trees plant at several places at once. lambda counts decisions, not steps."""
+SETTINGS: dict[str, Any] = {**SHORT, **LEARNER}
 HOSTS = 128
 """Training hosts that the instances have; more of them take longer to train than the policy."""
 FIRST = 36_864

@@ -2,7 +2,7 @@
 
     python bench/scripts/study_narrow_places.py             # 8 seeds of 6 settings, about 10 minutes on one core
     python bench/scripts/study_narrow_places.py --seeds 2 diabetes
-    python bench/scripts/study_narrow_places.py --first-seed 400 --growth '{"gates": {"twins": false}}'
+    python bench/scripts/study_narrow_places.py --first-seed 400 --growth '{"gates": {"twins": true}}'
 
 Every arm of a seed has the same first weights and batches: 1,500 steps of AdamW at 3e-3 of 64 examples. `longer` is the network
 without growth for the CPU seconds that growth took; `as large` has one width in all hidden layers, the smallest with at

@@ -32,16 +32,10 @@ def host():
 DIRECT = {"lifecycle": {"direct": True, "absorb": True}, "gates": {"twins": True}}
 
 
-def growing(*, ema=False, settings=DIRECT, **options):
-    """A network with a narrow first layer, its optimizer, the growth, and a moving average if asked for."""
-    model = host()
-    esper.graft(model, ["2"], example=data(slice(600, 900))[0])
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if ema else None
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    growth = esper.Growth(
+def grow(model, optimizer, settings=DIRECT, **options):
+    return esper.Growth(
         model,
         optimizer,
-        ema=average,
         probe=[data(slice(600, 900))],
         loss=F.cross_entropy,
         budget=12.0,
@@ -49,7 +43,15 @@ def growing(*, ema=False, settings=DIRECT, **options):
         settings=settings,
         **options,
     )
-    return model, optimizer, growth, average
+
+
+def growing(*, ema=False, settings=DIRECT, **options):
+    """A network with a narrow first layer, its optimizer, the growth, and a moving average if asked for."""
+    model = host()
+    esper.graft(model, ["2"], example=data(slice(600, 900))[0])
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if ema else None
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    return model, optimizer, grow(model, optimizer, settings, ema=average, **options), average
 
 
 def train(model, optimizer, growth, average, steps, after=lambda: None):
@@ -145,15 +147,7 @@ def test_the_outputs_stay_when_a_kept_seed_becomes_units():
 def test_sites_of_a_layer_that_became_wider_have_its_width():
     model = host()
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    growth = esper.Growth(
-        model,
-        optimizer,
-        probe=[data(slice(600, 900))],
-        loss=F.cross_entropy,
-        budget=12.0,
-        every=EVERY,
-        settings=DIRECT,
-    )
+    growth = grow(model, optimizer)
     while not growth.folded:
         assert growth.calls < 200
         train(model, optimizer, growth, None, EVERY)
@@ -186,15 +180,7 @@ def test_a_state_that_is_refused_leaves_the_widths_as_they_were():
     esper.graft(model, ["2"], example=data(slice(600, 900))[0])
     groups = [{"params": model[:3].parameters()}, {"params": model[3:].parameters()}]
     optimizer = torch.optim.AdamW(groups, 0.01)
-    growth = esper.Growth(
-        model,
-        optimizer,
-        probe=[data(slice(600, 900))],
-        loss=F.cross_entropy,
-        budget=12.0,
-        every=EVERY,
-        settings=DIRECT,
-    )
+    growth = grow(model, optimizer)
     train(model, optimizer, growth, None, 3)
     before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     with pytest.raises(esper.InputError, match="optimizer"):
@@ -264,15 +250,7 @@ def test_the_random_numbers_of_the_loop_are_those_without_a_network_beside():
                 nn.Linear(12, 2), nn.ReLU(), nn.Dropout(0.5), nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 4)
             )
             optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-            growth = esper.Growth(
-                model,
-                optimizer,
-                probe=[data(slice(600, 900))],
-                loss=F.cross_entropy,
-                budget=12.0,
-                every=EVERY,
-                settings=DIRECT | {"gates": {"twins": twins}},
-            )
+            growth = grow(model, optimizer, DIRECT | {"gates": {"twins": twins}})
             train(model, optimizer, growth, None, EVERY)
             assert any(growth.population.twins.values()) == twins
             return torch.rand(3), model.state_dict()

@@ -128,7 +128,7 @@ class LifecycleConfig(Section):
     it adds is 0 at first; the rule heuristic does so where something is plainly missing"""
     absorb: bool = False
     """a kept seed that is further units of two layers becomes part of them at once, and its slot can be planted again; for
-    esper.Growth, which sets it for the rule heuristic"""
+    esper.Growth under the rule heuristic"""
     auto_advance: bool = False
     """advance an incubating seed as soon as its gate passes, without a decision of the controller"""
     incubation: Literal["shadow", "ste"] = "shadow"
@@ -179,7 +179,7 @@ class GatesConfig(Section):
     """true requires only the smallest number of steps and that gain or contribution was measured"""
     twins: bool = False
     """gate G5: compare the network with one that is trained beside it without the seed, on the same batches, for as long as the
-    seed is on trial, and not with itself without the seed; for esper.Growth, which sets it for the rule heuristic"""
+    seed is on trial, and not with itself without the seed; for esper.Growth under the rule heuristic"""
     certify: float | None = Field(None, gt=0, lt=1)
     """gate G5: largest chance, over all seeds of all environments that share fresh examples, of certifying one that does not
     help on them (`esper docs lifecycle`); null keeps without a certificate"""
