@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from esper.store.tensors import flatten, to_parts
+from esper.store.tensors import Picked, flatten, to_parts, unflatten
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 DTYPES += [torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool]
@@ -83,3 +83,17 @@ def test_a_second_copy_takes_the_memory_of_the_first_where_it_fits_and_none_of_w
     assert [name for name in held if second[name].data_ptr() == held[name]] == ["same", "expanded"]
     assert all(second[name].data_ptr() != tensor.data_ptr() for name, tensor in tree.items())
     assert plain == flatten(tree)[1]
+
+
+def test_picked_rows_are_gathered_into_the_memory_of_the_first_copy():
+    column, rows = torch.arange(6.0).view(3, 2), torch.tensor([2, 0])
+    first, plain = flatten({"rows": Picked(column, rows)}, into={})
+    assert torch.equal(unflatten(*flatten({"rows": Picked(column, rows)}))["rows"], column[rows])
+    held = first["rows"].data_ptr()
+    column += 10
+    second, again = flatten({"rows": Picked(column, rows)}, into=first)
+    assert torch.equal(second["rows"], column[rows])
+    assert second["rows"].data_ptr() == held
+    assert again == plain
+    third, _ = flatten({"rows": Picked(column, rows[:1])}, into=second)
+    assert torch.equal(third["rows"], column[2:])

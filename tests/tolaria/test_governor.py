@@ -12,6 +12,7 @@ from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.verdicts import Refusal, Vital
 from esper.nissa.rows import DecisionRow, EpisodeRow, RollbackRow
+from esper.store.tensors import flatten
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.rules.schedule import load_schedule
 from esper.tasks.catalog import get_task
@@ -396,7 +397,7 @@ def test_a_snapshot_of_healthy_rows_is_not_written_twice():
     played(engine, client, 5)
     tree = engine.snapshot()["governor"]["snapshot"]
     assert not len(tree["stale"])
-    assert all(not len(column) for column in tree["host"]["columns"].values())
+    assert all(not len(column) for column in flatten(tree["host"]["columns"])[0].values())
 
 
 # Preflight.

@@ -7,7 +7,7 @@ copies no tensor, and safetensors reads what it makes. Nothing is unpickled, and
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,19 @@ from safetensors.torch import load
 from torch import Tensor
 
 Tree = dict[str, Any]
-"""Nested dicts, with texts as keys, and lists of arrays, tensors, numbers, texts, booleans and None."""
+"""Nested dicts, with texts as keys, and lists of arrays, tensors, `Picked`, numbers, texts, booleans and None."""
+
+
+class Picked(NamedTuple):
+    """Rows of a tensor, as a leaf of a `Tree`; they are gathered where the tree is copied, into memory that is there."""
+
+    tensor: Tensor
+    rows: Tensor  # (n,) int64, on the device of the tensor
+
+    def gathered(self, out: Tensor | None = None) -> Tensor:
+        """Return the rows, in new memory or in that of `out`."""
+        return torch.index_select(self.tensor.detach(), 0, self.rows, out=out)
+
 
 _ARRAY, _TENSOR, _NUMBER = "$array", "$tensor", "$number"  # keys that replace values which JSON cannot hold
 _NAMES = {
@@ -78,10 +90,16 @@ def flatten(tree: Any, name: str = "", into: Mapping[str, Tensor] | None = None)
 
     def walk(value: Any, name: str) -> Any:
         match value:
-            case Tensor() if into is not None:
-                old, new = into.get(name), value.detach()
-                fits = old is not None and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
-                return put(old.copy_(new) if old is not None and fits else new.clone(), name, _TENSOR)
+            case Tensor() | Picked() if into is not None:
+                old, whole = into.get(name), value.tensor if isinstance(value, Picked) else value
+                shape = (len(value.rows), *whole.shape[1:]) if isinstance(value, Picked) else whole.shape
+                if old is None or (old.shape, old.dtype, old.device) != (shape, whole.dtype, whole.device):
+                    old = whole.new_empty(shape)
+                return put(
+                    value.gathered(old) if isinstance(value, Picked) else old.copy_(value.detach()), name, _TENSOR
+                )
+            case Picked():
+                return put(value.gathered().to("cpu"), name, _TENSOR)
             case Tensor():
                 return put(value.detach().to("cpu", copy=True).contiguous(), name, _TENSOR)
             case np.ndarray():

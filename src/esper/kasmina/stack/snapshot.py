@@ -17,6 +17,7 @@ from esper.kasmina.stack.plan import Indices
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Bools, Seeds, choose
+from esper.store.tensors import Picked
 
 
 class Rows:
@@ -61,7 +62,9 @@ class Rows:
         if len(envs) == len(self.steps):
             return {"columns": dict(self.columns), "steps": self.steps}
         index = torch.from_numpy(envs)
-        columns = {name: column[index.to(column.device, non_blocking=True)] for name, column in self.columns.items()}
+        columns = {
+            name: Picked(column, index.to(column.device, non_blocking=True)) for name, column in self.columns.items()
+        }
         return {"columns": columns, "steps": self.steps[envs]}
 
     def load_state(self, state: dict[str, Any], stack: Stack, envs: Indices) -> None:
@@ -69,6 +72,7 @@ class Rows:
         index = torch.from_numpy(envs)
         for name, column in self.columns.items():
             given = state["columns"][name]
+            given = given.gathered() if isinstance(given, Picked) else given
             if given.shape[1:] != column.shape[1:] or given.dtype != column.dtype:
                 raise ValueError(
                     f"{name} of a snapshot is {tuple(given.shape)} {given.dtype}, where another was expected"
