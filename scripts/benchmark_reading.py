@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 import esper
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import Task
-from esper.store.tensors import flatten
+from esper.store.tensors import StateCopy
 from esper.tamiyo.rules.baselines import Never
 from esper.tasks.hosts.factories import MLP, Transformer
 from esper.tolaria.engine import VectorizedEngine
@@ -128,7 +128,7 @@ def populations(workers: int, width: int, envs: int, device: str) -> dict[str, d
     return made
 
 
-def played(engine: VectorizedEngine, steps: int, copied: dict[str, torch.Tensor]) -> NDArray[np.float64]:
+def played(engine: VectorizedEngine, steps: int, copied: StateCopy) -> NDArray[np.float64]:
     """(3,) of a batch: the time that passes, the processor time of this thread, and the wait for reading [ms].
 
     As in a run, the state is copied before each step where examples are read, into `copied`, in case reading fails.
@@ -140,7 +140,7 @@ def played(engine: VectorizedEngine, steps: int, copied: dict[str, torch.Tensor]
     client, begin = Never(), clocks()
     for _ in range(steps):
         if engine.population.data.problems[0].source is not None:
-            copied.update(flatten(engine.snapshot(), into=copied)[0])
+            copied.take(engine.snapshot())
         engine.step(client.act(engine.view()))
     return (clocks() - begin) / steps / BATCHES * 1000
 
@@ -158,7 +158,7 @@ class Figures(NamedTuple):
 
 def measured(engines: Mapping[str, VectorizedEngine], rounds: int, steps: int) -> dict[str, Figures]:
     """Let the populations take turns. The first step of each, which starts its thread and its workers, is not counted."""
-    copies: dict[str, dict[str, torch.Tensor]] = {name: {} for name in engines}
+    copies = {name: StateCopy() for name in engines}
     for name, engine in engines.items():
         engine.reset()
         played(engine, 1, copies[name])
@@ -195,10 +195,11 @@ def reading_alone(engine: VectorizedEngine, envs: int) -> float:
 
 def copied(engine: VectorizedEngine) -> float:
     """Processor time in which a run with streamed examples copies its state, once a step, in case reading fails [ms]."""
-    times, memory = [], flatten(engine.snapshot(), into={})[0]
+    times, memory = [], StateCopy()
+    memory.take(engine.snapshot())
     for _ in range(9):
         begin = time.thread_time()
-        flatten(engine.snapshot(), into=memory)
+        memory.take(engine.snapshot())
         times.append((time.thread_time() - begin) * 1000)
     return statistics.median(times)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from esper.store.tensors import Picked, flatten, to_parts, unflatten
+from esper.store.tensors import Picked, StateCopy, flatten, to_parts
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 DTYPES += [torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool]
@@ -75,25 +75,38 @@ def test_a_dtype_that_no_file_holds_is_named():
 
 def test_a_second_copy_takes_the_memory_of_the_first_where_it_fits_and_none_of_what_it_copies():
     tree = {"same": torch.arange(4.0), "longer": torch.zeros(2), "expanded": torch.ones(1).expand(3)}
-    first, _ = flatten(tree, into={})
-    held = {name: tensor.data_ptr() for name, tensor in first.items()}
+    copy = StateCopy()
+    copy.take(tree)
+    held = {name: tensor.data_ptr() for name, tensor in copy.tensors.items()}
     tree = {"same": torch.ones(4), "longer": torch.ones(3), "expanded": torch.zeros(1).expand(3), "new": torch.ones(1)}
-    second, plain = flatten(tree, into=first)
-    assert all(torch.equal(second[name], tensor) for name, tensor in tree.items())
-    assert [name for name in held if second[name].data_ptr() == held[name]] == ["same", "expanded"]
-    assert all(second[name].data_ptr() != tensor.data_ptr() for name, tensor in tree.items())
-    assert plain == flatten(tree)[1]
+    copy.take(tree)
+    assert all(torch.equal(copy.tensors[name], tensor) for name, tensor in tree.items())
+    assert [name for name in held if copy.tensors[name].data_ptr() == held[name]] == ["same", "expanded"]
+    assert all(copy.tensors[name].data_ptr() != tensor.data_ptr() for name, tensor in tree.items())
+    assert all(torch.equal(tensor, tree[name]) for name, tensor in copy.tree().items())
 
 
-def test_picked_rows_are_gathered_into_the_memory_of_the_first_copy():
-    column, rows = torch.arange(6.0).view(3, 2), torch.tensor([2, 0])
-    first, plain = flatten({"rows": Picked(column, rows)}, into={})
-    assert torch.equal(unflatten(*flatten({"rows": Picked(column, rows)}))["rows"], column[rows])
-    held = first["rows"].data_ptr()
+@pytest.mark.parametrize("rows", [[0, 1, 2], [0, 2], [1], []], ids=str)
+def test_picked_rows_are_saved_like_the_tensor_that_they_make(rows):
+    column = torch.arange(6.0).view(3, 2)
+    rows = np.array(rows, dtype=np.int64)
+    tensors, plain = flatten({"rows": Picked(column, rows, 0)})
+    assert torch.equal(tensors["rows"], column[torch.from_numpy(rows)])
+    assert tensors["rows"].data_ptr() != column.data_ptr()
+    assert plain == flatten({"rows": column})[1]
+
+
+def test_picked_rows_are_copied_again_where_they_were_written_to_or_are_others():
+    column, copy = torch.arange(6.0).view(3, 2), StateCopy()
+
+    def taken(rows, writes):
+        copy.take({"rows": Picked(column, np.array(rows), writes)})
+        return copy.tree()["rows"].tolist()
+
+    assert taken([0, 2], 0) == [[0, 1], [4, 5]]
     column += 10
-    second, again = flatten({"rows": Picked(column, rows)}, into=first)
-    assert torch.equal(second["rows"], column[rows])
-    assert second["rows"].data_ptr() == held
-    assert again == plain
-    third, _ = flatten({"rows": Picked(column, rows[:1])}, into=second)
-    assert torch.equal(third["rows"], column[2:])
+    assert taken([0, 2], 0) == [[0, 1], [4, 5]]  # it is not looked at, as nobody wrote by what is said
+    assert taken([0, 2], 1) == [[10, 11], [14, 15]]
+    assert taken([1, 2], 1) == [[12, 13], [14, 15]]
+    column = column + 1
+    assert taken([1, 2], 1) == [[13, 14], [15, 16]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.network.export import PROGRAM, save_network
@@ -56,7 +56,7 @@ from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions
 from esper.store.checkpoint import Checkpoints
 from esper.store.disk import write_folder
 from esper.store.files import BEST, MODELS
-from esper.store.tensors import flatten, unflatten
+from esper.store.tensors import StateCopy
 from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY, stopping_figures
 from esper.tolaria.engine import TaskEngine, VectorizedEngine
@@ -262,9 +262,10 @@ class Episode(Observer):
     steps: int = 0
     seconds: float = 0.0  # duration of the steps alone
     before: float = 0.0  # duration of the run before it was resumed [seconds]
-    # the steps so far and a copy of the state after them, as `flatten` returned it, if this process reads examples by batch:
-    # reading may fail within a step
-    whole: tuple[int, tuple[dict[str, Tensor], Any]] | None = None
+    # a copy of the state, and the steps after which it was taken, if this process reads examples by batch: reading may fail
+    # within a step
+    copy: StateCopy = field(default_factory=StateCopy)
+    whole: int | None = None
 
     def begin(self) -> None:
         """Begin a new episode with its first decision, or restore that of the checkpoint from which the run continues."""
@@ -297,9 +298,9 @@ class Episode(Observer):
         population = self.engine.population
         reads = isinstance(population, StackedPopulation) and population.data.problems[0].source is not None
         if store is not None and reads:
-            earlier, self.whole = self.whole, None  # which is no whole state while it is written over
-            into = {} if earlier is None else earlier[1][0]
-            self.whole = self.steps, flatten({**self.run.hub.state(), **self._state()}, into=into)
+            self.whole = None  # the copy is no whole state while it is written over
+            self.copy.take({**self.run.hub.state(), **self._state()})
+            self.whole = self.steps
         return True
 
     def stepped(self, step: Step) -> None:
@@ -316,7 +317,7 @@ class Episode(Observer):
     @property
     def unsaved(self) -> bool:
         """Whether the last whole step is known and no checkpoint has it."""
-        return self.whole is not None and self.store is not None and self.whole[0] > self.store.last
+        return self.whole is not None and self.store is not None and self.whole > self.store.last
 
     def broken(self) -> None:
         """Write a checkpoint of the last whole step, if it is known."""
@@ -324,10 +325,9 @@ class Episode(Observer):
             return
         assert self.whole is not None, "it is not saved"
         assert self.store is not None, "nothing is saved without"
-        (steps, copied), store = self.whole, self.store
         try:
             self.run.hub.flush()
-            store.write(steps, unflatten(*copied))
+            self.store.write(self.whole, self.copy.tree())
         except Exception as error:
             self.watch.note(f"no checkpoint could be written after a step failed: {error}")
 

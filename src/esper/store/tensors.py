@@ -6,11 +6,12 @@ copies no tensor, and safetensors reads what it makes. Nothing is unpickled, and
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load
 from torch import Tensor
 
@@ -19,14 +20,21 @@ Tree = dict[str, Any]
 
 
 class Picked(NamedTuple):
-    """Rows of a tensor, as a leaf of a `Tree`; they are gathered where the tree is copied, into memory that is there."""
+    """Rows of a tensor, as a leaf of a `Tree`; they are gathered where the tree is copied."""
 
     tensor: Tensor
-    rows: Tensor  # (n,) int64, on the device of the tensor
+    rows: NDArray[np.int64]  # (n,) in ascending order, none twice
+    writes: int  # how often the tensor was written to
 
-    def gathered(self, out: Tensor | None = None) -> Tensor:
-        """Return the rows, in new memory or in that of `out`."""
-        return torch.index_select(self.tensor.detach(), 0, self.rows, out=out)
+    @property
+    def whole(self) -> bool:
+        return len(self.rows) == len(self.tensor)
+
+    def gathered(self) -> Tensor:
+        """Return the rows, in the memory of the tensor where they are all of it."""
+        if self.whole:
+            return self.tensor
+        return self.tensor[torch.from_numpy(self.rows).to(self.tensor.device, non_blocking=True)]
 
 
 _ARRAY, _TENSOR, _NUMBER = "$array", "$tensor", "$number"  # keys that replace values which JSON cannot hold
@@ -73,14 +81,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
-def flatten(tree: Any, name: str = "", into: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], Any]:
+def flatten(tree: Any, name: str = "") -> tuple[dict[str, Tensor], Any]:
     """Return the arrays and tensors of a tree by dotted name, copied to the CPU, and the tree as JSON with names in their place.
-
-    With `into`, tensors of an earlier call, copies of tensors stay on their device, and take the memory of the earlier ones where
-    shape and dtype are the same. This does not wait for the device.
 
     `unflatten` is the bitwise inverse, except that tuples become lists. TypeError if a leaf is not allowed in a `Tree`.
     """
+
+    def copied(value: Tensor | Picked, name: str) -> Tensor:
+        value = value.gathered() if isinstance(value, Picked) else value
+        return value.detach().to("cpu", copy=True).contiguous()
+
+    return _flattened(tree, name, copied)
+
+
+def _flattened(tree: Any, name: str, copied: Callable[[Tensor | Picked, str], Tensor]) -> tuple[dict[str, Tensor], Any]:
     tensors: dict[str, Tensor] = {}
 
     def put(value: Tensor, name: str, kind: str) -> dict[str, str]:
@@ -90,18 +104,8 @@ def flatten(tree: Any, name: str = "", into: Mapping[str, Tensor] | None = None)
 
     def walk(value: Any, name: str) -> Any:
         match value:
-            case Tensor() | Picked() if into is not None:
-                old, whole = into.get(name), value.tensor if isinstance(value, Picked) else value
-                shape = (len(value.rows), *whole.shape[1:]) if isinstance(value, Picked) else whole.shape
-                if old is None or (old.shape, old.dtype, old.device) != (shape, whole.dtype, whole.device):
-                    old = whole.new_empty(shape)
-                return put(
-                    value.gathered(old) if isinstance(value, Picked) else old.copy_(value.detach()), name, _TENSOR
-                )
-            case Picked():
-                return put(value.gathered().to("cpu"), name, _TENSOR)
-            case Tensor():
-                return put(value.detach().to("cpu", copy=True).contiguous(), name, _TENSOR)
+            case Tensor() | Picked():
+                return put(copied(value, name), name, _TENSOR)
             case np.ndarray():
                 return put(torch.from_numpy(np.array(value, order="C")), name, _ARRAY)
             case dict():
@@ -118,6 +122,42 @@ def flatten(tree: Any, name: str = "", into: Mapping[str, Tensor] | None = None)
         raise TypeError(f"{name} is a {type(value).__name__}, which no checkpoint holds")
 
     return tensors, walk(tree, name)
+
+
+class StateCopy:
+    """The latest copy of a tree that changes, in memory that each copy takes from the one before.
+
+    Tensors stay on their device, which is not waited for, and `Picked` rows that were not written to since are not copied again.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._plain: Any = None
+        self._picked: dict[str, Picked] = {}
+
+    def take(self, tree: Any) -> None:
+        """Copy the tree in place of the one before. TypeError as `flatten`."""
+        self.tensors, self._plain = _flattened(tree, "", self._copied)
+
+    def tree(self) -> Any:
+        """Return the tree that was copied, in new memory."""
+        return unflatten(self.tensors, self._plain)
+
+    def _copied(self, value: Tensor | Picked, name: str) -> Tensor:
+        old, before = self.tensors.get(name), self._picked.pop(name, None)
+        if not isinstance(value, Picked):
+            return self._over(old, value.detach())
+        same = before is not None and before.tensor is value.tensor and before.writes == value.writes
+        if old is None or before is None or not same or not np.array_equal(before.rows, value.rows):
+            old = self._over(old, value.gathered().detach())
+        self._picked[name] = value
+        return old
+
+    @staticmethod
+    def _over(old: Tensor | None, new: Tensor) -> Tensor:
+        if old is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+            return new.clone()
+        return old.copy_(new)
 
 
 def unflatten(tensors: Mapping[str, Tensor], plain: Any) -> Any:

@@ -26,6 +26,7 @@ class Rows:
     def __init__(self, stack: Stack, envs: int) -> None:
         self.columns: dict[str, Tensor] = {}
         self.steps = np.zeros(envs, np.int64)
+        self._writes = 0
         self._follow(stack)
 
     def _follow(self, stack: Stack) -> None:
@@ -38,6 +39,7 @@ class Rows:
     def save(self, stack: Stack, rows: Indices, envs: Indices) -> None:
         """Copy rows (n,) of a stack to the environments (n,) that they belong to."""
         self._follow(stack)
+        self._writes += 1
         whole = len(envs) == len(self.steps) and np.array_equal(rows, envs)
         source, target = (torch.from_numpy(index).to(stack.device, non_blocking=True) for index in (rows, envs))
         for name, column in self.columns.items():
@@ -58,17 +60,13 @@ class Rows:
         stack.steps[rows] = self.steps[envs]
 
     def state(self, envs: Indices) -> dict[str, Any]:
-        """Return what is saved of environments (n,); all of them share the memory."""
-        if len(envs) == len(self.steps):
-            return {"columns": dict(self.columns), "steps": self.steps}
-        index = torch.from_numpy(envs)
-        columns = {
-            name: Picked(column, index.to(column.device, non_blocking=True)) for name, column in self.columns.items()
-        }
+        """Return what is saved of environments (n,), in ascending order; it shares the memory."""
+        columns = {name: Picked(column, envs, self._writes) for name, column in self.columns.items()}
         return {"columns": columns, "steps": self.steps[envs]}
 
     def load_state(self, state: dict[str, Any], stack: Stack, envs: Indices) -> None:
         self._follow(stack)
+        self._writes += 1
         index = torch.from_numpy(envs)
         for name, column in self.columns.items():
             given = state["columns"][name]
