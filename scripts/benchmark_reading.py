@@ -31,6 +31,7 @@ from torch.utils.data import Dataset
 import esper
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import Task
+from esper.leyline.text import counted
 from esper.store.tensors import StateCopy
 from esper.tamiyo.rules.baselines import Never
 from esper.tasks.hosts.factories import MLP, Transformer
@@ -94,7 +95,7 @@ def modes(workers: int) -> list[Mode]:
         Mode("in memory", stream=False),
         Mode("read when needed", read_ahead=0),
         Mode("read ahead by a thread"),
-        Mode(f"read ahead by {workers} workers", workers=workers),
+        Mode(f"read ahead by {counted(workers, 'worker')}", workers=workers),
     ]
 
 
@@ -238,7 +239,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps of a population in a round")
     parser.add_argument("--envs", type=int, default=2)
     parser.add_argument("--width", type=int, default=768, help="width of the hosts")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--kinds", nargs="+", default=["waits", "decodes", "computes", "windows"])
     parser.add_argument("--machine", default="", help="the machine in words, for the page")
