@@ -70,6 +70,19 @@ def test_a_network_becomes_wider_when_enough_was_seen_for_its_size_and_says_why_
     assert growth.summary()["growths"] == [only]
 
 
+def test_each_growth_waits_for_targets_in_proportion_to_the_widths_so_far():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    growth = esper.AnytimeGrowth(model, optimizer, example=torch.ones(1, 2), most_parameters=50)
+    sizes = [growth.parameters]
+    while len(growth.growths) < 2:
+        if growth.step(1):
+            sizes.append(growth.parameters)
+    assert [each["seen"] for each in growth.growths] == [30 * sizes[0], 60 * sizes[1]]
+    assert not growth.step(10**6)
+    assert growth.why == "82 parameters would exceed most_parameters=50"
+
+
 def test_rates_are_scaled_within_a_step_alone():
     run = _, optimizer, schedule, growth = made(rate_power=0.5)
     seen = []
@@ -87,7 +100,7 @@ def test_rates_are_scaled_within_a_step_alone():
     assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
     last = growth.growths[-1]
     assert seen[last["step"]] == pytest.approx(
-        1e-2 * 0.9 ** (last["step"] // 5) * 2 ** (-0.5 * len(growth.growths)) / 5
+        1e-2 * 0.9 ** (last["step"] // 5) * 2 ** (-0.5 * len(growth.growths)) / 2
     )
     growth.finish()
     trained(run, 40, 41)

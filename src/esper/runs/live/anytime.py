@@ -34,7 +34,7 @@ SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
 TIMED = 7
 """Passes of which the shortest is the seconds of a pass."""
-TARGETS = 60.0
+TARGETS = 30.0
 """Targets seen for each parameter, when the network becomes wider, where `ratio` is not given and no probe decides."""
 WORTH = 0.01
 """Share by which the loss on the probe must have fallen since the last growth."""
@@ -70,8 +70,9 @@ class AnytimeGrowth:
         network = growth.snapshot()
 
     A small network learns faster at first, and a large one ends better. So start with the smallest that makes sense. When the
-    loop has seen `ratio` targets for each parameter, every inner width is multiplied (`esper.widen`), and so on until the
-    training stops, whenever that is. The network is of its own class all the time, and computes what it did across each growth.
+    loop has seen 30 targets for each parameter, every inner width is doubled (`esper.widen`), when it has seen 60 for each of
+    those it has then, again, and so on until the training stops, whenever that is. The network is of its own class all the time,
+    and computes what it did across each growth.
 
     With a `probe` and no `ratio`, the loss there decides. While a network is as large as it should be, its loss falls about as a
     power of the compute; when it becomes too small, more slowly. So the network becomes wider when the slope of the logarithm of
@@ -79,7 +80,8 @@ class AnytimeGrowth:
     are a factor of 4 of compute apart.
 
     The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
-    know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up behind the start and each growth.
+    know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up behind the start and, of a third of
+    the steps, behind each growth.
 
     `average` is a running average of the weights over about the last tenth of the compute, which needs no end to be known.
     Statistics of BatchNorm in it are the latest ones.
@@ -105,13 +107,14 @@ class AnytimeGrowth:
         example: an input of the model on which every layer runs; a tuple or list holds its arguments, a mapping its named ones.
             With cost='seconds', a batch as large as those of the loop
         ratio: targets seen, such as tokens or labels, for each parameter, when the network becomes wider. None lets the loss on
-            the probe decide where there is one and cost='parameters', and is 60 elsewhere
+            the probe decide where there is one and cost='parameters'; elsewhere it is 30 times what its first widths were
+            multiplied by so far
         cost: what a larger network costs more of, 'parameters' or 'seconds'
         factor: by how much, a whole number
         sizes: in place of `factor`, the sizes that the network passes through, as multiples of the widths that it is given with:
             [1, 4, 8] makes it four times as wide, and then twice as wide again. Each is a whole multiple of the one before
         most_parameters: largest number of parameters; None where there is no limit
-        warmup: steps of each linear warm-up of the learning rates
+        warmup: steps of the first linear warm-up of the learning rates; those behind growths have a third of them
         rate_power: the learning rates of a network with widths multiplied by r are scaled by r^-rate_power
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one. With it a network waits
             in any case until the loss there has fallen by 1 % since the last growth, so as not to outgrow a small data set.
@@ -163,8 +166,10 @@ class AnytimeGrowth:
         if most_parameters is not None and (isinstance(most_parameters, bool) or not isinstance(most_parameters, int)):
             raise InputError(f"most_parameters is {most_parameters!r}; give a whole number, or None for no limit")
         by_slope = ratio is None and probe is not None and cost == "parameters"
-        ratio = TARGETS if ratio is None else ratio
-        for name, number, open_at in (("ratio", ratio, 0.0), ("rate_power", rate_power, -math.inf)):
+        for name, number, open_at in (
+            ("ratio", TARGETS if ratio is None else ratio, 0.0),
+            ("rate_power", rate_power, -math.inf),
+        ):
             if isinstance(number, bool) or not isinstance(number, int | float) or not open_at < number < math.inf:
                 raise InputError(f"{name} is {number!r}; give a finite number" + " above 0" * (open_at == 0))
         if cost not in get_args(Cost):
@@ -191,7 +196,7 @@ class AnytimeGrowth:
                 f"most_parameters={most_parameters:,}; leave that size out, or raise the limit"
             )
         self.sizes = None if sizes is None else tuple(sizes)
-        self.ratio, self.factor, self.most_parameters, self.cost = float(ratio), factor, most_parameters, cost
+        self.ratio, self.factor, self.most_parameters, self.cost = ratio, factor, most_parameters, cost
         self.warmup, self.rate_power, self.seed = warmup, float(rate_power), seed
         self._ranks = Ranks(shared)
         device = next(model.parameters()).device
@@ -260,11 +265,11 @@ class AnytimeGrowth:
             return False
         if self._by_slope:
             return self._bent() and self._grow()
-        needed = math.ceil(self.ratio * self._elasticity**3 * size)
+        ratio = (TARGETS * self._multiple if self.ratio is None else self.ratio) * self._elasticity**3
+        needed = math.ceil(ratio * size)
         if self.seen < needed:
             self.why = (
-                f"{self.seen:,} targets were seen, and {self.ratio * self._elasticity**3:.3g} for each of {size:,} parameters "
-                f"are {needed:,}"
+                f"{self.seen:,} targets were seen, and {ratio:.3g} for each of {size:,} parameters are {needed:,}"
             )
             if self._slower is not None:
                 wider = f"a network {self._next_factor()} times as wide"
@@ -364,11 +369,16 @@ class AnytimeGrowth:
         settings = {"example": self._example, "optimizer": self._optimizer, "ema": self.average, "seed": seed}
         widen(self.model, factor, **settings, **_ways(way))
 
+    @property
+    def _multiple(self) -> int:
+        """What the first widths were multiplied by so far."""
+        return math.prod(each["factor"] for each in self.growths)
+
     def _next_factor(self) -> int:
         """Return by how much the next growth multiplies the widths; 1 where `sizes` has ended, which `why` then says."""
         if self.sizes is None:
             return self.factor
-        now = math.prod(each["factor"] for each in self.growths)
+        now = self._multiple
         factor = next((size // now for size in self.sizes if size > now), 1)
         if factor == 1:
             self._end(f"sizes ends with {now} times the first widths")
@@ -535,8 +545,8 @@ class AnytimeGrowth:
         return [min(each) for each in taken]
 
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        scale = math.prod(each["factor"] for each in self.growths) ** -self.rate_power
-        scale *= min(1.0, (self._since + 1) / (self.warmup + 1))
+        warmup = self.warmup // 3 if self.growths else self.warmup
+        scale = self._multiple**-self.rate_power * min(1.0, (self._since + 1) / (warmup + 1))
         self._restore_rates(optimizer)  # those of a step that raised
         self._rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
