@@ -96,6 +96,15 @@ def test_bad_arguments_are_refused_in_a_sentence(options, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("plan", [{"plan": "anytime"}, {"sizes": [1, 2]}], ids=repr)
+def test_a_plan_of_sizes_is_refused_with_the_name_of_what_has_one(plan):
+    model = host()
+    with pytest.raises(
+        InputError, match=r"takes no (plan|sizes)=; to widen .* call esper\.AnytimeGrowth\(model, optimizer"
+    ):
+        Growth(model, torch.optim.SGD(model.parameters(), lr=0.1), **plan)
+
+
 def test_a_probe_that_changes_while_a_network_grows_is_refused():
     probe = itertools.chain(itertools.repeat([data(1), data(2)], 8), itertools.repeat([data(1), data(3)]))
     growth = grow(probe=lambda: next(probe), controller=Script({}))

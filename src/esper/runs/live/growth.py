@@ -1,11 +1,12 @@
 """Growing one network in a training loop of a person's own."""
 
+import functools
 import math
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ ENDLESS = 10**6
 """Number of decisions of a training whose length is not given."""
 
 M = TypeVar("M", bound=nn.Module)
+P = ParamSpec("P")
 
 _IDLE = 20
 """Calls of `Growth.step` without a step of the optimizer that are worth a word: more than a few skipped batches."""
@@ -78,6 +80,22 @@ LOOKED_AT, ONE_IN = 64, 16
 
 _UNFINISHED: weakref.WeakSet["Growth"] = weakref.WeakSet()
 """Growths whose seeds are in a model and an optimizer."""
+
+
+def _without_plan(init: Callable[P, None]) -> Callable[P, None]:
+    """Let arguments of a plan of sizes raise InputError, which names the class that has one, in place of TypeError."""
+
+    @functools.wraps(init)
+    def checked(*arguments: P.args, **named: P.kwargs) -> None:
+        for name in ("plan", "sizes"):
+            if name in named:
+                raise InputError(
+                    f"esper.Growth plants seeds and takes no {name}=; to widen the network as a whole while it trains, call "
+                    "esper.AnytimeGrowth(model, optimizer, example=x), which takes sizes= too"
+                )
+        init(*arguments, **named)
+
+    return checked
 
 
 class Growth:
@@ -135,6 +153,7 @@ class Growth:
         InputError: in one sentence, where one of these cannot be
     """
 
+    @_without_plan
     def __init__(
         self,
         model: nn.Module,
