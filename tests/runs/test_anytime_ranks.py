@@ -1,5 +1,6 @@
 """A network that becomes wider under DistributedDataParallel, which is made anew behind each growth: two processes over gloo."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -151,3 +152,18 @@ def test_a_network_in_parts_is_refused_by_name_before_and_after_the_growth_is_ma
         assert (growth.steps, growth.seen) == (0, 0)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_program_of_the_page_widens_a_sharded_network_as_one_process_does(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "sharding.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r'^```python title="wider.py"\n(.*?)^```', page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "wider.py").write_text(program)
+    networks = []
+    for size in ("2", "1"):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", size, "wider.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "16 units after 76800 targets\n"
+        networks.append(torch.load(tmp_path / "wider.pt"))
+    for name, value in networks[0].items():
+        assert torch.allclose(value, networks[1][name], rtol=1e-6, atol=1e-7), name

@@ -52,7 +52,7 @@ DOUBLED = 5000
 """Steps of the loop after which the batch is doubled, so that it is about in proportion to the examples seen."""
 _SHARDED = (
     "the {} is sharded by fully_shard, and parts of parameters cannot become wider; train copies under "
-    "DistributedDataParallel with shared=True, or call esper.widen before fully_shard"
+    "DistributedDataParallel with shared=True, or gather, widen and shard it anew, as `esper docs sharding` shows"
 )
 WINDOW = 8.0
 """The running average weighs a step at compute C by (C / total)^8, so that about the last tenth of the compute counts."""
