@@ -9,9 +9,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.mark.parametrize(
-    ("page", "blocks"), [("widening.md", 4), ("how-wide.md", 1), ("lora-ranks.md", 1), ("more-data.md", 1)]
+    ("page", "blocks"), [("widening.md", 5), ("how-wide.md", 1), ("lora-ranks.md", 1), ("more-data.md", 1)]
 )
-def test_the_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, blocks, capsys):
+def test_the_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, blocks, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text, namespace = (DOCS / page).read_text(encoding="utf-8"), {}
     code, shown = (re.findall(rf"^```{kind}\n(.*?)^```", text, re.DOTALL | re.MULTILINE) for kind in ("python", "text"))
     assert len(code) == len(shown) == blocks

@@ -12,7 +12,7 @@ import pytest
 from esper.api import grow
 from esper.leyline.errors import InputError
 from esper.nissa.events import encode, read_events
-from esper.nissa.rows import ROWS, AnomalyRow, RewardRow, RollbackRow, RoundRow, Row, RunRow
+from esper.nissa.rows import ROWS, AnomalyRow, RewardRow, RollbackRow, RoundRow, Row, RunRow, SizeRow
 from esper.tasks.catalog import get_task
 from populations import small_config
 
@@ -26,6 +26,7 @@ ANOMALY = AnomalyRow(
 )
 REWARD = RewardRow(episode=0, step=1, rewards=[0.5], components={"governor": [0.5]})
 ROUND = RoundRow(round=-1, seconds=0.25, figures={"kl": None, "loss": 0.5})
+SIZE = SizeRow(step=3, seen=96, params=40, loss=0.5, widths={"0": [4, 8]}, seconds=0.25, why="enough was seen")
 OPTIONAL = {
     row.__struct_config__.tag: {
         field.encode_name for field in msgspec.structs.fields(row) if not field.required and field.name != "schema"
@@ -88,7 +89,7 @@ def test_a_field_has_one_type_over_all_kinds_of_rows():
 
 def test_every_field_of_every_row_that_is_written_has_the_type_of_the_page(events):
     lines = [json.loads(line) for line in events.read_text().splitlines()]
-    lines += [json.loads(encode(row)) for row in (ROLLBACK, ROUND, ANOMALY, REWARD)]
+    lines += [json.loads(encode(row)) for row in (ROLLBACK, ROUND, ANOMALY, REWARD, SIZE)]
     kinds = {row.__struct_config__.tag: row for row in ROWS}
     assert {line["kind"] for line in lines} == set(kinds)
     for line in lines:

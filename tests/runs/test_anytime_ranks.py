@@ -58,7 +58,8 @@ PROGRAM = textwrap.dedent(
     model = GPT().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     growth = esper.AnytimeGrowth(
-        model, optimizer, example=texts(rank)[:2, :-1], warmup=4, shared=size > 1, **settings
+        model, optimizer, example=texts(rank)[:2, :-1], warmup=4, shared=size > 1, run=f"{{folder}}/run-{{size}}-{{start}}",
+        overwrite=True, **settings
     )
     if start:
         saved = torch.load(f"{{folder}}/saved-{{start}}.pt")
@@ -127,6 +128,8 @@ def test_two_processes_become_wider_as_one_does_on_all_the_data_and_are_resumed_
             assert torch.allclose(value, alone[part][name], rtol=1e-7, atol=1e-9), name
     for start in STOPS:
         assert equal(grow(tmp_path, "ratio", 2, start), [first, second])
+    summaries = [esper.open_run(tmp_path / f"run-{name}").summary for name in ("1-0", "2-0", f"2-{STOPS[1]}")]
+    assert [each["growths"] for each in summaries] == [alone["growths"]] * 3
     assert "give its .module with shared=True, and wrap that anew" in first["refused"]
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
+from esper.karn.reader import open_run
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import graft
 from esper.leyline.errors import InputError
@@ -324,8 +325,9 @@ def test_a_strategy_that_growth_cannot_follow_is_refused_by_name(tmp_path):
 
 
 def test_the_trainer_widens_as_a_loop_of_ones_own_does(tmp_path):
-    trainer, module, growing, loader = widening(tmp_path)
+    trainer, module, growing, loader = widening(tmp_path, run=tmp_path / "run")
     trainer.fit(module, loader)
+    assert open_run(tmp_path / "run").summary["growths"] == growing.growth.growths  # the trainer has ended it
     plain = Classifier("sequential")
     made = plain.configure_optimizers()
     optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]

@@ -292,6 +292,13 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
             tree = {"growth": self.growth.state_dict(), "sum": _sum(self.growth.model)}
             _write(_folder(args, state.global_step) / FILE, tree)
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Leave the optimizer alone, and end the run folder, if there is one."""
+        if self.growth is not None:
+            self.growth.finish()
+
 
 def _sum(model: nn.Module) -> float:
     """Return the sum of all weights, by which those of two checkpoints are told apart."""

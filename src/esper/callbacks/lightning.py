@@ -282,6 +282,11 @@ class LightningAnytimeGrowth(GrowthCallback, Callback):
             if self.growth.step(seen):
                 _wrap_anew(trainer, pl_module)
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the optimizer alone, and end the run folder, if there is one."""
+        if self.growth is not None:
+            self.growth.finish()
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the growth."""
         return {} if self.growth is None else self.growth.state_dict()

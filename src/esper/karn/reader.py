@@ -488,10 +488,23 @@ class FinishedTraining(Summary):
     policy_inputs: NotRequired[dict[str, float]]
 
 
+class Sized(Summary):
+    """summary.json of a network that became wider as a whole (`esper.AnytimeGrowth`)."""
+
+    status: Literal["running", "finished", "interrupted", "failed"]
+    verdict: str
+    steps_done: Count
+    seen: Count
+    sizes: list[Count]
+    why: str
+    seconds: float
+
+
 def check_summary(summary: Any, path: Path) -> None:
     """InputError, which names the key, if the content of a summary.json is none."""
     try:
-        kind = Grown if "grown_params" in summary else FinishedTraining if "rounds_done" in summary else Failed
+        kinds = {"grown_params": Grown, "rounds_done": FinishedTraining, "sizes": Sized}
+        kind = next((kinds[key] for key in kinds if key in summary), Failed)
         msgspec.convert(summary, kind)
         if kind is Grown:
             for place, values in _of_environments(summary):

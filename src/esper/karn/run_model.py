@@ -31,6 +31,7 @@ from esper.nissa.rows import (
     Row,
     RunRow,
     SensorsRow,
+    SizeRow,
     StepRow,
 )
 
@@ -307,7 +308,7 @@ class Curve:
 class CurvePoint(NamedTuple):
     """The values of the exported curves at one place (`esper docs exporters`)."""
 
-    kind: str  # kind of the row: step, gradients or round
+    kind: str  # kind of the row: step, gradients, size or round
     x: int  # `step` of the row in a grown run; number of rounds before this one in a training; it never decreases
     time: float  # when the row was written [seconds since 1970]
     values: Mapping[str, float]  # by name of the curve; a quantity that was not measured is missing
@@ -328,6 +329,8 @@ OF_STEPS: Sequence[Quantity] = (
 OF_GRADIENTS: Sequence[Quantity] = (("host_gradients", "host_gradient", None, None),)
 OF_EPISODES: Mapping[str, Best] = {"metric": np.max, "loss": np.min, "added_params": None}
 """Those of the networks at the end of an episode, which a training exports for each of its populations."""
+SIZE_CURVES: Mapping[str, str] = {"params": "parameters", "loss": "loss on the probe"}
+"""The quantities of size rows, and the names of their curves."""
 COUNTED: Mapping[str, str] = {"GERMINATED": "seeds/planted", "FOSSILIZED": "seeds/kept", "PRUNED": "seeds/pruned"}
 """The changes of stage that are counted, and the names of their curves."""
 _LONGEST = 60  # characters of a task's name in the name of a curve
@@ -376,6 +379,9 @@ class RunModel:
         self.operations: dict[int, Counter[str]] = {}  # in a training, decisions other than WAIT by round and operation
         self.rollbacks: list[RollbackRow] = []
         self.rounds: list[RoundRow] = []
+        self.sizes: list[
+            SizeRow
+        ] = []  # of a network that becomes wider as a whole; each growth and each look at the loss
         # In a training, J of each validation's networks by round.
         self.validated: dict[int, Sequence[float | None]] = {}
 
@@ -426,6 +432,8 @@ class RunModel:
                 self.changed += row.changed
             case RoundRow():
                 return self._write_round(row)
+            case SizeRow():
+                return self._write_size(row)
             case StepRow() if cohort is UNSET:  # a training shows its rounds instead
                 return self._write_step(row)
             case GradientsRow() if cohort is UNSET:
@@ -469,6 +477,16 @@ class RunModel:
                 values |= _spread(name, best, [getattr(each, figure) for each in ended])[0]
         self._episodes.clear()
         return CurvePoint("round", len(self.rounds) - 1, row.time, values)
+
+    def _write_size(self, row: SizeRow) -> CurvePoint:
+        self.sizes.append(row)
+        self.step = row.step
+        values = {
+            name: float(value) for name, value in (("params", row.params), ("loss", row.loss)) if value is not None
+        }
+        for name, value in values.items():
+            self.curves.setdefault(SIZE_CURVES[name], Curve()).add(row.step, value, value, value)
+        return CurvePoint("size", row.step, row.time, {f"size/{name}": value for name, value in values.items()})
 
     def _task_name(self, task: str) -> str:
         """The name of a task with the characters that every target of an export accepts; each task has a name of its own."""
@@ -572,6 +590,12 @@ class RunModel:
     @property
     def slots(self) -> Sequence[str]:
         return () if self.head is None else self.head.slots
+
+    @property
+    def why_not_larger(self) -> str:
+        """Why a network that becomes wider as a whole is not larger, as of its last row."""
+        last = self.sizes[-1]
+        return "it became wider at this step" if last.widths else last.why or ""
 
     @property
     def envs(self) -> int:

@@ -410,6 +410,25 @@ class RoundRow(Row, tag="round", kw_only=True):
     anomalies: Annotated[Mapping[str, str], about("what is wrong with the learner: a sentence by name")] = {}
 
 
+class SizeRow(Row, tag="size", kw_only=True):
+    """A network that `esper.AnytimeGrowth` widens: at each growth, each look at its loss, and each 8 % of compute."""
+
+    step: Annotated[Count, about("steps of the optimizer so far")]
+    seen: Annotated[Count, about("targets, such as labels or tokens, that the loop has trained on")]
+    params: Annotated[Count, about("parameters of the network")]
+    loss: Annotated[
+        float | None, about("loss of the averaged network on the probe; null where it was not looked at")
+    ] = None
+    widths: Annotated[
+        Mapping[str, Sequence[Count]],
+        about("by layer: its width before and after the growth; absent where the network did not grow"),
+    ] = msgspec.field(default_factory=dict)
+    seconds: Annotated[float | None, about("what the growth took; null where the network did not grow [seconds]")] = (
+        None
+    )
+    why: Annotated[str | None, about("why the network became wider, or why it is not larger")] = None
+
+
 ROWS: tuple[type[Row], ...] = (
     RunRow,
     EnvironmentRow,
@@ -428,5 +447,6 @@ ROWS: tuple[type[Row], ...] = (
     EvaluationRow,
     CheckpointRow,
     RoundRow,
+    SizeRow,
 )
 """The kinds of rows."""

@@ -27,6 +27,7 @@ from esper.karn.report.frame import (
     write_pictures,
 )
 from esper.karn.report.grown import curves_section, first_figures, growth_section, sensors_section, worth_section
+from esper.karn.report.sized import size_section
 from esper.karn.report.trained import round_seconds, training_sections
 from esper.karn.run_model import NO_SEED, RunModel
 from esper.karn.terminal import console
@@ -138,6 +139,10 @@ def report_of_evaluation(record: Mapping[str, Any], folder: Path) -> None:
 
 def content_of(model: RunModel, name: str) -> Content:
     """Return the page of a model: first the verdict, what grew where and the curve beside its twin, and last the settings."""
+    if model.sizes:
+        restored = faults_section(model) if model.rollbacks else None
+        parts = [each for each in (size_section(model), restored, _machine(model)) if each is not None]
+        return Content(name, heading(model), parts, missing=missing_parts(model))
     verdicts, lines, tables, notes = results(model)
     words = Table("Words of this page", ("word", "meaning"), list(WORDS.items()), texts=(1,))
     sections = (
@@ -164,6 +169,9 @@ def missing_parts(model: RunModel) -> list[str]:
     """Return what a page leaves out because the run has none of it, with the reason."""
     if model.head is None:
         return ["everything over time: the run kept no events (telemetry.level)"]
+    if model.sizes:
+        unknown = all(row.loss is None for row in model.sizes)
+        return ["the loss over time: growth had no probe, or has not looked at it (probe=, loss=)"] if unknown else []
     if model.rounds:
         return ["curves, stages and sensors of single networks: the page of a training shows its rounds"]
     why = {
@@ -324,6 +332,13 @@ def heading(model: RunModel) -> str:
         return console.heading_line(model.summary)
     if head is None:
         return f"{model.status}; the run kept no events (telemetry.level)"
+    if model.sizes:
+        last = model.sizes[-1]
+        steps, params = counted(last.step, "step"), f"{last.params:,} parameters"
+        return (
+            f"{printable(head.task)}, widened as a whole: {params} after {steps}, run seed {head.seed}, {head.device}, "
+            f"{model.status}"
+        )
     return (
         f"{printable(head.task)}, {printable(head.controller)}: {counted(head.envs, 'environment')}, "
         f"{counted(head.steps, 'step')} an episode, run seed {head.seed}, {head.device}, {model.status}"
@@ -333,6 +348,9 @@ def heading(model: RunModel) -> str:
 def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[str]]:
     """Return what came out: sentences with the verdict, further sentences, tables, and notes on how these are to be read."""
     summary = model.summary
+    if model.sizes:
+        section = size_section(model)
+        return list(section.lines), [], list(section.tables), []
     if summary is None:
         how = {"running": "still goes on", "killed": "was killed before it ended"}.get(
             model.status, f"is {model.status}"

@@ -205,6 +205,16 @@ class Watch(App[None]):
         name = printable(self.folder.resolve().name)
         if head is None:
             return f"{name}: {self.state}; no events yet (telemetry.level: off writes none)"
+        assert model.last is not None
+        failed = f": {printable(model.last.error)}" if model.last.error else ""
+        if model.sizes:
+            last = model.sizes[-1]
+            growths = sum(bool(row.widths) for row in model.sizes)
+            return (
+                f"{name}: {printable(head.task)}, widened as a whole, {head.device}: {self.state}{failed}\n"
+                f"step {last.step:,}, {last.seen:,} targets\n"
+                f"{last.params:,} parameters; {counted(growths, 'growth')}; {counted(len(model.rollbacks), 'rollback')}"
+            )
         done, whole = model.done()
         unit = "round" if model.planned is not None else "step"
         share = min(done / whole, 1.0) if whole else 0.0
@@ -220,8 +230,6 @@ class Watch(App[None]):
         if model.reading is not None:
             share_of_time, p95 = model.reading
             reading = f"; reading {100 * share_of_time:.0f} %, p95 {1000 * p95:.3g} ms"
-        assert model.last is not None
-        failed = f": {printable(model.last.error)}" if model.last.error else ""
         planted, kept, pruned = (model.counts[f"seeds/{fate}"] for fate in ("planted", "kept", "pruned"))
         return (
             f"{name}: {printable(head.task)}, {printable(head.controller)}, {counted(head.envs, 'environment')}, "
@@ -239,7 +247,7 @@ class Watch(App[None]):
         curve = self.model.curves[name]
         median = [y[1] for y in curve.y]
         lines, bands = [median], ""
-        if self.model.planned is None:
+        if self.model.planned is None and not self.model.sizes:
             lines += [y[0] for y in curve.y], [y[2] for y in curve.y]
             bands = " (median, 10th and 90th percentile)"
         title = f"{printable(name)}{bands}: {median[-1]:.4g}  {self.figure + 1}/{len(names)}"
@@ -253,6 +261,8 @@ class Watch(App[None]):
                 lost = f", lost {', '.join(row.pruned)}" if row.pruned else ""
                 lines.append(f"step {row.step}, environment {row.env}{twin}: {row.reason.replace('_', ' ')}{lost}")
             return lines
+        if self.model.sizes:
+            return self.sized()
         if not self.model.envs:
             if self.model.planned is not None:
                 wrong = self.model.rounds[-1].anomalies if self.model.rounds else {}
@@ -260,6 +270,16 @@ class Watch(App[None]):
                 return [*lines, "A training shows its curves; c shows the next one."]
             return ["No step yet. With telemetry.level: run there are no step rows, and so no grid."]
         return self.explained() if self.view == "explain" else self.detailed()
+
+    def sized(self) -> list[str]:
+        """Return each growth of a network that becomes wider as a whole, the newest first, and why it is not larger."""
+        rows = self.model.sizes
+        lines = [f"not larger, as {self.model.why_not_larger}", ""]
+        for row in reversed(rows):
+            if row.widths:
+                widths = ", ".join(f"{layer} {pair[0]} to {pair[1]}" for layer, pair in row.widths.items())
+                lines.append(f"step {row.step:,}: {row.params:,} parameters, as {row.why} ({widths})")
+        return lines if len(lines) > 2 else [*lines, "nothing grew yet"]
 
     def detailed(self) -> list[str]:
         """Return the chosen environment: its slots, and its last events with their reasons."""

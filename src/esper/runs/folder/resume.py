@@ -36,6 +36,11 @@ def read_config(folder: Path) -> Config:
     content = parse_yaml(data, str(folder / CONFIG), _MEND)
     if not isinstance(content, dict):
         raise InputError(f"{folder / CONFIG} is not a mapping of keys; restore the file as it was, or start a new run")
+    if "anytime" in content:
+        raise InputError(
+            f"{folder} is a run of esper.AnytimeGrowth, whose loop is in a program of its own; resume it there, with the same "
+            "run= and growth.load_state_dict(state)"
+        )
     try:
         return build_config(content)
     except InputError as error:

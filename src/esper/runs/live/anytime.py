@@ -6,6 +6,7 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,8 +20,11 @@ from esper.kasmina.graft.grown import check_tensors
 from esper.kasmina.graft.multiplying import Way
 from esper.kasmina.graft.recording import floats, tensors
 from esper.kasmina.graft.sharding import in_parts, is_sharded
+from esper.leyline.config.arguments import check_switch, to_path
 from esper.leyline.errors import InputError, is_out_of_memory
 from esper.leyline.text import counted
+from esper.nissa.rows import SizeRow
+from esper.runs.live.size_log import SizeLog
 from esper.tolaria.live.groups import unwrapped
 from esper.tolaria.live.probe import Batches, Loss, Probe
 from esper.tolaria.live.ranks import Ranks
@@ -28,7 +32,7 @@ from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 4
+FORMAT = 5
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
@@ -121,12 +125,16 @@ class AnytimeGrowth:
         loss: loss(output, target) of a batch of the probe
         seed: of the new weights; torch's own generators are not used
         shared: whether the processes of torch.distributed train copies of this network
+        run: folder to which the sizes and losses are written while the loop goes on, for `esper watch`, `esper.report` and
+            `esper.open_run`; None writes nothing. Of several processes the first one writes
+        overwrite: whether the folder may hold an earlier run, which is then replaced
 
     Attributes:
         model (nn.Module): the network
         average (nn.Module): the network with averaged weights
-        growths (list[dict]): each growth so far: `step`, `seen`, `parameters` behind it, `factor`, `way`, and by how much the
-            seconds of a step were multiplied (`slower`; None where they were not measured)
+        growths (list[dict]): each growth so far: `step`, `seen`, `parameters` behind it, `factor`, `way`, `why`, `widths` of the
+            layers before and behind it, and by how much the seconds of a step were multiplied (`slower`; None where they were
+            not measured)
         why (str): why the network is not larger
 
     Raises:
@@ -150,6 +158,8 @@ class AnytimeGrowth:
         loss: Loss | None = None,
         seed: int = 0,
         shared: bool = False,
+        run: str | PathLike[str] | None = None,
+        overwrite: bool = False,
     ) -> None:
         if isinstance(model, DistributedDataParallel):
             raise InputError(
@@ -176,6 +186,7 @@ class AnytimeGrowth:
             raise InputError(f"cost is {cost!r}; give 'parameters' or 'seconds'")
         if (probe is None) != (loss is None):
             raise InputError("probe is given without loss, or loss without probe; give both or none")
+        check_switch(overwrite, "overwrite")
         self.model, self._optimizer, self._example = model, unwrapped(optimizer), example
         check_optimizer(self._optimizer, dict(model.named_parameters()))
         _check_sizes(sizes, factor)
@@ -199,6 +210,8 @@ class AnytimeGrowth:
         self.ratio, self.factor, self.most_parameters, self.cost = ratio, factor, most_parameters, cost
         self.warmup, self.rate_power, self.seed = warmup, float(rate_power), seed
         self._ranks = Ranks(shared)
+        folder = None if run is None else to_path(run, "run")
+        self._log = None if folder is None or not self._ranks.first else SizeLog(folder, overwrite=overwrite)
         device = next(model.parameters()).device
         self._probe = None if probe is None or loss is None else Probe(probe, loss, device)
         if self._probe is not None:
@@ -206,6 +219,9 @@ class AnytimeGrowth:
                 self._probe.first_output(model)
         self.average = copy.deepcopy(model).requires_grad_(False)
         self.growths: list[dict[str, Any]] = []
+        self._due = ""  # why the network becomes wider, once it does
+        self._loss: float | None = None  # on the probe, where it was looked at in this step
+        self._first, self._begun = self.parameters, time.perf_counter()
         self.steps = self.seen = self._since = 0
         self._compute = 0.0
         self._look_at, self._loss_before = 0.0, math.inf
@@ -251,6 +267,8 @@ class AnytimeGrowth:
         count = targets.numel() if isinstance(targets, Tensor) else targets
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
+        if not self._handles:
+            raise InputError("the network is finished; make another esper.AnytimeGrowth to widen it further")
         if in_parts(next(self.model.parameters())):
             raise InputError(_SHARDED.format(type(self.model).__name__))
         count = sum(self._ranks.from_each(count))
@@ -261,22 +279,29 @@ class AnytimeGrowth:
         compute = float(size * count)
         self._compute += compute
         self._average(min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
+        self._loss, begun = None, time.perf_counter()
+        grown = self._is_due(targets, size) and self._grow()
+        if self._log is not None:
+            self._write(self._log, time.perf_counter() - begun if grown else None)
+        return grown
+
+    def _is_due(self, targets: Tensor | int, size: int) -> bool:
+        """Return whether the network should become wider at this step; `why` and `_due` say why."""
         if self._look_at == math.inf or (self.cost == "seconds" and not self._timed(targets)):
             return False
         if self._by_slope:
-            return self._bent() and self._grow()
+            return self._bent()
         ratio = (TARGETS * self._multiple if self.ratio is None else self.ratio) * self._elasticity**3
-        needed = math.ceil(ratio * size)
+        needed, each = math.ceil(ratio * size), f"{ratio:.3g} for each of {size:,} parameters"
+        slower = ""
+        if self._slower is not None:
+            wider = f"a network {self._next_factor()} times as wide"
+            slower = f", as a step of {wider} takes {self._slower:.2f} times the seconds"
         if self.seen < needed:
-            self.why = (
-                f"{self.seen:,} targets were seen, and {ratio:.3g} for each of {size:,} parameters are {needed:,}"
-            )
-            if self._slower is not None:
-                wider = f"a network {self._next_factor()} times as wide"
-                self.why += f", as a step of {wider} takes {self._slower:.2f} times the seconds"
-        if self.seen < max(needed, self._look_at):
+            self.why = f"{self.seen:,} targets were seen, and {each} are {needed:,}{slower}"
             return False
-        return self._grow()
+        self._due = f"{self.seen:,} targets were seen, which are {each}{slower}"
+        return self.seen >= self._look_at
 
     def snapshot(self) -> nn.Module:
         """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed."""
@@ -286,10 +311,24 @@ class AnytimeGrowth:
         return found
 
     def finish(self) -> nn.Module:
-        """Leave the optimizer alone from now on, and return the network as it was trained; `snapshot` has the average."""
+        """Leave the optimizer alone from now on, and return the network as it was trained; `snapshot` has the average.
+
+        With `run` the folder gets its last row and its summary.
+        """
+        finished = not self._handles
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._log is not None and self._log.begun and not finished:
+            self._loss, self._log.noted = None, 0.0
+            self._write(self._log, None)
+            summary = self.summary()
+            figures = {name: summary[name] for name in ("seen", "growths", "why")}
+            seconds = round(time.perf_counter() - self._begun, 3)
+            sizes = [self._first, *(each["parameters"] for each in self.growths)]
+            self._log.end(
+                {"verdict": repr(self), "steps_done": self.steps, "sizes": sizes, "seconds": seconds, **figures}
+            )
         return self.model
 
     def summary(self) -> dict[str, Any]:
@@ -304,7 +343,8 @@ class AnytimeGrowth:
 
     def __repr__(self) -> str:
         sizes = " -> ".join(f"{number:,}" for number in [*(each["before"] for each in self.growths), self.parameters])
-        return f"{type(self.model).__name__} of {sizes} parameters after {counted(self.steps, 'step')}; not more, as {self.why}"
+        steps = counted(self.steps, "step")
+        return f"{type(self.model).__name__} of {sizes} parameters after {steps}; not more, as {self.why}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest."""
@@ -315,6 +355,7 @@ class AnytimeGrowth:
             "seconds": [self._beside, self._slower, self._elasticity],
             "slope": [self._grown_at, *self._curve],
             "growths": [dict(each) for each in self.growths],
+            "log": None if self._log is None else self._log.state(),
             "average": {name: value.detach().clone() for name, value in self.average.state_dict().items()},
             "why": self.why,
         }
@@ -356,6 +397,8 @@ class AnytimeGrowth:
         self._grown_at, *curve = state["slope"]
         self._curve = [(compute, loss) for compute, loss in curve]
         self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
+        if self._log is not None:
+            self._log.resumed = state["log"]
 
     @torch.no_grad()
     def _average(self, weight: float) -> None:
@@ -365,9 +408,33 @@ class AnytimeGrowth:
         for mine, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             mine.copy_(buffer)
 
-    def _widen(self, factor: int, seed: int, way: Way | None) -> None:
+    def _write(self, log: SizeLog, seconds: float | None) -> None:
+        """Write a row, if the network grew, its loss was looked at, or the compute has risen enough since the last one."""
+        if not log.begun:
+            names = ("ratio", "cost", "factor", "most_parameters", "warmup", "rate_power")
+            settings = {name: getattr(self, name) for name in names} | {"sizes": self.sizes and list(self.sizes)}
+            device, task = next(self.model.parameters()).device, type(self.model).__name__
+            log.begin(device, settings, task=task, seed=self.seed, host_param_counts=[self._first])
+        if seconds is None and self._loss is None and self._compute < LOOK * log.noted:
+            return
+        log.noted = self._compute
+        grown: dict[str, Any] = {} if seconds is None else self.growths[-1]
+        log.write(
+            SizeRow(
+                step=self.steps,
+                seen=self.seen,
+                params=self.parameters,
+                loss=self._loss,
+                widths=grown.get("widths", {}),
+                seconds=None if seconds is None else round(seconds, 4),
+                why=grown.get("why", self.why),
+            )
+        )
+
+    def _widen(self, factor: int, seed: int, way: Way | None) -> dict[str, list[int]]:
         settings = {"example": self._example, "optimizer": self._optimizer, "ema": self.average, "seed": seed}
-        widen(self.model, factor, **settings, **_ways(way))
+        found = widen(self.model, factor, **settings, **_ways(way))
+        return {layer: list(widths) for layer, widths in found.items()}
 
     @property
     def _multiple(self) -> int:
@@ -411,7 +478,10 @@ class AnytimeGrowth:
         """Return the loss of the averaged network on the probe."""
         assert self._probe is not None, "there is a probe"
         with undisturbed(self.average):
-            return self._ranks.from_first(float(self._probe.see(self.average)[0].mean()) if self._ranks.first else None)
+            loss = float(self._probe.see(self.average)[0].mean()) if self._ranks.first else None
+        loss = self._ranks.from_first(loss)
+        self._loss = loss if math.isfinite(loss) else None
+        return loss
 
     def _bent(self) -> bool:
         """Return whether the loss on the probe falls more slowly than it did; `why` says how it falls."""
@@ -441,6 +511,7 @@ class AnytimeGrowth:
             f"the loss on the probe went as compute^{slope:.2f} while the compute doubled, and as compute^{before:.2f} while it "
             f"rose by a factor of {LONG:g}, so it does not yet fall more slowly than before"
         )
+        self._due = self.why.replace("does not yet fall", "falls")
         return slope > BEND * before
 
     def _grow(self) -> bool:
@@ -461,7 +532,7 @@ class AnytimeGrowth:
                 return False
         factor, seed = self._next_factor(), self.seed + len(self.growths)
         try:
-            self._widen(factor, seed, way)
+            widths = self._widen(factor, seed, way)
         except Exception as error:
             if self._ranks.size > 1:  # the others are wider now
                 raise
@@ -478,6 +549,8 @@ class AnytimeGrowth:
                 "seed": seed,
                 "way": way,
                 "slower": slower,
+                "why": self._due,
+                "widths": widths,
             }
         )
         self._next_factor()

@@ -1,0 +1,93 @@
+"""The run folder of a network that `esper.AnytimeGrowth` widens, which `esper watch`, `report` and `serve` read."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from esper.leyline.config.tree import Config
+from esper.leyline.errors import RunWarning, warn
+from esper.nissa.hub import Hub
+from esper.nissa.outputs import JsonLines
+from esper.nissa.recovery import resume_events
+from esper.nissa.rows import EnvironmentRow, Row, RunRow
+from esper.runs.folder.environment import VERSIONS, describe_environment
+from esper.runs.folder.run_folder import check_folder, create_folder, make_folder
+from esper.store.disk import write_atomic
+from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, MARK, SUMMARY, is_run, to_json
+from esper.store.lock import Lock
+
+
+def _note(sentence: str) -> None:
+    warn(sentence, RunWarning)
+
+
+class SizeLog:
+    """Writes the config, the events and the summary of a run; the folder is opened by `begin`.
+
+    A run that is resumed, by what `state` returned, keeps the rows up to there, and writes the others again.
+    """
+
+    def __init__(self, folder: Path, *, overwrite: bool) -> None:
+        """Raise InputError if the folder cannot be that of a run."""
+        self.folder, self.overwrite = folder, overwrite
+        self.resumed: dict[str, Any] | None = None  # what `state` returned then
+        self.begun = False
+        self.noted = 0.0  # compute of the network at the last row of sizes
+        self._place: dict[str, Any] | None = None  # in the events, before the last row
+        if not is_run(folder):  # a run there may be the one that is resumed
+            check_folder(folder)
+        self._lock = Lock(folder, _note)
+        self._hub = Hub([JsonLines(folder / EVENTS, note=_note)], "run")
+
+    def begin(self, device: torch.device, settings: Mapping[str, Any], **head: Any) -> None:
+        """Open the folder, and write its first files and rows; of a run that is resumed, keep them.
+
+        settings: what growth was made with. head: task, seed and host_param_counts of the first row.
+        """
+        folder, resumed = self.folder, self.resumed if is_run(self.folder) else None
+        if resumed is None:
+            check_folder(folder, self.overwrite)
+            make_folder(folder)
+        self._lock.take()
+        self.begun = True
+        self._head = {"controller": "anytime", "envs": 1, "steps": 0, "device": str(device), **head}
+        if resumed is not None:
+            resume_events(folder, resumed["seq"], resumed["events"], _note)
+            (folder / SUMMARY).unlink(missing_ok=True)
+            self._hub.seq, self.noted = resumed["seq"], resumed["noted"]
+            return
+        create_folder(folder, self.overwrite, _note)
+        config = {"task": head["task"], "controller": "anytime", "seed": head["seed"], "anytime": dict(settings)}
+        write_atomic(folder / CONFIG, MARK + yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        found = describe_environment(device, Config())
+        write_atomic(folder / ENVIRONMENT, to_json(found))
+        self._write_head("running")
+        names = ("platform", "device", "device_name", "threads", "git_revision", "command")
+        self.write(
+            EnvironmentRow(versions={name: found[name] for name in VERSIONS}, **{name: found[name] for name in names})
+        )
+
+    def write(self, row: Row) -> None:
+        """Add a row to the events."""
+        self._hub.emit(row)
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the place in the events, for a checkpoint; None before there are any."""
+        if not self.begun:
+            return self.resumed
+        return {**self._hub.state(), "noted": self.noted} if self._place is None else self._place
+
+    def end(self, summary: Mapping[str, Any]) -> None:
+        """Write the last row and the summary, and release the folder."""
+        self._place = self.state()
+        self._write_head("finished")
+        self._hub.flush()
+        self._hub.close()
+        write_atomic(self.folder / SUMMARY, to_json({"status": "finished", **summary}))
+        self._lock.release()
+
+    def _write_head(self, status: Any) -> None:
+        self.write(RunRow(status=status, slots=(), blueprints=(), **self._head))
