@@ -1,4 +1,4 @@
-"""The run folder of a network that becomes wider as a whole: the report, the window and the server."""
+"""The run folder of a network that becomes wider as a whole: the report, the window and the server, and a network restored."""
 
 import re
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import esper
-from esper.leyline.errors import InputError, RunWarning
+from esper.leyline.errors import GrowthWarning, InputError, RunWarning
 from esper.runs.folder.resume import read_config
 from pages import Page
 
@@ -27,11 +27,11 @@ def made(folder, **settings):
     return model, optimizer, esper.AnytimeGrowth(model, optimizer, **settings)
 
 
-def trained(run, first, last):
+def trained(run, first, last, spoilt=-1):
     model, optimizer, growth = run
     for step in range(first, last):
         x, y = batch(step)
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x * (torch.nan if step == spoilt else 1)), y).backward()
         optimizer.step()
         optimizer.zero_grad()
         growth.step(y)
@@ -129,6 +129,39 @@ def _saved(tree, path):
     return path
 
 
+@pytest.mark.parametrize("first", [7, 107], ids=["before a growth", "behind the growths"])
+def test_a_network_whose_parameters_are_not_finite_is_restored_and_grows_on(first, tmp_path):
+    run = made(tmp_path / "spoilt", ratio=30, sizes=[1, 2])
+    model, optimizer, growth = run
+    trained(run, 0, first)
+    with pytest.warns(GrowthWarning, match="not finite after step"):
+        trained(run, first, 240, spoilt=first)
+    (only,) = growth.rollbacks
+    assert only["restored"] <= first < only["step"] <= first + 100
+    tensors = [*model.parameters(), *growth.average.parameters()]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    assert all(bool(each.isfinite().all()) for each in tensors)
+    assert model[0].out_features == 8
+    assert "restored 1 time, as parameters were not finite" in repr(growth)
+    growth.finish()
+    (row,) = esper.open_run(tmp_path / "spoilt").rows("rollback")
+    assert (row.step, row.reason) == (only["step"], "parameter")
+    assert "a parameter is not finite" in esper.report(tmp_path / "spoilt").read_text(encoding="utf-8")
+
+
+def test_the_snapshot_that_is_restored_is_bit_for_bit_that_of_its_step(tmp_path):
+    straight = made(None, ratio=30, sizes=[1, 2])
+    trained(straight, 0, 100)
+    run = made(None, ratio=30, sizes=[1, 2])
+    with pytest.warns(GrowthWarning):
+        trained(run, 0, 200, spoilt=150)
+    assert run[2].rollbacks == [{"step": 200, "restored": 100}]
+    for mine, own in ((run[0], straight[0]), (run[2].average, straight[2].average)):
+        assert all(torch.equal(value, own.state_dict()[name]) for name, value in mine.state_dict().items())
+    mine, own = (each[1].state_dict()["state"] for each in (run, straight))
+    assert all(torch.equal(value, own[key][name]) for key in mine for name, value in mine[key].items())
+
+
 def test_what_cannot_be_is_refused_in_a_sentence(folder, tmp_path):
     with pytest.raises(InputError, match="already holds a run; name another"):
         trained(made(folder[0]), 0, 1)
@@ -138,6 +171,8 @@ def test_what_cannot_be_is_refused_in_a_sentence(folder, tmp_path):
         made(tmp_path / "run", overwrite=1)
     with pytest.raises(InputError, match=re.escape("is a run of esper.AnytimeGrowth, whose loop")):
         read_config(folder[0])
+    with pytest.raises(InputError, match="parameters of Sequential are not finite after step 1"):
+        trained(made(None), 0, 1, spoilt=0)
     run = made(None)
     trained(run, 0, 1).finish()
     with pytest.raises(InputError, match=re.escape("the network is finished; make another esper.AnytimeGrowth")):

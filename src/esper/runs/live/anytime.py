@@ -21,11 +21,12 @@ from esper.kasmina.graft.multiplying import Way
 from esper.kasmina.graft.recording import floats, tensors
 from esper.kasmina.graft.sharding import in_parts, is_sharded
 from esper.leyline.config.arguments import check_switch, to_path
-from esper.leyline.errors import InputError, is_out_of_memory
+from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, warn
 from esper.leyline.text import counted
-from esper.nissa.rows import SizeRow
+from esper.nissa.rows import RollbackRow, SizeRow
 from esper.runs.live.size_log import SizeLog
 from esper.tolaria.live.groups import unwrapped
+from esper.tolaria.live.population import total
 from esper.tolaria.live.probe import Batches, Loss, Probe
 from esper.tolaria.live.ranks import Ranks
 from esper.tolaria.live.widening import check_growable, check_optimizer, widen
@@ -54,6 +55,8 @@ APART = 4.0
 """Least factor of the compute between two growths, and from the end of twice the warm-up to the first."""
 DOUBLED = 5000
 """Steps of the loop after which the batch is doubled, so that it is about in proportion to the examples seen."""
+GUARDED = 100
+"""Steps of the loop between two looks at whether all parameters are finite; the network is then kept as it is."""
 _SHARDED = (
     "the {} is sharded by fully_shard, and parts of parameters cannot become wider; train copies under "
     "DistributedDataParallel with shared=True, or gather, widen and shard it anew, as `esper docs sharding` shows"
@@ -135,6 +138,7 @@ class AnytimeGrowth:
         growths (list[dict]): each growth so far: `step`, `seen`, `parameters` behind it, `factor`, `way`, `why`, `widths` of the
             layers before and behind it, and by how much the seconds of a step were multiplied (`slower`; None where they were
             not measured)
+        rollbacks (list[dict]): where parameters were not finite: `step`, and the step whose network was `restored`
         why (str): why the network is not larger
 
     Raises:
@@ -219,6 +223,9 @@ class AnytimeGrowth:
                 self._probe.first_output(model)
         self.average = copy.deepcopy(model).requires_grad_(False)
         self.growths: list[dict[str, Any]] = []
+        self.rollbacks: list[dict[str, int]] = []
+        # of the last snapshot: its step, the tensors of the network and its average, and what the optimizer remembered
+        self._kept: tuple[int, list[Tensor], dict[Any, Any]] | None = None
         self._due = ""  # why the network becomes wider, once it does
         self._loss: float | None = None  # on the probe, where it was looked at in this step
         self._first, self._begun = self.parameters, time.perf_counter()
@@ -279,6 +286,8 @@ class AnytimeGrowth:
         compute = float(size * count)
         self._compute += compute
         self._average(min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
+        if self._kept is None or self.steps % GUARDED == 0:
+            self._guard()
         self._loss, begun = None, time.perf_counter()
         grown = self._is_due(targets, size) and self._grow()
         if self._log is not None:
@@ -323,7 +332,7 @@ class AnytimeGrowth:
             self._loss, self._log.noted = None, 0.0
             self._write(self._log, None)
             summary = self.summary()
-            figures = {name: summary[name] for name in ("seen", "growths", "why")}
+            figures = {name: summary[name] for name in ("seen", "growths", "rollbacks", "why")}
             seconds = round(time.perf_counter() - self._begun, 3)
             sizes = [self._first, *(each["parameters"] for each in self.growths)]
             self._log.end(
@@ -338,13 +347,17 @@ class AnytimeGrowth:
             "seen": self.seen,
             "parameters": self.parameters,
             "growths": list(self.growths),
+            "rollbacks": list(self.rollbacks),
             "why": self.why,
         }
 
     def __repr__(self) -> str:
         sizes = " -> ".join(f"{number:,}" for number in [*(each["before"] for each in self.growths), self.parameters])
+        restored = f"; restored {counted(len(self.rollbacks), 'time')}, as parameters were not finite" * bool(
+            self.rollbacks
+        )
         steps = counted(self.steps, "step")
-        return f"{type(self.model).__name__} of {sizes} parameters after {steps}; not more, as {self.why}"
+        return f"{type(self.model).__name__} of {sizes} parameters after {steps}; not more, as {self.why}{restored}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest."""
@@ -355,6 +368,7 @@ class AnytimeGrowth:
             "seconds": [self._beside, self._slower, self._elasticity],
             "slope": [self._grown_at, *self._curve],
             "growths": [dict(each) for each in self.growths],
+            "rollbacks": [dict(each) for each in self.rollbacks],
             "log": None if self._log is None else self._log.state(),
             "average": {name: value.detach().clone() for name, value in self.average.state_dict().items()},
             "why": self.why,
@@ -397,6 +411,7 @@ class AnytimeGrowth:
         self._grown_at, *curve = state["slope"]
         self._curve = [(compute, loss) for compute, loss in curve]
         self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
+        self.rollbacks = [dict(each) for each in state["rollbacks"]]
         if self._log is not None:
             self._log.resumed = state["log"]
 
@@ -407,6 +422,50 @@ class AnytimeGrowth:
         torch._foreach_lerp_([each.detach() for each in self.average.parameters()], own, weight)
         for mine, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             mine.copy_(buffer)
+
+    @torch.no_grad()
+    def _guard(self) -> bool:
+        """Keep the network as it is if its parameters are finite, or else restore the last one that was kept; return which.
+
+        InputError if none was.
+        """
+        own = [each for network in (self.model, self.average) for each in (*network.parameters(), *network.buffers())]
+        memory = self._optimizer.state
+        if bool(total(self.model).isfinite()):
+            remembered = {key: copy.deepcopy(value) for key, value in memory.items()}
+            self._kept = self.steps, [each.detach().clone() for each in own], remembered
+            return True
+        if self._kept is None:
+            raise InputError(
+                f"parameters of {type(self.model).__name__} are not finite after step {self.steps:,}, the first that growth "
+                "looks at; begin again with finite weights, or a smaller rate"
+            )
+        step, tensors, remembered = self._kept
+        for mine, value in zip(own, tensors, strict=True):
+            mine.copy_(value)
+        memory.clear()
+        memory.update({key: copy.deepcopy(value) for key, value in remembered.items()})
+        self.rollbacks.append({"step": self.steps, "restored": step})
+        warn(
+            f"parameters are not finite after step {self.steps:,}; the network, its average and the optimizer are those of step "
+            f"{step:,} again",
+            GrowthWarning,
+        )
+        if self._log is not None and self._log.begun:
+            self._log.write(
+                RollbackRow(
+                    episode=0,
+                    step=self.steps,
+                    env=0,
+                    twin=False,
+                    reason="parameter",
+                    metric=None,
+                    loss=None,
+                    pruned=(),
+                    slot_stages=(),
+                )
+            )
+        return False
 
     def _write(self, log: SizeLog, seconds: float | None) -> None:
         """Write a row, if the network grew, its loss was looked at, or the compute has risen enough since the last one."""
@@ -434,6 +493,7 @@ class AnytimeGrowth:
     def _widen(self, factor: int, seed: int, way: Way | None) -> dict[str, list[int]]:
         settings = {"example": self._example, "optimizer": self._optimizer, "ema": self.average, "seed": seed}
         found = widen(self.model, factor, **settings, **_ways(way))
+        self._kept = None  # it is of another size
         return {layer: list(widths) for layer, widths in found.items()}
 
     @property
@@ -453,6 +513,8 @@ class AnytimeGrowth:
 
     def _wider(self) -> tuple[nn.Module, Way | None] | None:
         """Return a copy of the network as it would be behind the next growth, and the way to it; None where it cannot be."""
+        if not self._guard():  # what is not finite computes nothing by which a wider network could be compared
+            return None
         wider, way, problem = copy.deepcopy(self.model), None, ""
         try:
             way = widen(wider, self._next_factor(), example=self._example).way
@@ -554,6 +616,7 @@ class AnytimeGrowth:
             }
         )
         self._next_factor()
+        self._guard()
         return True
 
     def _timed(self, targets: Tensor | int) -> bool:

@@ -164,7 +164,7 @@ class LivePopulation:
     def sound(self) -> bool:
         """Return whether every parameter is finite; one read of the device."""
         reshard(self.network)
-        return self.ranks.agreed(bool(_total(self.network).isfinite()))
+        return self.ranks.agreed(bool(total(self.network).isfinite()))
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
         """None: the loop's data are its own."""
@@ -444,7 +444,7 @@ def measure_live(
     for slot, site in enumerate(live.sites):
         if (twin := live.twins.get(site.name)) is not None:
             beside[slot] = _paired(live.probe_batches.see(twin, batches)[0] - own)
-    signs = torch.stack([_paired(own)[1], output_spread.to(own), _total(live.network).to(own)])
+    signs = torch.stack([_paired(own)[1], output_spread.to(own), total(live.network).to(own)])
     trained = norms or {}
     participation_ratios = [  # nan where nothing flowed
         participation_ratio(torch.cat(each.features, 1))[0].to(own) if each.features else own.new_full((), torch.nan)
@@ -479,7 +479,7 @@ def measure_live(
 
 
 @torch.no_grad()
-def _total(network: nn.Module) -> Tensor:
+def total(network: nn.Module) -> Tensor:
     """() the sum of all parameters, which is finite if each of them is."""
     return torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in network.parameters()]).sum()
 
