@@ -124,6 +124,18 @@ def test_a_resumed_run_has_the_rows_of_one_that_was_not_interrupted(tmp_path):
     assert esper.open_run(tmp_path / "resumed").summary["growths"] == growth.growths
 
 
+def test_a_run_is_not_resumed_in_the_folder_of_another_one(folder, tmp_path):
+    run = made(tmp_path / "own")
+    trained(run, 0, 5)
+    again = made(folder[0])
+    again[2].load_state_dict(run[2].state_dict())
+    events = (folder[0] / "events.jsonl").read_bytes()
+    with pytest.raises(InputError, match="holds another run than the one that is resumed; give run= the folder"):
+        trained(again, 5, 6)
+    assert (folder[0] / "events.jsonl").read_bytes() == events
+    assert esper.open_run(folder[0]).status == "finished"
+
+
 def _saved(tree, path):
     torch.save(tree, path)
     return path

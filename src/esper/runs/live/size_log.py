@@ -1,5 +1,6 @@
 """The run folder of a network that `esper.AnytimeGrowth` widens, which `esper watch`, `report` and `serve` read."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,16 @@ from typing import Any
 import torch
 import yaml
 
+from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.config.tree import Config
-from esper.leyline.errors import RunWarning, warn
+from esper.leyline.errors import InputError, RunWarning, warn
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines
 from esper.nissa.recovery import resume_events
 from esper.nissa.rows import EnvironmentRow, Row, RunRow
 from esper.runs.folder.environment import VERSIONS, describe_environment
 from esper.runs.folder.run_folder import check_folder, create_folder, make_folder
-from esper.store.disk import write_atomic
+from esper.store.disk import read_kept, write_atomic
 from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, MARK, SUMMARY, is_run, to_json
 from esper.store.lock import Lock
 
@@ -35,6 +37,7 @@ class SizeLog:
         self.folder, self.overwrite = folder, overwrite
         self.resumed: dict[str, Any] | None = None  # what `state` returned then
         self.begun = False
+        self._began = time.time()  # by which two runs are told apart
         self.noted = 0.0  # compute of the network at the last row of sizes
         self._place: dict[str, Any] | None = None  # in the events, before the last row
         if not is_run(folder):  # a run there may be the one that is resumed
@@ -51,16 +54,23 @@ class SizeLog:
         if resumed is None:
             check_folder(folder, self.overwrite)
             make_folder(folder)
+        else:
+            self._check_resumed(resumed)
         self._lock.take()
         self.begun = True
         self._head = {"controller": "anytime", "envs": 1, "steps": 0, "device": str(device), **head}
         if resumed is not None:
             resume_events(folder, resumed["seq"], resumed["events"], _note)
             (folder / SUMMARY).unlink(missing_ok=True)
-            self._hub.seq, self.noted = resumed["seq"], resumed["noted"]
+            self._hub.seq, self.noted, self._began = resumed["seq"], resumed["noted"], resumed["began"]
             return
         create_folder(folder, self.overwrite, _note)
-        config = {"task": head["task"], "controller": "anytime", "seed": head["seed"], "anytime": dict(settings)}
+        config = {
+            "task": head["task"],
+            "controller": "anytime",
+            "seed": head["seed"],
+            "anytime": {**settings, "began": self._began},
+        }
         write_atomic(folder / CONFIG, MARK + yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         found = describe_environment(device, Config())
         write_atomic(folder / ENVIRONMENT, to_json(found))
@@ -78,7 +88,7 @@ class SizeLog:
         """Return the place in the events, for a checkpoint; None before there are any."""
         if not self.begun:
             return self.resumed
-        return {**self._hub.state(), "noted": self.noted} if self._place is None else self._place
+        return self._place or {**self._hub.state(), "noted": self.noted, "began": self._began}
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Write the last row and the summary, and release the folder."""
@@ -88,6 +98,14 @@ class SizeLog:
         self._hub.close()
         write_atomic(self.folder / SUMMARY, to_json({"status": "finished", **summary}))
         self._lock.release()
+
+    def _check_resumed(self, resumed: Mapping[str, Any]) -> None:
+        """Raise InputError if the folder holds another run than the one that is resumed."""
+        path, mend = self.folder / CONFIG, "give run= the folder of the run that is resumed, or a new one"
+        config = parse_yaml(read_kept(path, LARGEST_YAML, mend), str(path), mend)
+        own = config.get("anytime") if isinstance(config, dict) else None
+        if not isinstance(own, dict) or own.get("began") != resumed["began"]:
+            raise InputError(f"{self.folder} holds another run than the one that is resumed; {mend}")
 
     def _write_head(self, status: Any) -> None:
         self.write(RunRow(status=status, slots=(), blueprints=(), **self._head))
