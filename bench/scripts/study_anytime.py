@@ -1,15 +1,16 @@
 """One growing network at every stop, beside the static width that hindsight would choose for that stop.
 
-    python bench/scripts/study_anytime.py                      # 8 seeds, three settings: two hours on two cores
+    python bench/scripts/study_anytime.py                      # 8 seeds, four settings: three hours on two cores
     python bench/scripts/study_anytime.py --seeds 2 stdlib
 
-Texts: a byte transformer with one block (RMSNorm, heads of 16, a squared ReLU) on the sources of the standard library, or on the
-C++ headers of torch; batches of 4 x 64 bytes. `esper.AnytimeGrowth` doubles 16 features by its defaults, up to 64.
+Texts: a byte transformer with one block (RMSNorm, heads of 16, a squared ReLU) on the sources of the standard library, on the
+C++ headers of torch, or on its Python sources; batches of 4 x 64 bytes. `esper.AnytimeGrowth` doubles 16 features by its
+defaults, up to 64.
 Table: two hidden layers on letter (20,000 rows, 26 classes; needs r-cran-mlbench and `rdata`), which is seen many times, so
 that the loss on 1,000 held-out rows decides when it grows; batches of 64; 32 units, up to 256. Adam at a constant rate. What
 counts is the average of the weights over about the last tenth of the compute, at 12 stops over a 30-fold range of budgets. The
 static networks have each of these widths, the same average and warm-up. Each arm has the best of three rates by its mean over
-the stops, found with seed 99 (of both texts on the first). Restarts: each width anew for its share, the best so far kept.
+the stops, found with seed 99 (of all texts on the first). Restarts: each width anew for its share, the best so far kept.
 Halving: a quarter of the budget is shared by all widths, the rest is for the best. Small batches first: a quarter of the batch
 for 5,000 steps and half of it for as many, by `growth.batch_size`. "Grown, in seconds" has cost='seconds'.
 
@@ -151,6 +152,14 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "headers": Setting(
         lambda: text(list((Path(torch.__file__).parent / "include" / "ATen").rglob("*.h"))),
+        ByteModel,
+        (16, 32, 64),
+        np.geomspace(10e9, 300e9, 12),
+        4,
+        "bits",
+    ),
+    "python": Setting(
+        lambda: text(list(Path(torch.__file__).parent.rglob("*.py"))),
         ByteModel,
         (16, 32, 64),
         np.geomspace(10e9, 300e9, 12),
@@ -339,7 +348,7 @@ def behind_equal_batches(arms: Mapping[str, list[Point]]) -> dict[str, float]:
 
 
 def study(
-    name: str, setting: Setting, seeds: Sequence[int], rates: Mapping[int, float], head: Sequence[str]
+    name: str, setting: Setting, seeds: Sequence[int], rates: Mapping[int, float], head: Sequence[str], ramps: bool
 ) -> dict[str, list[list[float]]]:
     """Print the table of a setting. rates: by width, and of the grown network by 0. Returns the figures of each arm and seed."""
     data, widths = setting.load(), setting.widths
@@ -354,15 +363,12 @@ def study(
         both = {
             "grown": train(setting, data, widths[0], widths[-1], rates[0], seed, price),
             "grown, in seconds": train(setting, data, widths[0], widths[-1], rates[0], seed, price, "seconds"),
-            "grown, small batches first": train(setting, data, widths[0], widths[-1], rates[0], seed, price, ramp=True),
             **{f"width {width}": points for width, points in runs.items()},
         }
-        both |= {
-            f"width {width}, small batches first": train(
-                setting, data, width, width, rates[width], seed, price, ramp=True
-            )
-            for width in widths
-        }
+        for width in (0, *widths) if ramps else ():
+            first, last = width or widths[0], width or widths[-1]
+            arm = f"{f'width {width}' if width else 'grown'}, small batches first"
+            both[arm] = train(setting, data, first, last, rates[width], seed, price, ramp=True)
         for arm, gap in in_seconds(both).items():
             timed.setdefault(arm, []).append(gap)
         for arm, gap in behind_equal_batches(both).items():
@@ -376,7 +382,7 @@ def study(
     for arm, each in arms.items():
         shown = [f"{name}, {setting.unit}", arm, *(f"{value:.3f}" for value in np.mean(each, 0)[1::2])]
         shown.append(f"{t_interval([float((own - hindsight).mean()) for own in each]):+.3f}")
-        for grown in ("grown", "grown, small batches first"):
+        for grown in ("grown", "grown, small batches first")[: 1 + ramps]:
             behind = [float((own - mine).mean()) for own, mine in zip(each, arms[grown], strict=True)]
             shown.append("" if arm == grown else f"{t_interval(behind):+.3f}")
         shown.append(f"{t_interval(timed[arm]):+.3f}" if arm in timed else "")
@@ -417,6 +423,7 @@ def main() -> None:
         "--rates", type=float, nargs="+", metavar="RATE", help="of grown, and of each width; tuned without"
     )
     parser.add_argument("--most", type=float, default=math.inf, metavar="GF", help="stops below so many GFLOP alone")
+    parser.add_argument("--equal-batches", action="store_true", help="no arms with small batches first")
     parser.add_argument("--json", type=Path, help="writes the figures of each arm, seed and stop")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -426,7 +433,7 @@ def main() -> None:
         setting = SETTINGS[name]
         setting = setting._replace(stops=setting.stops[setting.stops < asked.most * 1e9])
         given = asked.rates and dict(zip((0, *setting.widths), asked.rates, strict=True))
-        rates = given or tuned("stdlib" if name == "headers" else name)
+        rates = given or tuned("letter" if name == "letter" else "stdlib")
         stops = [f"{stop / 1e9:.0f} GF" for stop in setting.stops[1::2]]
         head = [
             "setting",
@@ -434,10 +441,11 @@ def main() -> None:
             *stops,
             "above the best for each stop",
             "behind grown",
-            "behind grown, small batches first",
+            *["behind grown, small batches first"] * (not asked.equal_batches),
+            "in seconds",
         ]
         seeds = range(asked.first, asked.first + asked.seeds)
-        results[name] = study(name, setting, seeds, rates, [*head, "in seconds"])
+        results[name] = study(name, setting, seeds, rates, head, not asked.equal_batches)
     if asked.json:
         save_record(asked.json, results)
 
