@@ -422,7 +422,9 @@ def test_a_topology_of_another_format_is_refused(folder, content):
     assert f"{folder / TOPOLOGY} has format" in refusal(folder)
 
 
-@pytest.mark.parametrize("missing", sorted(_SavedTopology.model_fields.keys() - {"format", "preprocess", "restore"}))
+@pytest.mark.parametrize(
+    "missing", sorted(_SavedTopology.model_fields.keys() - {"format", "preprocess", "restore", "widened"})
+)
 def test_a_topology_that_lacks_a_field_is_refused(folder, missing):
     edit(folder, lambda topology: topology.pop(missing))
     assert f"{folder / TOPOLOGY} is damaged" in refusal(folder)

@@ -48,6 +48,7 @@ def events(tmp_path_factory):
         data={"batch_size": 16},
         probe={"sensors_every": 4},
         telemetry={"level": "debug"},
+        widen={"at": [3]},
     )
     grow(get_task("iris"), config, controller="random-valid", run=folder)
     return folder / "events.jsonl"

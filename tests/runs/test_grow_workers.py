@@ -38,12 +38,13 @@ from esper.tolaria.governor import Governor
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.stacked.population import StackedPopulation
 
+BASELINES = ["twin", "same-size", "plain", "skips"]
 SMALL = {
     "task": "iris",
     "envs": 3,
     "steps": 12,
     "device": "cpu",
-    "baselines": ["twin", "same-size", "plain", "skips"],
+    "baselines": BASELINES,
     "blueprints": ["bypass-linear", "bypass-rank-1"],
     "data": {"batch_size": 12, "batches_per_step": 3},
     "lifecycle": {"max_training_seeds": 2, "max_seeds": 2},
@@ -126,6 +127,7 @@ def test_a_run_does_not_depend_on_the_number_of_workers_or_on_losses(alone, tmp_
             },
             id="certificates",
         ),
+        pytest.param({"widen": {"at": [5, 8]}, "baselines": BASELINES, "models": "all"}, id="networks become wider"),
     ],
 )
 def test_rows_have_their_bits_with_workers_under_every_setting_that_keeps_more_of_a_row(
@@ -163,6 +165,7 @@ def test_a_run_goes_on_with_another_number_of_workers(tmp_path, beside, numbers)
         "checkpoint": {"every_steps": 1, "every_seconds": 0},
         "early_stopping": {"enabled": True, "patience": 5},
         "amp": "fp16",
+        "widen": {"at": [2, 6]},
     }
     asked = [WorkerOptions(number) for number in numbers]
     grown(tmp_path / "straight", **over)

@@ -134,8 +134,9 @@ def test_five_steps_a_resume_and_five_steps_are_ten(tmp_path, name, twin):
     assert equal(kept(tmp_path / "resumed", config), kept(tmp_path / "straight", config))
 
 
-def test_a_run_may_be_left_after_every_step(tmp_path):
-    config = config_of()
+@pytest.mark.parametrize("widen", [{}, {"at": [3, 7]}], ids=["of one width", "that becomes wider"])
+def test_a_run_may_be_left_after_every_step(tmp_path, widen):
+    config = config_of(widen=widen)
 
     def client():
         return get_controller("random-valid", config)

@@ -36,6 +36,7 @@ from esper.nissa.rows import (
     RoundRow,
     RunRow,
     StepRow,
+    WideningRow,
 )
 from esper.runs.configuration import PRESETS, TRAINING
 from esper.runs.folder.interrupt import Interrupt
@@ -182,7 +183,7 @@ def test_the_rows_of_a_training_tell_how_many_seeds_it_planted_and_kept(trained)
             "run",
             {RunRow, EnvironmentRow, RoundRow, DecisionRow, LifecycleRow, EpisodeRow, EvaluationRow, CheckpointRow},
         ),
-        ("step", {*ROWS} - {RollbackRow, AnomalyRow, GradientsRow}),
+        ("step", {*ROWS} - {RollbackRow, AnomalyRow, GradientsRow, WideningRow}),
     ],
 )
 def test_a_training_writes_the_rows_that_the_config_asks_for(tmp_path, level, kinds):

@@ -424,6 +424,12 @@ class Summary(TypedDict, total=False):
     explanations: list[str]
 
 
+class _Widened(Summary):
+    step: Count
+    host_params_before: Count
+    host_params: Count
+
+
 class Failed(Summary, total=False):
     """summary.json of a run that failed before it had figures."""
 
@@ -457,6 +463,7 @@ class Grown(Summary):
     rare_classes: NotRequired[_RareClasses]
     seeds: _Fates
     grown: list[dict[str, str]]
+    widened: NotRequired[list[_Widened]]
     best_step: _Steps | None
     stopped_early: bool
     stopped_because: str | None

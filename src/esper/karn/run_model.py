@@ -33,6 +33,7 @@ from esper.nissa.rows import (
     SensorsRow,
     SizeRow,
     StepRow,
+    WideningRow,
 )
 
 Floats = NDArray[np.float64]
@@ -378,6 +379,7 @@ class RunModel:
         self.refusals: dict[tuple[str, int, str, str | None, str | None], tuple[int, int, int]] = {}
         self.operations: dict[int, Counter[str]] = {}  # in a training, decisions other than WAIT by round and operation
         self.rollbacks: list[RollbackRow] = []
+        self.widenings: list[str] = []  # a sentence each
         self.rounds: list[RoundRow] = []
         self.sizes: list[
             SizeRow
@@ -451,6 +453,12 @@ class RunModel:
                     self._log(
                         row.env, f"step {row.step}: restored to its last snapshot: {row.reason.replace('_', ' ')}"
                     )
+            case WideningRow():
+                sizes = sorted(set(row.host_param_counts))
+                hosts = " or ".join(f"{size:,}" for size in sizes)
+                self.widenings.append(f"step {row.step}: all networks became wider; a host has {hosts} parameters")
+                for env in range(len(row.host_param_counts)):
+                    self._log(env, self.widenings[-1])
             case EpisodeRow(cohort=str(cohort), task=str(task)):
                 self._episodes.setdefault((cohort, task), []).append(row)
             case EpisodeRow():

@@ -351,6 +351,19 @@ class AnomalyRow(AtStepRow, tag="anomaly", kw_only=True):
     raised_steps: Annotated[Count, about("steps for which it holds, this one included")] = 0
 
 
+class WideningRow(AtStepRow, tag="widening", kw_only=True):
+    """All networks became wider after the training of a step (`widen.at`); what they compute stayed the same."""
+
+    host_param_counts: Annotated[Integers, about("(E,) parameters of the hosts from now on")]
+    widths: Annotated[
+        Mapping[str, Sequence[Count]],
+        about("by the first layer that returns them: how many hidden features there were, and how many there are"),
+    ]
+    left_out: Annotated[Mapping[str, str], about("by the first layer of the other hidden features: why they stay")] = (
+        msgspec.field(default_factory=dict)
+    )
+
+
 class EpisodeRow(PlayedRow, tag="episode", kw_only=True):
     """One environment at the end of an episode. The figures are those of the network that is exported."""
 
@@ -443,6 +456,7 @@ ROWS: tuple[type[Row], ...] = (
     GradientsRow,
     RollbackRow,
     AnomalyRow,
+    WideningRow,
     EpisodeRow,
     EvaluationRow,
     CheckpointRow,

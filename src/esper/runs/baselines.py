@@ -24,7 +24,7 @@ from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.lifecycle import dormant
 from esper.kasmina.network.grown_network import RegrownHost
 from esper.kasmina.network.static import Absent, Factory, Scales, Skipped, skip_places, widened
-from esper.leyline.config.tree import Config
+from esper.leyline.config.tree import Config, WidenConfig
 from esper.leyline.data.batches import Shape, map_leaves, picked, shapes
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Room, Task
 from esper.leyline.errors import InputError, OutOfMemory, is_out_of_memory
@@ -198,9 +198,11 @@ def train_baseline(
             result = BaselineResult(nothing, nothing.copy(), np.zeros_like(grown.params), 0.0)
         else:
             result = BaselineResult(twin.metric.copy(), twin.loss.copy(), twin.params.copy(), 0.0)
+        # a plain network has the parameters of the grown one from the start
+        own = config.model_copy(update={"widen": WidenConfig()}) if name == "plain" else config
         for index, population in enumerate(populations):
             derive = partial(static_task, name, grown, twin is not None, index)
-            trained = _train(population, config, grown, steps, until, stop, partial(make, derive))
+            trained = _train(population, own, grown, steps, until, stop, partial(make, derive))
             if isinstance(trained, Absent):
                 return trained
             for mine, theirs in zip(result[:3], trained, strict=True):

@@ -1,13 +1,16 @@
 """The final figures of a run: its networks on the test and validation splits, their sizes, and the numbers of examples."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.network.grown_network import RegrownHost
+from esper.kasmina.stack.widening import wider_hosts
 from esper.leyline.config.tree import Config, RewardConfig
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Split, Task, nonfinite
 from esper.leyline.lifecycle.view import Floats
@@ -235,6 +238,34 @@ def compute_figures(engine: TaskEngine[Any]) -> Summary:
             "price": config.reward.compute_price,
             "paid": [round(each, 9) for each in compute.price(config)[envs].tolist()],
         }
+    }
+
+
+def host_sizes(engine: TaskEngine[Any], task: AnyTask) -> list[int]:
+    """Return the parameters of a host at first, and after each time that all networks became wider (`widen.at`)."""
+    hosts, population = task.instance(int(engine.space.instance[0])).host, engine.population
+    with drawn_with(0):
+        return [count(wider_hosts(hosts, population.widenings[:many])()) for many in range(population.widened + 1)]
+
+
+def widening_figures(engine: TaskEngine[Any], task: AnyTask) -> Summary:
+    """Return the sizes over time of networks that became wider together (`widen.at`); nothing where they did not."""
+    if not engine.population.widened:
+        return {}
+    sizes = pairwise(host_sizes(engine, task))
+    return {
+        "widened": [
+            {
+                "step": step,
+                "host_params_before": before,
+                "host_params": after,
+                "widths": {name: list(each) for name, each in wider.widths.items()},
+                "left_out": wider.left_out,
+            }
+            for step, wider, (before, after) in zip(
+                engine.config.widen.at, engine.population.widenings, sizes, strict=False
+            )
+        ]
     }
 
 

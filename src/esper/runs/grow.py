@@ -17,7 +17,7 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.network.export import PROGRAM, save_network
 from esper.leyline.config.tree import Config
 from esper.leyline.data.batches import map_leaves
-from esper.leyline.data.task import AnyTask, epochs_of
+from esper.leyline.data.task import AnyTask, epochs_of, with_steps
 from esper.leyline.errors import InputError, OutOfMemory, RolledBack, describe_error
 from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.view import View
@@ -42,8 +42,10 @@ from esper.runs.figures import (
     compute_figures,
     evaluation_rows,
     final_figures,
+    host_sizes,
     pass_figures,
     test_splits,
+    widening_figures,
 )
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
@@ -100,6 +102,11 @@ def grow(
     if asked.any:
         check_workers(asked, config, client)
         torch.set_num_threads(1)  # as in the workers
+    if (at := config.widen.at) and at[-1] >= (steps := with_steps(config, task).steps):
+        raise InputError(
+            f"widen.at names step {at[-1]}, but a growth of {counted(steps, 'step')} has no training behind it; give smaller "
+            "ones, or more steps"
+        )
     check_place(task, placed)  # before the folder, of which less can be wrong
     with (
         Interrupt(watch.answer) as interrupt,
@@ -129,7 +136,9 @@ def grow(
             names = {"task": config.task, "controller": config.controller, "envs": config.envs, "seed": config.seed}
             with run.recorded(row, lambda: {**names, "steps": config.steps, "steps_done": 0}):
                 raise
-        hosts = engine.population.host_params[: config.envs]
+        hosts = engine.population.host_params[: config.envs].copy()
+        if engine.population.widened:  # in a run that goes on
+            hosts[:] = host_sizes(engine, task)[0]
         row = partial(run_row, config, config.controller, engine.space, hosts)
         run.begin(lambda: describe_environment(engine.device, config), row("running"))
         try:
@@ -220,6 +229,7 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
         "seeds": {**seeds, "pruned": germinated - kept - left - discarded},
         "grown": grown,
         "unfinished": left_out,
+        **widening_figures(engine, task),
         **stopping_figures(engine.stopping, config, episode.steps),
         "exported": exported_envs,
         "untraced": untraced,
@@ -311,6 +321,11 @@ class Episode(Observer):
             self.attempts.count_further(actions, refused)
         self.steps += 1
         self.seconds += step.seconds
+        trace = self.engine.trace
+        if trace is not None and (wider := trace.widening) is not None:
+            layers = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in wider.widths.items())
+            stays = "".join(f"; {name} stays: {why}" for name, why in wider.left_out.items())
+            self.watch.note(f"all networks became wider after step {self.steps}: {layers}{stays}")
         rollbacks = int(self.engine.governor.record.found.sum())
         self.watch.step(step.after, self.engine.rows * self.steps / self.seconds, rollbacks)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from esper.kasmina.lifecycle import apply, copied, dormant, edits, emptied, legal, tick, transitions
 from esper.kasmina.stack.division import picked_body
+from esper.kasmina.stack.widening import HiddenWidening
 from esper.leyline.config.tree import Config, EarlyStoppingConfig
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.data.objective import objective, selection_score
@@ -161,6 +162,7 @@ class Trace(NamedTuple):
     twins: Floats | None  # (E,) metrics of the twins
     reads: int  # number of device reads
     parameter_norms: ParameterNorms | None  # of all rows and the ghost, before the rollback; None if not asked for
+    widening: HiddenWidening | None = None  # of all hosts, after the training of the step
 
 
 class Engine(Generic[P]):
@@ -374,6 +376,7 @@ class Engine(Generic[P]):
             state.seeds = ticked = tick(applied, gates, config.lifecycle)
             self.population.edit(edits(applied, ticked), ticked, state.step)
             state.step += 1
+            widening = self._widen() if state.step in config.widen.at else None
         terminal = state.step == config.steps
         with self.timer.phase("probe"):
             measured = self._measure(trained=True, terminal=terminal)
@@ -411,7 +414,15 @@ class Engine(Generic[P]):
             reads, norms = 1 + bool((found != Vital.GOOD).any()), measured.parameter_norms
             metrics = state.scores.metric[twins] if config.twin else None
             self.trace = Trace(
-                tuple(changes), measured.scores, found[: self.rows], ticked, state.seeds, metrics, reads, norms
+                tuple(changes),
+                measured.scores,
+                found[: self.rows],
+                ticked,
+                state.seeds,
+                metrics,
+                reads,
+                norms,
+                widening,
             )
         return view, outcome
 
@@ -474,6 +485,10 @@ class Engine(Generic[P]):
             client.update()
 
     # The parts of a step.
+
+    def _widen(self) -> HiddenWidening | None:
+        """Make all networks wider, where the population can."""
+        return None
 
     def _measure(self, *, trained: bool = False, terminal: bool = False) -> StepMeasurements:
         """Measure every row of the population as it is now. This is the one device read of a step."""
@@ -550,6 +565,12 @@ class TaskEngine(Engine[D]):
         view = super().restore(tree)
         self.population.arrange(self.state.seeds)  # what came from several processes is in their order
         return view
+
+    def _widen(self) -> HiddenWidening:
+        population, state = self.population, self.state
+        population.widen(state.seeds, state.step)
+        self.space = _of_environments(population.space, self.config.envs)
+        return population.widenings[population.widened - 1]
 
     def evaluate(self, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
         """Return metric and loss on a split of the networks as exported now, each (rows,): environments, then twins.

@@ -34,6 +34,7 @@ from esper.nissa.rows import (
     PlayedRow,
     SensorsRow,
     StepRow,
+    WideningRow,
 )
 from esper.tolaria.early_stopping import UNDER_WAY
 from esper.tolaria.engine import Engine, Trace
@@ -105,6 +106,16 @@ class Journal(Observer):
             for transitions, before, after, bases in trace.changes:
                 rows += lifecycle_rows(outcome.episode, outcome.step, view.space, transitions, before, after, bases)
             rows += rollback_rows(outcome, view.space, trace.found, trace.scores, trace.ticked, trace.governed)
+            if (wider := trace.widening) is not None:
+                widths = {name: list(each) for name, each in wider.widths.items()}
+                row = WideningRow(
+                    episode=outcome.episode,
+                    step=outcome.step,
+                    host_param_counts=view.host_params,
+                    widths=widths,
+                    left_out=wider.left_out,
+                )
+                rows.append(row)
             rows += anomaly_rows(outcome, trace.found, (hub.level, hub.raised if hub.level != hub.asked else 0))
             if hub.wants(StepRow):
                 rows += gate_rows(step.view, view, outcome, gates, self._gates(view))

@@ -15,6 +15,7 @@ from torch import nn
 
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.stack.plan import Branches
+from esper.kasmina.stack.widening import HiddenWidening
 from esper.leyline.config.tree import Config
 from esper.leyline.data.task import Split
 from esper.leyline.lifecycle.stages import ADDED, Stage
@@ -151,6 +152,12 @@ class Population(Protocol):
 
 class TaskPopulation(Population, Protocol):
     """A population that holds the data of a task, and can therefore be evaluated and exported."""
+
+    widenings: tuple[HiddenWidening, ...]  # of the hosts, by `config.widen`
+    widened: int  # how many of them there were in this episode
+
+    def widen(self, seeds: Seeds, step: int) -> None:
+        """Make all hosts wider, after `step` steps, with the seeds (R, S) and all snapshots; every row computes what it did."""
 
     @property
     def compiled(self) -> dict[str, float] | None:

@@ -379,6 +379,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         *console.grown_lines(summary),
         *console.trouble_lines(summary),
         *console.early_stopping_lines(summary),
+        *console.widening_lines(summary),
         *console.rare_class_lines(summary),
         *console.explanation_lines(summary),
     ]

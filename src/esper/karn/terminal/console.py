@@ -154,7 +154,7 @@ def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list
         f"why: {why[0]}{others}" if why else "",
         "; ".join(absent),
         "; ".join(warnings),
-        "; ".join([best_line(summary), *early_stopping_lines(summary)]),
+        "; ".join([best_line(summary), *early_stopping_lines(summary), *widening_lines(summary)]),
         "; ".join([f"took: {summary['seconds']:.1f} seconds", *worker_lines(summary), ""])
         + ("" if folder is None else f"run folder: {folder}; ")
         + rest,
@@ -346,6 +346,16 @@ def early_stopping_lines(summary: Mapping[str, Any]) -> list[str]:
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     lines = [f"networks: restored to their best by the validation split, of {steps}"]
     return [*lines, f"stopped early: {summary['stopped_because']}"] if summary["stopped_early"] else lines
+
+
+def widening_lines(summary: Mapping[str, Any]) -> list[str]:
+    """Return a line with the steps after which all networks became wider, and the sizes that their hosts had in turn."""
+    if not (found := summary.get("widened")):
+        return []
+    steps = ("steps " if len(found) > 1 else "step ") + ", ".join(f"{each['step']}" for each in found)
+    sizes = [found[0]["host_params_before"], *(each["host_params"] for each in found)]
+    hosts = " -> ".join(f"{size:,}" for size in sizes)
+    return [f"all networks became wider after {steps}: hosts of {hosts} parameters"]
 
 
 def explanation_lines(summary: Mapping[str, Any]) -> list[str]:

@@ -236,6 +236,7 @@ class Watch(App[None]):
             f"{head.device}: {self.state}{failed}\n"
             f"[{bar}] {unit} {done} of {whole}{ahead}\n"
             f"seeds: {planted} planted, {kept} kept, {pruned} pruned; {counted(len(model.rollbacks), 'rollback')}{reading}"
+            + "".join(f"\n{line}" for line in model.widenings[-1:])
         )
 
     def curve(self, width: int, height: int) -> str:

@@ -14,6 +14,7 @@ from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.grafted import call
 from esper.kasmina.graft.recording import floats
+from esper.kasmina.stack.layers import Linear
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 
 _NORM = (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0))
@@ -43,7 +44,7 @@ class Axes(NamedTuple):
 def axes_of(path: str, layer: nn.Module) -> Axes:
     """Return where the features of a layer are. InputError if the layer is of a kind that is not known."""
     kind = getattr(type(layer), "_esper_original", type(layer))
-    if kind is nn.Linear:
+    if kind in (nn.Linear, Linear):
         return Axes(0, 1, "out_features", "in_features")
     if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if layer.groups != 1:
@@ -157,6 +158,17 @@ def _check_owned(model: nn.Module, found: Sequence[AppendedValues]) -> None:
             raise InputError(f"{path}.{name} is frozen")
 
 
+def append(network: nn.Module, found: Sequence[AppendedValues]) -> None:
+    """Append values to the layers of a network, in place."""
+    for path, name, axis, values, (width_name, width) in found:
+        part = network.get_submodule(path)
+        old = getattr(part, name)
+        grown = torch.cat([old.detach(), values.to(old.device, old.dtype)], axis)
+        setattr(part, name, successor(old, grown) if name in part._parameters else grown)
+        if hasattr(part, width_name):
+            setattr(part, width_name, width)
+
+
 class WideningTrial:
     """The layers of a network and its moving averages while they are widened; what was appended can be taken back."""
 
@@ -166,24 +178,24 @@ class WideningTrial:
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         self._expected = [value.clone() for value in floats(call(networks[0], example))]
 
-    def append(self, found: Sequence[AppendedValues]) -> None:
-        """Append values to the layers. InputError if the network then fails or computes something else; nothing is changed."""
+    def append(self, found: Sequence[AppendedValues]) -> int:
+        """Append values to the layers; return the number of changes before, for `take_back`.
+
+        InputError if the network then fails or computes something else; nothing is changed.
+        """
         begun = len(self._before)
         try:
             for network in self.networks:
-                for path, name, axis, values, (width_name, width) in found:
+                for path in dict.fromkeys(each.path for each in found):
                     part = network.get_submodule(path)
                     state = {"_parameters": dict(part._parameters), "_buffers": dict(part._buffers)}
                     self._before.append((part, {**vars(part), **state}))
-                    old = getattr(part, name)
-                    grown = torch.cat([old.detach(), values.to(old.device, old.dtype)], axis)
-                    setattr(part, name, successor(old, grown) if name in part._parameters else grown)
-                    if hasattr(part, width_name):
-                        setattr(part, width_name, width)
+                append(network, found)
             self._try(found)
         except BaseException:
             self.take_back(begun)
             raise
+        return begun
 
     def _try(self, found: Sequence[AppendedValues]) -> None:
         """Raise InputError if the network fails on the example, or if its outputs depend on the new features.

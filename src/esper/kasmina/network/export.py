@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.graft.cut import CutHost
+from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.network.grown_network import Graft, GrownNetwork, RegrownHost, as_host
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.body import Body
+from esper.kasmina.stack.widening import HiddenWidening, wider_hosts
 from esper.leyline.config.parsing import parse_model
 from esper.leyline.data.batches import (
     Batch,
@@ -43,10 +45,10 @@ from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Seeds
 from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sums_of, write_folder, write_once
 
-FORMATS = (2, 3, 4)
-"""Formats of topology.json that are read. The lowest one that can describe the network is written: 4 if `predict` takes raw
-features, which a transformer of the user makes numbers of; else 2 if an example is one tensor of floating-point numbers, or of
-bytes that the network standardizes, and has one label or any targets; else 3."""
+FORMATS = (2, 3, 4, 5)
+"""Formats of topology.json that are read. The lowest one that can describe the network is written: 5 if the host became wider
+while it grew; else 4 if `predict` takes raw features, which a transformer of the user makes numbers of; else 2 if an example is
+one tensor of floating-point numbers, or of bytes that the network standardizes, and has one label or any targets; else 3."""
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
 FILES = frozenset({MODEL, TOPOLOGY, PROGRAM, SUMS})
 """Names of the files that the folder of a network may contain."""
@@ -84,6 +86,18 @@ def _names(classes: list[Label]) -> list[Label]:
     return classes
 
 
+class _SavedHidden(_ExportedPart):
+    writers: Annotated[list[str], Field(min_length=1)]
+    readers: list[str]
+    norms: list[str]
+
+
+class _SavedWidening(_ExportedPart):
+    factor: int = Field(ge=2)
+    hidden: list[_SavedHidden]
+    slots: list[bool]
+
+
 class _SavedTopology(_ExportedPart):
     """The content of topology.json."""
 
@@ -96,6 +110,7 @@ class _SavedTopology(_ExportedPart):
     target: list[PositiveInt]  # shape of one example's y
     columns: list[str] | None  # names of the features
     restore: list[PositiveInt] | None = None  # the same for targets; None if they are raw
+    widened: list[_SavedWidening] | None = None  # how the host became wider while it grew
     preprocess: dict[str, Any] | None = None  # what `predict` does with raw features first
     example: _Dtype | list[_Dtype] | dict[str, _Dtype]  # dtype of one example, or of each of its tensors
     parameters: int
@@ -105,15 +120,21 @@ class _SavedTopology(_ExportedPart):
 
 
 def grown_network(
-    factory: Callable[[], nn.Module], body: Body, seeds: Seeds, env: int, interface: Interface
+    factory: Callable[[], nn.Module],
+    body: Body,
+    seeds: Seeds,
+    env: int,
+    interface: Interface,
+    widenings: Sequence[HiddenWidening] = (),
 ) -> tuple[GrownNetwork, dict[str, Any]]:
     """Return the network of an environment on the CPU in evaluation mode, and its topology.
 
     The network takes and returns what the interface says, so it includes the scaling that was done outside the host. It
-    contains only fossilized seeds; `topology["unfinished"]` names the slots of seeds that were left out.
+    contains only fossilized seeds; `topology["unfinished"]` names the slots of seeds that were left out. widenings: of the
+    hosts of the factory since the run began.
     """
     with drawn_with(0):
-        host = factory()
+        host = wider_hosts(factory, widenings)()
     assert isinstance(host, SegmentedHost)
     body.host.read(env, host.to(body.dtype))
     modules, grafts, grown, unfinished = [], [], [], []
@@ -142,11 +163,13 @@ def grown_network(
         )
     named = _named(factory)
     original = factory.original if isinstance(factory, RegrownHost) else named  # of the host without any seed
+    if widenings:  # it has other widths
+        original = None
     network = GrownNetwork(host, modules, grafts, interface, original).to("cpu", body.dtype).eval()
     several = leaf_names(interface.inputs) != ["x"] or (interface.classes is not None and interface.target)
     whole = interface.whole is not None and interface.scaling is None
     topology = {
-        "format": 4 if interface.preprocess is not None else 3 if several or whole else 2,
+        "format": 5 if widenings else 4 if interface.preprocess is not None else 3 if several or whole else 2,
         "host": None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)},
         "dtype": str(body.dtype).removeprefix("torch."),
         "input": shapes_to_json(interface.inputs),
@@ -163,6 +186,15 @@ def grown_network(
         topology["restore"] = list(interface.target_scaling.mean.shape)
     if interface.preprocess is not None:
         topology["preprocess"] = interface.preprocess.model_dump(mode="json")
+    if widenings:
+        topology["widened"] = [
+            {
+                "factor": each.factor,
+                "hidden": [{kind: sorted(paths) for kind, paths in hidden._asdict().items()} for hidden in each.hidden],
+                "slots": list(each.slots),
+            }
+            for each in widenings
+        ]
     return network, topology
 
 
@@ -293,6 +325,8 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
     with drawn_with(0):
         base = host()
     original = base.original if isinstance(base, GrownNetwork) else _named(host)
+    if topology.get("widened"):
+        original = None
     if isinstance(base, GrownNetwork):
         base = as_host(base)
     if isinstance(base, nn.Module) and not isinstance(base, SegmentedHost):
@@ -300,6 +334,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         base = CutHost(host, example.float() if topology["standardize"] and isinstance(example, Tensor) else example)()
     if not isinstance(base, SegmentedHost):
         raise InputError(f"the host factory returned a {type(base).__name__}; return an nn.Module, or a grown network")
+    _widen(base, folder, topology)
     modules, grafts, slots = [], [], {slot.after: slot for slot in base.slots}
     scaled = [shape for name in ("standardize", "restore") if (shape := topology.get(name)) is not None]
     parameters = count(base) + sum(2 * math.prod(shape) for shape in scaled)
@@ -335,6 +370,23 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
             "it again"
         ) from None
     return network.eval()
+
+
+def _widen(host: SegmentedHost, folder: Path, topology: Mapping[str, Any]) -> None:
+    """Give a host the widths of the saved network. InputError if it is another one, or the file is too small for them."""
+    for saved in topology.get("widened") or ():
+        hidden = tuple(Hidden(**{kind: set(paths) for kind, paths in each.items()}) for each in saved["hidden"])
+        widening = HiddenWidening(saved["factor"], hidden, tuple(saved["slots"]), {}, {})
+        check_size(folder, widening.parameters(host, saved["factor"]))
+        try:
+            if len(saved["slots"]) != len(host.slots):
+                raise InputError(f"the network has {len(saved['slots'])} slots, and the host {len(host.slots)}")
+            widening.apply(host, 0)
+        except (AttributeError, InputError, RuntimeError) as error:  # of layers that are not there, or of another kind
+            raise InputError(
+                f"{folder / TOPOLOGY} names hidden features that the host does not have: {first_line(error)}; give the factory "
+                "of the host that was grown"
+            ) from None
 
 
 def _interface(folder: Path, topology: Mapping[str, Any]) -> Interface:

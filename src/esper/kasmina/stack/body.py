@@ -153,9 +153,7 @@ class Body:
         for env, slot in edits.born.tolist():
             blueprint = int(seeds.blueprint[env, slot])
             at = slot, int(self.layout.form_of[slot, blueprint])
-            if at not in self.stacks:
-                self._make_room(at, 2)
-            stack, envs, key_of_birth = self.stacks[at], self.envs[at], birth_key(env, slot)
+            stack, envs, key_of_birth = self.room(*at), self.envs[at], birth_key(env, slot)
             stack.reserve(len(envs) + 1)
             widths = self.table.widths_of(env, slot, blueprint)
             stack.write(len(envs), self.layout.build(slot, blueprint, key_of_birth, *widths))
@@ -168,6 +166,12 @@ class Body:
             order = np.lexsort((envs, _rank(seeds, envs, slot)))
             self.stacks[slot, form].arrange(order)
             self.envs[slot, form] = envs[order]
+
+    def room(self, slot: int, form: int) -> Stack:
+        """Return the stack of a form at a slot, made where there was none."""
+        if (slot, form) not in self.stacks:
+            self._make_room((slot, form), 2)
+        return self.stacks[slot, form]
 
     def clear(self) -> None:
         self.envs = {at: np.zeros(0, np.int64) for at in self.envs}

@@ -336,12 +336,12 @@ class Stack:
     def capacity(self) -> int:
         return self.columns["value"].shape[0]
 
-    def _tensors(self, row: int, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def _tensors(self, row: int, module: nn.Module, columns: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the parameters and buffers of a module of the same form, or a smaller one, each with its corner of a row."""
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         pairs: list[tuple[Tensor, Tensor]]
-        pairs = [(parameters[place.name], place.of(self.columns["value"][row])) for place in self.places]
-        pairs += [(buffers[name.removeprefix("buffer.")], self.columns[name][row]) for name in self.buffers]
+        pairs = [(parameters[place.name], place.of(columns["value"][row])) for place in self.places]
+        pairs += [(buffers[name.removeprefix("buffer.")], columns[name][row]) for name in self.buffers]
         for tensor, stored in pairs:
             yield tensor, stored[tuple(slice(0, k) for k in tensor.shape)]
 
@@ -355,15 +355,29 @@ class Stack:
         for place in self.places:
             if place.name in fixed:
                 self.columns["fixed"][row, place.start : place.stop] = True
-        for tensor, stored in self._tensors(row, module):
+        self.fill(row, module, self.columns)
+
+    @torch.no_grad()
+    def fill(self, row: int, module: nn.Module, columns: dict[str, Tensor]) -> None:
+        """Write the parameters and buffers of a module into the leading corner of a row of columns like those of the stack."""
+        for tensor, stored in self._tensors(row, module, columns):
             stored.copy_(tensor, non_blocking=True)
 
     @torch.no_grad()
-    def read(self, row: int, module: nn.Module) -> nn.Module:
+    def read(self, row: int, module: nn.Module, columns: dict[str, Tensor] | None = None) -> nn.Module:
         """Fill a module of the same form, or a smaller one, from the leading corner of a row; return it."""
-        for tensor, stored in self._tensors(row, module):
+        for tensor, stored in self._tensors(row, module, self.columns if columns is None else columns):
             tensor.copy_(stored)
         return module
+
+    @torch.no_grad()
+    def take(self, rows: slice, columns: dict[str, Tensor], steps: NDArray[np.int64]) -> None:
+        """Set all columns of some rows, and the optimizer steps (n,) that these have taken."""
+        for name, column in columns.items():
+            if name not in self.columns:
+                self.columns[name] = column.new_zeros(self.capacity, *column.shape[1:])
+            self.columns[name][rows] = column
+        self.steps[rows] = steps
 
     @torch.no_grad()
     def clear(self, row: int) -> None:

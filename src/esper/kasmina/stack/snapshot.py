@@ -15,6 +15,7 @@ from esper.kasmina.lifecycle import edits
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Indices
 from esper.kasmina.stack.rows import Stack
+from esper.kasmina.stack.widening import BodyWidening
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Bools, Seeds, choose
 from esper.store.tensors import Picked
@@ -59,6 +60,14 @@ class Rows:
         stack.columns["gradient"].index_fill_(0, target, 0)
         stack.steps[rows] = self.steps[envs]
 
+    def put(self, envs: Indices, columns: Mapping[str, Tensor], steps: Indices) -> None:
+        """Set what is saved of environments (n,)."""
+        for name, column in columns.items():
+            if name not in self.columns:
+                self.columns[name] = column.new_zeros(len(self.steps), *column.shape[1:])
+            self.columns[name][torch.from_numpy(envs).to(column.device)] = column
+        self.steps[envs] = steps
+
     def state(self, envs: Indices) -> dict[str, Any]:
         """Return what is saved of environments (n,), in ascending order; it shares the memory."""
         columns = {name: Picked(column, envs, self._writes) for name, column in self.columns.items()}
@@ -83,11 +92,29 @@ class Snapshot:
     """Snapshots of all rows, each taken at the last healthy step of its row; a `tolaria.population.Keeper`."""
 
     def __init__(self, body: Body, seeds: Seeds) -> None:
-        self._body = body
         self.seeds = seeds
         self.step = np.full(len(seeds.stage), -1, np.int64)  # (E,) steps taken when the row was saved
+        self.begin(body)
+
+    def begin(self, body: Body) -> None:
+        """Hold nothing yet of the rows of a body, in place of another one."""
+        self._body = body
         self._host = Rows(body.host, len(self.step))
         self._fossils: dict[tuple[int, int], Rows] = {}
+
+    def widen(self, widening: BodyWidening) -> None:
+        """Hold what was saved as rows of the wider body."""
+        host, fossils, kept = self._host, self._fossils, self.seeds
+        self.begin(widening.new)
+        every = np.arange(len(self.step))
+        self._host.put(every, widening.of_hosts(host.columns), host.steps)
+        for (slot, form), rows in fossils.items():
+            blueprint = kept.blueprint[:, slot].astype(np.int64)
+            held = (kept.stage[:, slot] == Stage.FOSSILIZED) & (widening.old.layout.form_of[slot, blueprint] == form)
+            index = torch.from_numpy(envs := np.flatnonzero(held))
+            columns = {name: column[index.to(column.device)] for name, column in rows.columns.items()}
+            for to, of, wider in widening.of_seeds(slot, form, blueprint[envs], columns):
+                self._fossils_of((slot, to)).put(envs[of], wider, rows.steps[envs[of]])
 
     def _fossils_of(self, at: tuple[int, int]) -> Rows:
         if at not in self._fossils:

@@ -332,6 +332,22 @@ class EarlyStoppingConfig(Section):
     """steps without a better validation score and without a newly fossilized seed after which a run ends [steps]"""
 
 
+class WidenConfig(Section):
+    """When all networks of a growth become wider together (`esper docs widening`)."""
+
+    at: tuple[int, ...] = ()
+    """numbers of steps after which all networks become wider, increasing; none leaves their widths as they are [steps]"""
+    factor: int = Field(2, ge=2)
+    """factor by which hidden widths rise each time"""
+
+    @pydantic.field_validator("at")
+    @classmethod
+    def _check_at(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(step < 1 for step in value) or any(first >= second for first, second in pairwise(value)):
+            raise ValueError("give increasing numbers of steps from 1 on, such as [8, 16]")
+        return value
+
+
 class FaultsConfig(Section):
     """How long a run waits for a fault to pass before it stops. A run that stops can be resumed."""
 
@@ -530,6 +546,7 @@ class Config(GrowthConfig):
     telemetry: TelemetryConfig = TelemetryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
+    widen: WidenConfig = WidenConfig()
     faults: FaultsConfig = FaultsConfig()
     ppo: PPOConfig = PPOConfig()
 

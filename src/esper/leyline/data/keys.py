@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     HEALING = 15  # hosts, data and damage of the task `heal`
     CERTIFY = 16  # fresh examples for certified keeps
     STREAM = 17  # segments, contexts and examples of streams of changing data, and weights of networks that learn them
+    WIDENING = 18  # weights of further hidden features of a host
 
 
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15

@@ -85,7 +85,10 @@ class Design(NamedTuple):
         for name, count in (("instances", instances), ("seeds", seeds)):
             if count < 1:
                 raise InputError(f"{name} is {count}; an evaluation needs 1 or more")
-        base = build_config(task.defaults, *settings).seed
+        config = build_config(task.defaults, *settings)
+        if config.widen.at:
+            raise InputError("widen.at is set, but networks become wider in `esper grow` alone; leave widen out")
+        base = config.seed
         for name in ASKED:
             if any(name in layer for layer in settings):
                 raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")

@@ -88,7 +88,7 @@ FIXED = (
     *("task", "tasks", "cohorts", "controller", "envs", "shards", "seed", "twin", "slots", "blueprints"),
     *("instances", "first_instance", "lifecycle.tempos", "lifecycle.targets", "reward.group_size"),
     *("governor.enabled", "governor.loss_window", "early_stopping.enabled", "ppo.packages", "ppo.undo_bias"),
-    "ppo.advantage_floor",
+    *("ppo.advantage_floor", "widen"),
 )
 """Keys that cannot change when a run is resumed."""
 

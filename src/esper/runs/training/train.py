@@ -108,6 +108,8 @@ def train(
         )
     for task, own in zip(tasks, configs, strict=True):
         check_place(task, own)
+        if own.widen.at:
+            raise InputError("widen.at is set, but networks become wider in `esper grow` alone; leave widen out")
     placed = {"device": asked.devices[0]} if asked.devices else {}
     place = policy_device(config.model_copy(update=placed), asked.devices)
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID_BY}{name_of_reward(reward)}")

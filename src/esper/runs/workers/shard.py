@@ -72,6 +72,10 @@ class Shard:
     def edit(self, born: Indices, freed: Indices, seeds: Sequence[NDArray[Any]], step: int) -> None:
         self._population.edit(Edits(born, freed), self._seeds(seeds), step)
 
+    def widen(self, seeds: Sequence[NDArray[Any]], step: int) -> Tree:
+        self._population.widen(self._seeds(seeds), step)
+        return self.survey()
+
     def train(self, seeds: Sequence[NDArray[Any]], parameter_norms: bool) -> None:
         self._population.train(self._seeds(seeds), parameter_norms=parameter_norms)
 

@@ -45,6 +45,7 @@ from esper.tolaria.stacked.population import (
     needs_ghost,
     sound_splits,
     space_of,
+    widenings_of,
 )
 
 
@@ -120,6 +121,7 @@ class ShardedPopulation:
         self._pool, self.task, self.config = pool, task, config
         self.device, self.label = resolve_device(config.device), label_of(config)
         self.environment = row_environments(config, ghost=needs_ghost(task, config))
+        self.widenings, self.widened = widenings_of(task, config), 0
         self._number, self._keepers = next(self._numbers), 0
         workers = min(pool.size, config.envs)
         ends = [config.envs * at // workers for at in range(workers + 1)]
@@ -151,12 +153,16 @@ class ShardedPopulation:
     # What the engine asks for.
 
     def begin(self, instance: Indices, episode: int) -> None:
-        self.skipped[:] = 0
+        self.skipped[:] = self.widened = 0
         self._surveyed(self.ask("begin", [[instance[own], episode] for own in self.rows], kept=True))
 
     def edit(self, changes: Edits, seeds: Seeds, step: int) -> None:
         own = [[self._local(at, pairs) for pairs in changes] for at in range(len(self.rows))]
         self.tell("edit", [[*pairs, part, step] for pairs, part in zip(own, self.parts_of(seeds), strict=True)])
+
+    def widen(self, seeds: Seeds, step: int) -> None:
+        self.widened += 1
+        self._surveyed(self.ask("widen", [[part, step] for part in self.parts_of(seeds)], kept=True))
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
         self.ask("train", [[part, parameter_norms] for part in self.parts_of(seeds)], kept=True)
@@ -240,7 +246,8 @@ class ShardedPopulation:
             parts = self.ask("snapshot", [[] for _ in self.rows])
             body = joined_bodies([part["body"] for part in parts], self.rows)
             skipped = {"skipped": self.skipped} if self._scaled else {}
-            self._known = {"body": body, "batch": parts[0]["batch"], **skipped}
+            widened = {"widened": self.widened} if self.widened else {}
+            self._known = {"body": body, "batch": parts[0]["batch"], **widened, **skipped}
         return self._known
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
@@ -248,7 +255,7 @@ class ShardedPopulation:
             [{**tree, "body": picked_body(tree["body"], rows), **_skipped(tree, rows)}, instance[rows], episode]
             for rows in self.rows
         ]
-        self.skipped = tree.get("skipped", self.skipped)
+        self.skipped, self.widened = tree.get("skipped", self.skipped), tree.get("widened", 0)
         self._surveyed(self.ask("load", arguments, kept=True))
 
     # Evaluation and export at the end of an episode.
@@ -279,11 +286,12 @@ class ShardedPopulation:
         few = problem.read(picked(problem.train.x, slice(2)), self._dtype)
         # the layout of a body depends on its device, as only on a CPU may rows run one after another
         config = self.config if self.device.type == "cpu" else self.config.model_copy(update={"mapping": "vmap"})
-        body = body_of(self.task, config, 1, few, torch.device("cpu"))
+        widenings = self.widenings[: self.widened]
+        body = body_of(self.task, config, 1, few, torch.device("cpu"), widenings)
         state = picked_body(self.snapshot()["body"], np.array([env]))
         columns = {name: each for name, each in state["host"]["columns"].items() if name not in (SCALE, TRACKER)}
         body.load_state({**state, "host": {**state["host"], "columns": columns}})
-        return grown_network(problem.host, body, take(seeds, slice(env, env + 1)), 0, problem.interface)
+        return grown_network(problem.host, body, take(seeds, slice(env, env + 1)), 0, problem.interface, widenings)
 
     def close(self) -> None:
         """Let the workers free the population when they carry out another command."""

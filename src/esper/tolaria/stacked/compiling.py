@@ -356,6 +356,10 @@ class Passes:
         self._made: set[int] = set()
         self._pool: Any = None  # the memory that CUDA graphs share
 
+    def follow(self, earlier: "Passes") -> None:
+        """Go on with the counts of the passes of a narrower body."""
+        self.counts, self._made = earlier.counts, earlier._made
+
     @property
     def recompiled(self) -> int:
         """Passes that were compiled more than once."""
@@ -457,7 +461,7 @@ class Passes:
 
     def _compile(self, plan: Plan, key: Any, inputs: CompiledInputs) -> CompiledPass:
         self.counts.plans += 1
-        self._made.add(hash(key))
+        self._made.add(hash((self.body.host.size, key)))
         graph, runs = self.traced(plan, inputs)
         run = compiled(graph, inputs.tensors)
         if self.body.device.type == "cuda":

@@ -22,8 +22,9 @@ from esper.kasmina.stack.layout import BEFORE, HERE
 from esper.kasmina.stack.plan import Branches, Route
 from esper.kasmina.stack.snapshot import Snapshot
 from esper.kasmina.stack.tape import PassTape
+from esper.kasmina.stack.widening import BodyWidening, HiddenWidening, plan_widenings, wider_hosts
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
-from esper.leyline.data.batches import Batch, leaves, map_leaves, picked, shape_leaves
+from esper.leyline.data.batches import Batch, leaves, map_leaves, on_cpu, picked, shape_leaves
 from esper.leyline.data.duplicates import example_digests
 from esper.leyline.data.keys import Purpose, key, scalar
 from esper.leyline.data.task import (
@@ -50,6 +51,7 @@ from esper.tolaria.measure.sensors import SENSORS, IntactStreams
 from esper.tolaria.population import Figures, Indices, ParameterNorms, ProbeRequest, TrainedFigures, row_environments
 from esper.tolaria.runtime import (
     Waits,
+    available_memory,
     check_modules,
     hold_freed_memory,
     products_in,
@@ -296,21 +298,22 @@ class StackedPopulation:
         with drawn_with(0):
             self._dtype = dtype_of(task.largest())
         self._load(instance)
+        self.widenings = widenings_of(task, config)
         if any(len(shape) > 1 for shape in shape_leaves(task.inputs)):
             hold_freed_memory()
-        self.body = body = body_of(task, config, rows, self.data.few(self.data.problems[0]), self.device)
-        self._products = products = resolve_amp(config.amp, self.device, body.dtype)
-        check_modules(products, self.device, [body.host.template, *body.layout.forms.values()])
-        check_divisible(body, config.data)
-        self.scaler = GradScaler(body.host) if products == torch.float16 else None
+        self._products = resolve_amp(config.amp, self.device, self._dtype)
+        self._keepers: list[Snapshot] = []
+        self._set_widths(0)
+        check_modules(self._products, self.device, [self.body.host.template, *self.body.layout.forms.values()])
+        check_divisible(self.body, config.data)
         self.skipped = np.zeros(rows, np.int64)  # (R,) updates of this episode that overflowed in float16
-        self.passes = Passes(body, self._total, config, products)
-        self.host_params = body.table.host_params
         self._survey()
 
     def begin(self, instance: Indices, episode: int) -> None:
         if not np.array_equal(instance, self.data.instance):
             self._load(instance)
+        if self.widened:
+            self._begin_with(0)
         body, self._episode, self._trained = self.body, episode, None
         body.clear()
         self.feed.reset(episode)
@@ -333,6 +336,32 @@ class StackedPopulation:
 
         self.body.edit(changes, seeds, birth_key)
         _choose_rows(self.body, changes, seeds, self.data.fit, self.objective)
+
+    def widen(self, seeds: Seeds, step: int) -> None:
+        old, passes, widened, instance = self.body, self.passes, self.widened, self.data.instance
+
+        def host(row: int) -> SegmentedHost:
+            with drawn_with(0):
+                made = wider_hosts(self.task.instance(int(instance[row])).host, self.widenings[:widened])()
+            assert isinstance(made, SegmentedHost)
+            return made
+
+        def key(row: int) -> int:
+            return scalar(self.config.seed, Purpose.WIDENING, int(instance[row]), self._episode, step)
+
+        self._set_widths(widened + 1)
+        self.passes.follow(passes)
+        body, problem = self.body, self.data.problems[0]
+        with drawn_with(0):
+            wider = wider_hosts(problem.host, self.widenings[: widened + 1])()
+        body.plant_host(range(len(instance)), wider, self.data.few(problem), problem.outputs)
+        body.mask_outputs()
+        widening = BodyWidening(old, body, self.widenings[widened], host, key)
+        widening.move(seeds)
+        for keeper in self._keepers:
+            keeper.widen(widening)
+        self._taught = None
+        self._survey()
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
         body, feed, config = self.body, self.feed, self.config
@@ -476,16 +505,20 @@ class StackedPopulation:
         return self.body.growth(slot, blueprint)
 
     def keeper(self, seeds: Seeds) -> Snapshot:
-        return Snapshot(self.body, seeds)
+        self._keepers.append(Snapshot(self.body, seeds))
+        return self._keepers[-1]
 
     def snapshot(self) -> dict[str, Any]:
         skipped = {} if self.scaler is None else {"skipped": self.skipped}
-        return {"body": self.body.state(), "batch": self.feed.batch, **skipped}
+        widened = {"widened": self.widened} if self.widened else {}
+        return {"body": self.body.state(), "batch": self.feed.batch, **widened, **skipped}
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         # The orders of the data are hashes of the instance, the episode and the epoch, so they are not part of a snapshot.
         if not np.array_equal(instance, self.data.instance):
             self._load(instance)
+        if (widened := tree.get("widened", 0)) != self.widened:
+            self._begin_with(widened)
         self.body.load_state(tree["body"])
         self._episode, self._trained = episode, None
         self.feed.reset(episode)
@@ -536,7 +569,7 @@ class StackedPopulation:
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
         problem = self.task.instance(int(self.data.instance[env]))
-        return grown_network(problem.host, self.body, seeds, env, problem.interface)
+        return grown_network(problem.host, self.body, seeds, env, problem.interface, self.widenings[: self.widened])
 
     # Private methods.
 
@@ -556,6 +589,21 @@ class StackedPopulation:
         self._taught = None
         self.data = ResidentData(self.task, self.config, instance, self.device, self._dtype)
         self.feed = self.data.feed
+
+    def _set_widths(self, widened: int) -> None:
+        """Make an empty body for hosts that were widened so many times."""
+        rows, few, widenings = len(self.environment), self.data.few(self.data.problems[0]), self.widenings[:widened]
+        self.widened = widened
+        self.body = body_of(self.task, self.config, rows, few, self.device, widenings)
+        self.scaler = GradScaler(self.body.host) if self._products == torch.float16 else None
+        self.passes = Passes(self.body, self._total, self.config, self._products)
+        self.host_params = self.body.table.host_params
+
+    def _begin_with(self, widened: int) -> None:
+        """Take a body for hosts that were widened so many times; what is held of the rows is dropped."""
+        self._set_widths(widened)
+        for keeper in self._keepers:
+            keeper.begin(self.body)
 
     def _survey(self) -> None:
         """Describe what can be decided in each row, with the costs and widths of the hosts, 0 until they are built."""
@@ -593,10 +641,42 @@ def space_of(config: Config, menu: Sequence[Blueprint], **of_hosts: Any) -> Spac
     )
 
 
-def body_of(task: AnyTask, config: Config, rows: int, few: Batch, device: torch.device) -> Body:
-    """Return a body with room for the hosts of a task. few: examples as one of these hosts reads them."""
+def widenings_of(task: AnyTask, config: Config) -> tuple[HiddenWidening, ...]:
+    """Return the widenings of the hosts of a task, in order. InputError if they cannot be wider."""
+    if not config.widen.at:
+        return ()
+    if isinstance(task, Mixture):
+        raise InputError(
+            f"widen.at is set, but the hosts of {task.name} differ from instance to instance, and only hosts of one task "
+            "become wider together; leave widen out"
+        )
+    problem, dtype = Task.instance(task, 0), dtype_of(_largest(task))  # of any key, where rows have hosts of their own
+    few = on_cpu(problem.read(picked(problem.train.x, slice(2))), dtype)
+    rows, copies = _rows_and_copies(task, config)
+    most = available_memory(resolve_device(config.device)) / (rows * copies)
+    widen = config.widen
+    return plan_widenings(problem.host, menu_of(task, config), few, dtype, widen.factor, len(widen.at), most)
+
+
+def _rows_and_copies(task: AnyTask, config: Config) -> tuple[int, int]:
+    """Return how many rows there are, and how many numbers are kept for each parameter: value, gradient, moments, snapshots."""
+    rows = config.envs * (1 + config.twin) + needs_ghost(task, config)
+    moments = len(StackedOptimizer(config.optimizer).rule.moments)
+    snapshots = config.governor.enabled + config.early_stopping.enabled
+    return rows, 2 + moments + snapshots * (1 + moments)
+
+
+def body_of(
+    task: AnyTask,
+    config: Config,
+    rows: int,
+    few: Batch,
+    device: torch.device,
+    widenings: Sequence[HiddenWidening] = (),
+) -> Body:
+    """Return a body with room for the hosts of a task, widened. few: examples as one of these hosts reads them."""
     return Body(
-        task.largest,
+        wider_hosts(task.largest, widenings),
         menu_of(task, config),
         rows,
         map_leaves(lambda leaf, shape: leaf.new_zeros(2, *shape), few, task.inputs),
@@ -621,14 +701,12 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
     and of early stopping, one batch of inputs, and a copy of the examples in memory. The problems of a mixture are not known
     yet, and are left out.
     """
-    rows = config.envs * (1 + config.twin) + needs_ghost(task, config)
-    moments = len(StackedOptimizer(config.optimizer).rule.moments)
+    rows, copies = _rows_and_copies(task, config)
     with drawn_with(0):
-        host = sum(parameter.nbytes for parameter in task.largest().parameters())
+        largest = wider_hosts(task.largest, widenings_of(task, config))()
+    host = sum(parameter.nbytes for parameter in largest.parameters())
     numbers = sum(math.prod(shape) for shape in shape_leaves(task.inputs))
     inputs = config.data.batch_size * numbers * torch.get_default_dtype().itemsize
-    snapshots = config.governor.enabled + config.early_stopping.enabled
-    copies = 2 + moments + snapshots * (1 + moments)
     data = 0
     if isinstance(task, Task):
         splits = [task.train, task.probe, *([task.validation] if config.early_stopping.enabled else [])]
