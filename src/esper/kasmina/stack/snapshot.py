@@ -62,6 +62,7 @@ class Rows:
 
     def put(self, envs: Indices, columns: Mapping[str, Tensor], steps: Indices) -> None:
         """Set what is saved of environments (n,)."""
+        self._writes += 1
         for name, column in columns.items():
             if name not in self.columns:
                 self.columns[name] = column.new_zeros(len(self.steps), *column.shape[1:])
