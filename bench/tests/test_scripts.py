@@ -113,3 +113,14 @@ def test_the_study_of_the_game_trains_once_and_compares_with_every_opponent(tmp_
     assert "| by sensors |" in page
     run("study_game.py", "out", "--train-only", cwd=tmp_path)
     assert curve.stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_the_study_of_the_growing_game_trains_once_and_compares_with_the_oracle(tmp_path):
+    run("study_growing_game.py", "out", "--page", "game.md", cwd=tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.npz")}
+    page = (tmp_path / "game.md").read_text()
+    assert "| **learned**: PPO alone | 128 |" in page
+    assert "| oracle |" in page
+    run("study_growing_game.py", "out", cwd=tmp_path)
+    assert before == {path: path.stat().st_mtime_ns for path in before}, "kept figures were made anew"
