@@ -174,6 +174,15 @@ def test_the_snapshot_that_is_restored_is_bit_for_bit_that_of_its_step(tmp_path)
     assert all(torch.equal(value, own[key][name]) for key in mine for name, value in mine[key].items())
 
 
+def test_a_network_that_is_spoilt_behind_the_last_look_is_restored_at_the_end():
+    run = made(None, ratio=30, sizes=[1, 2])
+    trained(run, 0, 160, spoilt=150)
+    with pytest.warns(GrowthWarning, match="not finite after step 160"):
+        network = run[2].finish()
+    assert run[2].rollbacks == [{"step": 160, "restored": 100}]
+    assert all(bool(each.isfinite().all()) for each in (*network.parameters(), *run[2].snapshot().parameters()))
+
+
 def test_what_cannot_be_is_refused_in_a_sentence(folder, tmp_path):
     with pytest.raises(InputError, match="already holds a run; name another"):
         trained(made(folder[0]), 0, 1)

@@ -322,9 +322,12 @@ class AnytimeGrowth:
     def finish(self) -> nn.Module:
         """Leave the optimizer alone from now on, and return the network as it was trained; `snapshot` has the average.
 
-        With `run` the folder gets its last row and its summary.
+        Where parameters are not finite, that is the last network that was kept. With `run` the folder gets its last row and its
+        summary.
         """
         finished = not self._handles
+        if self.steps and not finished:
+            self._guard()
         for handle in self._handles:
             handle.remove()
         self._handles = []
