@@ -175,6 +175,7 @@ VALUES = {
     "ppo.packages": "[bypass-rank-1]",
     "ppo.undo_bias": -2,
     "ppo.advantage_floor": 0.1,
+    "widen": "{at: [1]}",
 }
 
 
