@@ -52,6 +52,7 @@ def test_a_name_with_a_dot_in_the_cohorts_stays_one_name():
         ({"optimizer": 5}, "optimizer is 5; give a mapping of its keys to values, such as {'name': 'adamw'}"),
         ({"optimizer": {"lr": -1}}, "optimizer.lr is -1; give a finite number above 0"),
         ({"optimizer.lr": True}, "optimizer.lr is True; give a number"),
+        ({"widen.at": [3, True]}, "widen.at is [3, True]; give a list of whole numbers"),
         ({"optimizer": {"max_grad_norm": 0}}, "optimizer.max_grad_norm is 0; give a finite number above 0 or null"),
         ({"optimizer": {"name": "adam"}}, "optimizer.name is 'adam'; give adamw or sgd"),
         ({"telemetry": {"level": "all"}}, "telemetry.level is 'all'; give off, run, step or debug"),

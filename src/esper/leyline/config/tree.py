@@ -62,6 +62,9 @@ class Section(BaseModel):
             annotation = cls.model_fields[name].annotation if name in cls.model_fields else None
             if isinstance(value, bool) and annotation in (int, float, float | None):
                 raise ValueError(f"{name} is {value}; give a number")
+            listed = value if annotation == tuple[int, ...] and isinstance(value, list | tuple) else ()
+            if any(isinstance(each, bool) for each in listed):
+                raise ValueError(f"{name} is {show(value)}; give a list of whole numbers")
             if annotation is int and name != "seed":
                 number = value if isinstance(value, int | float) else 0
                 if isinstance(value, str) and value.lstrip("+-").isdigit():
