@@ -88,6 +88,10 @@ def test_the_network_of_a_run_that_became_wider_can_be_grown_further_and_become_
         (("grow", "iris", "--set", "widen.factor=1"), "at least 2"),
         (("grow", "repair", "--set", "widen.at=[2]"), "the hosts of repair differ from instance to instance"),
         (("grow", "iris", "--set", "widen.at=[2]", "--set", "widen.factor=1000000"), "there is memory for"),
+        (
+            ("grow", "iris", "--steps", "1200", "--set", f"widen.at={list(range(1, 1200))}"),
+            "lower it, or give fewer steps in widen.at",
+        ),
         (("train", "iris", "--set", "widen.at=[2]"), "networks become wider in `esper grow` alone"),
         (
             ("eval", "heuristic", "--tasks", "iris", "--set", "widen.at=[2]"),
