@@ -57,6 +57,17 @@ def test_the_sizes_over_time_are_in_the_closing_lines_the_report_and_what_watch_
     assert any(model.widenings[0] in each for each in model.log(1))
 
 
+def test_the_outcome_names_the_steps_that_a_run_stopped_early_did_not_reach(tmp_path):
+    config = SMALL | {"steps": 40, "early_stopping": {"enabled": True, "patience": 1}, "controller": "never"}
+    summary = esper.grow("iris-plain", config | {"widen": {"at": [1, 38, 39]}}, run=tmp_path / "run", progress=False)
+    assert summary["stopped_early"]
+    line = (
+        f"no network became wider after steps 38, 39 (widen.at), as the run ended after {summary['steps_done']} steps"
+    )
+    assert any(line in each for each in closing_lines(summary))
+    assert line in write_report(tmp_path / "run").read_text()
+
+
 def test_the_best_network_loads_with_its_last_widths(wide):
     folder, summary = wide
     network = esper.load(folder / "models" / "best")

@@ -464,6 +464,7 @@ class Grown(Summary):
     seeds: _Fates
     grown: list[dict[str, str]]
     widened: NotRequired[list[_Widened]]
+    widen_ahead: NotRequired[list[Count]]
     best_step: _Steps | None
     stopped_early: bool
     stopped_because: str | None

@@ -249,12 +249,12 @@ def host_sizes(engine: TaskEngine[Any], task: AnyTask) -> list[int]:
 
 
 def widening_figures(engine: TaskEngine[Any], task: AnyTask) -> Summary:
-    """Return the sizes over time of networks that became wider together (`widen.at`); nothing where they did not."""
-    if not engine.population.widened:
-        return {}
-    sizes = pairwise(host_sizes(engine, task))
-    return {
-        "widened": [
+    """Return the sizes over time of networks that became wider together, and the steps of `widen.at` that were not reached."""
+    at, population = engine.config.widen.at, engine.population
+    figures: Summary = {"widen_ahead": list(ahead)} if (ahead := at[population.widened :]) else {}
+    if population.widened:
+        sizes = pairwise(host_sizes(engine, task))
+        figures["widened"] = [
             {
                 "step": step,
                 "host_params_before": before,
@@ -262,11 +262,9 @@ def widening_figures(engine: TaskEngine[Any], task: AnyTask) -> Summary:
                 "widths": {name: list(each) for name, each in wider.widths.items()},
                 "left_out": wider.left_out,
             }
-            for step, wider, (before, after) in zip(
-                engine.config.widen.at, engine.population.widenings, sizes, strict=False
-            )
+            for step, wider, (before, after) in zip(at, population.widenings, sizes, strict=False)
         ]
-    }
+    return figures
 
 
 def pass_figures(engine: TaskEngine[Any]) -> Summary:

@@ -349,13 +349,21 @@ def early_stopping_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def widening_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line with the steps after which all networks became wider, and the sizes that their hosts had in turn."""
-    if not (found := summary.get("widened")):
-        return []
-    steps = ("steps " if len(found) > 1 else "step ") + ", ".join(f"{each['step']}" for each in found)
-    sizes = [found[0]["host_params_before"], *(each["host_params"] for each in found)]
-    hosts = " -> ".join(f"{size:,}" for size in sizes)
-    return [f"all networks became wider after {steps}: hosts of {hosts} parameters"]
+    """Return lines with the steps after which all networks became wider, the sizes of their hosts, and the steps not reached."""
+    lines = []
+    if found := summary.get("widened"):
+        sizes = [found[0]["host_params_before"], *(each["host_params"] for each in found)]
+        hosts = " -> ".join(f"{size:,}" for size in sizes)
+        steps = _named_steps([each["step"] for each in found])
+        lines.append(f"all networks became wider after {steps}: hosts of {hosts} parameters")
+    if ahead := summary.get("widen_ahead"):
+        done = counted(summary["steps_done"], "step")
+        lines.append(f"no network became wider after {_named_steps(ahead)} (widen.at), as the run ended after {done}")
+    return lines
+
+
+def _named_steps(steps: Sequence[int]) -> str:
+    return ("steps " if len(steps) > 1 else "step ") + ", ".join(f"{step}" for step in steps)
 
 
 def explanation_lines(summary: Mapping[str, Any]) -> list[str]:
