@@ -93,7 +93,10 @@ def test_the_network_of_a_run_that_became_wider_can_be_grown_further_and_become_
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("grow", "iris", "--steps", "8", "--set", "widen.at=[8]"), "a growth of 8 steps has no training behind it"),
+        (
+            ("grow", "iris", "--steps", "8", "--set", "widen.at=[8]"),
+            "widen.at names step 8, and the run ends after 8 steps, so that nothing",
+        ),
         (("grow", "iris", "--set", "widen.at=[5,3]"), "widen.at is [5, 3]; give increasing numbers of steps"),
         (("grow", "iris", "--set", "widen.factor=1.5"), "widen.factor is 1.5"),
         (("grow", "iris", "--set", "widen.factor=1"), "at least 2"),

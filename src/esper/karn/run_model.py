@@ -381,9 +381,8 @@ class RunModel:
         self.rollbacks: list[RollbackRow] = []
         self.widenings: list[str] = []  # a sentence each
         self.rounds: list[RoundRow] = []
-        self.sizes: list[
-            SizeRow
-        ] = []  # of a network that becomes wider as a whole; each growth and each look at the loss
+        # Of a network that becomes wider as a whole: each growth, and each look at its loss.
+        self.sizes: list[SizeRow] = []
         # In a training, J of each validation's networks by round.
         self.validated: dict[int, Sequence[float | None]] = {}
 

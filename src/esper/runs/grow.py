@@ -104,8 +104,8 @@ def grow(
         torch.set_num_threads(1)  # as in the workers
     if (at := config.widen.at) and at[-1] >= (steps := with_steps(config, task).steps):
         raise InputError(
-            f"widen.at names step {at[-1]}, but a growth of {counted(steps, 'step')} has no training behind it; give smaller "
-            "ones, or more steps"
+            f"widen.at names step {at[-1]}, and the run ends after {counted(steps, 'step')}, so that nothing would be trained "
+            "with the new widths; raise steps, or leave that one out"
         )
     check_place(task, placed)  # before the folder, of which less can be wrong
     with (
