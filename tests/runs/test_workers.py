@@ -488,6 +488,7 @@ def test_one_worker_is_asked_for_by_each_device():
     [
         ({}, WorkerOptions(4), "workers is 4, but 6 environments in 3 shards give work to 3 workers; give 3 or fewer"),
         ({"shards": 7}, ALONE, "shards is 7, but 6 environments in groups of 2"),
+        ({"envs": 1}, WorkerOptions(2), "reward.group_size is 2, which does not divide envs, 1; choose a divisor"),
     ],
 )
 def test_more_workers_than_shards_and_more_shards_than_groups_are_refused(tmp_path, over, asked, said):

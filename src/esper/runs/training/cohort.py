@@ -82,6 +82,8 @@ def default_shards(config: Config) -> int:
 def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: bool) -> list[Config]:
     """Return the configs of a training with the shards that its workers play, of which each worker must have one."""
     chosen = list(configs)
+    for config in configs:
+        _check_groups(config)
     if not asked.any:
         return chosen
     if not resumed:  # a new run has the shards by default, and the device of the first worker
@@ -106,13 +108,19 @@ def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: boo
     return chosen
 
 
+def _check_groups(config: Config) -> None:
+    """Check that environments can be drawn by the group, which every baseline asks for. Raises InputError."""
+    size = config.reward.group_size
+    for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
+        if count % size:
+            raise InputError(f"reward.group_size is {size}, which does not divide {name}, {count}; choose a divisor")
+
+
 def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[Cohort]:
     """Make the cohorts of a task, one for each shard, and the engines of the first `made` of them; None makes all."""
     reward, size = config.reward, config.reward.group_size
     groups = config.envs // size
-    for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
-        if count % size:  # for any baseline, because instances are drawn by the group
-            raise InputError(f"reward.group_size is {size}, which does not divide {name}, {count}; choose a divisor")
+    _check_groups(config)
     if config.shards > groups:
         raise InputError(
             f"shards is {config.shards}, but {counted(config.envs, 'environment')} in groups of {size} "
