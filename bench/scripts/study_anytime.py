@@ -13,6 +13,8 @@ static networks have each of these widths, the same average and warm-up. Each ar
 the stops, found with seed 99 (of all texts on the first). Restarts: each width anew for its share, the best so far kept.
 Halving: a quarter of the budget is shared by all widths, the rest is for the best. Small batches first: a quarter of the batch
 for 5,000 steps and half of it for as many, by `growth.batch_size`. "Grown, in seconds" has cost='seconds'.
+`--wrong-starts` adds growth whose first width is four times too small or too large (in texts with heads of 4 where it is 4),
+and growth after a quarter of the default's targets for each parameter, or four times as many.
 
 Gap: bits per byte, or test error in percent, above the best static width for each stop, with small batches first or without,
 mean over stops; in FLOPs, and in seconds by interpolation. As the machine has other work, a step of each width and batch has
@@ -29,6 +31,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -38,10 +41,13 @@ from torch import Tensor, nn
 
 import esper
 from esper.leyline.intervals import t_interval
+from esper.runs.live import anytime
 from esper_bench.public_sets import letter_recognition
 from esper_bench.records import save_record
 
 LENGTH, HEAD = 64, 16
+WRONG = 4
+"""By how much wrong starts are wrong."""
 EARLY = (1 / 8, 1 / 4, 1 / 2)
 """Shares of the first stop at which networks are looked at too, for the comparison in seconds."""
 RATES = (4e-3, 8e-3, 1.6e-2)
@@ -52,7 +58,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.head_dim = HEAD
+        self.head_dim = min(HEAD, width)
         self.norm_1, self.norm_2 = nn.RMSNorm(width, eps=1e-6), nn.RMSNorm(width, eps=1e-6)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
@@ -63,7 +69,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (B, L, C)."""
-        q, k, v = (part.unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1))
+        parts = self.qkv(self.norm_1(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.relu(self.up(self.norm_2(x))).square())
@@ -244,8 +251,12 @@ def train(
     price: Mapping[tuple[int, int], float],
     counted: Literal["parameters", "seconds"] = "parameters",
     ramp: bool = False,
+    sooner: float = 1,
 ) -> list[Point]:
-    """Train one network, which grows up to a width; returns its early looks and its stops. ramp: small batches first."""
+    """Train one network, which grows up to a width; returns its early looks and its stops. ramp: small batches first.
+
+    sooner: growth comes after the default's targets for each parameter, divided by this.
+    """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed + 1000)
     model = setting.build(width)
@@ -272,7 +283,9 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             begun = time.process_time()
-            if growth.step(y):
+            with patch.object(anytime, "TARGETS", anytime.TARGETS / sooner):
+                grown = growth.step(y)
+            if grown:
                 seconds += time.process_time() - begun
         x, y = data.test
         with torch.no_grad():
@@ -347,8 +360,31 @@ def behind_equal_batches(arms: Mapping[str, list[Point]]) -> dict[str, float]:
     return found
 
 
+def wrong_starts(
+    setting: Setting, data: Data, rate: float, seed: int, price: dict[tuple[int, int], float]
+) -> dict[str, list[Point]]:
+    """Growth from other first widths, and after other numbers of targets, where these decide. Adds prices of new widths."""
+    first, last = setting.widths[0], setting.widths[-1]
+    found = {}
+    for width in (first // WRONG, first * WRONG):
+        begun = setting._replace(widths=tuple(width * 2**doubled for doubled in range(7) if width << doubled <= last))
+        if width not in setting.widths and (parameters(setting.build(width)), setting.batch) not in price:
+            price |= {key: each for key, each in prices(begun, data).items() if key not in price}
+        found[f"grown from {width}"] = train(setting, data, width, last, rate, seed, price)
+    for sooner in (WRONG, 1 / WRONG) if data.probe is None else ():
+        arm = f"grown at {anytime.TARGETS / sooner:g} targets"
+        found[arm] = train(setting, data, first, last, rate, seed, price, sooner=sooner)
+    return found
+
+
 def study(
-    name: str, setting: Setting, seeds: Sequence[int], rates: Mapping[int, float], head: Sequence[str], ramps: bool
+    name: str,
+    setting: Setting,
+    seeds: Sequence[int],
+    rates: Mapping[int, float],
+    head: Sequence[str],
+    ramps: bool,
+    wrong: bool,
 ) -> dict[str, list[list[float]]]:
     """Print the table of a setting. rates: by width, and of the grown network by 0. Returns the figures of each arm and seed."""
     data, widths = setting.load(), setting.widths
@@ -365,6 +401,8 @@ def study(
             "grown, in seconds": train(setting, data, widths[0], widths[-1], rates[0], seed, price, "seconds"),
             **{f"width {width}": points for width, points in runs.items()},
         }
+        if wrong:
+            both |= wrong_starts(setting, data, rates[0], seed, price)
         for width in (0, *widths) if ramps else ():
             first, last = width or widths[0], width or widths[-1]
             arm = f"{f'width {width}' if width else 'grown'}, small batches first"
@@ -424,6 +462,7 @@ def main() -> None:
     )
     parser.add_argument("--most", type=float, default=math.inf, metavar="GF", help="stops below so many GFLOP alone")
     parser.add_argument("--equal-batches", action="store_true", help="no arms with small batches first")
+    parser.add_argument("--wrong-starts", action="store_true", help="arms with other first widths and times of growth")
     parser.add_argument("--json", type=Path, help="writes the figures of each arm, seed and stop")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -445,7 +484,8 @@ def main() -> None:
             "in seconds",
         ]
         seeds = range(asked.first, asked.first + asked.seeds)
-        results[name] = study(name, setting, seeds, rates, head, not asked.equal_batches)
+        ramps, wrong = not asked.equal_batches, asked.wrong_starts
+        results[name] = study(name, setting, seeds, rates, head, ramps, wrong)
     if asked.json:
         save_record(asked.json, results)
 
