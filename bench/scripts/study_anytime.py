@@ -14,7 +14,8 @@ the stops, found with seed 99 (of all texts on the first). Restarts: each width 
 Halving: a quarter of the budget is shared by all widths, the rest is for the best. Small batches first: a quarter of the batch
 for 5,000 steps and half of it for as many, by `growth.batch_size`. "Grown, in seconds" has cost='seconds'.
 `--wrong-starts` adds growth whose first width is four times too small or too large (in texts with heads of 4 where it is 4),
-and growth after a quarter of the default's targets for each parameter, or four times as many.
+and growth after a quarter of the default's targets for each parameter, or four times as many. `--changes` adds growth in other
+ways: later, fourfold, at rates that stay, with other warm-ups, and with old weights that are shrunk and mixed with fresh ones.
 
 Gap: bits per byte, or test error in percent, above the best static width for each stop, with small batches first or without,
 mean over stops; in FLOPs, and in seconds by interpolation. As the machine has other work, a step of each width and batch has
@@ -30,7 +31,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -48,6 +49,17 @@ from esper_bench.records import save_record
 LENGTH, HEAD = 64, 16
 WRONG = 4
 """By how much wrong starts are wrong."""
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "grown, twice as late": {"sooner": 0.5},
+    "grown fourfold": {"factor": 4},
+    "grown, rates stay": {"rate_power": 0.0},
+    "grown, warm-up of 100 behind growths": {"again": 100},
+    "grown, no warm-up behind growths": {"again": 0},
+    "grown, old weights x .8 + fresh x .2": {"fresh": 0.2},
+    "grown, old weights x .6 + fresh x .4": {"fresh": 0.4},
+}
+"""What is changed in each arm of `--changes`: arguments of `AnytimeGrowth`, `sooner`, steps of the warm-up behind growths, and
+the share of a fresh network that is mixed in at each growth."""
 EARLY = (1 / 8, 1 / 4, 1 / 2)
 """Shares of the first stop at which networks are looked at too, for the comparison in seconds."""
 RATES = (4e-3, 8e-3, 1.6e-2)
@@ -241,6 +253,18 @@ def prices(setting: Setting, data: Data, turns: int = 200) -> dict[tuple[int, in
     return {key: statistics.median(each) for key, each in taken.items()}
 
 
+def growth_of(growth: esper.AnytimeGrowth) -> int:
+    """How many times as wide as at first the network is."""
+    return math.prod(each["factor"] for each in growth.growths)
+
+
+@torch.no_grad()
+def mix(model: nn.Module, fresh: nn.Module, share: float) -> None:
+    """Shrink the weights, and add a share of those of a fresh network (Ash and Adams, 2020, arXiv 1910.08475)."""
+    for own, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        own.lerp_(other, share)
+
+
 def train(
     setting: Setting,
     data: Data,
@@ -252,10 +276,15 @@ def train(
     counted: Literal["parameters", "seconds"] = "parameters",
     ramp: bool = False,
     sooner: float = 1,
+    again: int | None = None,
+    fresh: float = 0,
+    **arguments: Any,
 ) -> list[Point]:
     """Train one network, which grows up to a width; returns its early looks and its stops. ramp: small batches first.
 
-    sooner: growth comes after the default's targets for each parameter, divided by this.
+    sooner: growth comes after the default's targets for each parameter, divided by this; on a probe, after so much of the
+    factor of compute between growths. again: steps of the warm-up behind growths. fresh: share of a fresh network in the
+    weights behind a growth. arguments: further ones of `AnytimeGrowth`.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed + 1000)
@@ -270,6 +299,7 @@ def train(
         seed=seed,
         probe=None if data.probe is None else [data.probe],
         loss=None if data.probe is None else loss,
+        **arguments,
     )
     flops = seconds = 0.0
     found: list[Point] = []
@@ -283,9 +313,14 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             begun = time.process_time()
-            with patch.object(anytime, "TARGETS", anytime.TARGETS / sooner):
+            apart = {"TARGETS": anytime.TARGETS / sooner, "APART": anytime.APART / sooner}
+            with patch.multiple(anytime, **apart):
                 grown = growth.step(y)
             if grown:
+                if again is not None:
+                    growth.warmup = 3 * again
+                if fresh:
+                    mix(model, setting.build(width * growth_of(growth)), fresh)
                 seconds += time.process_time() - begun
         x, y = data.test
         with torch.no_grad():
@@ -385,6 +420,7 @@ def study(
     head: Sequence[str],
     ramps: bool,
     wrong: bool,
+    changes: bool,
 ) -> dict[str, list[list[float]]]:
     """Print the table of a setting. rates: by width, and of the grown network by 0. Returns the figures of each arm and seed."""
     data, widths = setting.load(), setting.widths
@@ -403,6 +439,8 @@ def study(
         }
         if wrong:
             both |= wrong_starts(setting, data, rates[0], seed, price)
+        for arm, change in CHANGES.items() if changes else ():
+            both[arm] = train(setting, data, widths[0], widths[-1], rates[0], seed, price, **change)
         for width in (0, *widths) if ramps else ():
             first, last = width or widths[0], width or widths[-1]
             arm = f"{f'width {width}' if width else 'grown'}, small batches first"
@@ -463,6 +501,7 @@ def main() -> None:
     parser.add_argument("--most", type=float, default=math.inf, metavar="GF", help="stops below so many GFLOP alone")
     parser.add_argument("--equal-batches", action="store_true", help="no arms with small batches first")
     parser.add_argument("--wrong-starts", action="store_true", help="arms with other first widths and times of growth")
+    parser.add_argument("--changes", action="store_true", help="arms that grow in other ways")
     parser.add_argument("--json", type=Path, help="writes the figures of each arm, seed and stop")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -484,8 +523,8 @@ def main() -> None:
             "in seconds",
         ]
         seeds = range(asked.first, asked.first + asked.seeds)
-        ramps, wrong = not asked.equal_batches, asked.wrong_starts
-        results[name] = study(name, setting, seeds, rates, head, ramps, wrong)
+        ramps, wrong, changes = not asked.equal_batches, asked.wrong_starts, asked.changes
+        results[name] = study(name, setting, seeds, rates, head, ramps, wrong, changes)
     if asked.json:
         save_record(asked.json, results)
 
