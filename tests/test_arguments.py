@@ -53,7 +53,7 @@ def iris():
         (lambda task: esper.check_rows(5), "the task is 5; give the name of one"),
         (
             lambda task: esper.get_controller(5, esper.Config()),
-            "controller is a int without act and store and update; give an object",
+            "controller is an int without act and store and update; give an object",
         ),
     ],
 )

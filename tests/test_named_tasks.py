@@ -147,8 +147,8 @@ def test_eval_train_and_tasks_take_such_a_task(command):
         ("mine/own_task.py:cluster", "did you mean 'clusters'?"),
         ("mine/own_task.py:", "names no function"),
         ("mine/own_task.py:sized", "needs the argument 'rows'"),
-        ("mine/own_task.py:nothing", "returned a int; return what esper.task(...) returns"),
-        ("mine/own_task.py:number", "is a int; name a function"),
+        ("mine/own_task.py:nothing", "returned an int; return what esper.task(...) returns"),
+        ("mine/own_task.py:number", "is an int; name a function"),
         ("mine/own_task.py:unlabelled", "20"),
     ],
 )

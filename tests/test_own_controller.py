@@ -139,10 +139,13 @@ def test_what_workers_get_of_a_reward_by_its_place_is_the_place():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["grow", "iris", "--controller", "study.py:eager"], "study.py:eager is a Eager; name a function that returns"),
+        (
+            ["grow", "iris", "--controller", "study.py:eager"],
+            "study.py:eager is an Eager; name a function that returns",
+        ),
         (
             ["grow", "iris", "--controller", "study.py:nothing"],
-            "study.py:nothing returned a int without act and store",
+            "study.py:nothing returned an int without act and store",
         ),
         (["grow", "iris", "--controller", "study.py:Costly"], "study.py:Costly needs the argument 'price'"),
         (["grow", "iris", "--controller", "study.py:Egaer"], "has no function 'Egaer'; did you mean 'Eager'?"),
@@ -150,10 +153,10 @@ def test_what_workers_get_of_a_reward_by_its_place_is_the_place():
         (["grow", "iris", "--controller", "study.py"], "is a file; name the function that returns the controller"),
         (
             ["eval", "study.py:nothing", "--tasks", "iris"],
-            "study.py:nothing returned a int without act and store",
+            "study.py:nothing returned an int without act and store",
         ),
         (["train", "iris", "--reward", "study.py:two"], "study.py:two cannot be called with one argument"),
-        (["train", "iris", "--reward", "study.py:eager"], "study.py:eager is a Eager; name a function that takes"),
+        (["train", "iris", "--reward", "study.py:eager"], "study.py:eager is an Eager; name a function that takes"),
         (["train", "iris", "--reward", "frugal"], "the reward 'frugal' names no function"),
         (
             ["train", "iris", *TRAIN, "--reward", "study.py:paid"],
@@ -161,7 +164,7 @@ def test_what_workers_get_of_a_reward_by_its_place_is_the_place():
         ),
         (
             ["train", "iris", *TRAIN, "--reward", "study.py:number"],
-            "study.py:number returned a int for an esper.RewardC",
+            "study.py:number returned an int for an esper.RewardC",
         ),
         (["train", "iris", *TRAIN, "--reward", "study.py:flat"], "returned 'metric' of shape (); return a dict"),
         (["train", "iris", "--set", "ppo.teacher=study.py:Eager"], "code of your own cannot be a teacher"),
@@ -260,8 +263,8 @@ def test_what_is_kept_of_a_place_is_grown_again_after_a_file_that_it_imports_was
     ("controllers", "sentence"),
     [
         ([Objects], "a controller of the evaluation is the class Objects; give an object with the methods act"),
-        ([5], "a controller of the evaluation is a int"),
-        (5, "a controller of the evaluation is a int"),
+        ([5], "a controller of the evaluation is an int"),
+        (5, "a controller of the evaluation is an int"),
     ],
 )
 def test_what_is_no_controller_is_refused_by_an_evaluation(controllers, sentence):

@@ -40,7 +40,7 @@ from esper.leyline.errors import InputError, RunWarning, warn
 from esper.leyline.lifecycle.streams import CONVOLVED
 from esper.leyline.protocols import Controller, Reward
 from esper.leyline.reference import is_own_controller, is_reference, resume_call, resume_command
-from esper.leyline.text import printable
+from esper.leyline.text import kind_of, printable
 from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
 from esper.runs.configuration import growth_config, training_configs
@@ -188,7 +188,7 @@ def show(summary: Mapping[str, Any]) -> None:
     kind = next((key for key in keys if isinstance(summary, Mapping) and key in summary), None)
     if kind is None:
         raise InputError(
-            f"show was given a {type(summary).__name__} that is not a summary; give what esper.grow, esper.train, "
+            f"show was given {kind_of(summary)} that is not a summary; give what esper.grow, esper.train, "
             "esper.resume or esper.evaluate returned"
         )
     console = Console()

@@ -783,7 +783,7 @@ def test_an_example_that_does_not_fit_is_said_with_its_shape():
         InputError, match=r"Sequential cannot run on the example \(float32 \(3, 5\)\): RuntimeError: .*; give a tensor"
     ):
         find_sites(module, torch.randn(3, 5))
-    with pytest.raises(InputError, match=r"the example is a int; give a tensor, a tuple"):
+    with pytest.raises(InputError, match=r"the example is an int; give a tensor, a tuple"):
         find_sites(module, 3)
     with pytest.raises(InputError, match="the example holds no examples"):
         find_sites(module, torch.randn(0, 4))

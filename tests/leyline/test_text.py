@@ -2,7 +2,7 @@
 
 import pytest
 
-from esper.leyline.text import counted, did_you_mean
+from esper.leyline.text import counted, did_you_mean, kind_of, with_article
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,9 @@ def test_a_noun_may_bring_its_own_plural():
 )
 def test_a_misspelt_name_is_answered_with_the_names_that_are_most_similar(given, arguments, expected):
     assert did_you_mean(given, ["digits", "digital", "dig", "wave"], **arguments) == expected
+
+
+def test_a_type_has_the_article_that_is_said_in_front_of_it():
+    assert [kind_of(value) for value in (3, "x", {})] == ["an int", "a str", "a dict"]
+    names = ["Embedding", "LSTM", "GRU", "RMSNorm", "ndarray", "UserDict", "Linear", "NoneType"]
+    assert [with_article(name).split()[0] for name in names] == ["an", "an", "a", "an", "an", "a", "a", "a"]

@@ -260,7 +260,7 @@ def test_bad_models_are_refused_in_a_sentence():
     [
         (
             lambda x, y: (x.numpy(), y),
-            r"a ndarray as x and a tensor of torch.int64 and shape \(12,\) on cpu as y",
+            r"an ndarray as x and a tensor of torch.int64 and shape \(12,\) on cpu as y",
         ),
         (lambda x, y: (x[:, :3], y), r"a tensor of torch.float32 and shape \(12, 3\) on cpu as x"),
         (lambda x, y: (x.double(), y), "a tensor of torch.float64"),

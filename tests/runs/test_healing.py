@@ -375,7 +375,7 @@ REFUSED = {
     ),
     "no data": (lambda: (build(), []), {}, "data has no batches"),
     "few data": (lambda: (build(), (X[:9], Y[:9])), {}, "data has 9 examples; healing needs 20"),
-    "no pair": (lambda: (build(), 3), {}, "data is a int"),
+    "no pair": (lambda: (build(), 3), {}, "data is an int"),
     "lengths": (
         lambda: (build(), (X, Y[:50])),
         {},
@@ -384,7 +384,7 @@ REFUSED = {
     "a file that is not there": (lambda: (build(), "absent.npz"), {}, "there is no file absent.npz"),
     "a small budget": (lambda: (build(), (X, Y)), {"budget": 0.001}, "the smallest seed has"),
     "few steps": (lambda: (build(), (X, Y)), {"steps": 3}, "steps is 3; give a whole number of 24 or more"),
-    "no module": (lambda: (3, (X, Y)), {}, "model is a int; give an nn.Module"),
+    "no module": (lambda: (3, (X, Y)), {}, "model is an int; give an nn.Module"),
     "a label that is no class": (lambda: (build(), (X, Y + 2)), {"steps": 24}, "y holds the label "),
     "nan in x": (lambda: (build(), (X.where(X < 2, torch.nan), Y)), {}, "x holds NaN or infinite values, in examples "),
     "nan in y": (lambda: (build(), (X, X.log())), {}, "y holds NaN or infinite values, in examples "),

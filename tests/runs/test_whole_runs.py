@@ -48,7 +48,7 @@ def test_the_config_names_the_controller_unless_one_is_given():
         ((blobs(), [1]), r"^config is \[1\]; give a mapping of keys to values"),
         (
             (blobs(), SMALL, 3),
-            "controller is a int without act and store and update; give an object",
+            "controller is an int without act and store and update; give an object",
         ),
         ((blobs(), SMALL, Script), "controller is the class Script; give an object with the methods act"),
     ],

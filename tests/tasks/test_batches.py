@@ -269,7 +269,7 @@ def test_bad_batches_are_refused_in_a_sentence(x, options, sentence):
 @pytest.mark.parametrize(
     ("x", "sentence"),
     [
-        (np.zeros((4, 8)), "x is a ndarray, but the network takes a mapping with the keys image, row_sums; give that"),
+        (np.zeros((4, 8)), "x is an ndarray, but the network takes a mapping with the keys image, row_sums; give that"),
         (
             {"image": np.zeros((4, 1, 8, 8))},
             "x has the keys image, but the network takes a mapping with the keys image, row_sums",

@@ -169,7 +169,7 @@ ONE_HOST = mlp()()
             lambda: task_from("t", Stream(), host=mlp()),
             "x is a Stream, an IterableDataset, whose examples have no index",
         ),
-        (lambda: task_from("t", Endless(), host=mlp()), "x is a Endless without a length; give it __len__"),
+        (lambda: task_from("t", Endless(), host=mlp()), "x is an Endless without a length; give it __len__"),
         (lambda: task_from("t", Pairs([]), host=mlp()), "x is a Pairs of length 0; give examples"),
         (lambda: task_from("t", DataLoader(Pairs([1])), host=mlp()), "x is a DataLoader; give its data set, x.dataset"),
         (lambda: task_from("t", Pairs([(X, Y)]), Y, host=mlp()), "x is a Dataset, which contains its own labels"),
@@ -266,7 +266,7 @@ ONE_HOST = mlp()()
             lambda: task_from("t", X, Y, host=of(nn.Linear(4, 8), nn.ReLU)),
             "segments[1] of a SegmentedHost is the class ReLU; give an nn.Module",
         ),
-        (lambda: SegmentedHost(3, []), "segments of a SegmentedHost is a int; give a list, as in [nn.Linear(4, 8)"),
+        (lambda: SegmentedHost(3, []), "segments of a SegmentedHost is an int; give a list, as in [nn.Linear(4, 8)"),
         (lambda: SegmentedHost([], ["a"]), "slots[0] of a SegmentedHost is a str; give an esper.SlotSpec"),
         (
             lambda: SegmentedHost([], SlotSpec("a", 0, 1)),

@@ -129,7 +129,7 @@ def test_an_example_that_raises_is_named_with_what_it_raised(workers, event, wor
 @pytest.mark.parametrize(
     ("event", "words"),
     [
-        (lambda index: 3, "example 70 of the Dataset is a int, not a pair"),
+        (lambda index: 3, "example 70 of the Dataset is an int, not a pair"),
         (lambda index: (torch.zeros(4), lambda: 0), "the label or target of example 70 is a function"),
         (lambda index: (torch.zeros(5), 0), "example 70 has features of shape (5,) and example 0 of shape (4,)"),
     ],

@@ -150,7 +150,7 @@ class Own:
         (make_pipeline(SimpleImputer(), StandardScaler()), "preprocess is a Pipeline that is not fitted"),
         (StandardScaler, "preprocess is the class StandardScaler; give a fitted transformer"),
         ("scale", "preprocess is a str; give a fitted transformer"),
-        (Own(), "preprocess holds a Own, which cannot be saved with a network; use StandardScaler, MinMaxScaler"),
+        (Own(), "preprocess holds an Own, which cannot be saved with a network; use StandardScaler, MinMaxScaler"),
         (KNNImputer().fit(FRAME[NUMBERS]), "preprocess holds a KNNImputer, which cannot be saved with a network"),
         (
             make_pipeline(SimpleImputer(), PolynomialFeatures()).fit(FRAME[NUMBERS]),

@@ -262,7 +262,7 @@ def test_an_example_that_cannot_be_used_is_named_when_it_is_read(event, kind, wo
 @pytest.mark.parametrize(
     ("given", "options", "words"),
     [
-        (Endless(), {"classes": 3}, "x is a Endless, an IterableDataset, whose examples have no index"),
+        (Endless(), {"classes": 3}, "x is an Endless, an IterableDataset, whose examples have no index"),
         (
             torch.zeros(9, 6),
             {"classes": 3},

@@ -14,6 +14,7 @@ from esper.callbacks import GrowthCallback
 from esper.callbacks.widening import LargerWeights, count_targets
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError
+from esper.leyline.text import kind_of
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth import Growth
 from esper.runs.live.growth_state import check_whole
@@ -158,9 +159,7 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         batches = self._probe() if callable(self._probe) else self._probe
         for batch in batches:
             if not isinstance(batch, Mapping):
-                raise InputError(
-                    f"a batch of probe is a {type(batch).__name__}; give mappings of the model's arguments"
-                )
+                raise InputError(f"a batch of probe is {kind_of(batch)}; give mappings of the model's arguments")
         return [(dict(batch), batch.get("labels")) for batch in batches]
 
     def _resumed(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any]:

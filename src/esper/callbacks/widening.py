@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from esper.leyline.errors import InputError
+from esper.leyline.text import kind_of
 
 
 def count_targets(batch: Any) -> int:
@@ -18,7 +19,7 @@ def count_targets(batch: Any) -> int:
     if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch[1].numel()
     raise InputError(
-        f"a batch is a {type(batch).__name__} that is no (input, target) pair and has no 'labels'; give targets=, a function "
+        f"a batch is {kind_of(batch)} that is no (input, target) pair and has no 'labels'; give targets=, a function "
         "that returns the number of targets of a batch"
     )
 

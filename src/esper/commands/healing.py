@@ -14,6 +14,7 @@ from typer import Argument, Option
 
 from esper.commands.options import say, use_one_thread
 from esper.leyline.errors import InputError, typed_line
+from esper.leyline.text import kind_of
 
 PLACE = "path.py:function or module:function"
 AGAIN = "give the same command again"
@@ -129,7 +130,7 @@ def _module(place: str) -> Any:
     if is_reference(place):
         made = load_reference(place, "model", "an nn.Module")
         if not isinstance(made, torch.nn.Module):
-            raise InputError(f"{place} returned a {type(made).__name__}; return an nn.Module")
+            raise InputError(f"{place} returned {kind_of(made)}; return an nn.Module")
         return made
     path = Path(place)
     if path.suffix != ".pt2" or path.is_dir():

@@ -19,6 +19,7 @@ from esper.leyline.data.task import AnyTask, Mixture, Task
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Blend, Head, Op
 from esper.leyline.lifecycle.view import Bools, Floats, Space, View
+from esper.leyline.text import kind_of
 from esper.simic.rewards import get_reward, paid, total
 from esper.tamiyo.policy.features import slot_features
 from esper.tamiyo.policy.observation import CLIP, History, Normaliser, input_names, normalise, observe
@@ -45,9 +46,7 @@ class GymPopulation:
         Raises InputError if the task and the config do not fit together.
         """
         if not isinstance(task, Task | Mixture):
-            raise InputError(
-                f"the task is a {type(task).__name__}; make one with esper.get_task(name) or esper.task(...)"
-            )
+            raise InputError(f"the task is {kind_of(task)}; make one with esper.get_task(name) or esper.task(...)")
         if not isinstance(config, Config):
             config = build_config(task.defaults, config or {})
         if config.first_instance:

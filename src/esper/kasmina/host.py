@@ -15,7 +15,7 @@ from esper.leyline.data.task import Objective
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.slots import Flow, SlotSpec, Taps
 from esper.leyline.lifecycle.streams import Kind
-from esper.leyline.text import counted
+from esper.leyline.text import counted, kind_of
 
 
 class Chain:
@@ -150,11 +150,11 @@ def inner_of(segment: nn.Module) -> int | None:
 def _checked(values: Iterable[_Part], kind: type[_Part], name: str, example: str) -> list[_Part]:
     """Return the segments or slots of a host. Raises InputError if one is not of the class that it must have."""
     if not isinstance(values, Iterable):
-        raise InputError(f"{name} of a SegmentedHost is a {type(values).__name__}; give a list, as in {example}")
+        raise InputError(f"{name} of a SegmentedHost is {kind_of(values)}; give a list, as in {example}")
     listed = list(values)
     for index, value in enumerate(listed):
         if not isinstance(value, kind):
-            what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+            what = f"the class {value.__name__}" if isinstance(value, type) else kind_of(value)
             of_segments = "give an nn.Module, whose forward computes the segment"
             mend = "give an esper.SlotSpec" if name == "slots" else of_segments
             raise InputError(f"{name}[{index}] of a SegmentedHost is {what}; {mend}")
@@ -177,7 +177,7 @@ def check_host(
     that the objective takes with y.
     """
     if not isinstance(host, SegmentedHost):
-        raise InputError(f"the host factory returned a {type(host).__name__}; return an nn.Module")
+        raise InputError(f"the host factory returned {kind_of(host)}; return an nn.Module")
     _check_initialised(host)
     _check_places(host)
     if host.slots[0].kind == Kind.MAP and isinstance(x, Tensor) and x.is_floating_point() and x.dim() != 4:
@@ -241,7 +241,7 @@ def _tried(
     except Exception as error:  # an objective can raise any error; its first line gives the reason
         return None, f" ({first_line(error)})"
     if not isinstance(result, Tensor):
-        return None, f", for which it returns a {type(result).__name__}"
+        return None, f", for which it returns {kind_of(result)}"
     return tuple(result.shape), f", for which it returns shape {tuple(result.shape)} instead of {(1, len(output))}"
 
 
@@ -307,7 +307,7 @@ def _checked_call(host: SegmentedHost) -> Callable[[str, Batch], Batch]:
                 f"segment {index} of the host cannot run on its input: {first_line(error)}; correct the segment"
             ) from error
         if not isinstance(y, Tensor):
-            raise InputError(f"segment {index} of the host returns a {type(y).__name__}; return one tensor")
+            raise InputError(f"segment {index} of the host returns {kind_of(y)}; return one tensor")
         if not all(torch.equal(now, then) for now, then in zip(leaves(x), leaves(given), strict=True)):
             raise InputError(
                 f"segment {index} of the host changes its input in place, but a seed may read it; return a new tensor"
@@ -394,7 +394,7 @@ def _check_inner(host: SegmentedHost) -> None:
         segment = host.segments[slot.after]
         modules = len(segment) if isinstance(segment, nn.Sequential) else 0
         if slot.inner is not None and slot.inner > modules:
-            what = f"has {modules} modules" if modules else f"is a {type(segment).__name__}"
+            what = f"has {modules} modules" if modules else f"is {kind_of(segment)}"
             raise InputError(
                 f"inner of slot {slot.name!r} is {slot.inner}, but segment {slot.after} of the host {what}; give how many "
                 "modules of an nn.Sequential make its inner features, or leave inner out"

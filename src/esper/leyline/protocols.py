@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.view import Outcome, View
+from esper.leyline.text import kind_of, with_article
 
 
 class Controller(ABC):
@@ -50,7 +51,7 @@ class Controller(ABC):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state` returned. Raises ValueError or InputError if it does not fit."""
         raise InputError(
-            f"the controller is a {type(self).__name__}, which cannot be resumed; give it the methods state and load_state"
+            f"the controller is {kind_of(self)}, which cannot be resumed; give it the methods state and load_state"
         )
 
     def reasons(self) -> Sequence[str | None] | None:
@@ -110,7 +111,7 @@ def as_controller(made: Any, subject: str = "controller is") -> Controller:
         flaw = (
             f"the class {made.__name__}"
             if isinstance(made, type)
-            else f"a {cls.__name__} without {' and '.join(lacking)}"
+            else f"{with_article(cls.__name__)} without {' and '.join(lacking)}"
         )
         raise InputError(
             f"{subject} {flaw}; give an object with the methods act(view), store(outcome) and update(), or the name of a "

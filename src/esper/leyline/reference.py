@@ -15,7 +15,7 @@ from typing import Any
 from esper.leyline.config.arguments import required_arguments
 from esper.leyline.errors import InputError, UserCodeError, is_library, typed_line
 from esper.leyline.plugins import CONTROLLERS, plugins
-from esper.leyline.text import did_you_mean
+from esper.leyline.text import did_you_mean, kind_of
 
 _READ: dict[Path, tuple[bytes, ModuleType]] = {}
 """The files that were imported, with their content: a file runs again only after it was edited."""
@@ -30,7 +30,7 @@ def load_reference(reference: str, what: str, returns: str = "it", ready: Any = 
     if isinstance(made, ready):
         return made
     if not callable(made):
-        raise InputError(f"{reference} is a {type(made).__name__}; name a function that returns {returns}")
+        raise InputError(f"{reference} is {kind_of(made)}; name a function that returns {returns}")
     if needed := required_arguments(made):
         raise InputError(f"{reference} needs the argument {needed[0]!r}; name a function that takes none")
     return _run(reference, what, made)

@@ -24,6 +24,17 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def kind_of(value: object) -> str:
+    """Return the type of a value with its article: `an int`, `a Tensor`, `an LSTM`."""
+    return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """Return a name behind `a` or `an`, by how it is said: `an Embedding`, `an RMSNorm`, `an ndarray`, `a UserDict`."""
+    spelled = name == "ndarray" or (name[:1] in "FHLMNRSX" and (len(name) == 1 or name[1].isupper()))
+    return f"{'an' if spelled or name[:1] in 'AEIOaeio' else 'a'} {name}"
+
+
 def either(words: Sequence[str]) -> str:
     """Words as a choice: `a`, `a or b`, `a, b or c`."""
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -17,7 +17,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.verdicts import Vital
 from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Scores, Seeds, Space, Transitions, View
-from esper.leyline.text import counted
+from esper.leyline.text import counted, kind_of
 from esper.nissa.rows import (
     ROWS,
     SCHEMA,
@@ -358,7 +358,7 @@ def _full(values: Any, shape: tuple[int, ...]) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
-    raise TypeError(f"a row cannot hold a {type(value).__name__}")
+    raise TypeError(f"a row cannot hold {kind_of(value)}")
 
 
 def _depth(kind: msgspec.inspect.Type) -> int:

@@ -10,6 +10,7 @@ from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import AnyTask, with_steps
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import Controller
+from esper.leyline.text import kind_of
 from esper.store.disk import read_named
 from esper.tamiyo.catalog import ControllerSpec, find_controller
 
@@ -33,7 +34,7 @@ def load_config_file(path: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise InputError(f"--config {path} holds a {type(content).__name__}, not a mapping of keys to values")
+        raise InputError(f"--config {path} holds {kind_of(content)}, not a mapping of keys to values")
     return content
 
 

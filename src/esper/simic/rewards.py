@@ -30,6 +30,7 @@ from esper.leyline.lifecycle.stages import IN_BUDGET, LIVE, Stage, among
 from esper.leyline.lifecycle.view import Bools, Floats, Outcome, Scores
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import find_reference
+from esper.leyline.text import kind_of
 
 Components = dict[str, Floats]
 """The components of a worth or of a reward by name, each (E,) float64."""
@@ -310,7 +311,7 @@ def load_reward(reference: str) -> OwnReward:
     """Import a reward by reference. InputError if there is none, or if it does not take a `RewardConfig` alone."""
     made = find_reference(reference, "reward")
     if not callable(made) or not takes_one_argument(made):
-        what = "cannot be called with one argument" if callable(made) else f"is a {type(made).__name__}"
+        what = "cannot be called with one argument" if callable(made) else f"is {kind_of(made)}"
         raise InputError(
             f"the reward {reference} {what}; name a function that takes an esper.RewardConfig and returns the reward, itself a "
             "function from an esper.Outcome to named components"
@@ -339,7 +340,7 @@ def make_reward(make: Callable[[RewardConfig], Reward], config: RewardConfig) ->
         ) from error
     if not callable(made):
         raise InputError(
-            f"the reward {name_of_reward(make)} returned a {type(made).__name__} for an esper.RewardConfig; return a function "
+            f"the reward {name_of_reward(make)} returned {kind_of(made)} for an esper.RewardConfig; return a function "
             "from an esper.Outcome to named components"
         )
     return made
@@ -357,7 +358,7 @@ def _checked(components: Any, reward: Reward, outcome: Outcome) -> Components:
     mend = f"return a dict from names to arrays of shape ({envs},), one finite number for each environment"
     if not isinstance(components, Mapping) or not components or not all(isinstance(name, str) for name in components):
         empty = isinstance(components, Mapping) and not components
-        raise InputError(f"{who} returned {'no components' if empty else f'a {type(components).__name__}'}; {mend}")
+        raise InputError(f"{who} returned {'no components' if empty else f'{kind_of(components)}'}; {mend}")
     if "governor" in components:
         raise InputError(
             f"{who} returned a component 'governor', the name of the penalty for a rollback; give it another name"
@@ -367,7 +368,7 @@ def _checked(components: Any, reward: Reward, outcome: Outcome) -> Components:
         try:
             array = np.asarray(value, np.float64)
         except (TypeError, ValueError):  # a ragged list, text, or a tensor of another device
-            raise InputError(f"{who} returned {name!r} as a {type(value).__name__}; {mend}") from None
+            raise InputError(f"{who} returned {name!r} as {kind_of(value)}; {mend}") from None
         if array.shape != (envs,):
             raise InputError(f"{who} returned {name!r} of shape {array.shape}; {mend}")
         if not np.isfinite(array).all():

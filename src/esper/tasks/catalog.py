@@ -11,7 +11,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.plugins import TASKS as GROUP
 from esper.leyline.plugins import lacking, load_plugin, plugins
 from esper.leyline.reference import is_reference, load_reference, unnamed_function
-from esper.leyline.text import did_you_mean
+from esper.leyline.text import did_you_mean, kind_of
 from esper.tasks import images, repair, small, spirals, text
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
@@ -61,7 +61,7 @@ def get_task(name: str) -> AnyTask:
     if is_reference(name):
         made = load_reference(name, "task", "what esper.task(...) returns", Task | Mixture)
         if not isinstance(made, Task | Mixture):
-            raise InputError(f"{name} returned a {type(made).__name__}; return what esper.task(...) returns")
+            raise InputError(f"{name} returned {kind_of(made)}; return what esper.task(...) returns")
         return replace(made, name=name)
     if name in plugins(GROUP):
         build: Callable[[], AnyTask] = load_plugin(GROUP, name)

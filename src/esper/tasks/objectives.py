@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from esper.leyline.data.task import Differentiated, Label, Objective, Scaling
 from esper.leyline.errors import InputError, first_line
-from esper.leyline.text import did_you_mean
+from esper.leyline.text import did_you_mean, kind_of
 
 MANY = 64
 """Classes from which on `F.cross_entropy` is faster on a CPU than the formula written out: 1.7 times at 64 and at 256."""
@@ -301,7 +301,7 @@ def _unreduced(loss: Any) -> Function:
     if isinstance(loss, nn.Module):
         if any(parameter.requires_grad for parameter in loss.parameters()):
             raise InputError(
-                f"loss is a {type(loss).__name__} with trainable parameters, which no optimizer would train; give a loss without"
+                f"loss is {kind_of(loss)} with trainable parameters, which no optimizer would train; give a loss without"
             )
         if vars(loss).get("reduction", "none") != "none":
             loss = copy.deepcopy(loss)
@@ -374,7 +374,7 @@ def _numbers(what: str, function: Function, output: Tensor, target: Tensor) -> T
         name = type(error).__name__
         raise InputError(f"{what} raised {name} for {shapes}: {first_line(error)}; correct the {what}") from error
     if not isinstance(whole, Tensor) or whole.shape not in allowed:
-        got = f"a tensor of shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else f"a {type(whole).__name__}"
+        got = f"a tensor of shape {tuple(whole.shape)}" if isinstance(whole, Tensor) else kind_of(whole)
         raise InputError(
             f"{what} returned {got} for {shapes}; return one number per example instead of their mean, as a tensor of shape "
             f"{tuple(output.shape[:1])}"

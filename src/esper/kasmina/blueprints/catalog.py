@@ -27,7 +27,7 @@ from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 from esper.leyline.lifecycle.view import BlueprintInfo
-from esper.leyline.text import did_you_mean
+from esper.leyline.text import did_you_mean, kind_of
 
 Build = Callable[[int, int], nn.Module]
 Count = Callable[[int, int], int]
@@ -173,7 +173,7 @@ def check(entry: Blueprint) -> None:
                     "take the width read and the width written"
                 ) from None
             if not isinstance(module, nn.Module):
-                raise InputError(f"blueprint {entry.name!r} builds a {type(module).__name__}; return an nn.Module")
+                raise InputError(f"blueprint {entry.name!r} builds {kind_of(module)}; return an nn.Module")
             features = STREAMS[entry.kind].features
             u, pull = (torch.randn(16, *shape, width).movedim(-1, features) for width in (reads, writes))
             _check_size(entry, module, u.contiguous(), pull.contiguous())
@@ -209,7 +209,7 @@ def _check_size(entry: Blueprint, module: nn.Module, u: Tensor, pull: Tensor) ->
             f"cannot run on {tuple(u.shape)}: {first_line(error)}", "build it for the widths it is given"
         ) from None
     if not isinstance(delta, Tensor):
-        raise refuse(f"returns a {type(delta).__name__}", "return one tensor, the change")
+        raise refuse(f"returns {kind_of(delta)}", "return one tensor, the change")
     if not torch.equal(u, given):
         raise refuse("changes what it reads in place", "leave the stream as it is; use inplace=False")
     if delta.shape != pull.shape:

@@ -12,6 +12,7 @@ from esper.leyline.data.batches import Batch, cast, map_leaves, run, shapes
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.text import kind_of
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU)
 """Modules with parameters that change no stream into another."""
@@ -30,7 +31,7 @@ class CutHost:
     def __init__(self, factory: Callable[[], nn.Module], example: Batch) -> None:
         with drawn_with(0):
             module = factory()
-        self.factory, name = factory, type(module).__name__
+        self.factory, kind = factory, kind_of(module)
         mend = (
             "give an nn.Sequential or an esper.SegmentedHost, or grow it in a loop of your own with esper.Growth "
             "(`esper docs growth`)"
@@ -42,25 +43,25 @@ class CutHost:
                 whole = run(module, x)
         except Exception as error:  # of the user's module
             raise InputError(
-                f"the host, a {name}, cannot run on examples of shape {shapes(x)}: {typed_line(error)}; make the two fit"
+                f"the host, {kind}, cannot run on examples of shape {shapes(x)}: {typed_line(error)}; make the two fit"
             ) from error
         try:
             steps = _steps(module)
         except Exception as error:  # torch.fx raises errors of many kinds
             raise InputError(
-                f"the host, a {name}, cannot be cut into segments, as torch.fx cannot trace it ({typed_line(error)}); {mend}"
+                f"the host, {kind}, cannot be cut into segments, as torch.fx cannot trace it ({typed_line(error)}); {mend}"
             ) from None
         outputs = steps.outputs(x)
         self._ends, self._slots = _cut(steps, outputs, len(whole) if isinstance(whole, Tensor) else 0)
         if not self._slots:
             raise InputError(
-                f"the host, a {name}, has no place for a slot: nowhere does one tensor of shape (B, C), (B, C, H, W) or "
+                f"the host, {kind}, has no place for a slot: nowhere does one tensor of shape (B, C), (B, C, H, W) or "
                 f"(B, L, C) lead from one of its layers to the next; {mend}"
             )
         host = self._host(module)
         with torch.no_grad():
             if not isinstance(whole, Tensor) or not torch.allclose(run(host.eval(), x), whole, equal_nan=True):
-                raise InputError(f"the host, a {name}, computes something else when it is cut into segments; {mend}")
+                raise InputError(f"the host, {kind}, computes something else when it is cut into segments; {mend}")
         causal = [slot.kind == Kind.SEQUENCE and _is_causal(host, slot, x) for slot in self._slots]
         self._slots = [
             SlotSpec(slot.name, slot.after, slot.width, slot.kind, causal=own)

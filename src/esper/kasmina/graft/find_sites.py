@@ -26,7 +26,7 @@ from esper.kasmina.graft.recording import (
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Sequence, Stream
-from esper.leyline.text import counted
+from esper.leyline.text import counted, kind_of
 
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
 _LAYERS = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, *_CONVOLUTIONS)
@@ -786,7 +786,7 @@ def _examples(example: Any) -> int:
     """Return B, the size of the first axis of the first tensor of the example. Raises InputError if there is none."""
     if not isinstance(example, Tensor | tuple | list | Mapping):
         raise InputError(
-            f"the example is a {type(example).__name__}; give a tensor, a tuple of arguments or a mapping of named arguments"
+            f"the example is {kind_of(example)}; give a tensor, a tuple of arguments or a mapping of named arguments"
         )
     sizes = [x.shape[0] for x in tensors(example) if x.dim() > 0]
     if not sizes or sizes[0] == 0:
@@ -799,7 +799,7 @@ def _examples(example: Any) -> int:
 def check_module(module: nn.Module) -> None:
     """Raise InputError if the module cannot be recorded, or its weights cannot have a gradient."""
     if not isinstance(module, nn.Module):
-        raise InputError(f"module is a {type(module).__name__}; give an nn.Module")
+        raise InputError(f"module is {kind_of(module)}; give an nn.Module")
     for path, each in module.named_modules():
         where = f"{path!r} of {type(module).__name__}" if path else type(module).__name__
         if isinstance(each, torch.jit.ScriptModule):

@@ -27,7 +27,7 @@ from esper.kasmina.graft.planted import Bank, Mode, Planted, Seat
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Stream
-from esper.leyline.text import did_you_mean
+from esper.leyline.text import did_you_mean, kind_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -249,7 +249,7 @@ def _check_sites(sites: Any) -> None:
         raise InputError(f"sites is {sites!r}; give at least one, as {{'block': esper.Site('block', ...)}}")
     for name, site in sites.items():
         if not isinstance(site, Site):
-            raise InputError(f"site {name!r} is a {type(site).__name__}; give an esper.Site")
+            raise InputError(f"site {name!r} is {kind_of(site)}; give an esper.Site")
         if site.name != name:
             raise InputError(f"site {name!r} is named {site.name!r}; give it one name")
         if not isinstance(site.stream, Stream) or type(site.stream) not in STREAMS.values():
@@ -262,7 +262,7 @@ def _check_sites(sites: Any) -> None:
 def _check_network(module: nn.Module) -> None:
     """Raise InputError if a network is not a plain module."""
     if not isinstance(module, nn.Module):
-        raise InputError(f"graft was given a {type(module).__name__}; give an nn.Module")
+        raise InputError(f"graft was given {kind_of(module)}; give an nn.Module")
     name = type(module).__name__
     if is_grafted(module):
         raise InputError(f"the {name} is grafted already; call esper.ungraft(module) first")
@@ -294,7 +294,7 @@ def _check_submodule(root: nn.Module, path: str, module: nn.Module, site: str) -
             f"{of} has a forward of its own in place of its class's; remove that first, or choose another submodule"
         )
     if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
-        raise InputError(f"{of} is a {type(module).__name__}, which is never called; name one of its parts")
+        raise InputError(f"{of} is {kind_of(module)}, which is never called; name one of its parts")
     if fused := _fused(root, path):
         raise InputError(f"{of} is {fused}")
 
@@ -450,7 +450,7 @@ def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -
         )
     here = stream_of(tape.outputs[0])
     if site.stream.width_at(here) != site.stream.width:
-        found = f"shape {tuple(here.shape)}" if isinstance(here, Tensor) else f"a {type(here).__name__}"
+        found = f"shape {tuple(here.shape)}" if isinstance(here, Tensor) else kind_of(here)
         axes = f" ({', '.join(site.stream.order)})" if site.stream.permutation else ""
         raise InputError(
             f"site {site.name!r} has a {site.stream.kind}{axes} of width {site.stream.width}, but {site.after!r} returns "

@@ -19,6 +19,7 @@ from torch.func import functional_call
 
 from esper.kasmina.graft.planted import Planted
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.leyline.text import kind_of
 
 Result = TypeVar("Result")
 
@@ -224,7 +225,7 @@ def distance(output: Any) -> Tensor:
         terms.append((x.float() - wanted).square().mean())
     if not terms:
         raise InputError(
-            f"the output of the module, a {type(output).__name__}, holds no floating-point tensor; give loss=, a function of the "
+            f"the output of the module, {kind_of(output)}, holds no floating-point tensor; give loss=, a function of the "
             "output that returns one number"
         )
     return torch.stack(terms).sum()
@@ -240,7 +241,7 @@ def _checked_loss(module: nn.Module, output: Any, loss: Callable[[Any], Tensor] 
             f"the loss cannot take the output of the module: {typed_line(error)}; correct the loss"
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
         raise InputError(f"the loss is {what}; return a tensor with one number")
     if value.grad_fn is None:
         raise InputError(

@@ -16,6 +16,7 @@ from esper.kasmina.graft.grafted import call
 from esper.kasmina.graft.recording import floats
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.leyline.text import with_article
 
 _NORM = (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0))
 """Parameters and buffers of a BatchNorm by feature, with their first values."""
@@ -54,7 +55,9 @@ def axes_of(path: str, layer: nn.Module) -> Axes:
         layer, "nf"
     ):  # of transformers: a Linear with its weight the other way around
         return Axes(1, 0, "nf", "nx")
-    raise InputError(f"{path!r} is a {kind.__name__}, and widths of Linear, Conv1d, Conv2d and Conv3d alone can change")
+    raise InputError(
+        f"{path!r} is {with_article(kind.__name__)}, and only widths of Linear, Conv1d, Conv2d and Conv3d can change"
+    )
 
 
 def width_of(path: str, layer: nn.Module) -> int:

@@ -15,7 +15,7 @@ from esper.kasmina.slot import Seed
 from esper.leyline.config.arguments import to_path
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import Tap
-from esper.leyline.text import printable
+from esper.leyline.text import kind_of, printable
 from esper.store.disk import write_atomic
 
 LAYERS = 6
@@ -64,7 +64,7 @@ def draw(network: nn.Module, out: str | Path | None = None) -> str:
     Raises InputError if `network` is not a module or the file cannot be written.
     """
     if not isinstance(network, nn.Module):
-        raise InputError(f"esper.draw was given a {type(network).__name__}; give a network, as esper.load returns it")
+        raise InputError(f"esper.draw was given {kind_of(network)}; give a network, as esper.load returns it")
     image = _svg(parts_of(network), printable(_original(network).__name__))
     if out is not None:
         path = to_path(out, "out")

@@ -43,6 +43,7 @@ from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Seeds
+from esper.leyline.text import kind_of
 from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sums_of, write_folder, write_once
 
 FORMATS = (2, 3, 4, 5)
@@ -333,7 +334,7 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         example = example_of(folder, topology, _LARGEST_EXAMPLE)
         base = CutHost(host, example.float() if topology["standardize"] and isinstance(example, Tensor) else example)()
     if not isinstance(base, SegmentedHost):
-        raise InputError(f"the host factory returned a {type(base).__name__}; return an nn.Module, or a grown network")
+        raise InputError(f"the host factory returned {kind_of(base)}; return an nn.Module, or a grown network")
     _widen(base, folder, topology)
     modules, grafts, slots = [], [], {slot.after: slot for slot in base.slots}
     scaled = [shape for name in ("standardize", "restore") if (shape := topology.get(name)) is not None]

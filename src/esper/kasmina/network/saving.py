@@ -28,6 +28,7 @@ from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
+from esper.leyline.text import kind_of, with_article
 from esper.store.disk import (
     SUMS,
     Content,
@@ -135,8 +136,8 @@ def save_beside(network: nn.Module, directory: Path | str) -> None:
         _write(folder, adapter_files(network, seeds, holders(network)))
         name = getattr(type(network), "_esper_original", type(network)).__name__
         warn(
-            f"from_pretrained makes a {name} without the seeds that grew in it; save_pretrained has written them to the "
-            f"subfolder {CHILD!r}: load both by esper.attach({name}.from_pretrained(folder), folder + '/{CHILD}')",
+            f"from_pretrained makes {with_article(name)} without the seeds that grew in it; save_pretrained has written them "
+            f"to the subfolder {CHILD!r}: load both by esper.attach({name}.from_pretrained(folder), folder + '/{CHILD}')",
             GrowthWarning,
         )
     elif (folder / ADAPTER).is_file():
@@ -208,7 +209,7 @@ def save_grown(network: nn.Module, shapes: Mapping[str, Sequence[int]], folder: 
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise InputError(
-                f"state_dict of the {type(network).__name__} holds {name!r}, a {type(value).__name__}, and the folder holds "
+                f"state_dict of the {type(network).__name__} holds {name!r}, {kind_of(value)}, and the folder holds "
                 "tensors alone; save the network by torch.save"
             )
         place = (value.data_ptr(), value.shape, value.stride(), value.dtype) if not in_parts(value) else name
@@ -253,7 +254,7 @@ def load_grown(folder: Path | str, model: M) -> M:
         raise InputError(f"{weights_path} is damaged: it lacks {missing[0]!r}; {again}")
     tensors |= {name: tensors[first] for name, first in described.shared.items()}
     if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
+        raise InputError(f"the model is {kind_of(model)}; give an nn.Module")
     if is_grafted(model):
         raise InputError(f"the {type(model).__name__} is grafted; give one as it was before esper.graft")
     with resized(model, described.shapes, tensors):
@@ -387,7 +388,7 @@ def _recipe(path: str, seed: Planted | Seat) -> Recipe:
 def _check_hosts(model: nn.Module, seeds: Sequence[_SavedSeed]) -> None:
     """Raise InputError if a submodule has other widths than the one that a seed was grown in."""
     if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
+        raise InputError(f"the model is {kind_of(model)}; give an nn.Module")
     names = [seed.site for seed in seeds]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"the folder describes two seeds at site {twice[0]!r}; save it again")

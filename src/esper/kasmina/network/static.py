@@ -17,6 +17,7 @@ from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.batches import Batch, cast, run, stream_of
 from esper.leyline.errors import first_line
 from esper.leyline.lifecycle.slots import SlotSpec
+from esper.leyline.text import kind_of
 
 Factory = Callable[[], nn.Module]
 
@@ -197,7 +198,7 @@ def _chain(host: SegmentedHost) -> list[_ChainLayer] | Absent:
                 continue
             where = f"segment {index}" + (f".{path}" if path else "")
             if type(module) not in _RESIZED or (isinstance(module, nn.Conv2d) and module.groups > 1):
-                return Absent(f"{where} of the host is a {type(module).__name__}, whose width cannot be scaled")
+                return Absent(f"{where} of the host is {kind_of(module)}, whose width cannot be scaled")
             if isinstance(module, nn.LayerNorm) and len(module.normalized_shape) > 1:
                 return Absent(f"{where} of the host normalises over {len(module.normalized_shape)} axes")
             if module in leaves:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.errors import InputError
+from esper.leyline.text import kind_of
 
 
 @runtime_checkable
@@ -87,7 +88,7 @@ def to_array(value: Any, what: str) -> NDArray[Any]:
         made = np.asarray(None)
     if made.dtype.kind == "O" and made.ndim == 0:
         raise InputError(
-            f"{what} is a {type(value).__name__} that cannot be read as an array of numbers; give a tensor or an array"
+            f"{what} is {kind_of(value)} that cannot be read as an array of numbers; give a tensor or an array"
         )
     return made
 
@@ -111,7 +112,7 @@ def _column(values: NDArray[Any], what: str, name: object = None) -> NDArray[Any
         if is_missing(entry):
             flat[index] = np.nan
         elif not isinstance(entry, Real):
-            raise InputError(f"{what} holds {str(entry)[:40]!r}, a {type(entry).__name__}; {_mend(what, name)}")
+            raise InputError(f"{what} holds {str(entry)[:40]!r}, {kind_of(entry)}; {_mend(what, name)}")
     return np.array(flat, np.float64).reshape(values.shape)
 
 

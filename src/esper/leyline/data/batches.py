@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from esper.leyline.data.duplicates import is_dense
 from esper.leyline.errors import InputError
-from esper.leyline.text import counted
+from esper.leyline.text import counted, kind_of
 
 Batch = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 """The inputs of a network: leaves (..., B, *shape), of which each has a shape and a dtype of its own."""
@@ -28,7 +28,7 @@ def check_pairs(batches: Sequence[Any], what: str) -> None:
         raise InputError(f"{what} has no batches; give at least one (input, target) pair")
     for pair in batches:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise InputError(f"a batch of {what} is a {type(pair).__name__}; give (input, target) pairs")
+            raise InputError(f"a batch of {what} is {kind_of(pair)}; give (input, target) pairs")
         for leaf in pytree.tree_leaves(pair):
             if isinstance(leaf, Tensor) and not is_dense(leaf):
                 raise InputError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from esper.leyline.data.arrays import Frame, check_different, is_missing, numeric_array, to_array
 from esper.leyline.errors import InputError
+from esper.leyline.text import kind_of, with_article
 
 Value = bool | int | float | str | None
 """An entry of a table as a file holds it; None for a missing value, whichever (None, NaN, NA)."""
@@ -207,7 +208,7 @@ def preprocess_from_json(content: Any, features: int, where: str) -> Preprocess:
 def preprocess_from(fitted: Any, x: Any) -> Preprocess:
     """Read a fitted transformer of scikit-learn. InputError if it is not fitted, or cannot be saved as plain data."""
     if isinstance(fitted, type) or not callable(getattr(fitted, "transform", None)):
-        what = f"the class {fitted.__name__}" if isinstance(fitted, type) else f"a {type(fitted).__name__}"
+        what = f"the class {fitted.__name__}" if isinstance(fitted, type) else kind_of(fitted)
         raise InputError(
             f"preprocess is {what}; give a fitted transformer of scikit-learn, such as a ColumnTransformer"
         )
@@ -219,7 +220,7 @@ def preprocess_from(fitted: Any, x: Any) -> Preprocess:
             check_is_fitted(fitted)
         except NotFittedError:
             raise InputError(
-                f"preprocess is a {type(fitted).__name__} that is not fitted; fit it first, as preprocess.fit(x_train), on "
+                f"preprocess is {kind_of(fitted)} that is not fitted; fit it first, as preprocess.fit(x_train), on "
                 "training examples alone"
             ) from None
     step, names = _read(fitted), getattr(fitted, "feature_names_in_", None)
@@ -296,9 +297,9 @@ def _read(fitted: Any) -> Any:
             "yourself, and leave preprocess out"
         ) from None
     raise InputError(
-        f"preprocess holds a {name}, which cannot be saved with a network; use StandardScaler, MinMaxScaler, MaxAbsScaler, "
-        "RobustScaler, SimpleImputer, OneHotEncoder, OrdinalEncoder, ColumnTransformer, Pipeline, or transform the features "
-        "yourself, and leave preprocess out"
+        f"preprocess holds {with_article(name)}, which cannot be saved with a network; use StandardScaler, MinMaxScaler, "
+        "MaxAbsScaler, RobustScaler, SimpleImputer, OneHotEncoder, OrdinalEncoder, ColumnTransformer, Pipeline, or transform "
+        "the features yourself, and leave preprocess out"
     )
 
 
@@ -347,7 +348,7 @@ def _value(value: Any, own: Any) -> Value:
         return None
     if isinstance(plain, bool | int | float | str) and (isinstance(plain, str) or np.isfinite(plain)):
         return plain
-    raise _unsaved(own, f"the category {str(value)[:40]!r}, a {type(value).__name__},")
+    raise _unsaved(own, f"the category {str(value)[:40]!r}, {kind_of(value)},")
 
 
 def _numbers(column: Column) -> NDArray[np.float64]:

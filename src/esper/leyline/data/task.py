@@ -17,7 +17,7 @@ from esper.leyline.data.batches import Batch, Shapes, cast, leaf_names, leaves, 
 from esper.leyline.data.preprocess import Preprocess
 from esper.leyline.errors import DataWarning, InputError, warn
 from esper.leyline.records import brief
-from esper.leyline.text import counted
+from esper.leyline.text import counted, kind_of
 
 SENSED = 256
 """Training examples that the growth sensors are measured on, the first of the train split [examples]."""
@@ -201,14 +201,14 @@ class Interface(NamedTuple):
         if isinstance(inputs, dict):
             if not isinstance(x, Mapping) or set(x) != set(inputs):
                 keyed = isinstance(x, Mapping)
-                given = f"has the keys {', '.join(map(str, x))}" if keyed else f"is a {type(x).__name__}"
+                given = f"has the keys {', '.join(map(str, x))}" if keyed else f"is {kind_of(x)}"
                 raise InputError(
                     f"x {given}, but the network takes a mapping with the keys {', '.join(inputs)}; give that"
                 )
             values = [x[name] for name in inputs]
         elif names != ["x"]:
             if not isinstance(x, tuple | list) or len(x) != len(inputs):
-                given = f"has {len(x)} tensors" if isinstance(x, tuple | list) else f"is a {type(x).__name__}"
+                given = f"has {len(x)} tensors" if isinstance(x, tuple | list) else f"is {kind_of(x)}"
                 raise InputError(f"x {given}, but the network takes a tuple of {len(inputs)} tensors; give that")
             values = list(x)
         else:

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from esper.leyline.errors import InputError
 from esper.leyline.records import brief
+from esper.leyline.text import kind_of
 
 Ints = NDArray[np.int64]
 
@@ -106,7 +107,7 @@ def checked_actions(actions: Any, envs: int) -> Actions:
     """Return the decisions of a controller with every field as int64 (E,). InputError if a field has another shape or dtype."""
     if not isinstance(actions, Actions):
         raise InputError(
-            f"act of the controller returned a {type(actions).__name__}; return esper.Actions with the fields "
+            f"act of the controller returned {kind_of(actions)}; return esper.Actions with the fields "
             f"{', '.join(Actions._fields)}, each of shape ({envs},)"
         )
     mend, checked = f"give one whole number for each environment, int64 of shape ({envs},)", []
@@ -115,7 +116,7 @@ def checked_actions(actions: Any, envs: int) -> Actions:
         try:
             array = np.asarray(value)
         except (TypeError, ValueError):  # a ragged list, or a tensor of another device
-            raise InputError(f"{told} as a {type(value).__name__}; {mend}") from None
+            raise InputError(f"{told} as {kind_of(value)}; {mend}") from None
         if array.shape != (envs,):
             raise InputError(f"{told} of shape {array.shape}; {mend}")
         if array.dtype.kind not in "iu":

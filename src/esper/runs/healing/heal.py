@@ -25,6 +25,7 @@ from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind, Stream
 from esper.leyline.lifecycle.view import Space, View
+from esper.leyline.text import kind_of
 from esper.runs.explanations import few_examples
 from esper.runs.healing.healed import Healed, HealingSeed
 from esper.runs.healing.refit import refit
@@ -111,7 +112,7 @@ def heal(
             of another shape, the data are too few, or the budget is under the smallest seed
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; give an nn.Module")
+        raise InputError(f"model is {kind_of(model)}; give an nn.Module")
     for name, value, least in (("steps", steps, DECISIONS), ("batch_size", batch_size, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             why = f", so that a growth has {DECISIONS} decisions" if name == "steps" else ""
@@ -407,7 +408,7 @@ def ranked(network: nn.Module, sites: Mapping[str, Site], x: Any, intact: nn.Mod
             places.append((rank, Place(name, why)))
         return [place for _, place in sorted(places, key=lambda each: each[0])]
     if not isinstance(intact, nn.Module):
-        raise InputError(f"intact is a {type(intact).__name__}; give an nn.Module, or leave it out")
+        raise InputError(f"intact is {kind_of(intact)}; give an nn.Module, or leave it out")
     check_weights(intact, "intact")
     other, mend = "intact is of another shape", "give the network before the damage"
     paths = dict(intact.named_modules())

@@ -25,6 +25,7 @@ from esper.leyline.data.batches import check_lengths, check_pairs
 from esper.leyline.data.keys import Purpose, key, permutations, scalar
 from esper.leyline.data.task import check_finite
 from esper.leyline.errors import InputError, typed_line
+from esper.leyline.text import kind_of
 from esper.runs.healing.healed import ComparedNetwork, half_width
 from esper.tolaria.live.probe import Loss, Probe, Way
 
@@ -94,9 +95,7 @@ def examples_of(data: Any) -> HealingExamples:
     elif isinstance(found, Iterable):
         examples = _joined(list(found))
     else:
-        raise InputError(
-            f"data is a {type(data).__name__}; give (x, y), batches of them, or a .npz, .pt or .safetensors file"
-        )
+        raise InputError(f"data is {kind_of(data)}; give (x, y), batches of them, or a .npz, .pt or .safetensors file")
     named = [
         (what, what + pytree.keystr(path), leaf)
         for what, tree in (("x", examples.x), ("y", examples.y))
@@ -176,7 +175,7 @@ def usual_loss(output: Any, target: Any) -> Tensor:
     """
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         raise InputError(
-            f"the model returns a {type(output).__name__}, and the target is a {type(target).__name__}; give loss(output, target)"
+            f"the model returns {kind_of(output)}, and the target is {kind_of(target)}; give loss(output, target)"
         )
     if not target.is_floating_point() and output.shape[:-1] == target.shape:
         classes = output.shape[-1]

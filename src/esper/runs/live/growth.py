@@ -30,7 +30,7 @@ from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import MISSING, Space, View
 from esper.leyline.protocols import Controller
-from esper.leyline.text import counted
+from esper.leyline.text import counted, kind_of
 from esper.runs.explanations import Attempts, explanations, few_examples, nothing_left, unfinished
 from esper.runs.live.growth_state import (
     check_made_with,
@@ -230,7 +230,7 @@ class Growth:
                 )
             population.grafts.reserve(population.space.fits)
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-            raise InputError(f"scaler is a {type(scaler).__name__}; give the torch.amp.GradScaler of the loop, or None")
+            raise InputError(f"scaler is {kind_of(scaler)}; give the torch.amp.GradScaler of the loop, or None")
         population.incubation.scale = None if scaler is None else scaler.scale
         if wrapper is not None and freeze != "none" and not wrapper.find_unused_parameters:
             raise InputError(
@@ -749,7 +749,7 @@ def _scale_of(scaler: torch.amp.GradScaler | None) -> float:
 def _unwrapped_model(model: Any) -> tuple[nn.Module, DistributedDataParallel | None]:
     """Return the module that grows, and the DistributedDataParallel around it, if there is one. InputError if none can grow."""
     if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}; give an nn.Module")
+        raise InputError(f"the model is {kind_of(model)}; give an nn.Module")
     network, wrapper = model, None
     while True:
         if isinstance(network, DistributedDataParallel):

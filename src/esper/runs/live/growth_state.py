@@ -17,6 +17,7 @@ from esper.kasmina.graft.sharding import gather_on_cpu
 from esper.leyline.config.tree import GrowthConfig
 from esper.leyline.errors import InputError
 from esper.leyline.protocols import Controller
+from esper.leyline.text import kind_of
 from esper.runs.folder.environment import digest
 from esper.store.tensors import bytes_of
 from esper.tamiyo.catalog import controller_names
@@ -179,7 +180,7 @@ def signed(tree: dict[str, Any]) -> dict[str, Any]:
 def check_whole(state: Any) -> None:
     """Raise InputError unless a state is one that `signed` returned, with each of its entries."""
     if not isinstance(state, Mapping):
-        raise InputError(f"the saved state is a {type(state).__name__}; {_MEND}")
+        raise InputError(f"the saved state is {kind_of(state)}; {_MEND}")
     if not state:
         raise InputError(
             "the saved state is empty, as fully_shard gives it to every process but the first; load that of the first "

@@ -20,7 +20,7 @@ from esper.leyline.data.duplicates import example_digests, repeated
 from esper.leyline.data.preprocess import Preprocess, preprocess_from
 from esper.leyline.data.task import Label, Objective, Split, Task, one_tensor
 from esper.leyline.errors import DataWarning, InputError, typed_line, warn
-from esper.leyline.text import counted
+from esper.leyline.text import counted, kind_of, with_article
 from esper.tasks.hosts.factories import menu_of
 from esper.tasks.objectives import (
     Classification,
@@ -214,7 +214,7 @@ def _preprocessed(fitted: Any, x: Any, splits: Mapping[str, Any] | None) -> tupl
     whole = {name: pair for name, pair in pairs.items() if isinstance(pair, tuple | list) and len(pair) == 2}
     raw = whole["train"][0] if "train" in whole else x
     if raw is None or isinstance(raw, Dataset | Mapping | tuple):
-        given = "no pairs (x, y)" if raw is None else f"a {type(raw).__name__}"
+        given = "no pairs (x, y)" if raw is None else kind_of(raw)
         raise InputError(
             f"preprocess was given, but the examples are {given}; "
             "give x as one frame or array, or leave preprocess out and transform the examples yourself"
@@ -289,7 +289,7 @@ def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]
         name = type(host).__name__
         made = f"nn.{name}(...)" if type(host).__module__.startswith("torch.nn") else f"{name}(...)"
         shown = made if isinstance(host, nn.Module) else "MyHost()"
-        raise InputError(f"host is a {name}; give a function that returns a fresh one, as lambda: {shown}")
+        raise InputError(f"host is {with_article(name)}; give a function that returns a fresh one, as lambda: {shown}")
     if needed := required_arguments(host):
         called = getattr(host, "__name__", "<lambda>")
         called = type(host).__name__ if called == "<lambda>" and not inspect.isfunction(host) else called

@@ -16,6 +16,7 @@ from esper.leyline.data.batches import Batch, leaf_names, leaves, map_leaves, sh
 from esper.leyline.data.task import Label, Split, nonfinite
 from esper.leyline.data.workers import read_by_workers
 from esper.leyline.errors import InputError, UserCodeError, typed_line
+from esper.leyline.text import kind_of
 from esper.tasks.hosts.factories import GRU, Transformer
 from esper.tasks.hosts.feedforward import is_size
 from esper.tasks.own.labels import Kind, read_target, read_y
@@ -42,19 +43,19 @@ def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Batch, Tensor]:
 
 def length_of(dataset: Dataset[Any]) -> int:
     """Return the number of examples of a map-style Dataset. InputError if it is 0 or not known."""
-    name = type(dataset).__name__
+    kind = kind_of(dataset)
     if isinstance(dataset, IterableDataset):
         raise InputError(
-            f"x is a {name}, an IterableDataset, whose examples have no index, by which they are split and drawn, and found "
+            f"x is {kind}, an IterableDataset, whose examples have no index, by which they are split and drawn, and found "
             "again after a resume; read it into tensors x and y, or write it to an indexed file, such as one of numpy.memmap, "
             "and give a Dataset with __len__ and __getitem__"
         )
     try:
         count = len(dataset)  # type: ignore[arg-type]
     except TypeError:
-        raise InputError(f"x is a {name} without a length; give it __len__") from None
+        raise InputError(f"x is {kind} without a length; give it __len__") from None
     if not count:
-        raise InputError(f"x is a {name} of length 0; give examples")
+        raise InputError(f"x is {kind} of length 0; give examples")
     return count
 
 
@@ -109,7 +110,7 @@ def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> Example:
         ) from error
     if not isinstance(item, tuple | list) or len(item) != 2:
         raise InputError(
-            f"example {index} of the Dataset is a {type(item).__name__}, not a pair; give pairs of features, an array or a "
+            f"example {index} of the Dataset is {kind_of(item)}, not a pair; give pairs of features, an array or a "
             "mapping of names to arrays, and a label or target"
         )
     features, target = item

@@ -15,7 +15,7 @@ from esper.leyline.data.arrays import Frame, as_tensor, column_names, numeric_ar
 from esper.leyline.data.batches import Batch, first, leaves, map_leaves, shapes
 from esper.leyline.data.task import SENSED, Label, Split, finite, nonfinite, which
 from esper.leyline.errors import InputError
-from esper.leyline.text import counted
+from esper.leyline.text import counted, kind_of
 from esper.tasks.own.dataset import (
     DatasetSource,
     Windows,
@@ -149,7 +149,7 @@ def _read(x: Any, y: Any, workers: int) -> tuple[Batch, NDArray[Any]]:
     """Read features on the CPU, in a floating-point dtype, int64 or bool, and y as an array."""
     if workers and x is not None and not isinstance(x, Dataset | DataLoader):
         raise InputError(
-            f"workers is {workers}, but x is a {type(x).__name__}, and workers read a Dataset only; leave workers out"
+            f"workers is {workers}, but x is {kind_of(x)}, and workers read a Dataset only; leave workers out"
         )
     if isinstance(x, DataLoader):
         raise InputError("x is a DataLoader; give its data set, x.dataset: the task makes its own batches")
@@ -161,9 +161,7 @@ def _read(x: Any, y: Any, workers: int) -> tuple[Batch, NDArray[Any]]:
     if x is None:
         raise InputError("x and y are missing; give examples x and y, a Dataset as x, or splits")
     if y is None:
-        raise InputError(
-            f"y is missing and x is a {type(x).__name__}; give both, or a Dataset of (features, label) pairs"
-        )
+        raise InputError(f"y is missing and x is {kind_of(x)}; give both, or a Dataset of (features, label) pairs")
 
     def read(value: Any, name: str) -> Tensor:
         return numbers_as_kept(as_tensor(value, name, torch.get_default_dtype()), name)
@@ -188,7 +186,7 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
         return _read(given, None, workers)
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise InputError(
-            f"the {name} split is a {type(given).__name__}; give a pair (x, y) or a Dataset, or give indices together with x and "
+            f"the {name} split is {kind_of(given)}; give a pair (x, y) or a Dataset, or give indices together with x and "
             "y of all examples"
         )
     features, values = _read(select_columns(given[0], columns, f"the {name} split"), given[1], workers)
@@ -205,7 +203,7 @@ def _check_split_names(splits: Any) -> None:
     """Raise InputError unless splits is a mapping whose keys are the names of the four splits."""
     names = sorted(map(str, splits)) if isinstance(splits, Mapping) else None
     if names != sorted(Splits._fields):
-        given = f"has the keys {', '.join(names) or 'none'}" if names is not None else f"is a {type(splits).__name__}"
+        given = f"has the keys {', '.join(names) or 'none'}" if names is not None else f"is {kind_of(splits)}"
         raise InputError(
             f"splits {given}; give a mapping with the keys {', '.join(Splits._fields)}, each to a pair (x, y), or to indices of "
             "examples where x and y are given"
@@ -340,6 +338,6 @@ def _dataset(x: Any) -> Dataset[Any]:
     if isinstance(x, Dataset):
         return x
     raise InputError(
-        f"stream is True, but examples are a {type(x).__name__}, which is in memory; give a torch.utils.data.Dataset or tokens, "
+        f"stream is True, but examples are {kind_of(x)}, which is in memory; give a torch.utils.data.Dataset or tokens, "
         "or leave stream out"
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from esper.leyline.data.arrays import Frame, is_missing, numeric_array, to_array
 from esper.leyline.data.task import Label, which
 from esper.leyline.errors import InputError
+from esper.leyline.text import kind_of
 
 Kind = Literal["classification", "regression"]
 FEW = 20
@@ -162,7 +163,7 @@ def _type_of(entry: object) -> str:
     if isinstance(entry, Real):
         return "a number"
     raise InputError(
-        f"y holds {str(entry)[:40]!r}, a {type(entry).__name__}; give class labels as text or whole numbers, or targets as "
+        f"y holds {str(entry)[:40]!r}, {kind_of(entry)}; give class labels as text or whole numbers, or targets as "
         "numbers"
     )
 

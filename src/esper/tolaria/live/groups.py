@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 
 from esper.kasmina.graft.sharding import placed
 from esper.leyline.errors import InputError
+from esper.leyline.text import kind_of
 
 OWNER = "esper"
 """The entry of a parameter group that names the site of its seed."""
@@ -56,7 +57,7 @@ class Groups:
         """
         optimizer = unwrapped(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise InputError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+            raise InputError(f"the optimizer is {kind_of(optimizer)}; give a torch.optim.Optimizer")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise InputError(
                 "LBFGS takes one group of parameters that never changes, so the network cannot grow; use another optimizer"

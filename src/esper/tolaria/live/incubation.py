@@ -13,6 +13,7 @@ from esper.kasmina.graft.grafted import call, planted_at, undisturbed
 from esper.kasmina.graft.planted import Mode, Planted, Seat
 from esper.kasmina.graft.sharding import gather, in_parts, own_part, reshard
 from esper.leyline.errors import InputError
+from esper.leyline.text import kind_of
 from esper.tolaria.live.groups import Groups
 from esper.tolaria.live.probe import Probe, in_words
 from esper.tolaria.live.ranks import Ranks
@@ -331,7 +332,7 @@ class Incubation:
 def _described(given: Any) -> str:
     """Return what a batch holds, in words; reads nothing from the device."""
     if not isinstance(given, Tensor):
-        return f"a {type(given).__name__}"
+        return kind_of(given)
     return f"a tensor of {given.dtype} and shape {tuple(given.shape)} on {given.device}"
 
 

@@ -13,6 +13,7 @@ from esper.kasmina.graft.grafted import call
 from esper.kasmina.graft.recording import floats
 from esper.leyline.data.batches import check_pairs
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.leyline.text import kind_of
 
 Loss = Callable[[Any, Any], Tensor]
 Batches = Sequence[tuple[Any, Any]] | Callable[[], Sequence[tuple[Any, Any]]]
@@ -30,7 +31,7 @@ class Probe:
     def __init__(self, batches: Batches, loss: Loss, device: torch.device) -> None:
         """Raise InputError if there is no batch, or if the loss is not a function."""
         if not callable(loss):
-            raise InputError(f"loss is a {type(loss).__name__}; give a function of the output and the target")
+            raise InputError(f"loss is {kind_of(loss)}; give a function of the output and the target")
         self.source, self.loss, self.device = batches, loss, device
         self.way: Way | None = None
         self._print: list[Tensor] | None = None
@@ -41,7 +42,7 @@ class Probe:
         found = self.source() if callable(self.source) else self.source
         if not isinstance(found, list | tuple):
             raise InputError(
-                f"probe is a {type(found).__name__}; give a list of (input, target) pairs or a function that returns one, as in "
+                f"probe is {kind_of(found)}; give a list of (input, target) pairs or a function that returns one, as in "
                 "probe=list(loader)"
             )
         check_pairs(found, "probe")
@@ -189,7 +190,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _check_loss(value: Any, examples: int) -> None:
     if not isinstance(value, Tensor):
-        raise InputError(f"loss returns a {type(value).__name__}; return a tensor")
+        raise InputError(f"loss returns {kind_of(value)}; return a tensor")
     if value.dim() and len(value) != examples:
         raise InputError(
             f"loss returns a tensor of shape {tuple(value.shape)} for a batch of {examples} examples; return one number, "

@@ -16,7 +16,7 @@ from esper.kasmina.graft.recording import floats, on_aliases
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import InputError
-from esper.leyline.text import did_you_mean
+from esper.leyline.text import did_you_mean, kind_of
 from esper.tolaria.live.groups import begin_state, unwrapped
 from esper.tolaria.runtime import available_memory
 
@@ -261,7 +261,7 @@ def averages(ema: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Modul
     own = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
     if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in parameters.items()}:
         raise InputError(
-            f"ema is a {type(ema).__name__} that has not the parameters of the model; give a module with them, or an object "
+            f"ema is {kind_of(ema)} that has not the parameters of the model; give a module with them, or an object "
             "whose attribute `module` is one, such as torch.optim.swa_utils.AveragedModel"
         )
     if any(own[name] is each for name, each in parameters.items()):
@@ -274,7 +274,7 @@ def averages(ema: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Modul
 def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise InputError if an optimizer is none of the model, or cannot take other parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"the optimizer is a {type(optimizer).__name__}; give a torch.optim.Optimizer")
+        raise InputError(f"the optimizer is {kind_of(optimizer)}; give a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError("LBFGS takes one group of parameters that never changes; use another optimizer")
     own = {id(parameter) for parameter in parameters.values()}

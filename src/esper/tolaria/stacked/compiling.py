@@ -28,6 +28,7 @@ from esper.leyline.config.tree import Config, DataConfig
 from esper.leyline.data.batches import Batch, map_leaves, picked
 from esper.leyline.data.keys import key
 from esper.leyline.errors import GrowthWarning, InputError, warn
+from esper.leyline.text import kind_of
 from esper.store.disk import write_atomic
 from esper.store.files import cache_root
 
@@ -288,7 +289,7 @@ def check_divisible(body: Body, config: DataConfig) -> None:
             isinstance(part, _BatchNorm) or (isinstance(part, _NormBase) and part.track_running_stats)
         ):
             raise InputError(
-                f"data.microbatch is {config.microbatch}, but {name} of the host is a {type(part).__name__}, whose statistics "
+                f"data.microbatch is {config.microbatch}, but {name} of the host is {kind_of(part)}, whose statistics "
                 "are those of a whole batch; set data.microbatch to 0, or normalise each example by itself, as LayerNorm does"
             )
 
