@@ -14,8 +14,9 @@ the stops, found with seed 99 (of all texts on the first). Restarts: each width 
 Halving: a quarter of the budget is shared by all widths, the rest is for the best. Small batches first: a quarter of the batch
 for 5,000 steps and half of it for as many, by `growth.batch_size`. "Grown, in seconds" has cost='seconds'.
 `--wrong-starts` adds growth whose first width is four times too small or too large (in texts with heads of 4 where it is 4),
-and growth after a quarter of the default's targets for each parameter, or four times as many. `--changes` adds growth in other
-ways: later, fourfold, at rates that stay, with other warm-ups, and with old weights that are shrunk and mixed with fresh ones.
+and growth after a quarter of the default's targets for each parameter, or four times as many. `--changes` compares growth in
+other ways with it, and trains nothing else: later, fourfold, at rates that stay, with other warm-ups, and with old weights that
+are shrunk and mixed with fresh ones.
 
 Gap: bits per byte, or test error in percent, above the best static width for each stop, with small batches first or without,
 mean over stops; in FLOPs, and in seconds by interpolation. As the machine has other work, a step of each width and batch has
@@ -29,6 +30,7 @@ import statistics
 import sysconfig
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -57,6 +59,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "grown, no warm-up behind growths": {"again": 0},
     "grown, old weights x .8 + fresh x .2": {"fresh": 0.2},
     "grown, old weights x .6 + fresh x .4": {"fresh": 0.4},
+    "grown, rates stay, old weights x .8 + fresh x .2": {"rate_power": 0.0, "fresh": 0.2},
 }
 """What is changed in each arm of `--changes`: arguments of `AnytimeGrowth`, `sooner`, steps of the warm-up behind growths, and
 the share of a fresh network that is mixed in at each growth."""
@@ -420,7 +423,6 @@ def study(
     head: Sequence[str],
     ramps: bool,
     wrong: bool,
-    changes: bool,
 ) -> dict[str, list[list[float]]]:
     """Print the table of a setting. rates: by width, and of the grown network by 0. Returns the figures of each arm and seed."""
     data, widths = setting.load(), setting.widths
@@ -439,8 +441,6 @@ def study(
         }
         if wrong:
             both |= wrong_starts(setting, data, rates[0], seed, price)
-        for arm, change in CHANGES.items() if changes else ():
-            both[arm] = train(setting, data, widths[0], widths[-1], rates[0], seed, price, **change)
         for width in (0, *widths) if ramps else ():
             first, last = width or widths[0], width or widths[-1]
             arm = f"{f'width {width}' if width else 'grown'}, small batches first"
@@ -469,6 +469,31 @@ def study(
         print(
             f"{arm}: small batches first are behind by {flops:+.3f} at equal FLOPs, {t_interval(gaps):+.3f} at equal seconds"
         )
+    return {arm: [list(map(float, own)) for own in each] for arm, each in arms.items()}
+
+
+def changed(name: str, setting: Setting, seeds: Sequence[int], rate: float) -> dict[str, list[list[float]]]:
+    """Print what each of `CHANGES` is worth. Returns the figures of each arm and seed."""
+    data = setting.load()
+    arms: dict[str, list[NDArray[np.float64]]] = {}
+    for seed in seeds:
+        for arm, change in ({"grown": {}} | CHANGES).items():
+            # seconds do not count
+            points = train(
+                setting, data, setting.widths[0], setting.widths[-1], rate, seed, defaultdict(float), **change
+            )
+            arms.setdefault(arm, []).append(figures(points[len(EARLY) :]))
+    stops = [f"{stop / 1e9:.0f} GF" for stop in setting.stops[1::2]]
+    head = ["setting", "arm", *stops, "less that of grown, mean over the stops", "at the last stop"]
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    for arm, each in arms.items():
+        less = [own - grown for own, grown in zip(each, arms["grown"], strict=True)]
+        shown = [f"{name}, {setting.unit}", arm, *(f"{value:.3f}" for value in np.mean(each, 0)[1::2])]
+        gaps = [
+            t_interval([float(value) for value in column]) for column in (np.mean(less, 1), [each[-1] for each in less])
+        ]
+        shown += ["", ""] if arm == "grown" else [f"{gap:+.3f}" for gap in gaps]
+        print(f"| {' | '.join(shown)} |", flush=True)
     return {arm: [list(map(float, own)) for own in each] for arm, each in arms.items()}
 
 
@@ -501,7 +526,7 @@ def main() -> None:
     parser.add_argument("--most", type=float, default=math.inf, metavar="GF", help="stops below so many GFLOP alone")
     parser.add_argument("--equal-batches", action="store_true", help="no arms with small batches first")
     parser.add_argument("--wrong-starts", action="store_true", help="arms with other first widths and times of growth")
-    parser.add_argument("--changes", action="store_true", help="arms that grow in other ways")
+    parser.add_argument("--changes", action="store_true", help="growth in other ways alone")
     parser.add_argument("--json", type=Path, help="writes the figures of each arm, seed and stop")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -523,8 +548,10 @@ def main() -> None:
             "in seconds",
         ]
         seeds = range(asked.first, asked.first + asked.seeds)
-        ramps, wrong, changes = not asked.equal_batches, asked.wrong_starts, asked.changes
-        results[name] = study(name, setting, seeds, rates, head, ramps, wrong, changes)
+        if asked.changes:
+            results[name] = changed(name, setting, seeds, rates[0])
+            continue
+        results[name] = study(name, setting, seeds, rates, head, not asked.equal_batches, asked.wrong_starts)
     if asked.json:
         save_record(asked.json, results)
 
