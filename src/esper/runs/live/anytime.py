@@ -39,6 +39,8 @@ SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
 TIMED = 7
 """Passes of which the shortest is the seconds of a pass."""
+NAP = 1e-3
+"""Wait before each of these passes [seconds]."""
 TARGETS = 30.0
 """Targets seen for each parameter, when the network becomes wider, where `ratio` is not given and no probe decides."""
 WORTH = 0.01
@@ -674,6 +676,9 @@ class AnytimeGrowth:
             for turn, (network, each) in itertools.product(range(TIMED + 2), zip(networks, taken, strict=True)):
                 if on_cuda:
                     torch.cuda.synchronize(device)
+                # On a busy machine a process that never waits is interrupted at equal distances, which can fall into each
+                # pass of the same network; one that has just waited is not.
+                time.sleep(NAP)
                 begun = time.perf_counter()
                 parts = [part.float().sum() for part in floats(call(network, self._example)) if part.requires_grad]
                 torch.stack(parts).sum().backward()
