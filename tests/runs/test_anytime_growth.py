@@ -295,6 +295,7 @@ def test_what_cannot_be_is_refused_in_a_sentence():
         ({"factor": 1.5}, "factor is 1.5; give a whole number from 2 on"),
         ({"ratio": 0}, "ratio is 0; give a finite number above 0"),
         ({"warmup": -1}, "warmup is -1"),
+        ({"fresh": 1.0}, "fresh is 1.0; give a share from 0 to below 1"),
         ({"cost": "hours"}, "cost is 'hours'; give 'parameters' or 'seconds'"),
         ({"most_parameters": "1e6"}, "most_parameters is '1e6'"),
         ({"probe": [(TOKENS, TOKENS)]}, "probe is given without loss"),
@@ -371,3 +372,39 @@ def test_a_state_of_another_network_is_refused_before_anything_is_wider():
     ):
         growth.load_state_dict({**state, "average": average})
     assert growth.parameters == size
+
+
+def test_where_the_loss_decides_weights_are_mixed_with_fresh_ones_on_the_scale_of_the_first():
+    def model():
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.ReLU(), nn.Linear(4, 2))
+        with torch.no_grad():
+            network[0].weight.mul_(100)  # drawn on another scale than the layer's own
+            network[3].weight.zero_()
+        return network
+
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+    found = []
+    for fresh in (0.0, 0.25):
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        growth = esper.AnytimeGrowth(network, optimizer, example=x, ratio=1e-9, fresh=fresh)
+        assert growth.step(8)
+        found.append([each.detach().clone() for each in network.parameters()])
+    for kept, mixed in zip(*found, strict=True):
+        assert kept.shape == mixed.shape
+    (weight, bias, scale, *_, last, _), (new_weight, new_bias, new_scale, *_, new_last, _) = found
+    drawn = (new_weight - 0.75 * weight) / 0.25
+    assert 0.5 < drawn.std() / (100 / 3) < 2  # uniform between -1 / sqrt(3) and 1 / sqrt(3), a hundred times as large
+    assert 0 < (new_bias - 0.75 * bias).abs().max() <= 0.25 / 3**0.5
+    assert torch.equal(new_scale, torch.ones(8))
+    assert torch.equal(scale, torch.ones(8))
+    assert torch.equal(new_last, 0.75 * last)  # which began at 0
+
+
+@pytest.mark.parametrize(("given", "power", "fresh"), [({}, 0.0, 0.2), ({"ratio": 1.0}, 0.5, 0.0)])
+def test_rates_stay_and_weights_are_renewed_only_where_the_loss_on_the_probe_decides(given, power, fresh):
+    batch = texts(0)
+    probe = [(batch[:, :-1], batch[:, 1:])]
+    *_, growth = made(probe=probe, loss=lambda output, y: output.square().mean(), **{"ratio": None, **given})
+    assert (growth.rate_power, growth.fresh) == (power, fresh)

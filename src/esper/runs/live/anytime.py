@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.grafted import call, undisturbed
 from esper.kasmina.graft.grown import check_tensors
@@ -33,7 +34,7 @@ from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 5
+FORMAT = 6
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
@@ -47,6 +48,8 @@ WORTH = 0.01
 """Share by which the loss on the probe must have fallen since the last growth."""
 AGAIN = 1.1
 """Factor of the examples seen after which the probe is looked at again, if the loss there had not fallen."""
+FRESH = 0.2
+"""Share of freshly drawn weights behind a growth, where the loss on the probe decides."""
 LOOK = 1.08
 """Factor of the compute between two looks at the probe, where its loss decides."""
 SHORT, LONG = 2.0, 8.0
@@ -81,12 +84,14 @@ class AnytimeGrowth:
     A small network learns faster at first, and a large one ends better. So start with the smallest that makes sense. When the
     loop has seen 30 targets for each parameter, every inner width is doubled (`esper.widen`), when it has seen 60 for each of
     those it has then, again, and so on until the training stops, whenever that is. The network is of its own class all the time,
-    and computes what it did across each growth.
+    and each growth leaves what it computes as it is.
 
     With a `probe` and no `ratio`, the loss there decides. While a network is as large as it should be, its loss falls about as a
     power of the compute; when it becomes too small, more slowly. So the network becomes wider when the slope of the logarithm of
     the loss over the logarithm of the compute, over the last doubling, is below .9 of that over the last factor of 8; growths
-    are a factor of 4 of compute apart.
+    are a factor of 4 of compute apart. Data that are seen many times ask for this, and a network that has fitted them learns
+    little with new units. So all its weights are shrunk behind each growth, and a share of freshly drawn ones is added
+    (Ash and Adams, "On warm-starting neural network training", 2020), which changes what it computes.
 
     The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
     know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up behind the start and, of a third of
@@ -124,7 +129,10 @@ class AnytimeGrowth:
             [1, 4, 8] makes it four times as wide, and then twice as wide again. Each is a whole multiple of the one before
         most_parameters: largest number of parameters; None where there is no limit
         warmup: steps of the first linear warm-up of the learning rates; those behind growths have a third of them
-        rate_power: the learning rates of a network with widths multiplied by r are scaled by r^-rate_power
+        rate_power: the learning rates of a network with widths multiplied by r are scaled by r^-rate_power; None is 1/2, and 0
+            where the loss on the probe decides
+        fresh: share of freshly drawn weights in those of the network behind each growth, of layers with `reset_parameters`; None
+            is 0, and .2 where the loss on the probe decides
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one. With it a network waits
             in any case until the loss there has fallen by 1 % since the last growth, so as not to outgrow a small data set.
         loss: loss(output, target) of a batch of the probe
@@ -159,7 +167,8 @@ class AnytimeGrowth:
         sizes: Sequence[int] | None = None,
         most_parameters: int | None = None,
         warmup: int = 100,
-        rate_power: float = 0.5,
+        rate_power: float | None = None,
+        fresh: float | None = None,
         probe: Batches | None = None,
         loss: Loss | None = None,
         seed: int = 0,
@@ -182,12 +191,18 @@ class AnytimeGrowth:
         if most_parameters is not None and (isinstance(most_parameters, bool) or not isinstance(most_parameters, int)):
             raise InputError(f"most_parameters is {most_parameters!r}; give a whole number, or None for no limit")
         by_slope = ratio is None and probe is not None and cost == "parameters"
+        if rate_power is None:
+            rate_power = 0.0 if by_slope else 0.5
+        if fresh is None:
+            fresh = FRESH if by_slope else 0.0
         for name, number, open_at in (
             ("ratio", TARGETS if ratio is None else ratio, 0.0),
             ("rate_power", rate_power, -math.inf),
         ):
             if isinstance(number, bool) or not isinstance(number, int | float) or not open_at < number < math.inf:
                 raise InputError(f"{name} is {number!r}; give a finite number" + " above 0" * (open_at == 0))
+        if isinstance(fresh, bool) or not isinstance(fresh, int | float) or not 0 <= fresh < 1:
+            raise InputError(f"fresh is {fresh!r}; give a share from 0 to below 1")
         if cost not in get_args(Cost):
             raise InputError(f"cost is {cost!r}; give 'parameters' or 'seconds'")
         if (probe is None) != (loss is None):
@@ -214,7 +229,7 @@ class AnytimeGrowth:
             )
         self.sizes = None if sizes is None else tuple(sizes)
         self.ratio, self.factor, self.most_parameters, self.cost = ratio, factor, most_parameters, cost
-        self.warmup, self.rate_power, self.seed = warmup, float(rate_power), seed
+        self.warmup, self.rate_power, self.fresh, self.seed = warmup, float(rate_power), float(fresh), seed
         self._ranks = Ranks(shared)
         folder = None if run is None else to_path(run, "run")
         self._log = None if folder is None or not self._ranks.first else SizeLog(folder, overwrite=overwrite)
@@ -224,6 +239,11 @@ class AnytimeGrowth:
             with undisturbed(model), torch.no_grad():
                 self._probe.first_output(model)
         self.average = copy.deepcopy(model).requires_grad_(False)
+        named = dict(model.named_parameters())
+        # of freshly drawn weights: a model may draw its own on another scale than its layers
+        self._scales = {
+            name: _scale(named[name], drawn) for name, drawn in _drawn_anew(model, seed).items() if name in named
+        }
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
         # of the last snapshot: its step, the tensors of the network and its average, and what the optimizer remembered
@@ -372,6 +392,7 @@ class AnytimeGrowth:
             "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
             "seconds": [self._beside, self._slower, self._elasticity],
             "slope": [self._grown_at, *self._curve],
+            "scales": dict(self._scales),
             "growths": [dict(each) for each in self.growths],
             "rollbacks": [dict(each) for each in self.rollbacks],
             "log": None if self._log is None else self._log.state(),
@@ -415,6 +436,7 @@ class AnytimeGrowth:
         self._beside, self._slower, self._elasticity = state["seconds"]
         self._grown_at, *curve = state["slope"]
         self._curve = [(compute, loss) for compute, loss in curve]
+        self._scales = dict(state["scales"])
         self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
         self.rollbacks = [dict(each) for each in state["rollbacks"]]
         if self._log is not None:
@@ -475,7 +497,7 @@ class AnytimeGrowth:
     def _write(self, log: SizeLog, seconds: float | None) -> None:
         """Write a row, if the network grew, its loss was looked at, or the compute has risen enough since the last one."""
         if not log.begun:
-            names = ("ratio", "cost", "factor", "most_parameters", "warmup", "rate_power")
+            names = ("ratio", "cost", "factor", "most_parameters", "warmup", "rate_power", "fresh")
             settings = {name: getattr(self, name) for name in names} | {"sizes": self.sizes and list(self.sizes)}
             device, task = next(self.model.parameters()).device, type(self.model).__name__
             log.begin(device, settings, task=task, seed=self.seed, host_param_counts=[self._first])
@@ -604,6 +626,8 @@ class AnytimeGrowth:
             if self._ranks.size > 1:  # the others are wider now
                 raise
             return not self._ended(_refusal(error))
+        if self.fresh:
+            self._renew(seed)
         self._loss_before, self._since, self._grown_at = measured, 0, self._compute
         slower, self._slower = self._slower, None
         self.growths.append(
@@ -623,6 +647,14 @@ class AnytimeGrowth:
         self._next_factor()
         self._guard()
         return True
+
+    def _renew(self, seed: int) -> None:
+        """Shrink all weights and add a share of freshly drawn ones, on the scale of the first ones; `average` keeps its own."""
+        drawn = _drawn_anew(self.model, seed)
+        with torch.no_grad():
+            for name, own in self.model.named_parameters():
+                if own.requires_grad and name in drawn:
+                    own.lerp_(self._scales[name] * drawn[name], self.fresh)
 
     def _timed(self, targets: Tensor | int) -> bool:
         """Return whether it is known how much slower a step becomes by the next growth; measure it if the time has come."""
@@ -700,6 +732,23 @@ class AnytimeGrowth:
         for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
             group["lr"] = rate
         self._rates = []
+
+
+def _drawn_anew(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return the parameters of all layers with `reset_parameters` as these draw them."""
+    drawn, found = copy.deepcopy(model), {}
+    with drawn_with(seed):
+        for path, module in drawn.named_modules():
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
+                found.update(module.named_parameters(path, recurse=False))
+    return {name: value.detach() for name, value in found.items()}
+
+
+def _scale(first: Tensor, drawn: Tensor) -> float:
+    """Return the standard deviation of the first weights over that of drawn ones; 1 if these are all equal, as in a norm."""
+    own, other = (float(each.detach().float().std(correction=0)) for each in (first, drawn))
+    return own / other if other else 1.0
 
 
 def _check_sizes(sizes: Any, factor: int) -> None:
