@@ -259,7 +259,8 @@ def whole(turns: int) -> None:
             kept, _, _ = trained(shadow, seed, grows=False, model=copy.deepcopy(network))
             ratios.append((seconds / plain, kept / plain, plain))
             spent = growth.seconds
-            parts.append([part / sum(spent.values()) for part in spent.values()])
+            counted = growth.passes["growth"] / sum(growth.passes.values())
+            parts.append([*(part / sum(spent.values()) for part in spent.values()), counted])
         times, floor, plain = (statistics.median(column) for column in zip(*ratios, strict=True))
         shares = " | ".join(f"{statistics.median(column):.0%}" for column in zip(*parts, strict=True))
         print(f"| {page} | {plain:.2f} | {times:.2f} | {shares} | {floor:.2f} |", flush=True)
@@ -285,9 +286,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print(
         "| example | plain [s] | with growth, times plain | incubation | probe | decisions | rest | "
-        "what was kept from the start, times plain |"
+        "growth, by passes | what was kept from the start, times plain |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     whole(arguments.turns)
     if arguments.sizes:
         transformers(arguments)

@@ -137,6 +137,7 @@ def live(host: Host, plan: Callable[[nn.Module, FoundSites], Planned] = usual_pl
         controller=Schedule(entries),
         every=1,
         budget=1e4,
+        budget_passes=None,
         settings=settings,
     )
     slots = [list(sites).index(name) for name in planted]

@@ -99,7 +99,13 @@ def loop(script=None, *, grown=True, averaged=False, scheduled=True, ema=None, *
     growth = None
     if grown:
         settings = {"gates": GATES, "lifecycle": {"embargo": 2}, **options.pop("settings", {})}
-        usual = {"probe": [data(1), data(2)], "loss": F.cross_entropy, "every": EVERY, "budget": 9.0}
+        usual = {
+            "probe": [data(1), data(2)],
+            "loss": F.cross_entropy,
+            "every": EVERY,
+            "budget": 9.0,
+            "budget_passes": None,
+        }
         controller = Script(LIFE if script is None else script)
         growth = Growth(
             model, optimizer, scheduler, ema, **{"controller": controller, "settings": settings, **usual, **options}

@@ -76,7 +76,8 @@ class Run:
         settings = SETTINGS | {"lifecycle": SETTINGS["lifecycle"] | lifecycle}
         self.growth = Growth(
             self.model, self.optimizer, None, self.ema, probe=[data(1), data(2)], loss=F.cross_entropy, every=every,
-            controller=Script(LIFE if script is None else script), budget=20.0, mode=mode, settings=settings,
+            controller=Script(LIFE if script is None else script), budget=20.0, budget_passes=None, mode=mode,
+            settings=settings,
         )  # fmt: skip
 
     def train(self, first, last):

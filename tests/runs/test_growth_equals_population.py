@@ -71,6 +71,7 @@ def test_one_host_grows_alike_in_a_loop_and_in_a_population(client, incubation):
         every=BATCHES,
         steps=STEPS * BATCHES,
         budget=100.0,
+        budget_passes=None,
         settings={**SETTINGS, "blueprints": list(task.menu), "seed": config.seed},
     )
     for _ in range(STEPS):

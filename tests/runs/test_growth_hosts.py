@@ -532,6 +532,7 @@ def test_what_grows_in_a_causal_network_looks_at_no_later_position(build):
         controller=Schedule(entries),
         every=1,
         budget=100.0,
+        budget_passes=None,
         settings={**SETTINGS, "blueprints": blueprints},
     )
     assert all(site.causal for site in growth.population.sites)

@@ -51,7 +51,7 @@ def growth(width=WIDTH, groups=1, optimizer=torch.optim.AdamW, averaged=True, se
     parts = [model.parameters()] if groups == 1 else [{"params": part.parameters()} for part in (model[0], model[2:])]
     stepped = optimizer(itertools.chain(*parts) if groups == 1 else parts, lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(stepped, 0.99)
-    usual = {"probe": [data(1), data(2)], "loss": F.cross_entropy, "every": EVERY, "budget": 9.0}
+    usual = {"probe": [data(1), data(2)], "loss": F.cross_entropy, "every": EVERY, "budget": 9.0, "budget_passes": None}
     usual |= {"controller": Script(LIFE), "settings": {**SETTINGS, **(settings or {})}, **options}
     return Growth(model, stepped, scheduler, ema, **usual), ema
 
@@ -97,6 +97,7 @@ class Patient(Script):
 
 CHANGES = {
     "budget": ({"budget": 2.0}, "9.0, where this one has 2.0"),
+    "budget_passes": ({"budget_passes": 0.5}, "None, where this one has 0.5"),
     "freeze": ({"freeze": ["0"]}, r"'none', where this one has \['0'\]"),
     "every": ({"every": 5}, "2, where this one has 5"),
     "steps": ({"steps": 400}, "None, where this one has 400"),
@@ -167,7 +168,7 @@ def test_a_stream_in_the_usual_order_is_saved_as_before_streams_had_an_order(sav
 def test_names_of_changes_that_cannot_be_are_refused(saved):
     grown, _ = growth()
     with pytest.raises(
-        InputError, match="changed names 'rent', which is no argument or setting; give any of budget, fre"
+        InputError, match="changed names 'rent', which is no argument or setting; give any of budget, bud"
     ):
         grown.load_state_dict(saved, changed=["rent"])
     with pytest.raises(InputError, match="changed names 'menu', which decides what the state consists of"):

@@ -24,6 +24,7 @@ from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.masks import without_blueprints
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, SETTLED, Stage, among
 from esper.leyline.lifecycle.streams import Kind
@@ -47,7 +48,7 @@ from esper.tolaria.live.averages import Average
 from esper.tolaria.live.grafts import GrowthMode
 from esper.tolaria.live.groups import Groups, unwrapped
 from esper.tolaria.live.population import LivePopulation
-from esper.tolaria.live.probe import Batches, Loss, Probe
+from esper.tolaria.live.probe import Batches, Loss, Probe, examples_in
 from esper.tolaria.live.ranks import Ranks, SharedGradients, processes
 from esper.tolaria.play import decide
 
@@ -65,6 +66,10 @@ MOST_SITES = 62
 """Largest number of sites: a coalition of seeds is a bit mask in one integer."""
 ENDLESS = 10**6
 """Number of decisions of a training whose length is not given."""
+
+LEAST = 50
+"""Length that a run counts as at least where `steps` is not given. First seeds incubate when the loop has taken few steps, and
+to hold them back until it had taken more gained nothing (bench/docs/narrow-places.md) [decisions]"""
 
 M = TypeVar("M", bound=nn.Module)
 P = ParamSpec("P")
@@ -116,6 +121,9 @@ class Growth:
     Where no seed is under way and none can be planted any more, as the budget is spent, nothing is measured or decided from then
     on, which `summary()["stopped"]` says. Every `every` steps parameters that are not finite are still restored.
 
+    Where growing has taken its share of the passes of the run (`budget_passes`), nothing is planted and nothing incubates until
+    the share has fallen again, and once no seed is on trial, nothing is measured. `summary()["explanations"]` says so.
+
     step() trains an incubating seed by the gradients of the loop's own backward passes. step(x, y), with the batch of this step,
     trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
     Examples of the probe that are among such batches are one GrowthWarning with their number.
@@ -131,6 +139,9 @@ class Growth:
             every seed that the model gets.
         controller: name of a controller, path of a schedule, folder of a trained one, or an object with `act`, `store`, `update`.
         budget: most parameters of all seeds / parameters of the model.
+        budget_passes: most passes of incubation, probe and twins / all passes of the run (`passes`). The run is `steps` long, and
+            without them as long as it is so far, or 50 decisions. Passes are counted and not timed, so that a run can be repeated
+            to the bit. None for no limit; where nothing trains but seeds, there is none either.
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one, always the same. An
             input that is a tuple or a mapping is the arguments of the model.
         loss: loss(output, target) of a batch: one number, or one for each example. Less is better, also where the optimizer
@@ -163,6 +174,7 @@ class Growth:
         *,
         controller: str | Controller = "heuristic",
         budget: float = 0.1,
+        budget_passes: float | None = 0.25,
         probe: Batches,
         loss: Loss,
         freeze: Freeze = "none",
@@ -201,6 +213,13 @@ class Growth:
             raise InputError(
                 f"budget is {budget!r}; give a number above 0, the largest share of parameters that seeds may add, as 0.1"
             )
+        if budget_passes is not None and (
+            isinstance(budget_passes, bool) or not isinstance(budget_passes, int | float) or not 0 < budget_passes < 1
+        ):
+            raise InputError(
+                f"budget_passes is {budget_passes!r}; give a number above 0 and below 1, the largest share of the passes of the "
+                "run that growing may take, as 0.25, or None for no limit"
+            )
         share = float(budget)
         groups = Groups(optimizer, scheduler, network)
         if not is_grafted(network):
@@ -238,7 +257,18 @@ class Growth:
                 "find_unused_parameters=True"
             )
         self.frozen = Frozen(network, freeze)
-        arguments = {"budget": share, "freeze": freeze, "every": self.every, "steps": steps, "seed": seed, "mode": mode}
+        self._budget_passes, self._steps = budget_passes, steps
+        self._loop_passes = 0
+        self._overspent_at = 0  # number of decisions at which growing had taken its share of the passes
+        arguments = {
+            "budget": share,
+            "budget_passes": budget_passes,
+            "freeze": freeze,
+            "every": self.every,
+            "steps": steps,
+            "seed": seed,
+            "mode": mode,
+        }
         self._made_with = ranks.from_first(made_with(population, (controller, self.controller), config, arguments))
         self.engine = Engine(population, config)
         self.engine.reset()
@@ -271,6 +301,8 @@ class Growth:
             )
         _check_mode("growth.step()")
         self.calls += 1
+        # Forward, and backward to the activations and to the weights.
+        self._loop_passes += 3 * (examples_in(batch[1], batch[0]) if batch else self.population.probe_batches.batch)
         if self._stopped is None:
             # First, as it refuses a batch that the model cannot take.
             with self.engine.timer.timed("incubation"):
@@ -279,7 +311,10 @@ class Growth:
                 self.overlap.show(batch)
         if self.calls % self.every or self.engine.state.pending is None:
             return False
-        if self._stopped is not None and self._guarded():
+        waits = self._waits()
+        if (self._stopped is not None or waits) and self._guarded():
+            if waits:
+                self._pass_over()
             return False
         self.frozen.check()
         view, outcome = self.engine.close()
@@ -405,12 +440,12 @@ class Growth:
         """Return what became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
         `verdict` says in one line what is known of whether growth paid. `stopped` says since which step nothing was measured, and
-        why; None while something can happen. `loss` is that on the probe at the last decision, and
-        `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for `added_params`, which are the parameters
-        of the seeds that act. `trained_params` require a gradient, seats that are free left out. `widened` maps the layers that
-        got the units of seeds to their widths before and after, and `beside` the sites whose seeds are part of no layer after
-        `finish` to their blueprints. Each list has its last 500 entries, and `unlisted` counts the
-        earlier ones.
+        why; None while something can happen. `loss` is that on the
+        probe at the last decision, and `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for
+        `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient, seats that are free
+        left out. `widened` maps the layers that got the units of seeds to their widths before and after, and `beside` the sites
+        whose seeds are part of no layer after `finish` to their blueprints. Each list has its last 500 entries, and `unlisted`
+        counts the earlier ones.
         """
         state, population = self.engine.state, self.population
         host = int(population.host_params[0])
@@ -429,6 +464,12 @@ class Growth:
         view, examples = self.engine.view(), 0 if self.overlap is None else self.overlap.examples
         sentences = [*self._findings.values(), *(few_examples({"the probe": examples}) if examples else ())]
         sentences += explanations(self.attempts, view.space, self.controller, type(self.controller).__name__)
+        if self._overspent_at:
+            sentences.append(
+                f"growing had taken its share of the passes of the run (budget_passes={self._budget_passes:g}) at "
+                f"{self._overspent_at} of {counted(state.step, 'decision')}, so nothing was planted and nothing incubated from "
+                "there on until the share had fallen; raise budget_passes or every, or give a smaller probe"
+            )
         if self.finished:
             sentences += unfinished(view, self.engine.config.gates, self.attempts.allowed_last)
         return {
@@ -481,6 +522,17 @@ class Growth:
         return {**parts, "rest": whole - sum(parts.values())}
 
     @property
+    def passes(self) -> dict[str, int]:
+        """Passes of examples through the network since this object was made: of the `loop`, and what `growth` took beside it.
+
+        A step of the loop is three passes of its batch: forward, backward to the activations, and backward to the weights. A seed
+        that incubates by step(x, y) takes two, as the weights of the host get no gradient, and a twin three. A measurement takes
+        a forward pass of the probe for the network and for each seed and twin, and two where it is measured what is missing. A
+        step without a batch counts as one of as many examples as the first batch of the probe. The first process counts.
+        """
+        return {"loop": self._loop_passes, "growth": self.population.passes}
+
+    @property
     def compilations(self) -> dict[str, int]:
         """What growing costs torch.compile in this process.
 
@@ -506,6 +558,7 @@ class Growth:
             "calls": self.calls,
             "stopped": None if self._stopped is None else self._stopped[0],
             "losses": list(self._losses),
+            "passes": {**self.passes, "overspent": self._overspent_at, "resting": self.population.resting},
             "seeds": population.grafts.planted(),
             "absorbed": {
                 "seeds": population.absorbed_seeds,
@@ -579,6 +632,10 @@ class Growth:
             measured = {**measured, "sensors": np.full_like(own, np.nan)}
         self.engine.restore({**tree["engine"], "measurements": measured})
         self.attempts = Attempts(**tree["attempts"])
+        steps = 3 * self.calls * population.probe_batches.batch  # older states have no passes
+        spent: Any = tree.get("passes", {"loop": steps, "growth": 0, "overspent": 0, "resting": False})
+        self._loop_passes, self._overspent_at = spent["loop"], spent["overspent"]
+        population.passes, population.resting = spent["growth"], spent["resting"]
         population.follow(self.engine.state.seeds)
         since: Any = tree.get("stopped")
         why = "" if since is None else self._nothing_left(self.engine.view())  # the budget may be another one
@@ -598,7 +655,11 @@ class Growth:
 
     def _decide(self, view: View) -> None:
         """Ask the controller, and carry out what it decides. Stop where it changed nothing, and nothing can happen any more."""
-        ranks = self.population.ranks
+        ranks, overspent = self.population.ranks, self._overspent()
+        if overspent:
+            state = self.engine.state
+            state.masks = without_blueprints(state.masks, np.ones_like(state.masks.blueprint))  # nothing is planted
+            view = self.engine.view()
         with self.engine.timer.timed("decide"):
             decision = ranks.from_first(decide(self.controller, view) if ranks.first else None)
         refused = self.engine.apply(decision.actions, decision.reasons)
@@ -606,6 +667,39 @@ class Growth:
         changed = (decision.actions.op[0] != Op.WAIT) and refused[0] == Refusal.NONE  # listed when it was measured
         why = "" if changed else self._nothing_left(view)
         self._stopped = (self.calls, why) if why else None
+        self._overspent_at += overspent
+        self._rest(overspent and not why)
+
+    def _overspent(self) -> bool:
+        """Return whether growing took more than its share of the passes of the run, the same in every process."""
+        population, limit = self.population, self._budget_passes
+        if limit is None or not self.calls or population.space.frozen[0]:
+            return False
+        run = max(self.calls, LEAST * self.every if self._steps is None else self._steps)
+        whole = self._loop_passes / self.calls * run + population.passes
+        return population.ranks.from_first(population.passes > limit * whole)
+
+    def _waits(self) -> bool:
+        """Return whether no decision is made until the share of the passes has fallen: seeds on trial are judged in any case, as
+        the network trains with them.
+        """
+        state = self.engine.state
+        assert state.pending is not None, "a decision is due"
+        calm = state.pending.actions.op[0] == Op.WAIT and among(state.seeds.stage, SETTLED | {Stage.TRAINING}).all()
+        return self.population.resting and bool(calm)
+
+    def _pass_over(self) -> None:
+        """Let the time of a decision pass without one, and let seeds go on where the share of the passes has fallen."""
+        state, overspent = self.engine.state, self._overspent()
+        state.step = min(state.step + 1, self.engine.config.steps - 1)
+        self._overspent_at += overspent
+        self._rest(overspent)
+
+    def _rest(self, resting: bool) -> None:
+        """Let seeds that incubate rest, or go on."""
+        if resting != self.population.resting:
+            self.population.resting = resting
+            self.population.follow(self.engine.state.seeds)
 
     def _nothing_left(self, view: View) -> str:
         """Return the condition by which nothing can happen any more, the same in every process; empty while something can."""

@@ -50,7 +50,7 @@ def made_with(
 ) -> dict[str, Any]:
     """Return all that decides what a growth computes, but for the network and what it has learned, as plain values by name.
 
-    controller: as it was given, and the object. arguments: budget, freeze, every, steps, seed and mode of Growth.
+    controller: as it was given, and the object. arguments: budget, budget_passes, freeze, every, steps, seed and mode of Growth.
     """
     given, client = controller
     named = isinstance(given, str) and (given in controller_names() or not Path(given).exists())

@@ -1,6 +1,6 @@
 """What is missing at the sites of a live network: the part of the gradient there that its layers cannot follow. N positions."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def missing(read: Read) -> Tensor:
 def read_sites(
     network: nn.Module,
     names: Sequence[str],
-    batches: Sequence[tuple[Any, Any]],
+    batches: Iterable[tuple[Any, Any]],
     mean: Callable[[Any, Any], Tensor],
 ) -> dict[str, Read]:
     """Run a grafted network forward and backward on batches of (input, target); returns what was read at each named site.

@@ -32,7 +32,7 @@ from esper.tolaria.live.grafts import Grafts
 from esper.tolaria.live.groups import Groups, placed_moments
 from esper.tolaria.live.incubation import Incubation
 from esper.tolaria.live.missing import missing, read_sites
-from esper.tolaria.live.probe import Probe
+from esper.tolaria.live.probe import Probe, examples_in
 from esper.tolaria.live.ranks import Ranks, SharedGradients
 from esper.tolaria.live.twin import Twin
 from esper.tolaria.live.widening import follow
@@ -77,6 +77,8 @@ class LivePopulation:
         self.ranks, self.shared = ranks, shared
         # By site of each seed on trial; None where the loop gives no batches, or layers became wider since.
         self.twins: dict[str, Twin | None] = {}
+        self.passes = 0  # passes of examples that growing took, in this process: see `Growth.passes`
+        self.resting = False  # whether seeds that incubate do not learn at present
         self._episode = 0
         self._seeds = dormant(1, len(self.sites))  # that the network follows
         fits, cost = self.grafts.offers()
@@ -135,6 +137,11 @@ class LivePopulation:
             self.follow(self._seeds)
         if not self.incubation.train(batch):
             return
+        if batch is not None:  # the weights of the host get no gradient in the pass of a seed that incubates
+            each = examples_in(batch[1], batch[0])
+            self.passes += each * (
+                2 * len(self.incubation.names) + 3 * sum(twin is not None for twin in self.twins.values())
+            )
         for site, twin in self.twins.items():
             if batch is None:
                 self.twins[site] = None
@@ -155,11 +162,17 @@ class LivePopulation:
         """(1, S, 1) what is missing at each site where a seed may be planted; nan elsewhere, and in a sharded network."""
         free = [site.name for slot, site in enumerate(self.sites) if self.space.fits[slot].any()]
         names = [] if is_sharded(self.network) else [name for name in free if self.grafts.at(name) is None]
-        read = read_sites(self.network, names, self.probe_batches.batches(), self.probe_batches.mean) if names else {}
+        read = read_sites(self.network, names, self._sensed(), self.probe_batches.mean) if names else {}
         absent = torch.full((), torch.nan, device=self.device)
         return torch.stack([missing(read[site.name]) if site.name in read else absent for site in self.sites])[
             None, :, None
         ]
+
+    def _sensed(self) -> Iterator[tuple[Any, Any]]:
+        """The batches of the probe, each of which is counted when it is read."""
+        for x, y in self.probe_batches.batches():
+            self.passes += 2 * examples_in(y, x)
+            yield x, y
 
     def sound(self) -> bool:
         """Return whether every parameter is finite; one read of the device."""
@@ -317,7 +330,8 @@ class LivePopulation:
                 continue
             stage, alpha = Stage(int(seeds.stage[0, slot])), float(seeds.alpha[0, slot])
             acts = stage in ADDED and alpha > 0
-            straight = stage == Stage.TRAINING and self.incubation.straight
+            learns = stage == Stage.TRAINING and not self.resting
+            straight = learns and self.incubation.straight
             attached = not isolated or stage == Stage.FOSSILIZED
             mode = Mode.ON if acts else Mode.STRAIGHT if straight else Mode.OFF
             frozen = bool(seeds.doomed[0, slot])
@@ -331,7 +345,7 @@ class LivePopulation:
                 self.twins.pop(site.name, None)
             elif site.name not in self.twins and acts and self._has_twins:
                 self.twins[site.name] = self._twin(site.name)
-            if stage == Stage.TRAINING:
+            if learns:
                 incubating.append(site.name)
             elif acts and not frozen:
                 acting += planted.trained()
@@ -432,6 +446,8 @@ def measure_live(
     with _listening(live.network, live.sites) as heard:
         batches = live.probe_batches.batches()
         own, output_spread = live.probe_batches.see(live.network, batches)
+    examples = sum(examples_in(y, x) for x, y in batches)
+    live.passes += examples * (1 + len(asked.branches.dose) + sum(twin is not None for twin in live.twins.values()))
     means, pairs = [own.mean()], []
     for dose in asked.branches.dose:
         live.grafts.doses(dose)

@@ -25,7 +25,7 @@ class Probe:
     """Batches of (input, target), and the loss of a network on them.
 
     way: how the loss of an example is had: 'given', the loss returns one for each; 'mapped', it is computed for one example at a
-    time by torch.vmap; 'whole', only that of a batch is known.
+    time by torch.vmap; 'whole', only that of a batch is known. first, batch: the first input, and its number of examples.
     """
 
     def __init__(self, batches: Batches, loss: Loss, device: torch.device) -> None:
@@ -35,7 +35,8 @@ class Probe:
         self.source, self.loss, self.device = batches, loss, device
         self.way: Way | None = None
         self._print: list[Tensor] | None = None
-        self.first = self.batches()[0][0]
+        self.first, target = self.batches()[0]
+        self.batch = examples_in(target, self.first)
 
     def batches(self) -> list[tuple[Any, Any]]:
         """Return the batches, on the device. InputError if there are none, or others than before."""
@@ -85,7 +86,7 @@ class Probe:
     def mean(self, output: Any, target: Any) -> Tensor:
         """Return the loss of a batch as one number. InputError if it is none."""
         value = self.loss(output, target)
-        _check_loss(value, _examples(target, output))
+        _check_loss(value, examples_in(target, output))
         return value.mean()
 
     def first_output(self, network: nn.Module) -> Any:
@@ -106,7 +107,7 @@ class Probe:
                 f"the loss of the model on the probe is {float(losses.mean())} before it grows; give a probe, a loss and a model "
                 "whose loss is finite"
             )
-        if sum(_examples(*batch) for batch in batches) == 1:
+        if sum(examples_in(*batch) for batch in batches) == 1:
             raise InputError(
                 "probe holds one example, so that no standard error is known; give two at least, better 30 or more"
             )
@@ -121,7 +122,7 @@ class Probe:
             "the loss cannot take the output and the target of the probe's first batch",
             "give loss(output, target) and targets that go with it",
         ):
-            value, examples = self.loss(output, target), _examples(target, output)
+            value, examples = self.loss(output, target), examples_in(target, output)
         _check_loss(value, examples)
         if value.dim():
             return "given"
@@ -143,7 +144,7 @@ class Probe:
 
     def _losses(self, output: Any, target: Any) -> Tensor:
         """(n,) float64: of each example of a batch, or of the batch."""
-        examples = _examples(target, output)
+        examples = examples_in(target, output)
         if self.way == "mapped":
             return _mapped(self.loss, output, target, examples).double()
         value = self.loss(output, target)
@@ -177,7 +178,7 @@ def _mapped(loss: Loss, output: Any, target: Any, examples: int, out_dims: int |
     return mapped
 
 
-def _examples(*trees: Any) -> int:
+def examples_in(*trees: Any) -> int:
     """B: the length of the first tensor that has one; 0 where there is none."""
     leaves = (leaf for tree in trees for leaf in pytree.tree_leaves(tree))
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
