@@ -6,6 +6,8 @@ from torch import nn
 
 import esper
 from esper.kasmina.blueprints import drawn_with
+from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.view import MISSING, sensor
 
 
 def grown(**options):
@@ -34,9 +36,26 @@ def test_the_first_seed_goes_past_the_narrow_place_and_its_reason_says_what_is_m
     assert "of the gradient is what the layer in front cannot follow" in first["reason"]
 
 
+def test_the_outlook_says_how_far_the_loss_fell_and_which_free_site_lacks_most():
+    growth = grown()
+    view = growth.engine.view()
+    lacks = sensor(view, MISSING)[0]
+    free = {
+        name: lacks[slot] for slot, name in enumerate(view.space.slots) if view.seeds.stage[0, slot] == Stage.DORMANT
+    }
+    most = max(free, key=free.get)
+    said = f"; at {most!r}, the free site that lacks most, {free[most]:.1%} of the gradient is missing"
+    assert growth.outlook.endswith(said)
+    assert growth.outlook.startswith("the loss on the probe still fell by ")
+    assert growth.stopped is None or growth.stopped.endswith(growth.outlook)
+    assert growth.summary()["outlook"] == growth.outlook
+
+
 def test_without_the_measurement_no_reason_speaks_of_what_is_missing():
     blind = grown(settings={"probe": {"sensors_every": 0}})
     assert blind.population.space.sensors == ()
     plantings = blind.summary()["plantings"]
     assert plantings
     assert not any("of the gradient" in each["reason"] for each in plantings)
+    assert " in the last 80 steps" in blind.outlook
+    assert "of the gradient" not in blind.outlook

@@ -29,7 +29,7 @@ from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, SETTLED, Stage, among
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.lifecycle.verdicts import Refusal
-from esper.leyline.lifecycle.view import MISSING, Space, View
+from esper.leyline.lifecycle.view import MISSING, Space, View, sensor
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted, kind_of
 from esper.runs.explanations import Attempts, explanations, few_examples, nothing_left, unfinished
@@ -277,7 +277,8 @@ class Growth:
         self._scaler, self._scale, self._first_loss = scaler, _scale_of(scaler), math.nan
         self.overlap: Overlap | None = Overlap(measured.batches())  # of the probe with what the loop trains on
         self._stopped: tuple[int, str] | None = None  # since which step nothing can happen any more, and why
-        self._losses = [float(self.engine.state.scores.loss[0])]  # on the probe, at the last decisions
+        # On the probe at the last decisions, each with the step behind which it was measured.
+        self._losses = [(0, float(self.engine.state.scores.loss[0]))]
         self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
         self._decide(self.engine.view())
         _UNFINISHED.add(self)
@@ -318,7 +319,7 @@ class Growth:
             return False
         self.frozen.check()
         view, outcome = self.engine.close()
-        self._losses = [*self._losses, float(self.engine.state.scores.loss[0])][-TREND - 1 :]
+        self._losses = [*self._losses, (self.calls, float(self.engine.state.scores.loss[0]))][-TREND - 1 :]
         if self._absorb():
             view = self.engine.view()
         self.frozen.note()
@@ -440,7 +441,7 @@ class Growth:
         """Return what became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
         `verdict` says in one line what is known of whether growth paid. `stopped` says since which step nothing was measured, and
-        why; None while something can happen. `loss` is that on the
+        why; None while something can happen. `outlook` says what training on and another seed promise. `loss` is that on the
         probe at the last decision, and `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for
         `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient, seats that are free
         left out. `widened` maps the layers that got the units of seeds to their widths before and after, and `beside` the sites
@@ -478,6 +479,7 @@ class Growth:
             "steps": self.calls,
             "decisions": state.step,
             "stopped": self.stopped,
+            "outlook": self.outlook,
             "loss": loss,
             "objective": float(
                 objective(-loss, added, host, rent.rent, rent.rent_size) - state.compute.price(self.engine.config)[0]
@@ -499,14 +501,28 @@ class Growth:
         if self._stopped is None:
             return None
         since, why = self._stopped
-        first, last = self._losses[0], self._losses[-1]
-        fell = (first - last) / abs(first) if first else 0.0
-        span = f"in the last {self.every * (len(self._losses) - 1):,} steps"
-        trend = (
-            f"the loss on the probe still fell by {fell:.1%} {span}" if fell > 0 else f"the loss did not fall {span}"
-        )
-        hint = f": {trend}" if len(self._losses) > 1 else ""
+        hint = f": {self.outlook}" if self.outlook else ""
         return f"growth stopped measuring at step {since:,}, as {why}; train on, or finish{hint}"
+
+    @property
+    def outlook(self) -> str:
+        """What training on and another seed promise: how far the loss fell over the last decisions, and the free site that lacks
+        most. Empty before the first decision behind a step.
+        """
+        if len(self._losses) < 2:
+            return ""
+        (since, first), (until, last) = self._losses[0], self._losses[-1]
+        fell = (first - last) / abs(first) if first else 0.0
+        span = f"in the last {until - since:,} steps"
+        said = f"the loss on the probe still fell by {fell:.1%} {span}" if fell > 0 else f"the loss did not fall {span}"
+        view = self.engine.view()
+        free = view.space.fits.any(1) & (view.seeds.stage[0] == Stage.DORMANT)
+        missing = np.where(free, sensor(view, MISSING)[0], np.nan)
+        if np.isnan(missing).all():
+            return said
+        slot = int(np.nanargmax(missing))
+        site = view.space.slots[slot]
+        return f"{said}; at {site!r}, the free site that lacks most, {missing[slot]:.1%} of the gradient is missing"
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -557,7 +573,7 @@ class Growth:
             "made_with": self._made_with,
             "calls": self.calls,
             "stopped": None if self._stopped is None else self._stopped[0],
-            "losses": list(self._losses),
+            "trend": list(self._losses),
             "passes": {**self.passes, "overspent": self._overspent_at, "resting": self.population.resting},
             "seeds": population.grafts.planted(),
             "absorbed": {
@@ -626,7 +642,7 @@ class Growth:
             average.load_state(kept)
         population.groups.load_state(tree["groups"], population.grafts.names())
         self.frozen.note()
-        self.calls, self._losses = tree["calls"], list(tree.get("losses", self._losses))
+        self.calls, self._losses = tree["calls"], list(tree.get("trend", []))  # older states have none
         measured, own = tree["engine"]["measurements"], self.engine.state.measurements.sensors
         if measured["sensors"].shape != own.shape:  # another controller reads other sensors, which are measured again
             measured = {**measured, "sensors": np.full_like(own, np.nan)}
