@@ -642,14 +642,13 @@ class Growth:
             average.load_state(kept)
         population.groups.load_state(tree["groups"], population.grafts.names())
         self.frozen.note()
-        self.calls, self._losses = tree["calls"], list(tree.get("trend", []))  # older states have none
+        self.calls, self._losses = tree["calls"], list(tree["trend"])
         measured, own = tree["engine"]["measurements"], self.engine.state.measurements.sensors
         if measured["sensors"].shape != own.shape:  # another controller reads other sensors, which are measured again
             measured = {**measured, "sensors": np.full_like(own, np.nan)}
         self.engine.restore({**tree["engine"], "measurements": measured})
         self.attempts = Attempts(**tree["attempts"])
-        steps = 3 * self.calls * population.probe_batches.batch  # older states have no passes
-        spent: Any = tree.get("passes", {"loop": steps, "growth": 0, "overspent": 0, "resting": False})
+        spent: Any = tree["passes"]
         self._loop_passes, self._overspent_at = spent["loop"], spent["overspent"]
         population.passes, population.resting = spent["growth"], spent["resting"]
         population.follow(self.engine.state.seeds)

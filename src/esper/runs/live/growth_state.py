@@ -23,7 +23,7 @@ from esper.store.tensors import bytes_of
 from esper.tamiyo.catalog import controller_names
 from esper.tolaria.live.population import LivePopulation
 
-FORMAT = 4
+FORMAT = 5
 """Version of the state of a growth; other versions are refused."""
 CHECKSUM = "checksum"
 _FIXED = (
