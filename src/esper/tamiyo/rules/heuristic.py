@@ -201,8 +201,8 @@ class Heuristic(Rule):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`."""
         self._planted, self._obstacle, self._share = state["planted"], state["obstacle"], state["share"]
-        self._kept = np.array(state.get("kept", np.zeros_like(self._planted)), bool)  # older states have none
-        self._vain = state.get("vain", np.zeros_like(state["obstacle"], np.int64))  # older states have none
+        self._kept = np.array(state["kept"], bool)
+        self._vain = state["vain"]
         self._steps, self._blind = state["steps"], state["blind"]
 
     def _judge(self, view: View) -> _Trials:
