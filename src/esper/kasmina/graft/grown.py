@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
@@ -221,7 +222,7 @@ def _again(original: Callable[..., Any], given: Any, own: Tensor, h: Tensor) -> 
     return added
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@_disable_dynamo  # as torch.compiler.disable, which would import dynamo at once: a second that few commands need
 def _aside(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:
     """Run a submodule in evaluation mode and without gradients: no random number is drawn, and no statistic or wire changes."""
     parts = list(module.modules())

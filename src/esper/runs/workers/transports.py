@@ -219,7 +219,8 @@ class ProcessTransport:
         self.numbers, self._devices = numbers, devices
         self._content = pickled(work)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "esper.runs.training.train"])  # what every worker needs
+        # what every worker needs; the optimizers of torch import dynamo
+        self._context.set_forkserver_preload([__name__, "esper.runs.training.train", "torch._dynamo"])
         self.connections: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._cut: list[int] = []  # workers that `end` has left
