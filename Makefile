@@ -10,6 +10,10 @@ VENV ?= .venv
 # One thread a process: the arrays are small, and sums then come in one order.
 export OMP_NUM_THREADS ?= 1
 
+PARALLEL := -n auto --dist loadscope
+# in the order of tests/collecting.py, and not the modules of most tests first
+ORDERED := $(PARALLEL) --no-loadscope-reorder
+
 .PHONY: demo test test-campaigns test-bench test-third-party test-browser test-all docs
 .PHONY: install install-dev install-bench install-third-party install-browser install-docs
 
@@ -18,23 +22,23 @@ demo: install
 	$(VENV)/bin/esper grow spirals-trained --envs 8 --controller heuristic --run runs/demo --overwrite
 
 test: install-dev
-	$(VENV)/bin/python -m pytest -n auto --dist loadscope --durations=20
+	$(VENV)/bin/python -m pytest $(ORDERED) --durations=20
 
 test-campaigns: install-dev
-	$(VENV)/bin/python -m pytest -n auto --dist loadscope -m "campaign and not slow"
+	$(VENV)/bin/python -m pytest $(ORDERED) -m "campaign and not slow" --durations=20 $$(grep -rl --include="test_*.py" mark.campaign tests)
 
 test-bench: install-bench
-	cd bench && $(abspath $(VENV))/bin/python -m pytest -n auto --dist loadscope --durations=20
+	cd bench && $(abspath $(VENV))/bin/python -m pytest $(PARALLEL) --durations=20
 
 test-third-party: install-third-party
-	$(VENV)/bin/python -m pytest -n auto --dist loadscope -m third_party tests/third_party
+	$(VENV)/bin/python -m pytest $(ORDERED) -m third_party --durations=20 tests/third_party
 
 test-browser: install-dev install-browser
 	$(VENV)/bin/python -m pytest -m browser tests/browser
 
 test-all: test test-campaigns test-bench test-third-party
-	$(VENV)/bin/python -m pytest -n auto --dist loadscope -m slow
-	cd bench && $(abspath $(VENV))/bin/python -m pytest -n auto --dist loadscope -m slow
+	$(VENV)/bin/python -m pytest $(ORDERED) -m slow
+	cd bench && $(abspath $(VENV))/bin/python -m pytest $(PARALLEL) -m slow
 
 docs: install-docs
 	$(VENV)/bin/mkdocs build --strict --quiet

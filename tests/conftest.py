@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 import pytest
 import torch
 
+from collecting import pytest_collection_finish, pytest_collection_modifyitems  # noqa: F401  hooks
 from commands import elsewhere, esper  # noqa: F401  fixtures for all
 from disks import full, full_device, tmpfs  # noqa: F401  fixtures for all
 from esper.leyline import plugins
