@@ -72,7 +72,7 @@ def test_a_finished_run_prints_its_summary_and_is_left_as_it_is(esper):
 
 
 def test_a_run_that_has_only_its_config_begins_again(esper):
-    _, out, _ = esper(*GROW, "--json", "--run", "straight")
+    _, out, _ = esper(*GROW, "--steps", "6", "--json", "--run", "straight")
     Path("r").mkdir()
     shutil.copy("straight/config.yaml", "r/config.yaml")
     code, resumed, _ = esper("resume", "r", "--json")
@@ -102,7 +102,7 @@ def test_what_cannot_be_resumed_is_one_sentence(esper):
 
 
 def test_a_changed_config_is_refused(esper):
-    esper(*GROW, *OFTEN, "--run", "r")
+    esper(*GROW, "--steps", "3", *OFTEN, "--run", "r")
     Path("r/summary.json").unlink()
     path = Path("r/config.yaml")
     path.write_text(path.read_text().replace("lr: 0.005", "lr: 0.006"))

@@ -241,7 +241,8 @@ def test_a_controller_that_was_altered_is_refused(esper, trained):
 
 def test_a_controller_grows_with_a_menu_that_it_was_not_trained_on(esper):
     esper("train", "iris", *TINY, "--set", "blueprints=[bypass-linear]", "--rounds", "1", "--run", "narrow")
-    code, _, err = esper("grow", "iris", "--controller", "narrow", "--run", "grown")
+    short = ["--envs", "2", "--steps", "4", "--baselines", "none", "--models", "none"]
+    code, _, err = esper("grow", "iris", "--controller", "narrow", *short, "--run", "grown")
     assert code == 0, err
 
 
@@ -282,7 +283,7 @@ def test_ctrl_c_ends_a_training_with_the_best_controller_so_far(tmp_path):
 
 
 def test_a_config_of_a_training_trains_on_the_same_tasks(esper):
-    code, _, err = esper("train", "spirals-narrow", "iris", *TINY, "--run", "first")
+    code, _, err = esper("train", "spirals-narrow", "iris", *TINY, "--rounds", "1", "--run", "first")
     assert code == 0, err
     code, _, err = esper("train", "--config", "first/config.yaml", "--run", "second")
     assert code == 0, err

@@ -72,7 +72,7 @@ def test_for_a_gpu_the_workspace_is_fixed_before_cuda_begins_unless_it_is_alread
 def test_two_threads_agree_with_one_to_rounding_at_every_step(name):
     task, config = (
         get_task(name),
-        small_config(task=name, envs=4, steps=4, data={"batch_size": 64, "batches_per_step": 2}),
+        small_config(task=name, envs=2, steps=4, data={"batch_size": 64, "batches_per_step": 2}),
     )
     one = states(task, config, 2)
     torch.set_num_threads(2)

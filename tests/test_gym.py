@@ -341,11 +341,6 @@ def test_a_missing_extra_is_named_with_its_mend(missing, module, mend):
     assert ended.stderr.splitlines()[-1].startswith("esper.leyline.errors.InputError")
 
 
-def test_esper_itself_needs_no_gymnasium():
-    code = "import sys, esper\nfor name in esper.__all__: getattr(esper, name)\nassert 'gymnasium' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def blocks():
     return re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 

@@ -48,31 +48,34 @@ def test_every_package_says_what_it_is_in_one_line(path):
     assert first.startswith('"""')
 
 
-def test_every_module_can_be_imported_without_an_extra_or_names_it():
+def run(code):
+    """Run lines of Python in a process of its own, in which nothing is imported yet."""
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_every_module_and_public_name_can_be_imported_without_an_extra_or_a_module_names_it():
     names = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         for path in SOURCES
         if path.name != "__main__.py"
     ]
     block = [module for modules in EXTRAS.values() for module in modules if module != "PIL"]  # torch may look for it
-    code = f"import sys, importlib\nsys.modules.update(dict.fromkeys({block}))\n"
-    code += "from esper.leyline.errors import InputError\n"
-    code += f"for name in {names}:\n    try: importlib.import_module(name)\n"
-    code += "    except InputError as error: assert 'pip install' in str(error), error"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["config"], ["--version"]])
-def test_what_needs_no_torch_does_not_load_it(arguments):
-    code = (
-        "import sys\nfrom esper.cli import main\n"
-        f"try: main({arguments})\nexcept SystemExit as end: assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules"
+    run(
+        f"import sys, importlib\nsys.modules.update(dict.fromkeys({block}))\n"
+        "import esper\nfrom esper.leyline.errors import InputError\n"
+        "for name in esper.__all__: getattr(esper, name)\n"
+        f"for name in {names}:\n    try: importlib.import_module(name)\n"
+        "    except InputError as error: assert 'pip install' in str(error), error"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("module", ["terminal.watch", "serve.app", "report.page", "comparison", "reader"])
-def test_what_reads_run_folders_does_not_load_torch(module):
-    code = f"import sys, esper.karn.{module}\nassert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_what_needs_no_torch_and_what_reads_run_folders_does_not_load_it():
+    run(
+        "import sys, importlib\nfrom esper.cli import main\n"
+        "for arguments in ['--help'], ['config'], ['--version']:\n"
+        "    try: main(arguments)\n    except SystemExit as end: assert not end.code, end.code\n"
+        "    assert 'torch' not in sys.modules, arguments\n"
+        "for name in 'terminal.watch', 'serve.app', 'report.page', 'comparison', 'reader':\n"
+        "    importlib.import_module(f'esper.karn.{name}')\n"
+        "    assert 'torch' not in sys.modules, name"
+    )

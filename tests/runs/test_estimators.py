@@ -89,17 +89,19 @@ def test_it_is_a_step_of_a_pipeline():
 
 def test_an_anytime_plan_passes_through_whole_factors_of_the_units_and_is_that_of_its_random_state(digits):
     x, x_test, y, y_test = digits
-    model = esper.GrowingClassifier(units=2, factor=2, most_units=8, plan="anytime", random_state=0)
+    settings = {"units": 2, "factor": 2, "most_units": 4, "rate": 6e-3, "patience": 3}
+    model = esper.GrowingClassifier(**settings, plan="anytime", random_state=0)
     pipeline = make_pipeline(StandardScaler(), model).fit(x, y)
     model = pipeline[-1]
-    assert list(dict.fromkeys(look.units for look in model.looks_)) == [2, 4, 8]
-    assert model.growth_.startswith("2 hidden layers of 2 -> 4 -> 8 units; the network of step ")
+    assert list(dict.fromkeys(look.units for look in model.looks_)) == [2, 4]
+    assert model.growth_.startswith("2 hidden layers of 2 -> 4 units; the network of step ")
     assert model.units_ == model.network_[2].in_features
-    small = clone(model).set_params(most_units=2).fit(x, y)
+    inputs = pipeline[0].transform(x)
+    small = clone(model).set_params(most_units=2, most_steps=model.n_iter_).fit(inputs, y)
     assert small.units_ == 2
     assert "more would exceed most_units=2" in small.growth_
-    assert pipeline.score(x_test, y_test) > small.score(x_test, y_test)
-    again = clone(model).fit(pipeline[0].transform(x), y)
+    assert pipeline.score(x_test, y_test) > small.score(pipeline[0].transform(x_test), y_test)
+    again = clone(model).fit(inputs, y)
     assert np.array_equal(again.predict_proba(x_test), model.predict_proba(x_test))
     assert again.growth_ == model.growth_
 

@@ -137,7 +137,7 @@ def test_rows_have_their_bits_with_workers_under_every_setting_that_keeps_more_o
     monkeypatch.setattr(Certifier, "look", lambda self, *state: looks.append(look(self, *state)) or looks[-1])
     over = {"baselines": ["twin"], "models": "none", **over}
     summary = grown(tmp_path / "alone", **over)
-    grown(tmp_path / "shards", WorkerOptions(3), **over)
+    grown(tmp_path / "shards", WorkerOptions(2), **over)
     assert content(tmp_path / "shards") == content(tmp_path / "alone")
     assert summary["plantings"]
     assert any(look is not None for look in looks) == ("gates" in over), "seeds of several rows are looked at at once"
@@ -216,7 +216,8 @@ def test_a_worker_that_is_stopped_is_ended_and_its_environments_are_played_again
     over, watch = {"baselines": ["twin"], "models": "none", "steps": 6}, StoppingOne()
     grown(tmp_path / "alone", **over)
     summary = grown(tmp_path / "run", WorkerOptions(2), watch, faults={"worker_seconds": 20}, **over)
-    assert watch.notes[0].startswith("worker 1 has given no sign for 3 s: a step takes long")
+    silent = [note for note in watch.notes if note.startswith("worker 1 has given no sign for 3 s: a step takes long")]
+    assert silent, watch.notes  # said of a slow start too
     assert [note.split(";")[0] for note in watch.notes if "lost" in note] == ["worker 1 was lost"]
     assert summary["workers"]["lost"] == 1
     assert content(tmp_path / "run") == content(tmp_path / "alone")
@@ -268,7 +269,7 @@ def test_rows_on_two_devices_are_what_they_are_on_one(tmp_path, monkeypatch, bes
 @pytest.mark.campaign
 def test_a_training_in_float16_on_two_devices_has_the_controller_of_one(tmp_path):
     small = {"envs": 4, "steps": 3, "data": {"batch_size": 12, "batches_per_step": 1}, "amp": "fp16", "device": "cpu"}
-    small |= {"reward": {"group_size": 2}, "ppo": {"rounds": 1, "validate_envs": 2}, "shards": 2}
+    small |= {"reward": {"group_size": 2}, "ppo": {"rounds": 1, "imitation_rounds": 1, "validate_envs": 2}, "shards": 2}
     task = get_task("iris")
     for name, asked in (("one", ALONE), ("two", worker_options(devices="cpu cpu"))):
         train([task], training_configs([task], "quick", small), tmp_path / name, asked=asked)
@@ -394,7 +395,7 @@ def test_a_worker_that_cannot_import_the_task_says_so_with_exit_code_2(tmp_path)
 
 @pytest.mark.campaign
 def test_a_run_with_workers_is_interrupted_and_goes_on_to_what_it_would_have_been_without(tmp_path):
-    left, steps = tmp_path / "left", 120
+    left, steps = tmp_path / "left", 60
     command = [sys.executable, "-m", "esper", "grow", "iris", "--envs", "2", "--steps", f"{steps}", "--device", "cpu"]
     command += ["--set", "data.batch_size=12", "--baselines", "twin", "--models", "none", "--workers", "2", "--run"]
     running = subprocess.Popen([*command, str(left)], stderr=subprocess.PIPE, text=True)

@@ -467,7 +467,7 @@ def code_of(*arguments):
     return left.value.code
 
 
-def test_one_command_heals_an_exported_network(folder, capsys):
+def test_one_command_heals_an_exported_network_and_prints_a_table_or_json(folder, capsys):
     heal = ("heal", "network.pt2", "--data", "mine_data.py:pair", "--budget", 0.3, "--steps", 24, "--out", "out")
     assert not code_of(*heal)
     out = capsys.readouterr().out
@@ -481,7 +481,8 @@ def test_one_command_heals_an_exported_network(folder, capsys):
     assert code_of(*heal, "--overwrite") == 2
     assert "out holds 'notes.txt', which is no file of a healing; name another folder" in capsys.readouterr().err
     (folder / "out" / "notes.txt").unlink()
-    assert not code_of(*heal, "--overwrite")
+    assert not code_of(*heal, "--overwrite", "--json")
+    assert json.loads(capsys.readouterr().out)["planted"]
     assert code_of(*heal[:-1], folder) == 2
     assert "holds other files and no healing; name a new or an empty folder with --out" in capsys.readouterr().err
 
@@ -641,11 +642,6 @@ def test_the_rank_of_adapters_is_at_most_that_of_their_matrices():
     adapted = adapters(case, 1e-3, [""], 10**30)
     assert adapted is not None
     assert adapted.learned < 10**5
-
-
-def test_the_command_prints_its_summary_as_json(folder, capsys):
-    assert not code_of("heal", "network.pt2", "--data", "mine_data.py:pair", "--budget", 0.3, "--steps", 24, "--json")
-    assert json.loads(capsys.readouterr().out)["planted"]
 
 
 def test_copies_in_the_parts_of_a_healing_and_few_that_are_held_back_are_told(healed):

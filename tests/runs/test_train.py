@@ -294,7 +294,7 @@ def test_a_training_never_reads_a_test_split():
         raise AssertionError(f"the test split of instance {key} was read")
 
     mixture = replace(get_task("repair"), test=unread)
-    assert run([mixture, blobs().sealed()])["status"] == "finished"
+    assert run([mixture, blobs().sealed()], None, None, {"ppo": {"rounds": 1}})["status"] == "finished"
 
 
 def test_the_validation_split_picks_the_controller_and_trains_nothing(tmp_path):

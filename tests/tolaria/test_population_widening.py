@@ -146,9 +146,9 @@ def test_an_engine_goes_on_from_a_snapshot_before_at_and_behind_a_widening(optim
         client.store(outcome)
         after.append(engine.population.body.host.columns["value"].clone())
     best = engine.finish()
-    for start, tree in enumerate(trees):
+    for start in (2, 3, 4, 6, 7):  # the engine becomes wider behind steps 3 and 6
         other = VectorizedEngine(blobs(), config)
-        view = other.restore(tree)
+        view = other.restore(trees[start])
         while view.step < config.steps:
             view, _ = other.step(client.act(view))
             assert torch.equal(other.population.body.host.columns["value"], after[view.step - 1]), (start, view.step)
