@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from esper.cli import main
+
 pytest.importorskip("ray")
 pytestmark = pytest.mark.third_party
 
@@ -27,8 +29,17 @@ ESPER = (sys.executable, "-m", "esper")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "--", "esper")
 
 
+def alone_in(folder, *arguments):
+    """Run the command in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+    assert not ended.value.code
+
+
 def ran(folder, *command):
-    """Run a command to its end."""
+    """Run a command in processes of its own to its end."""
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
@@ -36,11 +47,10 @@ def ran(folder, *command):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def trained(folder, command, *options):
-    """The folder of a training that a command ran."""
+def training(folder):
+    """The arguments of a small training whose config is in a folder."""
     (folder / "small.yaml").write_text(json.dumps(SMALL))
-    ran(folder, *command, "train", "iris", "--config", "small.yaml", "--run", "run", *options)
-    return folder / "run"
+    return ["train", "iris", "--config", "small.yaml", "--run", "run"]
 
 
 def controller(run):
@@ -50,7 +60,9 @@ def controller(run):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The controller of a training without workers."""
-    return controller(trained(tmp_path_factory.mktemp("alone"), ESPER))
+    folder = tmp_path_factory.mktemp("alone")
+    alone_in(folder, *training(folder))
+    return controller(folder / "run")
 
 
 CLUSTERS = pytest.mark.parametrize(
@@ -62,9 +74,9 @@ CLUSTERS = pytest.mark.parametrize(
 
 @CLUSTERS
 def test_a_cluster_trains_the_same_controller(alone, tmp_path, command, options):
-    run = trained(tmp_path, command, *options)
-    assert controller(run) == alone
-    assert json.loads((run / "summary.json").read_text())["workers"]["number"] == 2
+    ran(tmp_path, *command, *training(tmp_path), *options)
+    assert controller(tmp_path / "run") == alone
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["workers"]["number"] == 2
 
 
 def evaluation(*settings, instances):
@@ -87,7 +99,7 @@ def runs(folder):
 def compared(tmp_path_factory):
     """The record of an evaluation without workers."""
     folder = tmp_path_factory.mktemp("compared")
-    ran(folder, *ESPER, *evaluation("steps=2", instances=2), "--out", "alone")
+    alone_in(folder, *evaluation("steps=2", instances=2), "--out", "alone")
     return runs(folder / "alone")[0]
 
 
