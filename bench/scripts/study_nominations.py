@@ -128,14 +128,15 @@ def frozen_body(seed: int) -> Problem:
 class Block(nn.Module):
     """A block of a transformer with few hidden units."""
 
-    def __init__(self, width: int, hidden: int, *, causal: bool) -> None:
+    def __init__(self, width: int, hidden: int, *, causal: bool, heads: int = 2) -> None:
         super().__init__()
+        self.heads = heads
         self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.other, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
         self.causal = causal
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
         read = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(read.transpose(1, 2).flatten(2))
         h: Tensor = x + self.down(torch.relu(self.up(self.other(x))))
@@ -143,13 +144,14 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Four patches of a digit, two blocks of 16 features with 2 hidden units."""
+    """Four patches of a digit, two blocks of 16 features with 2 hidden units and 2 heads, or `scale` times as many."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: int = 1) -> None:
         super().__init__()
-        self.embed, self.place = nn.Linear(16, 16), nn.Parameter(0.1 * torch.randn(4, 16))
-        self.blocks = nn.Sequential(*(Block(16, 2, causal=False) for _ in range(2)))
-        self.head = nn.Linear(16, 10)
+        width = 16 * scale
+        self.embed, self.place = nn.Linear(16, width), nn.Parameter(0.1 * torch.randn(4, width))
+        self.blocks = nn.Sequential(*(Block(width, 2 * scale, causal=False, heads=2 * scale) for _ in range(2)))
+        self.head = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         patches = x.view(-1, 2, 4, 2, 4).transpose(2, 3).reshape(-1, 4, 16)
