@@ -1,6 +1,7 @@
 """A network that becomes wider while its loop goes on, for as long as nobody knows."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -408,3 +409,42 @@ def test_rates_stay_and_weights_are_renewed_only_where_the_loss_on_the_probe_dec
     probe = [(batch[:, :-1], batch[:, 1:])]
     *_, growth = made(probe=probe, loss=lambda output, y: output.square().mean(), **{"ratio": None, **given})
     assert (growth.rate_power, growth.fresh) == (power, fresh)
+
+
+def test_a_run_that_cools_down_lets_its_rates_fall_to_zero_grows_no_further_and_is_resumed_so():
+    def rates(run, first, last):
+        model, optimizer, _, growth = run
+        found = []
+        hook = optimizer.register_step_post_hook(lambda *_: found.append(moved(model)))
+        trained(run, first, last)
+        hook.remove()
+        assert not growth.growths
+        return found
+
+    def moved(model):
+        return [each.detach().clone() for each in model.parameters()]
+
+    run = made(warmup=0)
+    *_, growth = trained(run, 0, 2)
+    with pytest.raises(InputError, match=r"^steps is 0; give a whole number from 1 on"):
+        growth.cool_down(0)
+    growth.cool_down(4)
+    assert growth.why == "the learning rates fall to 0 until step 6"
+    trained(run, 2, 4)
+    state, weights = growth.state_dict(), copy.deepcopy([run[0].state_dict(), run[1].state_dict(), run[2].state_dict()])
+    resumed = made(warmup=0)
+    resumed[3].load_state_dict(state)
+    for each, value in zip(resumed[:3], weights, strict=True):
+        each.load_state_dict(value)
+    ends = [rates(each, 4, 8) for each in (run, resumed)]
+    for one, other in zip(*ends, strict=True):
+        assert all(map(torch.equal, one, other))
+    before = [weights[0][name] for name, _ in run[0].named_parameters()]
+    lengths = [
+        max(float((new - old).abs().max()) for new, old in zip(*pair, strict=True))
+        for pair in itertools.pairwise([before, *ends[0]])
+    ]
+    assert (
+        0 < lengths[1] < 0.7 * lengths[0]
+    )  # steps of Adam are about as long as their rate, here 2/4 and 1/4 of the loop's
+    assert lengths[2:] == [0, 0]

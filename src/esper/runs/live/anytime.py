@@ -252,6 +252,7 @@ class AnytimeGrowth:
         self._loss: float | None = None  # on the probe, where it was looked at in this step
         self._first, self._begun = self.parameters, time.perf_counter()
         self.steps = self.seen = self._since = 0
+        self._cooling: tuple[int, int] | None = None  # since which step the rates fall, and in how many
         self._compute = 0.0
         self._look_at, self._loss_before = 0.0, math.inf
         # where the loss on the probe decides: logarithms of compute and loss at its looks over the last factor of LONG
@@ -274,6 +275,16 @@ class AnytimeGrowth:
     def parameters(self) -> int:
         """Number of parameters of the network as it is."""
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def cool_down(self, steps: int) -> None:
+        """Let the learning rates fall to 0 in so many steps from now on, for a training that ends then.
+
+        The rates fall in a straight line, in each step of the optimizer, under any scheduler; the network becomes no wider.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise InputError(f"steps is {steps!r}; give a whole number from 1 on")
+        self._cooling = self.steps, steps
+        self._end(f"the learning rates fall to 0 until step {self.steps + steps:,}")
 
     def batch_size(self, least: int, most: int) -> int:
         """Return the size of the next batch: `least` at first, twice as many after each 5,000 steps, and at most `most`.
@@ -393,6 +404,7 @@ class AnytimeGrowth:
             "seconds": [self._beside, self._slower, self._elasticity],
             "slope": [self._grown_at, *self._curve],
             "scales": dict(self._scales),
+            "cooling": self._cooling,
             "growths": [dict(each) for each in self.growths],
             "rollbacks": [dict(each) for each in self.rollbacks],
             "log": None if self._log is None else self._log.state(),
@@ -437,6 +449,7 @@ class AnytimeGrowth:
         self._grown_at, *curve = state["slope"]
         self._curve = [(compute, loss) for compute, loss in curve]
         self._scales = dict(state["scales"])
+        self._cooling = None if state["cooling"] is None else tuple(state["cooling"])
         self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
         self.rollbacks = [dict(each) for each in state["rollbacks"]]
         if self._log is not None:
@@ -723,6 +736,9 @@ class AnytimeGrowth:
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         warmup = self.warmup // 3 if self.growths else self.warmup
         scale = self._multiple**-self.rate_power * min(1.0, (self._since + 1) / (warmup + 1))
+        if self._cooling is not None:
+            begun, length = self._cooling
+            scale *= max(begun + length - self.steps, 0) / length
         self._restore_rates(optimizer)  # those of a step that raised
         self._rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
