@@ -347,9 +347,18 @@ def test_parallel_branches_are_no_blocks_in_sequence():
     assert "outside of any repeated block" in sites.why["branches.0.up"]
 
 
-def test_where_weights_of_zero_follow_there_is_no_gradient_and_no_site():
+def test_a_head_that_begins_at_zero_hides_no_site():
     network = nn.Sequential(Residual(6, 12), Residual(6, 12), nn.Linear(6, 2))
+    expected = list(find_sites(network, torch.randn(4, 6)))
+    nn.init.zeros_(network[2].weight)
     nn.init.zeros_(network[1].down.weight)
+    assert list(find_sites(network, torch.randn(4, 6))) == expected
+    assert not network[2].weight.any()
+
+
+def test_where_frozen_weights_of_zero_follow_there_is_no_gradient_and_no_site():
+    network = nn.Sequential(Residual(6, 12), Residual(6, 12), nn.Linear(6, 2))
+    nn.init.zeros_(network[1].down.weight).requires_grad_(False)
     sites = find_sites(network, torch.randn(4, 6))
     assert list(sites) == ["0.up", "0.down", "0", "1.down", "1"]
     assert sites.left_out["1.up"] == "the gradient of the loss is zero there"

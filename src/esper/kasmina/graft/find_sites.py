@@ -733,7 +733,7 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
     """
     check_module(module)
     examples = _examples(example)
-    return on_aliases(module, lambda weights: _found(module, example, loss, weights, examples))
+    return on_aliases(module, lambda weights: _found(module, example, loss, weights, examples), started=True)
 
 
 def _found(

@@ -66,14 +66,18 @@ class Recording(NamedTuple):
     loss: Tensor
 
 
-def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result]) -> Result:
+def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result], *, started: bool = False) -> Result:
     """Call work(weights) while `weights`, aliases of the parameters that need a gradient, replace the parameters by name.
 
-    Copies replace the buffers. Everything else that running a module changes is restored afterwards (`untouched`). Raises
-    InputError if the module writes into a parameter.
+    Copies replace the buffers. With `started`, small random matrices replace those that are 0 and are trained: a head that
+    begins at 0 lets no gradient through before its first step. Everything else that running a module changes is restored
+    afterwards (`untouched`). Raises InputError if the module writes into a parameter.
     """
     with torch.inference_mode(False), torch.enable_grad(), untouched(module):
-        weights = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in module.named_parameters()}
+        weights = {
+            name: (_started(p) if started else p.detach()).requires_grad_(p.is_floating_point())
+            for name, p in module.named_parameters()
+        }
         versions = {name: weight._version for name, weight in weights.items()}
         copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
         replaced = {f"module.{name}": value for name, value in (weights | copies).items()}
@@ -84,6 +88,14 @@ def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result]) -
                 f"the forward of {type(module).__name__} writes into its parameter {name!r}; keep what changes in a buffer"
             )
     return result
+
+
+def _started(weight: nn.Parameter) -> Tensor:
+    """Return a weight, or a small random one in place of a matrix that is 0 and is trained."""
+    if weight.ndim < 2 or not weight.requires_grad or bool(weight.any()):
+        return weight.detach()
+    drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    return (0.02 * drawn).to(weight.device, weight.dtype)
 
 
 class _Work(nn.Module):
