@@ -69,7 +69,7 @@ ENDLESS = 10**6
 
 LEAST = 50
 """Length that a run counts as at least where `steps` is not given. First seeds incubate when the loop has taken few steps, and
-to hold them back until it had taken more gained nothing (bench/docs/narrow-places.md) [decisions]"""
+to hold them back until it had taken more gained nothing [decisions]"""
 
 M = TypeVar("M", bound=nn.Module)
 P = ParamSpec("P")
