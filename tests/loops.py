@@ -1,9 +1,16 @@
 """What tests of growth in somebody else's loop have in common: a script, and equality to the last bit."""
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.graft.grafted import graft
 from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import Stage
+from esper.leyline.lifecycle.streams import Vector
+from esper.runs.live.growth import Growth
 
 LIFE = {  # one seed is kept; one is removed and leaves its site under embargo
     (0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3),
@@ -37,3 +44,38 @@ def equal(one, other):
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one.nan_to_num(nan=7.5), other.nan_to_num(nan=7.5))
     return one == other
+
+
+WIDTH = 6
+"""Features of the network with two sites."""
+
+
+def two_class_data(key, examples):
+    """Examples (examples, WIDTH) of two classes, keyed by a number."""
+    with drawn_with(key):
+        x = torch.randn(examples, WIDTH)
+        return x, (x.sum(1) > 0).long()
+
+
+def growth_at_two_sites(probe, **options):
+    """A growth of a network of 98 parameters, with so many examples in its probe."""
+    with drawn_with(0):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    graft(model, {name: Site(name, name, name, Vector(WIDTH)) for name in ("0", "2")})
+    given = {"probe": [two_class_data(1, probe)], "loss": F.cross_entropy, **options}
+    return Growth(model, torch.optim.AdamW(model.parameters(), lr=0.01), **given)
+
+
+def train_two_classes(growing, steps, examples, *, batch):
+    """Steps of the loop, whose batches are keyed by their number; returns for each whether a decision was made.
+
+    batch: whether growth gets the batch.
+    """
+    optimizer, made = growing.population.groups.optimizer, []
+    for _ in range(steps):
+        x, y = two_class_data(100 + growing.calls, examples)
+        F.cross_entropy(growing.model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        made.append(growing.step(*((x, y) if batch else ())))
+    return made

@@ -2,20 +2,13 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.graft.grafted import graft
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
-from esper.runs.live.growth import Growth
-from loops import equal, stages
+from loops import equal, growth_at_two_sites, stages, train_two_classes, two_class_data
 from populations import Script
 
-WIDTH, EVERY, BATCH, PROBE = 6, 4, 20, 40
+EVERY, BATCH, PROBE = 4, 20, 40
 SETTINGS = {
     "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1},
     "probe": {"sensors_every": 0},
@@ -23,32 +16,15 @@ SETTINGS = {
 PLANTED = {(0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3)}
 
 
-def data(key, examples=BATCH):
-    with drawn_with(key):
-        x = torch.randn(examples, WIDTH)
-        return x, (x.sum(1) > 0).long()
-
-
 def growth(script=PLANTED, settings=None, **options):
     """A growth of a network with two sites."""
-    with drawn_with(0):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
-    graft(model, {name: Site(name, name, name, Vector(WIDTH)) for name in ("0", "2")})
-    usual = {"probe": [data(1, PROBE)], "loss": F.cross_entropy, "every": EVERY, "budget": 9.0}
-    usual |= {"controller": Script(script), "settings": {**SETTINGS, **(settings or {})}, **options}
-    return Growth(model, torch.optim.AdamW(model.parameters(), lr=0.01), **usual)
+    usual = {"every": EVERY, "budget": 9.0, "controller": Script(script), "settings": {**SETTINGS, **(settings or {})}}
+    return growth_at_two_sites(PROBE, **{**usual, **options})
 
 
 def train(growing, steps, *, batch=True):
-    """Steps of the loop, whose batches are keyed by their number; returns for each whether a decision was made."""
-    optimizer, made = growing.population.groups.optimizer, []
-    for _ in range(steps):
-        x, y = data(100 + growing.calls)
-        F.cross_entropy(growing.model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        made.append(growing.step(*((x, y) if batch else ())))
-    return made
+    """Steps of the loop; returns for each whether a decision was made."""
+    return train_two_classes(growing, steps, BATCH, batch=batch)
 
 
 def share(growing):
@@ -177,9 +153,9 @@ def test_the_host_has_the_bits_of_one_whose_seed_never_rests():
 def test_where_only_seeds_train_there_is_no_limit():
     growing = growth(steps=400, budget_passes=0.01, freeze="host")
     for _ in range(40):
-        growing.model(data(1)[0]).sum().backward()
+        growing.model(two_class_data(1, BATCH)[0]).sum().backward()
         growing.population.groups.optimizer.step()
-        growing.step(*data(100 + growing.calls))
+        growing.step(*two_class_data(100 + growing.calls, BATCH))
     assert not growing.population.resting
     assert share(growing) > 0.1
 

@@ -2,19 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.graft.grafted import graft
 from esper.leyline.lifecycle.actions import Op
-from esper.leyline.lifecycle.slots import Site
-from esper.leyline.lifecycle.streams import Vector
-from esper.runs.live.growth import Growth
-from loops import equal, stages
+from loops import equal, growth_at_two_sites, stages, train_two_classes
 from populations import Script
 
-WIDTH, EVERY = 6, 2
+EVERY = 2
 ONE = {(0, 0): (Op.GERMINATE, 0, 1, 0, 1, 3), (2, 0): (Op.ADVANCE, 0), (4, 0): (Op.FOSSILIZE, 0)}
 BOTH = ONE | {(6, 0): (Op.GERMINATE, 1, 1, 0, 1, 3), (8, 0): (Op.ADVANCE, 1), (10, 0): (Op.FOSSILIZE, 1)}
 SETTINGS = {"gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1}}
@@ -22,34 +15,20 @@ HOST, COST = 98, 214  # parameters of the network, and of its seed in these scri
 SPENT = {"budget": COST / HOST}
 
 
-def data(key, examples=40):
-    with drawn_with(key):
-        x = torch.randn(examples, WIDTH)
-        return x, (x.sum(1) > 0).long()
-
-
 def growth(script=ONE, *, budget=9.0, settings=None, **options):
     """A growth of a network with two sites."""
-    with drawn_with(0):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
-    graft(model, {name: Site(name, name, name, Vector(WIDTH)) for name in ("0", "2")})
-    usual = {"probe": [data(1)], "loss": F.cross_entropy, "every": EVERY, "controller": Script(script)}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return Growth(
-        model, optimizer, **{**usual, "budget": budget, "settings": {**SETTINGS, **(settings or {})}, **options}
-    )
+    usual = {
+        "every": EVERY,
+        "controller": Script(script),
+        "budget": budget,
+        "settings": {**SETTINGS, **(settings or {})},
+    }
+    return growth_at_two_sites(40, **{**usual, **options})
 
 
 def train(growing, steps):
-    """Steps of the optimizer, whose batches are keyed by their number; returns for each whether a decision was made."""
-    optimizer, made = growing.population.groups.optimizer, []
-    for _ in range(steps):
-        x, y = data(100 + growing.calls)
-        F.cross_entropy(growing.model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        made.append(growing.step())
-    return made
+    """Steps of the optimizer; returns for each whether a decision was made."""
+    return train_two_classes(growing, steps, 40, batch=False)
 
 
 @pytest.mark.parametrize(

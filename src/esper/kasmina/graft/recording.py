@@ -74,10 +74,13 @@ def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result], *
     afterwards (`untouched`). Raises InputError if the module writes into a parameter.
     """
     with torch.inference_mode(False), torch.enable_grad(), untouched(module):
-        weights = {
-            name: (_started(p) if started else p.detach()).requires_grad_(p.is_floating_point())
-            for name, p in module.named_parameters()
-        }
+        weights = {}
+        for name, p in module.named_parameters():
+            alias = p.detach()
+            if started and p.requires_grad and p.ndim > 1 and not bool(p.any()):
+                drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+                alias = (0.02 * drawn).to(p.device, p.dtype)
+            weights[name] = alias.requires_grad_(p.is_floating_point())
         versions = {name: weight._version for name, weight in weights.items()}
         copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
         replaced = {f"module.{name}": value for name, value in (weights | copies).items()}
@@ -88,14 +91,6 @@ def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result], *
                 f"the forward of {type(module).__name__} writes into its parameter {name!r}; keep what changes in a buffer"
             )
     return result
-
-
-def _started(weight: nn.Parameter) -> Tensor:
-    """Return a weight, or a small random one in place of a matrix that is 0 and is trained."""
-    if weight.ndim < 2 or not weight.requires_grad or bool(weight.any()):
-        return weight.detach()
-    drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
-    return (0.02 * drawn).to(weight.device, weight.dtype)
 
 
 class _Work(nn.Module):

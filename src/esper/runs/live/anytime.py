@@ -239,11 +239,7 @@ class AnytimeGrowth:
             with undisturbed(model), torch.no_grad():
                 self._probe.first_output(model)
         self.average = copy.deepcopy(model).requires_grad_(False)
-        named = dict(model.named_parameters())
-        # of freshly drawn weights: a model may draw its own on another scale than its layers
-        self._scales = {
-            name: _scale(named[name], drawn) for name, drawn in _drawn_anew(model, seed).items() if name in named
-        }
+        self._scales = _first_scales(model, seed)
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
         # of the last snapshot: its step, the tensors of the network and its average, and what the optimizer remembered
@@ -761,10 +757,17 @@ def _drawn_anew(model: nn.Module, seed: int) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in found.items()}
 
 
-def _scale(first: Tensor, drawn: Tensor) -> float:
-    """Return the standard deviation of the first weights over that of drawn ones; 1 if these are all equal, as in a norm."""
-    own, other = (float(each.detach().float().std(correction=0)) for each in (first, drawn))
-    return own / other if other else 1.0
+def _first_scales(model: nn.Module, seed: int) -> dict[str, float]:
+    """Return the standard deviation of each first weight over that of a draw by its layer; 1 if that has one value, as in a norm.
+
+    A model may draw its weights on another scale than its layers would.
+    """
+    first, scales = dict(model.named_parameters()), {}
+    for name, drawn in _drawn_anew(model, seed).items():
+        if name in first:  # a tied weight has one name of several
+            own, other = (float(each.detach().float().std(correction=0)) for each in (first[name], drawn))
+            scales[name] = own / other if other else 1.0
+    return scales
 
 
 def _check_sizes(sizes: Any, factor: int) -> None:
