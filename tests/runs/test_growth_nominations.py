@@ -44,7 +44,7 @@ def test_the_outlook_says_how_far_the_loss_fell_and_which_free_site_lacks_most()
         name: lacks[slot] for slot, name in enumerate(view.space.slots) if view.seeds.stage[0, slot] == Stage.DORMANT
     }
     most = max(free, key=free.get)
-    said = f"; at {most!r}, the free site that lacks most, {free[most]:.1%} of the gradient is missing"
+    said = f"; of the free sites {most!r} lacks most: its layers cannot follow {free[most]:.1%} of the gradient"
     assert growth.outlook.endswith(said)
     assert growth.outlook.startswith("the loss on the probe still fell by ")
     assert growth.stopped is None or growth.stopped.endswith(growth.outlook)

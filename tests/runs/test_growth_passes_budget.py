@@ -82,8 +82,8 @@ def test_the_summary_says_at_how_many_decisions_the_share_was_reached():
     train(growing, 200)
     said = [each for each in growing.summary()["explanations"] if "budget_passes" in each]
     assert len(said) == 1
-    assert said[0].startswith("growing had taken its share of the passes of the run (budget_passes=0.05) at ")
-    assert "of 50 decisions, so nothing was planted and nothing incubated" in said[0]
+    assert said[0].startswith("growing had taken its share of the forward and backward passes (budget_passes=0.05) at ")
+    assert "of 50 decisions, so nothing was planted or incubated" in said[0]
     free = growth(budget_passes=None)
     train(free, 200)
     assert not any("budget_passes" in each for each in free.summary()["explanations"])

@@ -139,9 +139,9 @@ class Growth:
             every seed that the model gets.
         controller: name of a controller, path of a schedule, folder of a trained one, or an object with `act`, `store`, `update`.
         budget: most parameters of all seeds / parameters of the model.
-        budget_passes: most passes of incubation, probe and twins / all passes of the run (`passes`). The run is `steps` long, and
-            without them as long as it is so far, or 50 decisions. Passes are counted and not timed, so that a run can be repeated
-            to the bit. None for no limit; where nothing trains but seeds, there is none either.
+        budget_passes: most forward and backward passes of incubation, probe and twins / all passes of the run (`passes`). The run
+            is `steps` long, and without them as long as it is so far, or 50 decisions. Passes are counted and not timed, so that
+            a run can be repeated to the bit. None for no limit; where nothing trains but seeds, there is none either.
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one, always the same. An
             input that is a tuple or a mapping is the arguments of the model.
         loss: loss(output, target) of a batch: one number, or one for each example. Less is better, also where the optimizer
@@ -217,8 +217,8 @@ class Growth:
             isinstance(budget_passes, bool) or not isinstance(budget_passes, int | float) or not 0 < budget_passes < 1
         ):
             raise InputError(
-                f"budget_passes is {budget_passes!r}; give a number above 0 and below 1, the largest share of the passes of the "
-                "run that growing may take, as 0.25, or None for no limit"
+                f"budget_passes is {budget_passes!r}; give a number above 0 and below 1, the largest share of the forward and "
+                "backward passes of the run that growing may take, as 0.25, or None for no limit"
             )
         share = float(budget)
         groups = Groups(optimizer, scheduler, network)
@@ -467,9 +467,9 @@ class Growth:
         sentences += explanations(self.attempts, view.space, self.controller, type(self.controller).__name__)
         if self._overspent_at:
             sentences.append(
-                f"growing had taken its share of the passes of the run (budget_passes={self._budget_passes:g}) at "
-                f"{self._overspent_at} of {counted(state.step, 'decision')}, so nothing was planted and nothing incubated from "
-                "there on until the share had fallen; raise budget_passes or every, or give a smaller probe"
+                f"growing had taken its share of the forward and backward passes (budget_passes={self._budget_passes:g}) at "
+                f"{self._overspent_at} of {counted(state.step, 'decision')}, so nothing was planted or incubated until the share "
+                "had fallen; raise budget_passes or every, or give a smaller probe"
             )
         if self.finished:
             sentences += unfinished(view, self.engine.config.gates, self.attempts.allowed_last)
@@ -522,7 +522,7 @@ class Growth:
             return said
         slot = int(np.nanargmax(missing))
         site = view.space.slots[slot]
-        return f"{said}; at {site!r}, the free site that lacks most, {missing[slot]:.1%} of the gradient is missing"
+        return f"{said}; of the free sites {site!r} lacks most: its layers cannot follow {missing[slot]:.1%} of the gradient"
 
     @property
     def seconds(self) -> dict[str, float]:
