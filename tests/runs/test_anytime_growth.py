@@ -448,3 +448,23 @@ def test_a_run_that_cools_down_lets_its_rates_fall_to_zero_grows_no_further_and_
         0 < lengths[1] < 0.7 * lengths[0]
     )  # steps of Adam are about as long as their rate, here 2/4 and 1/4 of the loop's
     assert lengths[2:] == [0, 0]
+
+
+def test_a_layer_that_cannot_draw_its_weights_is_named():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(()))
+
+        def reset_parameters(self):
+            raise ValueError("once only")
+
+        def forward(self, x):
+            return self.factor * x
+
+    network = nn.Sequential(nn.Linear(3, 4), Scale(), nn.ReLU(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    said = r"^reset_parameters of '1' fails: ValueError: once only; correct it, or give fresh=0$"
+    with pytest.raises(InputError, match=said):
+        esper.AnytimeGrowth(network, optimizer, example=torch.randn(2, 3), fresh=0.1)
+    esper.AnytimeGrowth(network, optimizer, example=torch.randn(2, 3))

@@ -22,7 +22,7 @@ from esper.kasmina.graft.multiplying import Way
 from esper.kasmina.graft.recording import floats, tensors
 from esper.kasmina.graft.sharding import in_parts, is_sharded
 from esper.leyline.config.arguments import check_switch, to_path
-from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, warn
+from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
 from esper.leyline.text import counted
 from esper.nissa.rows import RollbackRow, SizeRow
 from esper.runs.live.size_log import SizeLog
@@ -239,7 +239,7 @@ class AnytimeGrowth:
             with undisturbed(model), torch.no_grad():
                 self._probe.first_output(model)
         self.average = copy.deepcopy(model).requires_grad_(False)
-        self._scales = _first_scales(model, seed)
+        self._scales = _first_scales(model, seed) if self.fresh else {}
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
         # of the last snapshot: its step, the tensors of the network and its average, and what the optimizer remembered
@@ -747,12 +747,17 @@ class AnytimeGrowth:
 
 
 def _drawn_anew(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Return the parameters of all layers with `reset_parameters` as these draw them."""
+    """Return the parameters of all layers with `reset_parameters` as these draw them. InputError if one fails."""
     drawn, found = copy.deepcopy(model), {}
     with drawn_with(seed):
         for path, module in drawn.named_modules():
             if callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
+                try:
+                    reset()
+                except Exception as error:  # a user's layer can raise any error
+                    raise InputError(
+                        f"reset_parameters of {path or 'the model'!r} fails: {typed_line(error)}; correct it, or give fresh=0"
+                    ) from error
                 found.update(module.named_parameters(path, recurse=False))
     return {name: value.detach() for name, value in found.items()}
 
