@@ -7,7 +7,7 @@ A size is the width and the number of layers of a transformer. Steps of the plai
 compared with the plain one beside it, and the median over `--steps` of these ratios is shown, with its quartiles where it is
 small. Seconds are those of the processor, of one thread, so that other work on the machine counts little. A decision measures
 the network on `--probe` batches of the size of a training batch. At the end, a small compiled network grows by a fixed schedule
-in both modes, and the graphs that torch.compile makes are counted. Before all that, the first examples of README.md and of
+in both modes, and the graphs that torch.compile makes are counted. Before all that, a linear network and the first example of
 docs/growth.md are trained from the first to the last step, `--turns` times, in turns with the same loop without growth. Without
 sizes that is all:
 
@@ -216,7 +216,7 @@ def count(mode: str, backend: str) -> None:
 
 
 def example(shadow: bool) -> tuple[nn.Module, Tensor, Tensor, range, dict[str, Any], int]:
-    """The first example of docs/growth.md, which gives the batch to `step`, or that of README.md.
+    """The first example of docs/growth.md, which gives the batch to `step`, or a linear network that tells digits above 4.
 
     Returns a model, its data, the numbers of the examples that it trains on, arguments of Growth, and steps.
     """
@@ -251,7 +251,7 @@ def trained(shadow: bool, seed: int, *, grows: bool, model: nn.Module | None = N
 
 def whole(turns: int) -> None:
     """Print what both examples cost in all, as rows of a table: medians over turns, each with a seed of its own."""
-    for page, shadow in (("README.md", False), ("docs/growth.md", True)):
+    for page, shadow in (("linear network", False), ("docs/growth.md", True)):
         ratios, parts = [], []
         for seed in range(turns):
             plain, _, _ = trained(shadow, seed, grows=False)

@@ -130,7 +130,7 @@ def main() -> None:
     largest, most = folders.most_common(1)[0]
     readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     code = [number for number, line in enumerate(readme, 1) if line.startswith("```py")]
-    grows = next((number for number, line in enumerate(readme, 1) if "esper.Growth(" in line), 0)
+    grows = next((number for number, line in enumerate(readme, 1) if "Growth(model" in line), 0)
     loop = max((number for number in code if number < grows), default=None)
     rows = [
         ("lines of src/esper", sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)),

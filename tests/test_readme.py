@@ -35,6 +35,16 @@ def test_the_examples_of_the_readme_print_what_stands_below_them(tmp_path, monke
         BLUEPRINTS.update(known)
 
 
+@pytest.mark.parametrize(("units", "accuracy"), [(4, 0.80), (64, 0.98)])
+def test_the_first_example_without_growth_ends_where_the_page_says(units, accuracy, capsys):
+    text = README.read_text()
+    assert f"{accuracy:.2f}".lstrip("0") in text
+    code = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
+    code = re.sub(r"\b4\b(?=[,)])", str(units), code).replace("example=x[:2]", "example=x[:2], most_parameters=1")
+    exec(compile(code, "README.md", "exec"), {})
+    assert float(capsys.readouterr().out.split()[-1]) == pytest.approx(accuracy, abs=LOOSE if units == 4 else 0.02)
+
+
 def test_the_example_of_a_population_shows_growth_and_its_opponents():
     (text,) = [
         block
