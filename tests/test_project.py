@@ -1,5 +1,6 @@
 """What the repository says about itself."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -15,6 +16,19 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SOURCES = sorted((ROOT / "src" / "esper").rglob("*.py"))
 DISTRIBUTIONS = {"PIL": "pillow"}
 """Of modules that have another name than what pip installs."""
+VERBS = """
+add advance answer append apply ask attach attribute average be begin bound build cache call carry certify change
+check choose classify close combine compare compile complete compute concatenate connect continue convert copy
+correct count create credit cut decide define derive describe detect differentiate digest divide do draw drop edit
+emit empty end estimate evaluate examine exchange expand explain export fill find finish fit flatten flush fold
+follow forget frame free freeze fuse give go group grow handle heal hear help hold ignore imitate import
+incubate interpolate issue iterate join judge keep learn leave let list load lock look make map mark measure merge
+move multiply name normalise note notice number observe offer open pack pad pair parse pass pay pick pickle plan
+plant play predict print probe put queue raise rank read rebuild receive record refuse register release remove
+repair repeat replace report restore resume return reward rewrite roll round run sample save say scale seed select
+send serve set shard shift shorten show shrink sort split spread stack start stop store subtract sum summarise take
+tell train transform transpose treat try turn unpack update wait warn widen wrap write yield
+"""
 
 
 def distributions(requirements: list[str]) -> set[str]:
@@ -46,6 +60,25 @@ def test_the_version_is_in_the_changelog_or_unreleased():
 def test_every_package_says_what_it_is_in_one_line(path):
     first = path.read_text().splitlines()[0]
     assert first.startswith('"""')
+
+
+def test_the_docstring_of_every_module_class_and_function_begins_with_a_verb():
+    """A class does something, and a function is told to. Nouns name the arguments of a constructor, and properties."""
+    verbs = set(VERBS.split())
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            name = getattr(node, "name", path.stem)
+            decorators = " ".join(map(ast.unparse, getattr(node, "decorator_list", ())))
+            docstring = ast.get_docstring(node)
+            if docstring is None or name == "__init__" or "property" in decorators:
+                continue
+            first, second, *_ = [*docstring.split(), ""]
+            word = first.strip(",").lower()
+            does = {word[:-1], word[:-2], word[:-3] + "y"} & verbs if word.endswith("s") else set()
+            assert does or (word in verbs and not isinstance(node, ast.ClassDef)), f"{path}: {name}: {docstring}"
+            assert second != "of", f"{path}: {name} begins with a noun: {docstring}"
 
 
 def run(code):

@@ -1,4 +1,4 @@
-"""Esper trains neural networks that grow.
+"""Trains neural networks that grow.
 
     import esper
     summary = esper.grow(esper.get_task("digits"), esper.build_config({"task": "digits"}))

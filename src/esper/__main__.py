@@ -1,4 +1,4 @@
-"""`python -m esper` is `esper`."""
+"""Run `python -m esper` as `esper`."""
 
 from esper.cli import command
 

@@ -1,4 +1,4 @@
-"""The public functions grow, train, resume, evaluate, show, load and check_rows."""
+"""Define the public functions grow, train, resume, evaluate, show, load and check_rows."""
 
 import json
 import shlex
@@ -217,16 +217,16 @@ def resume(
     The run gets the same numbers as without the break.
 
     `task` is needed if the task of the run was an object or a function, "path.py:function", because code that only the run
-    folder names is not imported. A function may replace an object if it returns the same task. For a training on several tasks,
-    give a list. `controller` is needed if it was an object, which must have `state` and `load_state`, or a function or class,
-    "path.py:function". `reward` is needed if that of a training was "path.py:function"; a training whose reward was an object
-    cannot be resumed. `settings` changes keys
-    of the config, as {"steps": 48} or ["steps=48"]; the change is recorded, and a finished run then continues. Without changes
-    the summary of a finished run is returned. Other versions of Esper, torch, numpy or Python than at the start cause a
-    `RunWarning`; other data are refused unless `other_data` is set. Both are recorded. Raises InputError if the run, the task,
-    its data and the controller do not fit together. `progress`, `on_interrupt`, `outputs` and failed
-    runs are as in `grow`; outputs get the rows that the run writes from now on. `workers`, `devices` and `cluster` are as in
-    `train`, and may differ from those that the run had before; a growth has no `cluster`.
+    folder names is not imported. A function may replace an object if it returns the same task. For a training on several
+    tasks, give a list. `controller` is needed if it was an object, which must have `state` and `load_state`, or a function
+    or class, "path.py:function". `reward` is needed if that of a training was "path.py:function"; a training whose reward
+    was an object cannot be resumed. `settings` changes keys of the config, as {"steps": 48} or ["steps=48"]; the change is
+    recorded, and a finished run then continues. Without changes the summary of a finished run is returned. Other versions
+    of Esper, torch, numpy or Python than at the start cause a `RunWarning`; other data are refused unless `other_data` is
+    set. Both are recorded. Raises InputError if the run, the task, its data and the controller do not fit together.
+    `progress`, `on_interrupt`, `outputs` and failed runs are as in `grow`; outputs get the rows that the run writes from
+    now on. `workers`, `devices` and `cluster` are as in `train`, and may differ from those that the run had before; a
+    growth has no `cluster`.
     """
     check_choice(on_interrupt, "on_interrupt", ("raise", "return"))
     check_outputs(outputs)
@@ -410,7 +410,7 @@ def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str])
 
 
 def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Settings in the form of `--set`. Values of a mapping, nested or not, are written as JSON, which is valid YAML."""
+    """Write settings in the form of `--set`. Values of a mapping, nested or not, become JSON, which is valid YAML."""
     if not isinstance(settings, Mapping):
         return [settings] if isinstance(settings, str) else list(settings)
     found = []
@@ -466,9 +466,9 @@ def to_task(task: Any) -> AnyTask:
 def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = None) -> GrownNetwork:
     """Return a grown network, in evaluation mode, from a folder that a run or `esper export` wrote: (B, ...) -> (B, C).
 
-    `folder` is a run folder, such as "runs/x", or that of one network, such as "runs/x/models/env-000". A run gives the network
-    of its best environment, chosen on the validation split; a line on stderr says which. The network
-    takes features, and `predict` returns labels, in the form in which the task got them.
+    `folder` is a run folder, such as "runs/x", or that of one network, such as "runs/x/models/env-000". A run gives the
+    network of its best environment, chosen on the validation split; a line on stderr says which. The network takes
+    features, and `predict` returns labels, in the form in which the task got them.
 
     `host` is the factory of the host that the task was made with; None for hosts of Esper's own tasks. Nothing in the folder is
     executed. Raises InputError if a file is missing or damaged, or does not fit the host.

@@ -1,4 +1,4 @@
-"""The `esper` command: the table of its subcommands, and its exit codes. Subcommands import torch only if they need it."""
+"""Run the `esper` command: the table of its subcommands, and its exit codes. Subcommands import torch only if they need it."""
 
 import errno
 import os
@@ -56,9 +56,9 @@ ADDED = "Added by other packages"
 
 
 class Command(NamedTuple):
-    """A subcommand: what it does, the heading under which the help lists it, and the page of `esper docs` on it.
+    """Describes a subcommand: its function, the heading under which the help lists it, and its page of `esper docs`.
 
-    The signature of `run` has the options, its docstring is the help.
+    The signature of `run` defines the options; its docstring is the help.
     """
 
     run: Callable[..., None]
@@ -203,7 +203,7 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 
 def command() -> None:
-    """The entry point of the shell: `main`, which exits immediately if it was interrupted.
+    """Run `main` for the shell, and exit immediately if it was interrupted.
 
     The regular exit of the interpreter takes half a second with torch, and aborts if a thread is writing a checkpoint.
     """

@@ -1,4 +1,4 @@
-"""Growth in the trainers of Lightning and Hugging Face: callbacks around `esper.Growth` and `esper.AnytimeGrowth`."""
+"""Grows networks in the trainers of Lightning and Hugging Face: callbacks around `esper.Growth` and `esper.AnytimeGrowth`."""
 
 import inspect
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def __dir__() -> list[str]:
 
 
 class GrowthCallback:
-    """Base of the callbacks: the arguments of a growth, and the growth of one training."""
+    """Holds the arguments of a growth and the growth of one training: the base of the callbacks."""
 
     begins: ClassVar[str]  # the call of the trainer that begins to grow
     growth: Any = None

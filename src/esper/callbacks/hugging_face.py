@@ -1,4 +1,4 @@
-"""Growth of a model while `transformers.Trainer` trains it."""
+"""Grow a model while `transformers.Trainer` trains it."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ Inputs = Sequence[Mapping[str, Any]]
 
 
 def loss_of_model(output: Any, labels: Any) -> Tensor:
-    """() the loss that a model returns where its inputs have labels. InputError if it returns none."""
+    """Return the loss () that a model returns where its inputs have labels. InputError if it returns none."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is None:
         raise InputError("the model returns no loss for the probe; put 'labels' into its batches, or give a loss")

@@ -1,4 +1,4 @@
-"""Growth of a LightningModule while `lightning.Trainer` trains it."""
+"""Grow a LightningModule while `lightning.Trainer` trains it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What callbacks that widen a network need of a trainer: the targets of a batch, and weights that wait for a larger network."""
+"""Help callbacks that widen a network: count the targets of a batch, and keep weights until the network is large enough."""
 
 from collections.abc import Mapping
 from typing import Any

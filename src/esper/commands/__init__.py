@@ -1,1 +1,1 @@
-"""Commands: one file for each group of subcommands of `esper`. A command reads its arguments, calls the library and prints."""
+"""Defines the subcommands of `esper`, one file for each group. A command reads its arguments, calls the library and prints."""

@@ -1,4 +1,4 @@
-"""`esper doctor`: checks of the installation and of this machine."""
+"""Check the installation and this machine: `esper doctor`."""
 
 import importlib.metadata
 import importlib.util
@@ -37,7 +37,7 @@ def doctor(
 
 
 def _check_machine() -> Iterator[Check]:
-    """Python, packages, devices, extras and the temporary folder."""
+    """Yield checks of Python, packages, devices, extras and the temporary folder."""
     import torch
 
     yield (3, 11) <= sys.version_info < (3, 14), f"python {platform.python_version()} (3.11 to 3.13)"

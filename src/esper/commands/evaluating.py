@@ -1,4 +1,4 @@
-"""`esper eval`: controllers compared on held-out instances."""
+"""Compare controllers on held-out instances: `esper eval`."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""`esper events`, `export-events` and `export`: what a run holds, for other programs."""
+"""Write what a run holds for other programs: `esper events`, `export-events` and `export`."""
 
 import csv
 import json
@@ -80,7 +80,7 @@ def events(
 
 @contextmanager
 def _opened(out: Path | None, *, at_once: bool = False) -> Iterator[TextIO]:
-    """FILE for writing, or the terminal, which stays open. `at_once` writes FILE itself, which others read meanwhile."""
+    """Open FILE for writing, or the terminal, which stays open. `at_once` writes FILE itself, which others read meanwhile."""
     if out is None:
         yield sys.stdout
         return
@@ -95,7 +95,7 @@ def _opened(out: Path | None, *, at_once: bool = False) -> Iterator[TextIO]:
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """A temporary file that replaces FILE once the body has written all of it.
+    """Yield a temporary file that replaces FILE once the body has written all of it.
 
     Raises InputError if FILE cannot be written, and OSError with FILE as its name on a full disk.
     """

@@ -1,4 +1,4 @@
-"""`esper heal` and `esper find-sites`: a network of yours, repaired by seeds, or where LoRA goes in it."""
+"""Repair a network of yours by seeds, or find where LoRA goes in it: `esper heal` and `esper find-sites`."""
 
 import json
 import logging
@@ -82,7 +82,7 @@ def heal(
 
 
 class Format(StrEnum):
-    """What `esper find-sites` prints."""
+    """Names the forms in which `esper find-sites` prints sites."""
 
     ESPER = "esper"
     PEFT = "peft"

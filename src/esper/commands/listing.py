@@ -1,4 +1,4 @@
-"""`esper tasks`, `blueprints`, `controller`, `config` and `docs`: commands that list what Esper has."""
+"""List what Esper has: `esper tasks`, `blueprints`, `controller`, `config` and `docs`."""
 
 import os
 import re
@@ -145,7 +145,7 @@ def pages_of(folder: Path) -> dict[str, Path]:
 
 
 def find_page(given: str, pages: dict[str, Path]) -> str:
-    """The name of a page that is given by its name, its path, or the last part of its name. InputError if there is none."""
+    """Return the name of the page that is given by its name, path, or the last part of its name. InputError if there is none."""
     name = given.strip("/").removeprefix("docs/").partition("#")[0].removesuffix(".md").removesuffix("/README").lower()
     ends = [page for page in pages if page.rpartition("/")[2] == name]
     if name in pages:

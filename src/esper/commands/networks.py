@@ -1,4 +1,4 @@
-"""Export of the networks of a run folder to another folder, from files that are verified and never executed."""
+"""Export the networks of a run folder to another folder, from files that are verified and never executed."""
 
 import shlex
 import tempfile

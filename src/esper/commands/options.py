@@ -1,4 +1,4 @@
-"""The options that several commands share, and how commands read settings, print and exit.
+"""Define the options that several commands share, and how commands read settings, print and exit.
 
 Numbers of the config are taken as text, so that the config alone defines which values are accepted.
 """
@@ -127,7 +127,7 @@ def use_one_thread() -> None:
 def read_layers(
     command: str, from_file: Mapping[str, Any], settings: Sequence[str] | None, options: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
-    """Layers of config from the file, from --set and from the other options, of which None is left out.
+    """Return the layers of config from the file, from --set and from the other options, of which None is left out.
 
     InputError if --set names a key that the command refuses, or if --set and options give both steps and epochs.
     """

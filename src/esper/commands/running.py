@@ -1,4 +1,4 @@
-"""`esper grow`, `esper train` and `esper resume`: commands whose result is a run folder."""
+"""Make run folders: `esper grow`, `esper train` and `esper resume`."""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""The windows on runs: `esper report`, `compare`, `watch` and `serve`."""
+"""Show runs: `esper report`, `compare`, `watch` and `serve`."""
 
 import os
 import subprocess

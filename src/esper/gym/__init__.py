@@ -1,4 +1,4 @@
-"""Environments of Gymnasium and Stable-Baselines3, so that their learners can control growth."""
+"""Offers environments of Gymnasium and Stable-Baselines3, so that their learners can control growth."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING

@@ -34,7 +34,7 @@ GymState = tuple[Arrays, Info]
 
 
 class GymPopulation:
-    """A `VectorizedEngine` of E environments with observations, rewards and seeds for other libraries.
+    """Wraps a `VectorizedEngine` of E environments with observations, rewards and seeds for other libraries.
 
     In a population with seed s, environment e has the seed s + e. An environment with seed s draws the instance of its n-th
     episode, hash(s, n), from the part that `config.instances` names; its index in the population does not matter.
@@ -188,7 +188,7 @@ Heads = NDArray[np.int64]
 
 
 class _Named:
-    """The names of a population."""
+    """Names the actions and the observations of a population."""
 
     population: GymPopulation
 
@@ -204,7 +204,7 @@ class _Named:
 
 
 class EsperEnv(_Named, Env[Arrays, Heads]):
-    """One growing host as a Gymnasium environment: an action is a decision, and `config.reward` defines the reward.
+    """Offers one growing host as a Gymnasium environment: an action is a decision, and `config.reward` defines the reward.
 
         env = EsperEnv(esper.get_task("repair"), {"steps": 24})
         observation, info = env.reset(seed=1)
@@ -236,7 +236,7 @@ class EsperEnv(_Named, Env[Arrays, Heads]):
         return row(observation, 0), row(info, 0)
 
     def step(self, action: Heads) -> tuple[Arrays, float, bool, bool, Info]:
-        """Observation, reward, terminated, truncated (always False) and info."""
+        """Take a step; return observation, reward, terminated, truncated (always False) and info."""
         if self._rest is not None:
             raise ResetNeeded("the host was rolled back, which ended the sequence; reset() continues the episode")
         (observation, info), reward, ended = self.population.advance(np.asarray(action)[None])
@@ -246,7 +246,7 @@ class EsperEnv(_Named, Env[Arrays, Heads]):
 
 
 class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
-    """`config.envs` growing hosts that train as one population, as a Gymnasium vector environment.
+    """Trains `config.envs` growing hosts as one population, and offers them as a Gymnasium vector environment.
 
     With seed s, environment e equals an `EsperEnv` with seed s + e, bit for bit if its results do not depend on its neighbours
     (`esper docs lifecycle`). All episodes end at the same step and are reset within it (`AutoresetMode.SAME_STEP`). An
@@ -274,7 +274,7 @@ class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
         return observation, _with_flags(info, np.ones(self.num_envs, bool))
 
     def step(self, actions: Heads) -> tuple[Arrays, Floats, Bools, Bools, Info]:
-        """Observation, reward, terminated, truncated and info, as arrays over environments.
+        """Take a step; return observation, reward, terminated, truncated and info, as arrays over environments.
 
         At the end of an episode, observation and info are those of the next episode; `info["final_obs"]` and
         `info["final_info"]` hold the last ones of the old episode.
@@ -292,7 +292,7 @@ class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
 
 
 def _with_flags(info: Info, present: Bools) -> Info:
-    """Infos in the form of Gymnasium: for each entry `name` there is `_name`, (E,) bool, which environments have the entry."""
+    """Return infos in the form of Gymnasium: beside each entry `name`, `_name` (E,) bool says which environments have it."""
     flagged: Info = {}
     for name, value in info.items():
         flagged[name] = _with_flags(value, present) if isinstance(value, dict) else value

@@ -24,7 +24,7 @@ Indices = None | int | Iterable[int]
 
 
 class FlatVecEnv(VecEnv):
-    """An action is the index of a row of `decisions`; `action_masks` marks the decisions that the engine accepts now."""
+    """Offers one discrete action: the index of a row of `decisions`. `action_masks` marks the decisions that are accepted now."""
 
     render_mode: str | None = None
 
@@ -54,7 +54,7 @@ class FlatVecEnv(VecEnv):
         self._chosen = actions
 
     def step_wait(self) -> tuple[Arrays, NDArray[np.float32], Bools, list[dict[str, Any]]]:
-        """Observations, rewards, dones and infos, (E, ...). At the end of an episode the observation is the first of the next."""
+        """Return observations, rewards, dones and infos, (E, ...). At an episode's end the observation is the next's first."""
         (observation, info), reward, ended = self._population.advance(self.decisions[self._chosen])
         shown = {name: info[name] for name in ("accepted", "reward", "rolled_back", "instance")}
         infos = [row(shown, env) | {"TimeLimit.truncated": False} for env in range(self.num_envs)]
@@ -72,7 +72,7 @@ class FlatVecEnv(VecEnv):
         return [getattr(self, attr_name) for _ in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Raises InputError: the environments are rows of one object and have no attributes of their own."""
+        """Raise InputError: the environments are rows of one object and have no attributes of their own."""
         raise InputError(f"{attr_name} cannot be set: the environments of a population are rows of one object")
 
     def env_method(

@@ -1,1 +1,1 @@
-"""Karn: the windows. Progress, tables and figures of runs."""
+"""Shows runs: progress, tables and figures. Karn holds the windows on a run."""

@@ -1,4 +1,4 @@
-"""Runs compared with each other: how their settings differ, what came out of each, the difference of every pair, and a page."""
+"""Compare runs: how their settings differ, what came out of each, the difference of every pair, and a page."""
 
 import math
 from collections import Counter
@@ -25,7 +25,7 @@ data and the same order of batches."""
 
 
 class Compared(NamedTuple):
-    """A run that is compared with others."""
+    """Holds a run that is compared with others."""
 
     name: str  # the name of its folder, or its path if another run has a folder of that name
     model: RunModel  # what the folder holds
@@ -48,7 +48,7 @@ class Compared(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The first run's value less the second's, with a 95 % interval.
+    """Holds the first run's value less the second's, with a 95 % interval.
 
     Attributes:
         mean (float): mean difference; nan if a run has no value
@@ -69,14 +69,14 @@ class Difference(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """How two runs compare.
+    """Says how two runs compare.
 
     Attributes:
         first (str): name of a run
         second (str): name of the other run
         metric (Difference or None): difference of the metric on the test split; None if the runs cannot be compared by it
-        objective (Difference or None): likewise of J
-        params (Difference or None): likewise of the added parameters
+        objective (Difference or None): the same difference of J
+        params (Difference or None): the same difference of the added parameters
         sentence (str): the result in words
     """
 
@@ -89,7 +89,7 @@ class Verdict(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Runs and how they compare.
+    """Holds runs and how each pair of them compares.
 
     Attributes:
         runs (list of Compared): the runs in the order in which they were named

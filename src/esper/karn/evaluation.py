@@ -1,4 +1,4 @@
-"""What an evaluation shows, from its record, the object that `esper eval --json` prints: tables, a figure and a page."""
+"""Show an evaluation, from the object that `esper eval --json` prints, as tables, a figure and a page."""
 
 from collections.abc import Mapping, Sequence
 from math import nan
@@ -72,7 +72,7 @@ def interval_lines(record: Record) -> list[str]:
 
 
 def tables_of(estimates: Record, metric: str, record: Record) -> list[RichTable]:
-    """Three tables: J by controller, what it is made of, and the paired differences of J between a controller and a rule.
+    """Return three tables: J by controller, its parts, and the paired differences of J between a controller and a rule.
 
     J is the mean and the interquartile mean, with the share of the headroom where it is known. Its parts are means over the runs,
     beside the training time of all runs and the number of episodes that the controller was trained or searched with. A difference
@@ -228,7 +228,7 @@ def _task(record: Record, task: Record, key: str) -> ReportSection:
 
 
 def _verdict(row: Record, sample: str) -> str | None:
-    """A comparison of two controllers as a sentence; None without an interval. `sample` are the runs that it is made of."""
+    """Compare two controllers in a sentence; None without an interval. `sample` are the runs that the comparison is made of."""
     found = row["difference"]
     if found["low"] is None:
         return None

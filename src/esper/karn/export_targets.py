@@ -1,4 +1,4 @@
-"""The programs that a run can be exported to, one class each, and the table and the image that they get at its end."""
+"""Write runs for other programs: one class for each program, and the table and the image that a run gets at its end."""
 
 import io
 import logging
@@ -29,26 +29,26 @@ Pixels = NDArray[np.uint8]
 
 
 class FinalTable(NamedTuple):
-    """A table of texts; the first column names the rows."""
+    """Holds a table of texts; the first column names the rows."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 class Target(Protocol):
-    """A store of runs that another program shows. x never decreases from call to call."""
+    """Stores runs where another program shows them. x never decreases from call to call."""
 
     def open(self, name: str, identity: str, facts: Facts) -> None:
         """Begin the run `name`, in place of one of that name. `identity` (16 letters and digits) is that of the run folder."""
 
     def scalars(self, x: int, time: float, values: Values) -> None:
-        """The values of curves at x. time: when they were measured [seconds since 1970]."""
+        """Write the values of curves at x. time: when they were measured [seconds since 1970]."""
 
     def image(self, name: str, pixels: Pixels, x: int) -> None:
-        """An image (H, W, 3)."""
+        """Write an image (H, W, 3)."""
 
     def table(self, name: str, table: FinalTable, x: int) -> None:
-        """A table."""
+        """Write a table."""
 
     def flush(self) -> None:
         """Put on the disk what was written so far, where the program shows it."""
@@ -278,7 +278,7 @@ def as_markdown(table: FinalTable) -> str:
 
 
 def final_table(summary: Mapping[str, Any]) -> FinalTable | None:
-    """The table that a run prints at its end; of a training, the figures of its last rounds. None if the run failed early."""
+    """Return the table that a run prints at its end; of a training, the figures of its last rounds. None if it failed early."""
     training = "rounds_done" in summary
     if not can_print(summary, training):
         return None
@@ -298,7 +298,7 @@ def final_table(summary: Mapping[str, Any]) -> FinalTable | None:
 
 
 class Box(NamedTuple):
-    """A part of a network."""
+    """Describes a part of a network in the picture of it."""
 
     kind: Literal["input", "host", "seed", "output"]
     head: str  # what it is

@@ -1,4 +1,4 @@
-"""Export of a run: its rows become points, which go to a target in order. An export replaces the earlier ones of its run."""
+"""Export runs: rows become points, which go to a target in order. An export replaces the earlier ones of its run."""
 
 import hashlib
 import re
@@ -32,11 +32,11 @@ Draw = Callable[[OpenRun, Mapping[str, Any]], Sequence[Box] | None]
 
 
 class ExportError(RuntimeError):
-    """A target raised an error: one sentence. The command line exits with 1."""
+    """Says in one sentence which error a target raised. The command line exits with 1."""
 
 
 class Export:
-    """The export of one run to one target, whose run of that name it begins anew."""
+    """Exports one run to one target, where it replaces the run of that name."""
 
     def __init__(self, run: OpenRun, name: str, target: Target, draw: Draw) -> None:
         self.run, self.name, self.target, self.draw = run, name, target, draw
@@ -166,7 +166,7 @@ def _check_exports(folder: Path, target: str) -> None:
 
 
 class Exporter:
-    """An output of a run that exports it while it goes on, from the file of events, which has the rows of before a resume too."""
+    """Exports a run while it goes on, as an output of it. It reads the file of events, which has the rows before a resume too."""
 
     def __init__(self, folder: Path, target: str, draw: Draw) -> None:
         self.folder, self.target, self.draw = folder, target, draw

@@ -1,4 +1,4 @@
-"""Reads run folders: finished runs, runs in progress, and killed ones. T rows of one kind, E environments, S slots."""
+"""Read run folders: finished runs, runs in progress, and killed ones. T rows of one kind, E environments, S slots."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ MEND = "put back what the run wrote"  # what to do if a file of a run folder is 
 
 
 class Tail:
-    """The rows of a growing events.jsonl, as they are added.
+    """Reads the rows of a growing events.jsonl as they are added.
 
     A resumed run may cut rows off the end and write them again. `read` then begins anew with the first row, and `restarts`
     counts how often that happened.
@@ -88,7 +88,7 @@ class Tail:
 
 
 class OpenRun:
-    """A run folder, open for reading. Nothing is cached: every access reads what the folder holds at that time.
+    """Reads a run folder. Nothing is cached: every access reads what the folder holds at that time.
 
     folder (Path): the run folder
     """
@@ -163,7 +163,7 @@ class OpenRun:
         return owner is not None and lives(owner)
 
     def rows(self, kind: str | None = None) -> Iterator[Row]:
-        """The rows of events.jsonl in order, or those of one kind. InputError if the kind is unknown or a line is not a row.
+        """Yield the rows of events.jsonl in order, or those of one kind. InputError if the kind is unknown or a line is no row.
 
         A run with `telemetry.level: off` has none.
         """
@@ -314,13 +314,13 @@ Value = float | None
 
 
 class Environment(TypedDict, total=False):
-    """environment.json."""
+    """Describes environment.json."""
 
     command: list[str]
 
 
 class _Pair(TypedDict):
-    """A quantity of the twins, None without twins, and of the grown networks; lists over environments."""
+    """Describes a quantity of the twins, None without twins, and of the grown networks; lists over environments."""
 
     host: list[Value] | None
     grown: list[Value]
@@ -337,7 +337,7 @@ class _Skipped(TypedDict):
 
 
 class _Examples(TypedDict):
-    """Numbers of examples by split; lists over environments for a mixture."""
+    """Describes the numbers of examples by split; lists over environments for a mixture."""
 
     probe: Count | list[Count]
     test: Count | list[Count]
@@ -366,7 +366,7 @@ class _SeedFate(TypedDict):
 
 
 class _Static(TypedDict, total=False):
-    """A static network: why it is absent, or its parameters, seconds and `test_` values."""
+    """Describes a static network: why it is absent, or its parameters, seconds and `test_` values."""
 
     absent: str
     note: str
@@ -375,7 +375,7 @@ class _Static(TypedDict, total=False):
 
 
 class _Compared(TypedDict):
-    """J of static networks, and the difference of the grown networks to it; without an interval, its ends are None."""
+    """Describes J of static networks and the difference of the grown networks from it; without an interval, its ends are None."""
 
     test_objective: list[Value]
     difference: Value
@@ -416,7 +416,7 @@ class _Outputs(TypedDict):
 
 
 class Summary(TypedDict, total=False):
-    """summary.json of any run."""
+    """Describes what summary.json holds for any run."""
 
     error: _Failure
     workers: _Workers
@@ -431,14 +431,14 @@ class _Widened(Summary):
 
 
 class Failed(Summary, total=False):
-    """summary.json of a run that failed before it had figures."""
+    """Describes summary.json of a run that failed before it had figures."""
 
     status: Literal["running", "finished", "interrupted", "failed"]
     steps_done: Count
 
 
 class Grown(Summary):
-    """summary.json of a growth that came to its end."""
+    """Describes summary.json of a growth that came to its end."""
 
     status: Literal["running", "finished", "interrupted", "failed"]
     verdict: NotRequired[str]
@@ -481,7 +481,7 @@ class Grown(Summary):
 
 
 class FinishedTraining(Summary):
-    """summary.json of a training that came to its end."""
+    """Describes summary.json of a training that came to its end."""
 
     status: Literal["running", "finished", "interrupted", "failed"]
     rounds_done: Count
@@ -497,7 +497,7 @@ class FinishedTraining(Summary):
 
 
 class Sized(Summary):
-    """summary.json of a network that became wider as a whole (`esper.AnytimeGrowth`)."""
+    """Describes summary.json of a network that became wider as a whole (`esper.AnytimeGrowth`)."""
 
     status: Literal["running", "finished", "interrupted", "failed"]
     verdict: str
@@ -509,7 +509,7 @@ class Sized(Summary):
 
 
 def check_summary(summary: Any, path: Path) -> None:
-    """InputError, which names the key, if the content of a summary.json is none."""
+    """Raise InputError, which names the key, if the content is not that of a summary.json."""
     try:
         kinds = {"grown_params": Grown, "rounds_done": FinishedTraining, "sizes": Sized}
         kind = next((kinds[key] for key in kinds if key in summary), Failed)

@@ -1,4 +1,4 @@
-"""One model of a run, made from its rows one by one: report, watch, serve, compare and exporters show what it holds.
+"""Build the model of a run from its rows, one by one: report, watch, serve, compare and exporters show what it holds.
 
 T steps, E environments, S slots, K blueprints. A quantity that a run did not measure, or did not record, is None or nan, never 0.
 """
@@ -50,7 +50,7 @@ EMPTY = frozenset({Stage.DORMANT, Stage.PRUNED, Stage.EMBARGOED})  # stages of a
 
 
 class Stay(NamedTuple):
-    """A run of steps in which one slot of one environment is in one stage."""
+    """Holds a run of steps in which one slot of one environment is in one stage."""
 
     env: int
     slot: int  # index of the slot
@@ -63,7 +63,7 @@ class Stay(NamedTuple):
 
 
 class SeedMark(NamedTuple):
-    """A seed that was planted (GERMINATED) or removed (PRUNED). Neither stage lasts as long as a step."""
+    """Marks a seed that was planted (GERMINATED) or removed (PRUNED). Neither stage lasts as long as a step."""
 
     env: int
     slot: int  # index of the slot
@@ -74,7 +74,7 @@ class SeedMark(NamedTuple):
 
 
 class EpisodeSteps(NamedTuple):
-    """The steps of an episode."""
+    """Holds the steps of an episode."""
 
     steps: NDArray[np.int64]  # (T,) numbers of the steps
     metric: Floats  # (T, E) task metric on the probe split
@@ -88,7 +88,7 @@ class EpisodeSteps(NamedTuple):
 
 
 class Worths(NamedTuple):
-    """What seeds were worth, of the episode of the population. R rows, in the order in which they were measured."""
+    """Holds what the seeds of the population's episode were worth. R rows, in the order in which they were measured."""
 
     steps: NDArray[np.int64]  # (R,) numbers of the steps
     contribution: Floats  # (R, E, S) contribution of every seed to the metric
@@ -99,7 +99,7 @@ class Worths(NamedTuple):
 
 
 class Sensed(NamedTuple):
-    """The growth sensors, of the episode of the population. R rows, F sensors."""
+    """Holds the growth sensors of the population's episode. R rows, F sensors."""
 
     steps: NDArray[np.int64]  # (R,) steps after which they were measured
     names: Sequence[str]  # (F,) the sensors
@@ -107,7 +107,7 @@ class Sensed(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Where the time went, of the episode of the population. R rows."""
+    """Says where the time of the population's episode went. R rows."""
 
     steps: NDArray[np.int64]  # (R,) last step of each row
     seconds: Mapping[str, Floats]  # (R,) by phase
@@ -115,9 +115,9 @@ class Times(NamedTuple):
 
 @dataclass
 class DecisionLog:
-    """Plantings, keeps and prunes of a run; of a training those of its episodes, without those of validations.
+    """Counts the plantings, keeps and prunes of a run; those of a training's episodes, without those of validations.
 
-    All are counted, and those that a page shows are held, so that memory is bounded.
+    It holds only the rows that a page shows, so that its memory is bounded.
     """
 
     total: int = 0  # keeps and prunes
@@ -160,7 +160,7 @@ class DecisionLog:
 
 
 class Tally(NamedTuple):
-    """What became of the seeds of one blueprint at one slot.
+    """Says what became of the seeds of one blueprint at one slot.
 
     Attributes:
         blueprint (str): name of the blueprint
@@ -188,7 +188,7 @@ class Tally(NamedTuple):
 
 
 class _Seed(NamedTuple):
-    """A seed that is in a slot."""
+    """Describes a seed that is in a slot."""
 
     blueprint: str
     step: int  # at which it was planted
@@ -197,10 +197,7 @@ class _Seed(NamedTuple):
 
 
 class BlueprintAnalytics:
-    """Counts what became of each blueprint at each slot; it can be an output of a run (`esper.grow(..., outputs=[...])`).
-
-    Two objects share nothing.
-    """
+    """Counts what became of each blueprint at each slot; it can be an output of a run (`esper.grow(..., outputs=[...])`)."""
 
     def __init__(self) -> None:
         self._seeds: dict[tuple[object, ...], _Seed] = {}  # of the slots that are not empty
@@ -254,7 +251,7 @@ class BlueprintAnalytics:
                     self._seeds.pop(_place(row, row.env, slot), None)
 
     def close(self) -> None:
-        """Nothing is to be closed."""
+        """Do nothing: there is nothing to close."""
 
     def tallies(self) -> list[Tally]:
         """Return one for each blueprint and slot, that which was tried most first."""
@@ -290,7 +287,7 @@ def _place(row: PlayedRow, env: int, slot: str) -> tuple[object, ...]:
 
 
 class Curve:
-    """Values over steps or rounds, at most `POINTS` to 2 `POINTS` of them. Which are kept does not depend on how they come in."""
+    """Keeps values over steps or rounds, at most 2 `POINTS` of them. Which are kept does not depend on how they come in."""
 
     def __init__(self) -> None:
         self.x: list[float] = []
@@ -307,7 +304,7 @@ class Curve:
 
 
 class CurvePoint(NamedTuple):
-    """The values of the exported curves at one place (`esper docs exporters`)."""
+    """Holds the values of the exported curves at one place (`esper docs exporters`)."""
 
     kind: str  # kind of the row: step, gradients, size or round
     x: int  # `step` of the row in a grown run; number of rounds before this one in a training; it never decreases
@@ -338,7 +335,7 @@ _LONGEST = 60  # characters of a task's name in the name of a curve
 
 
 class RunModel:
-    """A run as its rows and its other files tell it.
+    """Holds what the rows and the other files of a run say.
 
     `write` takes the rows in order, as they come or from a finished file; `complete` takes in the other files, and works out what
     needs all steps (`karn.reader.complete` calls it with the files of a folder).
@@ -496,7 +493,7 @@ class RunModel:
         return CurvePoint("size", row.step, row.time, {f"size/{name}": value for name, value in values.items()})
 
     def _task_name(self, task: str) -> str:
-        """The name of a task with the characters that every target of an export accepts; each task has a name of its own."""
+        """Return the name of a task in characters that every target of an export accepts; each task has a name of its own."""
         if task not in self._task_names:
             base = re.sub(r"[^A-Za-z0-9_-]+", "_", task)[-_LONGEST:] or "_"
             self._task_names[task] = unused_name(base, self._task_names.values())
@@ -561,7 +558,7 @@ class RunModel:
             self._log(row.env, said)
 
     def _write_measurement(self, row: MeasurementRow | SensorsRow | PhasesRow) -> None:
-        """Measurements, sensors and times of a step, which comes before or after the row of that step."""
+        """Take in the measurements, sensors and times of a step, which come before or after the row of that step."""
         if isinstance(row, MeasurementRow) and row.contribution_means is not None and row.contribution_ses is not None:
             self._contributions, self._errors = _floats(row.contribution_means), _floats(row.contribution_ses)
         if isinstance(row, PhasesRow) and row.reading_p95 is not None:
@@ -610,11 +607,11 @@ class RunModel:
         return len(self._stages)
 
     def state(self, env: int, slot: int) -> tuple[Stage, float]:
-        """Stage and dose of one slot of one environment as it is now."""
+        """Return the stage and dose of one slot of one environment as it is now."""
         return Stage(int(self._stages[env, slot])), float(self._alphas[env, slot])
 
     def cell(self, env: int, slot: int) -> tuple[Stage, float, str | None, float, float]:
-        """Stage, dose and seed of one slot of one environment as it is now, and its contribution with the standard error.
+        """Return stage, dose and seed of one slot of one environment now, and its contribution with the standard error.
 
         The contribution is nan if it was not measured.
         """
@@ -630,13 +627,13 @@ class RunModel:
         return list(reversed(self._logs.get(env, ())))
 
     def done(self) -> tuple[int, int]:
-        """Steps that are done, and those of the episode; rounds in a training."""
+        """Return how many steps are done, and how many the episode has; rounds in a training."""
         if self.planned is not None:
             return (self.rounds[-1].round - self.planned.start + 1 if self.rounds else 0), len(self.planned)
         return self.step + 1, 0 if self.head is None else self.head.steps
 
     def seconds_left(self) -> float:
-        """Time until the end of the episode or the training at the pace of the last steps or rounds; nan if unknown [seconds]."""
+        """Estimate the time to the end of the episode or training at the pace of the last steps or rounds [seconds], or nan."""
         done, whole = self.done()
         if not whole or len(self._times) < 2 or self.last is None or self.last.status != "running":
             return NAN
@@ -751,7 +748,7 @@ def _spread(name: str, best: Best, values: Sequence[float | None]) -> tuple[dict
 
 
 def _floats(values: Any) -> Floats:
-    """Numbers with None for what was not measured, as an array with nan."""
+    """Return numbers, with None for what was not measured, as an array with nan."""
     return np.array(values, np.float64)
 
 

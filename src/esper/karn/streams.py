@@ -1,4 +1,4 @@
-"""Output that never raises: a closed terminal, a full disk or an ASCII encoding does not end a run."""
+"""Write output without ever raising: a closed terminal, a full disk or an ASCII encoding does not end a run."""
 
 import errno
 import io
@@ -17,7 +17,7 @@ PLAIN = str.maketrans(
 
 
 class Steady(io.TextIOBase):
-    """A text stream that writes to another stream and never raises.
+    """Writes text to another stream and never raises.
 
     Characters that the encoding lacks are replaced. Text that cannot be written is dropped, and `lost` is the first error.
     Nothing is buffered, so that the interpreter has nothing to flush at its exit.

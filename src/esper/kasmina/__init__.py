@@ -1,1 +1,1 @@
-"""Kasmina: the networks. Stacked hosts, seeds, blueprints, blending and the lifecycle of a slot."""
+"""Computes networks: stacked hosts, seeds, blueprints, blending and the lifecycle of a slot. Kasmina holds the networks."""

@@ -1,4 +1,4 @@
-"""The contract of a host: segments with named slots between them."""
+"""Define the contract of a host: segments with named slots between them."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,7 +19,7 @@ from esper.leyline.text import counted, kind_of
 
 
 class Chain:
-    """A network as a chain of segments, with sites between them. paths: the dotted path of every segment, in order."""
+    """Runs a network as a chain of segments, with sites between them. paths: the dotted path of every segment, in order."""
 
     def __init__(self, segments: int, after: Sequence[int]) -> None:
         """`after` names the segment in front of each site, in order; no two sites may share one."""
@@ -76,7 +76,7 @@ _Part = TypeVar("_Part", nn.Module, SlotSpec)
 
 
 class SegmentedHost(nn.Module):
-    """Segments run one after the other; slot s changes the stream that segment `slots[s].after` returns.
+    """Runs segments one after the other; slot s changes the stream that segment `slots[s].after` returns.
 
     The first segment takes the batches of the task: `segment(x)` of one tensor, `segment(*batch)` of a tuple,
     `segment(**batch)` of a mapping. Every other segment takes the one tensor that the segment in front of it returns.

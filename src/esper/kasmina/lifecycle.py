@@ -1,4 +1,4 @@
-"""The lifecycle of every slot of every environment: pure functions over arrays. E environments, S slots.
+"""Advance the lifecycle of every slot of every environment by pure functions over arrays. E environments, S slots.
 
 `tick` advances the state by one step, `legal` gives the operations that are allowed, and `apply` carries decisions out
 and refuses those that are not allowed. Each takes a handful of array operations for any E and S. None of them touches a
@@ -20,7 +20,7 @@ from esper.leyline.lifecycle.view import Bools, Masks, Seeds, Space, Transitions
 
 
 class Edits(NamedTuple):
-    """Modules to make and modules to free, as rows of (environment, slot); derived from two states of `Seeds`."""
+    """Lists modules to make and modules to free, as rows of (environment, slot); derived from two states of `Seeds`."""
 
     born: Ints  # (n, 2)
     freed: Ints  # (n, 2)
@@ -222,7 +222,7 @@ def transitions(before: Seeds, after: Seeds) -> Transitions:
 
 
 def _alpha_of_next_step(seeds: Seeds, shape: Shape) -> NDArray[np.float32]:
-    """alpha = start + (end - start) * ramp(k / n) in the k-th step of a ramp of n; k - 1 steps have passed."""
+    """Compute alpha = start + (end - start) * ramp(k / n) in the k-th step of a ramp of n; k - 1 steps have passed."""
     start, end, length = (seeds.ramp[..., i].astype(np.float64) for i in range(3))
     path = ramp((seeds.age + 1) / np.maximum(length, 1), shape)
     path = np.where(length == 0, 1.0, path)

@@ -1,4 +1,4 @@
-"""The computation of a slot, for one network and for populations alike."""
+"""Compute the output of a slot, for one network and for populations alike."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ from esper.leyline.lifecycle.streams import Stream
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), computed as (1 + tanh(x / 2)) / 2.
+    """Compute 1 / (1 + exp(-x)) as (1 + tanh(x / 2)) / 2.
 
     torch.sigmoid computes the last elements of a tensor by another code path, so the value of a row would depend on the
     number of rows.
@@ -86,7 +86,7 @@ def differentiated_blend(
 
 
 class DifferentiableFunction(torch.autograd.Function):
-    """A function with gradients of its own, which `torch.func` can transform.
+    """Defines a function with gradients of its own, which `torch.func` can transform.
 
     Subclasses define forward, setup_context and backward of torch, and `tangent`, which computes the tangent of the output from
     those of the inputs (None for one that has none).
@@ -111,14 +111,14 @@ def _with_jvp(rule: type[DifferentiableFunction]) -> type[DifferentiableFunction
 
 
 class Straight(DifferentiableFunction):
-    """Straight-through incubation: the value is h, bit for bit; the gradient goes unchanged to h and to the change.
+    """Incubates a seed straight-through: the value is h, bit for bit; the gradient goes unchanged to h and to the change.
 
     The formula h + (c - c.detach()) is not used, because it passes a nan of the seed on to the host.
     """
 
     @staticmethod
     def forward(h: Tensor, change: Tensor, rows: Tensor) -> Tensor:
-        """h (E, B, D), change (n, B, D); rows (n,) int64 are the rows of h that the changes belong to."""
+        """Return h (E, B, D); change (n, B, D), and rows (n,) int64, the rows of h that the changes belong to."""
         return h.view_as(h)
 
     @staticmethod
@@ -139,11 +139,11 @@ class Straight(DifferentiableFunction):
 
 
 class Proximal(DifferentiableFunction):
-    """Return the change c, bit for bit, and add the gradient of weight * |c|^2 / |h|^2 to that of c; h gets no gradient."""
+    """Returns the change c, bit for bit, and adds the gradient of weight * |c|^2 / |h|^2 to that of c; h gets no gradient."""
 
     @staticmethod
     def forward(change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-        """change, h (B, ...); weight ()."""
+        """Return the change; change, h (B, ...); weight ()."""
         return change.view_as(change)
 
     @staticmethod
@@ -152,21 +152,21 @@ class Proximal(DifferentiableFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """g + 2 weight c / |h|^2."""
+        """Compute g + 2 weight c / |h|^2."""
         return gradients[0] + _pull(*ctx.saved_tensors), None, None
 
     @staticmethod
     def tangent(ctx: Any, change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-        """That of the change: what `backward` adds is the gradient of a term of the objective, and not of the output."""
+        """Return the tangent of the change: what `backward` adds is the gradient of a term of the objective, not the output."""
         return change.view_as(change)
 
 
 class ProximalStraight(DifferentiableFunction):
-    """`Straight` of the `Proximal` change of one network, in one function: a function costs what a small seed does."""
+    """Computes `Straight` of the `Proximal` change of one network as one function, because each costs as much as a small seed."""
 
     @staticmethod
     def forward(h: Tensor, change: Tensor, base: Tensor, weight: Tensor) -> Tensor:
-        """h, change, base (B, ...); weight (). `base` is h without its graph."""
+        """Return h; h, change, base (B, ...); weight (). `base` is h without its graph."""
         return h.view_as(h)
 
     @staticmethod
@@ -175,7 +175,7 @@ class ProximalStraight(DifferentiableFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """g for h, and g + 2 weight c / |h|^2 for the change."""
+        """Return g for h, and g + 2 weight c / |h|^2 for the change."""
         return gradients[0], gradients[0] + _pull(*ctx.saved_tensors), None, None
 
     @staticmethod
@@ -185,13 +185,13 @@ class ProximalStraight(DifferentiableFunction):
 
 
 def _pull(change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-    """2 weight c / |h|^2."""
+    """Compute 2 weight c / |h|^2."""
     tiny = torch.finfo(h.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
     return (2 * weight / h.square().sum().clamp(min=tiny)).to(h.dtype) * change
 
 
 class Seed(nn.Module):
-    """The content of a slot: the change of a blueprint, and the map of the GATE blend, which starts at g = 1/2."""
+    """Holds the content of a slot: the change of a blueprint, and the map of the GATE blend, which starts at g = 1/2."""
 
     def __init__(self, delta: nn.Module, reads: int) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class Seed(nn.Module):
 
 
 class Seedlike(Protocol):
-    """An object that computes as a `Seed` does: a module, or rows of a stack of modules."""
+    """Computes as a `Seed` does: a module, or rows of a stack of modules."""
 
     def delta(self, u: Tensor) -> Tensor:
         """Return the change, computed from what the seed reads, in the shape of the stream."""

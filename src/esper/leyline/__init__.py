@@ -1,1 +1,1 @@
-"""Leyline: the contracts. Stages, operations, slots, config, records and protocols; it imports no other package of Esper."""
+"""Defines contracts: stages, operations, slots, config, records and protocols. Leyline imports no other package of Esper."""

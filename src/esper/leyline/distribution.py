@@ -1,4 +1,4 @@
-"""The distribution that Esper is installed from: its name, version and extras, and a check for a conflicting one.
+"""Find the distribution that Esper is installed from: its name, version and extras. Check for a conflicting one.
 
 The distribution `esper-grow` installs the package `esper`. The distribution `esper` on the package index is an unrelated
 library that installs a package of the same name, so pip writes the files of both into one folder.

@@ -1,4 +1,4 @@
-"""Errors and warnings whose message is one sentence, and what the tracebacks of users' code show."""
+"""Define errors and warnings whose message is one sentence, and what the tracebacks of users' code show."""
 
 import os
 import re
@@ -24,7 +24,7 @@ _ASKED = re.compile(r"(?:tried to|unable to) allocate ([\d.,]+ (?:bytes|[KMGTPE]
 
 
 class InputError(ValueError):
-    """Bad input: one sentence with what was given, what is accepted and what to change. The command line exits with 2.
+    """Refuses bad input in one sentence: what was given, what is accepted and what to change. The command line exits with 2.
 
     The message may quote a file that someone else wrote: lines are joined, and control characters are escaped.
     """
@@ -34,35 +34,35 @@ class InputError(ValueError):
 
 
 class DataWarning(UserWarning):
-    """Examples that are left out: one sentence with their number, their split and their indices."""
+    """Says which examples are left out: one sentence with their number, their split and their indices."""
 
 
 class RunWarning(UserWarning):
-    """A finding about a run folder that does not stop the run."""
+    """Reports a finding about a run folder that does not stop the run."""
 
 
 class GrowthWarning(UserWarning):
-    """A finding about a network that grows in a training loop, which does not stop it."""
+    """Reports a finding about a network that grows in a training loop, which does not stop it."""
 
 
 class DataFault(RuntimeError):
-    """Examples in memory that were finite are no longer finite: one sentence. The command line exits with 1."""
+    """Says that examples in memory that were finite are no longer finite: one sentence. The command line exits with 1."""
 
 
 class UserCodeError(RuntimeError):
-    """Code of the user raised an error, which is the `__cause__` of this one. The command line exits with 1."""
+    """Says that code of the user raised an error, which is the `__cause__` of this one. The command line exits with 1."""
 
 
 class WorkerError(RuntimeError):
-    """Workers were lost for good, or the code of a worker failed: one sentence. The command line exits with 1."""
+    """Says that workers were lost for good, or that the code of one failed: one sentence. The command line exits with 1."""
 
 
 class LearningError(RuntimeError):
-    """An update of a policy failed, and the policy keeps its earlier weights. The command line exits with 1."""
+    """Says that an update of a policy failed; the policy keeps its earlier weights. The command line exits with 1."""
 
 
 class RolledBack(RuntimeError):
-    """Every environment was rolled back in every step, so nothing was trained."""
+    """Says that every environment was rolled back in every step, so that nothing was trained."""
 
     def __init__(self, rollbacks: Mapping[str, int]) -> None:
         """rollbacks: numbers of rollbacks by reason."""
@@ -74,7 +74,7 @@ class RolledBack(RuntimeError):
 
 
 class OutOfMemory(RuntimeError):
-    """Memory ran out: one sentence with the device, the amount, and the key to lower. The command line exits with 1."""
+    """Says that memory ran out: one sentence with the device, the amount, and the key to lower. The command line exits with 1."""
 
 
 def warn(sentence: str, category: type[Warning]) -> None:
@@ -97,12 +97,12 @@ def typed_line(error: BaseException) -> str:
 
 
 def describe_error(error: BaseException) -> dict[str, str]:
-    """Type and message of an error, as in summary.json."""
+    """Return the type and message of an error, as in summary.json."""
     return {"type": type(error).__name__, "message": str(error)}
 
 
 def raised_in_user_code(error: BaseException) -> bool:
-    """Whether the traceback of an error has a frame that belongs neither to Esper, nor to Python, nor to an installed package."""
+    """Return whether the traceback of an error has a frame that is not of Esper, Python or an installed package."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return not all(map(_is_hidden, files))
 
@@ -125,7 +125,7 @@ def is_library(file: str) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of Python, NumPy or torch says that memory ran out; torch raises a plain RuntimeError on the CPU."""
+    """Return whether an error of Python, NumPy or torch says that memory ran out; on the CPU torch raises a RuntimeError."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_SHORTAGE.search(str(error))))
 
 

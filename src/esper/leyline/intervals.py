@@ -1,4 +1,4 @@
-"""Means over environments, with standard errors and Student's t intervals. A value that is None was not measured."""
+"""Compute means over environments, with standard errors and Student's t intervals. A value that is None was not measured."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Values = Sequence[float | None]
 
 
 class MeanInterval(NamedTuple):
-    """A mean and its 95 % t interval; nan where there are too few values.
+    """Holds a mean and its 95 % t interval; nan where there are too few values.
 
     Attributes:
         mean (float): mean of the values
@@ -50,7 +50,7 @@ def mean_and_error(values: Values | None) -> tuple[float, float]:
 
 
 def t_factor(count: float) -> float:
-    """Half the width of the 95 % interval of the mean of `count` >= 2 normal values [standard errors].
+    """Return half the width of the 95 % interval of the mean of `count` >= 2 normal values [standard errors].
 
     The 0.975 quantile of Student's t with count - 1 degrees of freedom, whole or not: 12.71 for 2 values, 1.96 for many.
     """
@@ -61,7 +61,7 @@ def t_factor(count: float) -> float:
 
 
 def t_interval(values: Values) -> MeanInterval:
-    """mean ± t s / sqrt(n), the 95 % t interval of the mean of the values that are not None."""
+    """Compute mean ± t s / sqrt(n), the 95 % t interval of the mean of the values that are not None."""
     mean, error = mean_and_error(values)
     count = sum(value is not None for value in values)
     half = t_factor(count) * error if count > 1 else math.nan
@@ -69,12 +69,12 @@ def t_interval(values: Values) -> MeanInterval:
 
 
 def differences(ours: Values, theirs: Values) -> list[float | None]:
-    """ours - theirs, pair by pair; None where one of the two was not measured."""
+    """Subtract theirs from ours, pair by pair; None where one of the two was not measured."""
     return [None if a is None or b is None else a - b for a, b in zip(ours, theirs, strict=True)]
 
 
 def spread(values: Values, form: str) -> str:
-    """Mean and 95 % t interval of the values that are not None, as +0.078 [+0.031, +0.124]; only the mean of a single value."""
+    """Write mean and 95 % t interval of the values that are not None, as +0.078 [+0.031, +0.124]; of one value the mean."""
     return shown(t_interval(values), form)
 
 

@@ -1,4 +1,4 @@
-"""The progress of a run or of other work: the protocols that show it, and an estimate of how long it takes."""
+"""Show the progress of a run or of other work: the protocols that show it, and an estimate of how long it takes."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol
@@ -11,7 +11,7 @@ class ProgressWatch(Protocol):
     """Shows the progress of a population."""
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
-        """Called after each step. `speed` is rows * steps / second and `rollbacks` a count, both so far and with twins."""
+        """Show a step that was taken. `speed` is rows * steps / second and `rollbacks` a count, both so far and with twins."""
 
     def note(self, text: str) -> None:
         """Show a line, such as the name of the next phase."""
@@ -24,14 +24,14 @@ class Progress(Protocol):
     """Shows the progress of a training."""
 
     def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """Called after each round. Rounds of imitation have numbers below 0."""
+        """Show a round that was played. Rounds of imitation have numbers below 0."""
 
     def note(self, text: str) -> None:
         """Show a line, such as the name of the next phase."""
 
 
 class Silent:
-    """A Watch and a Progress that shows nothing."""
+    """Shows nothing, as a ProgressWatch and as a Progress."""
 
     def step(self, view: View, speed: float, rollbacks: int) -> None: ...
 

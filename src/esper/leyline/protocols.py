@@ -1,4 +1,4 @@
-"""The base class of controllers, and the protocol of rewards."""
+"""Define the base class of controllers, and the protocol of rewards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from esper.leyline.text import kind_of, with_article
 
 
 class Controller(ABC):
-    """A controller, such as a rule, a learner or a replay. A subclass defines `act`, and of the rest what it needs.
+    """Decides what grows, as a rule, a learner or a replay. A subclass defines `act`, and of the rest what it needs.
 
     Attributes:
         sensors_every (int): steps between measurements of the growth sensors that it needs, used if `probe.sensors_every` is
@@ -74,7 +74,7 @@ class Controller(ABC):
         return None
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """The next decisions of this step, for example to plant several seeds at once, or None to begin the training of the step.
+        """Decide once more in this step, for example to plant several seeds at once; None begins the training of the step.
 
         view: the view after the last decisions; its measurements are those before the step. refused: (E,) a `Refusal` for each
         environment, of the last decisions of this step.
@@ -82,14 +82,14 @@ class Controller(ABC):
         return None
 
     def proposals(self, view: View) -> "Proposed | None":
-        """What is tried in copies of the environments before the next decision; None for nothing. Called before every `act`."""
+        """Return what to try in copies of the environments before the next decision; None for nothing. Called before `act`."""
         return None
 
     def tried(self, worth: NDArray[np.float64]) -> None:  # noqa: B027 -- a default, which does nothing
         """Receive (n,) J on the probe split of the copies after the trial. Called before `act`."""
 
     def package(self, view: View) -> NDArray[np.int64] | None:
-        """(E,): index of the blueprint that is still to be planted in every slot whose segment keeps the width of the stream.
+        """Return (E,) the index of the blueprint still to be planted in each slot whose segment keeps the width of the stream.
 
         -1 where something else, or nothing, is to be planted. Called after `act`. Decisions of a controller that returns None
         are not imitated as packages (`ppo.packages`).
@@ -102,7 +102,7 @@ class Controller(ABC):
 
 
 def as_controller(made: Any, subject: str = "controller is") -> Controller:
-    """The controller, or the object with `act`, `store` and `update` with the defaults of the rest. InputError for another."""
+    """Return the controller, or add the defaults to an object with `act`, `store` and `update`. InputError for another."""
     if isinstance(made, Controller):
         return made
     cls = type(made)
@@ -125,7 +125,7 @@ def as_controller(made: Any, subject: str = "controller is") -> Controller:
 
 
 class Proposed(NamedTuple):
-    """Candidates that are tried before a decision. An environment may have several.
+    """Holds candidates that are tried before a decision. An environment may have several.
 
     Attributes:
         env ((n,) int64): the environment that each candidate is for
@@ -139,11 +139,11 @@ class Proposed(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """What a policy thought of its last decisions. The heads are in the order of `Head`.
+    """Says what a policy thought of its last decisions. The heads are in the order of `Head`.
 
     Attributes:
         probability ((E, heads) float64): probability of the choice of each head; nan where the operation does not read the head
-        entropy ((E, heads) float64): entropy of the distribution of each head; nan likewise [nats]
+        entropy ((E, heads) float64): entropy of the distribution of each head; nan where the probability is [nats]
         value ((E,) float64): return that the policy expects from this step on
     """
 
@@ -153,7 +153,7 @@ class Judgement(NamedTuple):
 
 
 class Reward(Protocol):
-    """A function from the outcome of a step to its reward."""
+    """Computes the reward of a step from its outcome."""
 
     def __call__(self, outcome: Outcome) -> Mapping[str, NDArray[np.float64]]:
-        """Named components, each (E,) float64, whose sum is the reward."""
+        """Return the named components, each (E,) float64, whose sum is the reward."""

@@ -1,4 +1,4 @@
-"""Records of arrays (NamedTuples and dataclasses): a short `repr`, and their form in checkpoints, which hold nested dicts."""
+"""Print records of arrays (NamedTuples and dataclasses) in short, and turn them into the nested dicts of checkpoints."""
 
 import sys
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _FEW = 8
 
 
 def brief(record: Record) -> Record:
-    """Class decorator: the `repr` of a NamedTuple or dataclass is one short line, without the values of large arrays.
+    """Give a NamedTuple or dataclass a `repr` of one short line, without the values of large arrays; a class decorator.
 
     Split(x=float32 (90, 4), y=int64 (90,))
     """

@@ -1,4 +1,4 @@
-"""Code of the user's own by reference to a function: `path.py:function` or `module:function`."""
+"""Load code of the user's own by reference to a function: `path.py:function` or `module:function`."""
 
 import ast
 import importlib
@@ -56,7 +56,7 @@ def find_reference(reference: str, what: str) -> Any:
 
 
 def digest_of(reference: str) -> str | None:
-    """First 16 hexadecimal digits of the sha256 of the file that a reference names; None if it was not imported."""
+    """Return the first 16 hexadecimal digits of the sha256 of the file that a reference names; None if not imported."""
     place = reference.rpartition(":")[0]
     content, _ = _READ.get(Path(place).resolve(), (None, None))
     file = getattr(sys.modules.get(place), "__file__", None)
@@ -66,7 +66,7 @@ def digest_of(reference: str) -> str | None:
 
 
 def digest_of_sources() -> str:
-    """Digest of the sources of all imported modules of the user, without the script that runs, which no reference names."""
+    """Digest the sources of all imported modules of the user, without the script that runs, which no reference names."""
     digest = sha256()
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -77,7 +77,7 @@ def digest_of_sources() -> str:
 
 
 def unnamed_function(file: str, what: str) -> str:
-    """The message for a Python file without a function; it names those of the file, which is not run. what: what is wanted."""
+    """Return the message for a Python file without a function; it names the file's, and runs nothing. what: what is wanted."""
     try:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -167,7 +167,7 @@ def is_own_controller(name: str) -> bool:
 
 
 def own_code(controller: str) -> tuple[str, str] | None:
-    """The argument of `resume`, controller or reward, and its reference, by the `controller` of a config; None for neither."""
+    """Return the argument of `resume`, controller or reward, and its reference, by a config's `controller`; None for neither."""
     if controller.startswith(PAID_BY):
         reward = controller.removeprefix(PAID_BY)
         return ("reward", reward) if is_reference(reward) else None

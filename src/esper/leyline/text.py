@@ -1,4 +1,4 @@
-"""Text that is safe to print, and numbers as text."""
+"""Make text safe to print, and numbers into text."""
 
 import difflib
 import re
@@ -36,14 +36,14 @@ def with_article(name: str) -> str:
 
 
 def either(words: Sequence[str]) -> str:
-    """Words as a choice: `a`, `a or b`, `a, b or c`."""
+    """Write words as a choice: `a`, `a or b`, `a, b or c`."""
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def did_you_mean(
     given: object, known: Iterable[str], *, first: Sequence[str] = (), most: int = 1, similarity: float = 0.6
 ) -> str:
-    """The question `did you mean 'digits'?`, for a name that is not among the known ones; "" where there is nothing to suggest.
+    """Ask `did you mean 'digits'?` for a name that is not among the known ones; "" where there is nothing to suggest.
 
     first: names to suggest in any case; where there are some, similar names are not looked for. most: the largest number of
     similar names. similarity: the least similarity of a name, from 0 to 1 (`difflib.SequenceMatcher.ratio`).

@@ -1,1 +1,1 @@
-"""Nissa: telemetry. The rows of the events, and the hub that writes them."""
+"""Writes telemetry: the rows of the events, and the hub that hands them on. Nissa holds the telemetry."""

@@ -1,4 +1,4 @@
-"""Making, writing and reading the rows of events.jsonl (nissa/rows.py). E environments, S slots."""
+"""Make, write and read the rows of events.jsonl (nissa/rows.py). E environments, S slots."""
 
 import functools
 import math
@@ -55,7 +55,7 @@ def step_row(view: View, outcome: Outcome, *, twin_metrics: Floats | None = None
 
 
 class Basis(NamedTuple):
-    """The reason and the measurements of a decision to plant, keep or remove a seed; None for what was not measured.
+    """Holds the reason and the measurements of a decision to plant, keep or remove a seed; None for what was not measured.
 
     The fields are those of `LifecycleRow`.
     """
@@ -101,7 +101,7 @@ def lifecycle_rows(
 def rollback_rows(
     outcome: Outcome, space: Space, found: NDArray[np.int8], failed: Scores, before: Seeds, after: Seeds
 ) -> Iterator[RollbackRow]:
-    """One row per rollback in a step. `found` (rows,) holds the environments and then their twins, `failed` the scores before
+    """Yield one row per rollback in a step. `found` (rows,) holds the environments, then their twins; `failed` the scores before
     the rollback, `before` and `after` the seeds before and after it.
     """
     envs = len(outcome.actions.op)
@@ -186,7 +186,7 @@ def encode(row: Row) -> bytes:
 
 
 def decode(line: bytes | str) -> Row:
-    """The row of a line of events.jsonl, with every list at its full length. InputError if the line is no row of this version."""
+    """Return the row of a line of events.jsonl, with every list at full length. InputError if it is no row of this version."""
     try:
         row = _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -265,7 +265,7 @@ class RunShape:
 
 
 def _check_lengths(name: str, values: Any, axes: Sequence[str], sizes: dict[str, int]) -> None:
-    """InputError if nested lists are not as long as `sizes`, by axis; an axis that is not yet known there gets their length."""
+    """Raise InputError if nested lists are not as long as `sizes`, by axis; an unknown axis there gets their length."""
     size = sizes.setdefault(axes[0], len(values))
     if len(values) != size:
         raise InputError(
@@ -309,14 +309,14 @@ def decode_lines(path: Path, lines: Iterable[bytes], first: int = 0, shape: RunS
 
 
 class _Head(msgspec.Struct):
-    """The fields of a run row of any version."""
+    """Reads the fields of a run row of any version."""
 
     kind: str
     schema: int = 1  # a run row of the first version has none
 
 
 def _short(values: Any) -> list[Any]:
-    """Lists of numbers, with None for a list of nothing, and integers, which take less room, for whole numbers."""
+    """Shorten lists of numbers: None for a list of nothing, and integers, which take less room, for whole numbers."""
     array = np.asarray(values, np.float64)
     whole = (np.rint(array) == array) & (np.abs(array) < 2**53)  # those that a float holds exactly
     short = array
@@ -349,7 +349,7 @@ def _shape(values: Any, depth: int) -> tuple[int, ...]:
 
 
 def _full(values: Any, shape: tuple[int, ...]) -> Any:
-    """Nested lists of a shape, with lists of None for each None in `values`."""
+    """Restore nested lists of a shape, with lists of None for each None in `values`."""
     if not shape:
         return values
     return [_full(value, shape[1:]) for value in (values if values is not None else [None] * shape[0])]

@@ -1,4 +1,4 @@
-"""The hub, which numbers the rows of the events and hands each of them to every output, in order."""
+"""Number the rows of the events, and hand each of them to every output, in order."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ _HIGHER: dict[Level, Level] = {"run": "step", "step": "debug"}
 
 
 class Hub:
-    """The object to which the engine and the run write rows.
+    """Takes the rows that the engine and the run write.
 
     When `emit` returns, every output has the row, so a run that is killed loses none in its file, and `emit` raises the error
     of an output. Only a `Guarded` output, one of the user's, has the row in its queue instead; `emit` waits while that is
@@ -47,12 +47,12 @@ class Hub:
         return level != "off" and (level != "run" or not issubclass(kind, _OF_STEPS))
 
     def begin_step(self, *, restored: bool) -> None:
-        """The rows of a step follow. restored: whether a network was restored in the step, which raises the level."""
+        """Begin the rows of a step. restored: whether a network was restored in the step, which raises the level."""
         if restored:
             self.raised = self.raise_steps
 
     def end_step(self) -> None:
-        """The rows of a step are written."""
+        """End the rows of a step."""
         self.raised = max(self.raised - 1, 0)
 
     def emit(self, row: Row) -> None:
@@ -60,7 +60,7 @@ class Hub:
         self.extend((row,))
 
     def extend(self, rows: Iterable[Row]) -> None:
-        """`emit` several rows, which an output that has a file writes at once: a call of the system costs more than a row."""
+        """Emit several rows, which an output that has a file writes at once: a call of the system costs more than a row."""
         self.take([row for row in rows if self.wants(type(row))])
 
     def take(self, kept: Sequence[Row]) -> None:
@@ -95,7 +95,7 @@ class Hub:
             output.flush()
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: the number of rows, the mark of the first output that has a file, and the steps of a raised level."""
+        """Return for a checkpoint the number of rows, the mark of the first output with a file, and steps of a raised level."""
         marks = [mark for output in self._files if (mark := output.mark()) is not None]
         return {"seq": self.seq, "events": marks[0] if marks else None, "raised": self.raised}
 

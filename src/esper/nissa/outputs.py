@@ -1,4 +1,4 @@
-"""The outputs of the hub: a file of JSON lines, and those of the user."""
+"""Write the rows of the hub: to a file of JSON lines, and to outputs of the user's."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ from esper.store.disk import DiskFull, Retry, Unwritable, write_atomic, write_on
 
 
 class OutputError(OSError):
-    """A row could not be written. The run stops, so that no row is lost."""
+    """Says that a row could not be written. The run stops, so that no row is lost."""
 
 
 class Output(Protocol):
@@ -35,7 +35,7 @@ _PATIENCE = 2.0  # how long an output may take for its last rows before a line s
 
 
 class Guarded:
-    """An output of the user's, which a thread of its own calls, so that a step does not wait for it.
+    """Calls an output of the user's in a thread of its own, so that a step does not wait for it.
 
     The thread hands over the rows in order, each once. `wait_for_room` lets the training wait while more than `most` rows are
     in the queue, and `close` until all rows and the output's `close` are done; a KeyboardInterrupt leaves the rest to the
@@ -156,7 +156,7 @@ class JsonLines:
                 raise self._failure(error) from error
 
     def mark(self) -> Mark | None:
-        """Length and sha256 of the rows; None for a pipe, or if another process changed the file."""
+        """Return the length and sha256 of the rows; None for a pipe, or if another process changed the file."""
         if self._length is None or self._changed:
             return None
         return {"bytes": self._length, "sha256": self._digest.hexdigest()}

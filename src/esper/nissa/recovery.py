@@ -1,4 +1,4 @@
-"""The events of a resumed run: which rows are kept, which are removed, and what the user is told.
+"""Repair the events of a resumed run: which rows are kept, which are removed, and what the user is told.
 
 A checkpoint holds the number of rows before it, and the length and sha256 of these rows. Damaged events never prevent a run
 from being resumed: the damaged file is renamed, and its valid rows are kept.
@@ -27,7 +27,7 @@ _AT_END = ("episode", "evaluation", "checkpoint")  # kinds of the rows that a ru
 
 
 class _Row(msgspec.Struct):
-    """The fields that rows of every kind and version have, and the status of a run row."""
+    """Reads the fields that rows of every kind and version have, and the status of a run row."""
 
     seq: int
     kind: str

@@ -1,4 +1,4 @@
-"""The rows of events.jsonl, one class per kind. E environments, S slots, F sensors.
+"""Define the rows of events.jsonl, one class per kind. E environments, S slots, F sensors.
 
 A value that was not measured is nan in an array and null in the file. Fields with one value per environment take arrays,
 which the writer converts to lists. A field that has its default is left out of the file. A field name has the same type in all
@@ -50,14 +50,14 @@ def about(text: str) -> Meta:
 
 
 class Row(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
-    """Fields of every row, beside `kind`."""
+    """Holds the fields of every row, beside `kind`."""
 
     seq: Annotated[Whole, about("place in the file, from 0, without a gap")] = -1
     time: Annotated[float, about("when the row was written [seconds since 1970]")] = 0.0
 
 
 class RunRow(Row, tag="run", kw_only=True):
-    """The first and the last row of a run. A run that is resumed with a changed config has one more at that place."""
+    """Begins and ends a run. A run that is resumed with a changed config has one more at that place."""
 
     schema: Annotated[Count, about("version of the rows")] = msgspec.field(default_factory=lambda: SCHEMA)
     status: Annotated[Literal["running", "finished", "interrupted", "failed"], about("of the run")]
@@ -79,7 +79,7 @@ class RunRow(Row, tag="run", kw_only=True):
 
 
 class PlayedRow(Row, kw_only=True):
-    """Fields of every row of an episode in a training, whose rows come from several populations; other runs have none of them."""
+    """Holds the fields of every row of an episode in a training, which has several populations; other runs leave them out."""
 
     cohort: Annotated[
         str | msgspec.UnsetType, about("`training`, or `validation` for the greedy growth after a round")
@@ -98,26 +98,26 @@ class PlayedRow(Row, kw_only=True):
 
 
 class AtStepRow(PlayedRow, kw_only=True):
-    """Fields of the rows of a step."""
+    """Holds the fields of the rows of a step."""
 
     episode: Annotated[Count, about("counted from 0")]
     step: Annotated[Count, about("counted from 0")]
 
 
 class EnvRow(AtStepRow, kw_only=True):
-    """Fields of the rows of one environment in a step."""
+    """Holds the fields of the rows of one environment in a step."""
 
     env: Annotated[Count, about("environment")]
 
 
 class SlotRow(EnvRow, kw_only=True):
-    """Fields of the rows of one slot of one environment in a step."""
+    """Holds the fields of the rows of one slot of one environment in a step."""
 
     slot: Annotated[str, about("name of the slot")]
 
 
 class StepRow(AtStepRow, tag="step", kw_only=True):
-    """One step of every environment, to 5 digits. An environment without a `decision` row at this step chose WAIT."""
+    """Records one step of every environment, to 5 digits. An environment without a `decision` row at this step chose WAIT."""
 
     metrics: Annotated[Numbers, about("(E,) task metric on the probe split, after the step")]
     losses: Annotated[Numbers, about("(E,) loss on the probe split, after the step")]
@@ -131,7 +131,7 @@ class StepRow(AtStepRow, tag="step", kw_only=True):
 
 
 class LifecycleRow(SlotRow, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
-    """One change of stage of one slot of one environment."""
+    """Records one change of stage of one slot of one environment."""
 
     from_stage: Annotated[StageName, about("stage before")]
     to_stage: Annotated[StageName, about("stage after")]
@@ -150,7 +150,7 @@ class LifecycleRow(SlotRow, tag="lifecycle", kw_only=True, rename={"from_stage":
 
 
 class RollbackRow(EnvRow, tag="rollback", kw_only=True):
-    """One environment, or its twin, failed in a step and was restored to its last healthy snapshot."""
+    """Says that an environment, or its twin, failed in a step and was restored to its last healthy snapshot."""
 
     twin: Annotated[bool, about("true if the never-grow twin failed, false if the environment itself failed")]
     reason: Annotated[str, about("the vital sign that failed")]
@@ -161,7 +161,7 @@ class RollbackRow(EnvRow, tag="rollback", kw_only=True):
 
 
 class DecisionRow(EnvRow, tag="decision", kw_only=True):
-    """One decision of one environment, with what it was based on: the measurements before the step, to 5 digits.
+    """Records one decision of one environment, with what it was based on: the measurements before the step, to 5 digits.
 
     Decisions to WAIT have rows at level debug only.
     """
@@ -222,7 +222,7 @@ class DecisionRow(EnvRow, tag="decision", kw_only=True):
 
 
 class GateRow(SlotRow, tag="gate", kw_only=True):
-    """The gate that a seed must pass next gave another answer after the step than before it, or it is the first answer."""
+    """Says that the gate that a seed must pass next has its first result, or another result than before the step."""
 
     gate: Annotated[str, about("advance, which ends TRAINING, or fossilize, which ends HOLDING")]
     passed: Annotated[bool, about("whether the seed passes")]
@@ -233,7 +233,7 @@ class GateRow(SlotRow, tag="gate", kw_only=True):
 
 
 class MeasurementRow(AtStepRow, tag="measurement", kw_only=True):
-    """The measurements of every seed after a step, to 5 digits. Contributions and Shapley values are in units of the metric.
+    """Records measurements of every seed after a step, to 5 digits. Contributions and Shapley values are in units of the metric.
 
     A step at which no seed was measured has no row.
     """
@@ -266,7 +266,7 @@ class MeasurementRow(AtStepRow, tag="measurement", kw_only=True):
 
 
 class SensorsRow(AtStepRow, tag="sensors", kw_only=True):
-    """The growth sensors, to 5 digits, after a step at which they were measured and due. `esper docs observation` explains each.
+    """Records growth sensors, to 5 digits, after a step at which they were measured and due (see `esper docs observation`).
 
     `telemetry.sensor_rows_every` says how often they are due.
     """
@@ -276,7 +276,7 @@ class SensorsRow(AtStepRow, tag="sensors", kw_only=True):
 
 
 class PhasesRow(PlayedRow, tag="phases", kw_only=True):
-    """Where the time of the last steps went. `telemetry.sensor_rows_every` says how many steps a row covers."""
+    """Says where the time of the last steps went. `telemetry.sensor_rows_every` says how many steps a row covers."""
 
     episode: Annotated[Count, about("counted from 0")]
     step: Annotated[Count, about("last of the steps, counted from 0")]
@@ -310,14 +310,14 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
 
 
 class RewardRow(AtStepRow, tag="reward", kw_only=True):
-    """The rewards that a training paid for a step, to 5 digits."""
+    """Records the rewards that a training paid for a step, to 5 digits."""
 
     rewards: Annotated[Numbers, about("(E,) sum of the components")]
     components: Annotated[Mapping[str, Numbers], about("by name of the component (`esper docs training`): (E,)")]
 
 
 class GradientsRow(AtStepRow, tag="gradients", kw_only=True):
-    """Gradient norms of a step before clipping, to 5 digits: of the host and of every seed, and at level debug of each parameter.
+    """Records gradient norms of a step before clipping, to 5 digits: of the host, of seeds, and at level debug of parameters.
 
     A norm is the mean over the optimizer steps of the step [units of the loss / units of the parameter]. The norms of each
     parameter are those of the training pass, also in an environment that was restored afterwards; there, null is a norm that is
@@ -342,7 +342,7 @@ class GradientsRow(AtStepRow, tag="gradients", kw_only=True):
 
 
 class AnomalyRow(AtStepRow, tag="anomaly", kw_only=True):
-    """A vital sign failed in a step. The level of the telemetry rises for some steps, if a higher one writes more."""
+    """Says that a vital sign failed in a step. The level of the telemetry rises for some steps, if a higher one writes more."""
 
     reason: Annotated[str, about("the vital sign that failed")]
     failed_envs: Annotated[Sequence[Count], about("environments in which it failed")]
@@ -352,7 +352,7 @@ class AnomalyRow(AtStepRow, tag="anomaly", kw_only=True):
 
 
 class WideningRow(AtStepRow, tag="widening", kw_only=True):
-    """All networks became wider after the training of a step (`widen.at`); what they compute stayed the same."""
+    """Says that all networks became wider after the training of a step (`widen.at`); what they compute stayed the same."""
 
     host_param_counts: Annotated[Integers, about("(E,) parameters of the hosts from now on")]
     widths: Annotated[
@@ -365,7 +365,7 @@ class WideningRow(AtStepRow, tag="widening", kw_only=True):
 
 
 class EpisodeRow(PlayedRow, tag="episode", kw_only=True):
-    """One environment at the end of an episode. The figures are those of the network that is exported."""
+    """Records one environment at the end of an episode. The figures are those of the network that is exported."""
 
     episode: Annotated[Count, about("counted from 0")]
     step: Annotated[Count, about("steps taken")]
@@ -381,7 +381,7 @@ class EpisodeRow(PlayedRow, tag="episode", kw_only=True):
 
 
 class EvaluationRow(PlayedRow, tag="evaluation", kw_only=True):
-    """An evaluation of the networks as they are exported: at the end of a run, and in a training after a round."""
+    """Records an evaluation of the networks as they are exported: at the end of a run, and in a training after a round."""
 
     split: Annotated[str, about("test or validation")]
     metrics: Annotated[Numbers, about("(E,) task metric on the split")]
@@ -391,7 +391,7 @@ class EvaluationRow(PlayedRow, tag="evaluation", kw_only=True):
 
 
 class CheckpointRow(Row, tag="checkpoint", kw_only=True):
-    """A checkpoint was written. The row follows when it is complete, at the latest at the end of the run."""
+    """Says that a checkpoint was written. The row follows when it is complete, at the latest at the end of the run."""
 
     steps: Annotated[Count, about("steps that were taken before it; in a training those of all rounds")]
     file: Annotated[str, about("its folder within the run folder")]
@@ -403,7 +403,7 @@ class CheckpointRow(Row, tag="checkpoint", kw_only=True):
 
 
 class EnvironmentRow(Row, tag="environment", kw_only=True):
-    """What the run began on, as in environment.json."""
+    """Says what the run began on, as in environment.json."""
 
     versions: Annotated[Mapping[str, str | None], about("by library; null where it is not installed")]
     platform: Annotated[str, about("operating system and processor")]
@@ -415,7 +415,7 @@ class EnvironmentRow(Row, tag="environment", kw_only=True):
 
 
 class RoundRow(Row, tag="round", kw_only=True):
-    """One round of a controller's training."""
+    """Records one round of a controller's training."""
 
     round: Annotated[Whole, about("counted from 0; rounds of imitation are below 0")]
     seconds: Annotated[float, about("duration of the round [seconds]")]
@@ -424,7 +424,7 @@ class RoundRow(Row, tag="round", kw_only=True):
 
 
 class SizeRow(Row, tag="size", kw_only=True):
-    """A network that `esper.AnytimeGrowth` widens: at each growth, each look at its loss, and each 8 % of compute."""
+    """Records the size of a network under `esper.AnytimeGrowth`: at each growth, each look at its loss, each 8 % of compute."""
 
     step: Annotated[Count, about("steps of the optimizer so far")]
     seen: Annotated[Count, about("targets, such as labels or tokens, that the loop has trained on")]

@@ -1,1 +1,1 @@
-"""Runs: growing, training, evaluating and resuming, with the folder that each run writes."""
+"""Grows, trains, evaluates and resumes, with the folder that each run writes."""

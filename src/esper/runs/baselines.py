@@ -1,4 +1,4 @@
-"""Baselines: static networks that are trained on the same batches as the grown networks, for the same number of steps.
+"""Train baselines: static networks, on the same batches as the grown networks, for the same number of steps.
 
     twin       the host alone, as a further row of the population that grows
     same-size  the grown network, with its seeds in place from step 0
@@ -57,14 +57,14 @@ _ALIKE = {"same-size": "{} kept no seed", "plain": "the host of {} is plain and 
 
 @runtime_checkable
 class Spacious(Protocol):
-    """A factory whose hosts fit into the leading corner of a larger host of the same class, where padded units stay 0."""
+    """Makes hosts that fit into the leading corner of a larger host of the same class, where padded units stay 0."""
 
     def room(self, others: Sequence[Any], outputs: int) -> Room:
         """Return the layout of rows for `others`, hosts of this class, with at least `outputs` outputs."""
 
 
 class GrowthResult(NamedTuple):
-    """The results of a growth on which static networks depend."""
+    """Holds the results of a growth on which static networks depend."""
 
     instance: Keys  # (E,) keys of the instances
     kept: Seeds  # (E, S) the fossilized seeds; every other slot is empty
@@ -72,7 +72,7 @@ class GrowthResult(NamedTuple):
 
 
 class BaselineResult(NamedTuple):
-    """The results of static networks on the test split."""
+    """Holds the results of static networks on the test split."""
 
     metric: Floats  # (E,) metric
     loss: Floats  # (E,) loss
@@ -83,7 +83,7 @@ class BaselineResult(NamedTuple):
 
 
 class _Population(NamedTuple):
-    """Static networks of n environments that are trained together."""
+    """Holds static networks of n environments that are trained together."""
 
     envs: Keys  # (n,)
     task: AnyTask
@@ -350,7 +350,7 @@ def _skips(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]
 
 @dataclass(frozen=True)
 class _Rowwise(Task):
-    """A task whose instances have different hosts."""
+    """Gives its instances different hosts."""
 
     hosts: Mapping[int, Factory] = field(default_factory=dict)  # by key of the instance
 

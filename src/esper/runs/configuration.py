@@ -1,4 +1,4 @@
-"""The config of a run, merged from those of the task, of a trained controller and of the user."""
+"""Merge the config of a run from those of the task, of a trained controller and of the user."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""scikit-learn estimators whose network starts small and grows while that helps on examples that are held back."""
+"""Offer scikit-learn estimators whose network starts small and grows while that helps on examples that are held back."""
 
 import copy
 import math
@@ -37,7 +37,7 @@ _CHUNK = 8192  # examples of a forward pass
 
 
 class Look(NamedTuple):
-    """What one look found.
+    """Records what one look at the loss found.
 
     Attributes:
         steps (int): steps of the optimizer so far
@@ -51,7 +51,7 @@ class Look(NamedTuple):
 
 
 class _Growing(BaseEstimator):
-    """The part that both estimators share; the docstrings of these say what the parameters are."""
+    """Holds what both estimators share; the docstrings of these say what the parameters are."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class _Growing(BaseEstimator):
         )
 
     def _outputs(self, X: ArrayLike) -> NDArray[np.float32]:
-        """(n, outputs) of the network for X (n, features)."""
+        """Compute (n, outputs) of the network for X (n, features)."""
         check_is_fitted(self)
         inputs = self._standardized(validate_data(self, X, reset=False))
         with torch.no_grad():
@@ -223,7 +223,7 @@ class _Growing(BaseEstimator):
 
 
 class GrowingClassifier(ClassifierMixin, _Growing):
-    """A classifier whose network finds its size: it starts small and grows while that helps on examples that are held back.
+    """Classifies with a network that finds its size: it starts small and grows while that helps on examples that are held back.
 
         model = esper.GrowingClassifier().fit(x, y)
         model.score(x_test, y_test), model.units_, model.growth_
@@ -284,7 +284,7 @@ class GrowingClassifier(ClassifierMixin, _Growing):
 
 
 class GrowingRegressor(RegressorMixin, _Growing):
-    """A regressor whose network finds its size, as that of `GrowingClassifier` does.
+    """Predicts numbers with a network that finds its size, as that of `GrowingClassifier` does.
 
         model = esper.GrowingRegressor().fit(x, y)
 
@@ -315,7 +315,7 @@ class GrowingRegressor(RegressorMixin, _Growing):
 
 
 def _mlp(inputs: int, units: int, outputs: int, layers: int) -> nn.Sequential:
-    """Hidden layers of equal width with ReLU."""
+    """Build hidden layers of equal width with ReLU."""
     parts: list[nn.Module] = []
     for reads in (inputs, *(units,) * (layers - 1)):
         parts += [nn.Linear(reads, units), nn.ReLU()]

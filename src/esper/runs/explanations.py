@@ -1,4 +1,4 @@
-"""Sentences that explain why nothing was planted, why seeds were not kept, and what figures rest on. E environments."""
+"""Explain in sentences why nothing was planted, why seeds were not kept, and what figures rest on. E environments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ REFUSED: Mapping[Refusal, str] = {
 
 @dataclass
 class Attempts:
-    """Counts of the attempts to plant in an episode."""
+    """Counts the attempts to plant in an episode."""
 
     decisions: int  # number of decisions
     allowed: NDArray[np.int64]  # (E,) decisions at which GERMINATE was allowed

@@ -1,4 +1,4 @@
-"""The final figures of a run: its networks on the test and validation splits, their sizes, and the numbers of examples."""
+"""Compute the final figures of a run: its networks on the test and validation splits, and their sizes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise

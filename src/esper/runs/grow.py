@@ -256,7 +256,7 @@ def _in_workers(pool: ShardPool, derive: Derive, task: AnyTask, config: Config, 
 
 @dataclass(eq=False)
 class Episode(Observer):
-    """The episode of a run: counts its steps, shows them, and writes the checkpoints."""
+    """Counts the steps of a run's episode, shows them, and writes the checkpoints."""
 
     task: AnyTask
     config: Config  # the config of the user; that of the engine also has the sensors that the controller needs

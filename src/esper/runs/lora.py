@@ -1,4 +1,4 @@
-"""Where LoRA goes, and with which rank: the directions of the gradient that lower the loss most for their parameters."""
+"""Find where LoRA goes, and with which rank: the directions of the gradient that lower the loss most for their parameters."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""The verdict on a growth, in one line: whether the grown networks beat those that one has without growth. E environments.
+"""Judge a growth, in one line: whether the grown networks beat those that one has without growth. E environments.
 
 What a seed contributes is not asked here: that is the network less the seed, which trained beside it, and a network that never
 had the seed may be as good.

@@ -1,1 +1,1 @@
-"""Simic: learning. Rewards, rollouts, and the learner that trains a controller."""
+"""Trains controllers: rewards, rollouts, and the learner. Simic holds the learning."""

@@ -19,7 +19,7 @@ from esper.tamiyo.policy.controller import Learned
 
 
 class SimicClient(Learned):
-    """The controller of one cohort, which samples. Several can share a learner, whose `update` then takes all their rollouts."""
+    """Samples the decisions of one cohort. Several can share a learner, whose `update` then takes all their rollouts."""
 
     def __init__(self, learner: PPO, reward: Reward, penalty: float = GovernorConfig().penalty) -> None:
         """penalty: subtracted from the reward of a step that the governor rolls back."""

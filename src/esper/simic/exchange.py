@@ -28,11 +28,11 @@ _POLL = 0.005
 
 
 class ExchangeError(RuntimeError):
-    """The connection to another worker ended, because it was lost or failed."""
+    """Says that the connection to another worker ended, because it was lost or failed."""
 
 
 class Exchange:
-    """The exchange of one worker with the others of a training; without `group`, that of a worker that is alone."""
+    """Connects one worker with the others of a training; without `group`, the worker is alone."""
 
     def __init__(self, owners: Sequence[int] = (), rank: int = 0, size: int = 1, group: Any = None) -> None:
         """owners: rank of the worker that has each shard. rank: of this worker, of `size` workers. group: theirs, of gloo."""

@@ -1,4 +1,4 @@
-"""Imitation of a rule, from which a policy starts. E environments."""
+"""Imitate a rule, from which a policy starts. E environments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from esper.tamiyo.policy.packages import as_package
 
 
 class Apprentice(SimicClient):
-    """DAgger: some environments follow the teacher and the others the policy; the teacher's decisions are recorded in all.
+    """Imitates a teacher (DAgger): it leads some environments, the policy the others; its decisions are recorded in all.
 
     The policy is therefore trained on the states that it visits itself (Ross, Gordon and Bagnell, "A reduction of imitation
     no-regret online learning", 2011, algorithm 3.1, with the mixture over environments instead of steps). The
@@ -50,7 +50,7 @@ class Apprentice(SimicClient):
         return self._done
 
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """Further decisions of the step; None where they are over. A teacher that makes none decides WAIT."""
+        """Return further decisions of the step; None where they are over. A teacher that makes none decides WAIT."""
         output = self.actor.further(view, self._done, refused, greedy=False)
         taught = None
         if self.learner.policy.decisions_per_step > 1:
@@ -78,7 +78,7 @@ class Apprentice(SimicClient):
         self.teacher.store(outcome)
 
     def state(self) -> dict[str, Any]:
-        """As that of `SimicClient`, with the state of the teacher."""
+        """Return the state of `SimicClient`, and that of the teacher."""
         return super().state() | {"teacher": self.teacher.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -96,7 +96,7 @@ class Apprentice(SimicClient):
 
 
 def led_by_teacher(number: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
-    """floor((n + 1) share) > floor(n share): whether the teacher leads the environments of numbers n, (E,) int64 -> (E,) bool.
+    """Return whether the teacher leads environments of numbers n, floor((n + 1) share) > floor(n share): (E,) -> (E,) bool.
 
     The teacher leads share * m of m consecutive numbers, rounded up or down and evenly spread.
     """

@@ -33,7 +33,7 @@ TOLERANCE = 1e-5
 
 
 class Advantages(NamedTuple):
-    """The targets of the policy and of the critic, each (T, E) float32.
+    """Holds the targets of the policy and of the critic, each (T, E) float32.
 
     Attributes:
         advantage (tensor): advantage of the decision at step t
@@ -49,7 +49,7 @@ class Advantages(NamedTuple):
 def advantages(
     reward: Tensor, value: Tensor, end: Tensor, gamma: float, lam: float, idle: Tensor | None = None
 ) -> Advantages:
-    """Generalised advantage estimation (Schulman et al., "High-dimensional continuous control using GAE", 2016, eq. 16).
+    """Compute advantages by GAE (Schulman et al., "High-dimensional continuous control using GAE", 2016, eq. 16).
 
         delta_t = r_t + gamma V_{t+1} - V_t,      A_t = delta_t + gamma lam (1 - end_t) A_{t+1}
 
@@ -81,7 +81,7 @@ def advantages(
 
 
 def subtract_group_mean(advantage: Tensor, group: int) -> Tensor:
-    """A_i - mean over the other members j of the group of A_j, at each step: (T, E) -> (T, E).
+    """Compute A_i - mean over the other members j of the group of A_j, at each step: (T, E) -> (T, E).
 
     A group is `group` consecutive environments with the same host and data, whose random effects cancel. The baseline of an
     environment does not depend on its own decisions, so the gradient is unbiased (Kool, van Hoof and Welling, "Buy 4 REINFORCE
@@ -97,7 +97,7 @@ def subtract_group_mean(advantage: Tensor, group: int) -> Tensor:
 
 
 class TrainingBatch(NamedTuple):
-    """The rollout of a shard, or rows of it, with the inputs and the targets of the network. Idle entries are at the end."""
+    """Holds the rollout of a shard, or rows of it, with inputs and targets of the network. Idle entries are at the end."""
 
     rollout: Rollout
     gains: Advantages
@@ -128,7 +128,7 @@ the number of ends of sequences."""
 
 
 class Statistics(NamedTuple):
-    """What is known of a round over all of its shards.
+    """Holds what is known of a round over all of its shards.
 
     Attributes:
         number, mean, spread (by name): of the values of the `MEASURED`; `spread` is the standard deviation

@@ -1,4 +1,4 @@
-"""The worth of a grown network, and the rewards of a controller. E environments, S slots.
+"""Compute the worth of a grown network, and the rewards of a controller. E environments, S slots.
 
 A reward is a sum of named components, each (E,):
 
@@ -110,7 +110,7 @@ def total(components: Mapping[str, Floats]) -> Floats:
 
 
 class Account(NamedTuple):
-    """The escrow accounts. A seed has an account from its germination until it is kept or removed.
+    """Holds the escrow accounts. A seed has an account from its germination until it is kept or removed.
 
     Attributes:
         credit ((E, S) array): last measured contribution of the seed; 0 where none was measured or no account is open
@@ -124,12 +124,12 @@ class Account(NamedTuple):
 
     @classmethod
     def empty(cls, envs: int, slots: int) -> "Account":
-        """Accounts before the first step."""
+        """Return the accounts before the first step."""
         return cls(np.zeros((envs, slots)), np.full((envs, slots), np.nan), np.full(envs, np.nan))
 
 
 class Flows(NamedTuple):
-    """The movements of one step. Over the life of an account, credited = paid + returned.
+    """Records the movements of one step. Over the life of an account, credited = paid + returned.
 
     Attributes:
         credited ((E, S) array): change of the credit, negative where the contribution fell
@@ -177,7 +177,7 @@ def escrow_step(
 
 @runtime_checkable
 class StatefulReward(Reward, Protocol):
-    """A reward that depends on earlier steps. Step 0 of an episode resets it."""
+    """Rewards by earlier steps too. Step 0 of an episode resets it."""
 
     def restart(self, rows: Bools) -> None:
         """Begin a new sequence in the environments that are marked in `rows` (E,)."""
@@ -194,17 +194,17 @@ class StatefulReward(Reward, Protocol):
 
 @dataclass(frozen=True)
 class Delta:
-    """r_t = J_{t+1} - J_t - fee(action_t), without state."""
+    """Computes r_t = J_{t+1} - J_t - fee(action_t), without state."""
 
     config: RewardConfig
 
     def __call__(self, outcome: Outcome) -> Components:
-        """Components of the step, each (E,)."""
+        """Return the components of the step, each (E,)."""
         return delta(outcome, self.config)
 
 
 class Sparse:
-    """sparse_reward_scale * (J_T - J_0) at the end of a sequence, and 0 before it, where J_0 is the worth at its start.
+    """Pays sparse_reward_scale * (J_T - J_0) at the end of a sequence, and 0 before it, where J_0 is the worth at its start.
 
     A sequence ends with the episode or with a rollback. After a rollback J_T is the worth of the restored network, and the J_0
     of the next sequence. Fees are charged at every step and are not scaled.
@@ -215,7 +215,7 @@ class Sparse:
         self._rise: Components = {}  # J now - J_0, by component
 
     def __call__(self, outcome: Outcome) -> Components:
-        """Components of the step, each (E,)."""
+        """Return the components of the step, each (E,)."""
         step = delta(outcome, self.config)
         charged = step.pop("fees")
         if outcome.step == 0 or not self._rise:
@@ -230,7 +230,7 @@ class Sparse:
         self._rise = {name: np.where(rows, 0.0, rise) for name, rise in self._rise.items()}
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """J now - J_0 by component, (E,)."""
+        """Return J now - J_0 by component, (E,)."""
         return {name: rise.copy() for name, rise in self._rise.items()}
 
     def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
@@ -239,7 +239,7 @@ class Sparse:
 
 
 class Escrow:
-    """`Delta`, plus a payment for every kept seed: its contribution, at most the increase of J since it germinated.
+    """Pays `Delta`, and for every kept seed its contribution, at most the increase of J since it germinated.
 
     A contribution is paid when the seed is kept. If it were paid at once and taken back later, waiting would pay wherever
     returns are discounted or a sequence is truncated. The rewards of an episode sum to J_T - J_0 - fees + paid. A rollback
@@ -254,7 +254,7 @@ class Escrow:
         self._account: Account | None = None
 
     def __call__(self, outcome: Outcome) -> Components:
-        """Components of the step, each (E,)."""
+        """Return the components of the step, each (E,)."""
         stage = outcome.seeds.stage
         measured = outcome.contribution if self.config.objective == "metric" else outcome.contribution_loss
         if outcome.step == 0 or self._account is None:
@@ -352,7 +352,7 @@ def name_of_reward(make: Callable[..., Any]) -> str:
 
 
 def _checked(components: Any, reward: Reward, outcome: Outcome) -> Components:
-    """The components of a reward of the user's own, each (E,) float64. InputError if they are anything else, or not finite."""
+    """Return the components of a user's own reward, each (E,) float64. InputError if they are anything else, or not finite."""
     envs = len(outcome.accepted)
     who = f"the reward {getattr(reward, '__qualname__', type(reward).__qualname__)}"
     mend = f"return a dict from names to arrays of shape ({envs},), one finite number for each environment"

@@ -16,7 +16,7 @@ from esper.tamiyo.policy.observation import Observation
 
 
 class RolloutStep(NamedTuple):
-    """One step of every environment, before its outcome is known.
+    """Holds one step of every environment, before its outcome is known.
 
     Attributes:
         observation (Observation): (E, ...)
@@ -40,7 +40,7 @@ class RolloutStep(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """The steps of a round; every tensor has the leading axes (T, E).
+    """Holds the steps of a round; every tensor has the leading axes (T, E).
 
     Attributes:
         observation (tensors): the fields of `Observation`
@@ -102,7 +102,7 @@ class Rollout(NamedTuple):
 
 
 class ShardedRollout(NamedTuple):
-    """The rollout of a task in a round, divided into shards (`exchange`), of which each worker has some.
+    """Holds the rollout of a task in a round, divided into shards (`exchange`), of which each worker has some.
 
     Attributes:
         menu (texts): names of the blueprints
@@ -121,8 +121,7 @@ class ShardedRollout(NamedTuple):
 
 
 class TamiyoRolloutBuffer:
-    """Memory for T steps of E environments, allocated once and written one decision at a time. Further decisions of a step
-    enlarge it.
+    """Records T steps of E environments, in memory that is allocated once. Further decisions of a step enlarge it.
 
     A sequence ends at a terminal state, or at a rollback by the governor. After an end the row begins a new sequence with empty
     memory. Episodes are played to their end, so no return is bootstrapped.

@@ -1,1 +1,1 @@
-"""Store: files that survive a crash. Atomic writes, bounded reads, locks, and checkpoints."""
+"""Keeps files that survive a crash: atomic writes, bounded reads, locks, and checkpoints."""

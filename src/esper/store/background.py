@@ -1,4 +1,4 @@
-"""A thread that runs jobs one after the other in the background."""
+"""Run jobs one after the other in a thread in the background."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class Background:
-    """One thread for all jobs, started with the first job.
+    """Runs all jobs in one thread, started with the first job.
 
     The thread is a daemon, so that the process can exit without waiting for a job; threads of concurrent.futures cannot be
     left behind. One thread serves all jobs, because `Thread.start` blocks forever if there is no memory for a new thread.
@@ -49,7 +49,7 @@ class Background:
 
 
 class Backlog:
-    """A `Background` with bounded work: a caller that is ahead by more than `most` waits, and the waits are counted.
+    """Bounds the work of a `Background`: a caller that is ahead by more than `most` waits, and the waits are counted.
 
     Each job has a size, and `size` is the sum of those that are not done. An error of a job is raised by `wait_for_room` or
     `finish`, in the thread that calls these.

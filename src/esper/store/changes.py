@@ -1,4 +1,4 @@
-"""The changes of the config of a run, in changes.json, and the identity of a run across these changes.
+"""Record the changes of the config of a run, in changes.json, and identify a run across these changes.
 
     [{"time": 1750000000.0, "steps": 120, "set": ["optimizer.lr=0.001"], "from": "<sha256>", "to": "<sha256>"}, ...]
 
@@ -29,7 +29,7 @@ _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 class RunChange(
     msgspec.Struct, frozen=True, omit_defaults=True, rename={"settings": "set", "source": "from", "target": "to"}
 ):
-    """One change of a run."""
+    """Records one change of a run."""
 
     time: float  # when the change was made [seconds since 1970]
     steps: int  # steps that the run had taken
@@ -42,14 +42,14 @@ class RunChange(
 
 
 class Trail(NamedTuple):
-    """The changes from the first config of a run to the present one."""
+    """Holds the changes from the first config of a run to the present one."""
 
     run: str  # sha256 of the first config.yaml, which identifies the run
     entries: list[RunChange]  # the changes in effect, oldest first
 
 
 def read_trail(folder: Path) -> Trail:
-    """The changes of a run folder; an entry that a crash left without its config.yaml is ignored. InputError if unreadable."""
+    """Return the changes of a run folder, without an entry whose config.yaml a crash prevented. InputError if unreadable."""
     digest, entries = digest_of((folder / CONFIG).read_bytes()), []
     for entry in reversed(_read(folder)):
         if entry.target == digest:

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a run as two files in a folder that is either complete or absent.
+"""Write and read checkpoints: the state of a run as two files in a folder that is either complete or absent.
 
     checkpoints/step-000120/state.safetensors    every array and tensor, by dotted name
     checkpoints/step-000120/state.json           format, run, sha256 and size of the other file, and the tree
@@ -38,22 +38,22 @@ _NAME = re.compile(r"step-(\d{6,18})")
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be used, with the file and the reason."""
+    """Says that a checkpoint cannot be used, with the file and the reason."""
 
 
 class Foreign(Damaged):
-    """A valid checkpoint of another format or another run."""
+    """Says that a checkpoint is valid, but of another format or another run."""
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was read."""
+    """Holds a checkpoint that was read."""
 
     number: int  # steps that the run had taken
     state: Tree  # the state of the run
 
 
 class Checkpoints:
-    """The checkpoints of one run folder: when one is due, and how they are written, removed and read."""
+    """Writes, removes and reads the checkpoints of one run folder, and says when one is due."""
 
     def __init__(self, folder: Path, config: CheckpointConfig, retry: Retry = write_once) -> None:
         """The folder must hold config.yaml, because a run is identified by the sha256 of its first config.yaml."""
@@ -110,7 +110,7 @@ class Checkpoints:
             wait([self._writing[1]])
 
     def latest(self) -> int | None:
-        """Steps at the checkpoint that `latest` names; None if there is none. Waits for a checkpoint that is being written."""
+        """Return the steps at the checkpoint that `latest` names; None if there is none. Waits for one that is being written."""
         self.close()
         try:
             return int(_named(self.folder / LATEST)[0].removeprefix("step-"))
@@ -267,7 +267,7 @@ class Checkpoints:
 
 
 def _named(path: Path) -> tuple[str, str]:
-    """The folder that `latest` or `best` names, and the sha256 of its state.json. Damaged if the file is missing or invalid."""
+    """Return the folder that `latest` or `best` names, and the sha256 of its state.json. Damaged if the file is not valid."""
     text = _content(path, _LARGEST_POINTER).decode("utf-8", "replace")
     said = re.fullmatch(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n", text)
     if said is None:

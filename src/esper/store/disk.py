@@ -1,4 +1,4 @@
-"""Atomic writes: after a crash at any moment, a file or folder is either complete or absent."""
+"""Write atomically: after a crash at any moment, a file or folder is either complete or absent."""
 
 import errno
 import fcntl
@@ -44,7 +44,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The temporary file that the body writes, and that then replaces `path`; it is removed if the body raises an error."""
+    """Yield the temporary file that the body writes, and that then replaces `path`; it is removed if the body fails."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         yield temporary
@@ -90,7 +90,7 @@ def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder that is locked by flock, if the file system has flock."""
+    """Yield a descriptor of a folder that is locked by flock, if the file system has flock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -106,7 +106,7 @@ def _alone_in(folder: Path) -> Iterator[int]:
 
 
 def find_folder(folder: Path) -> Path:
-    """The folder that `write_folder` wrote: under its name or, after a crash between the two renames, under the old name."""
+    """Return the folder that `write_folder` wrote, under its name or, after a crash between two renames, under the old name."""
     if os.path.lexists(folder):
         return folder
     old = _aside(folder, "old")
@@ -172,12 +172,12 @@ def file_name(text: str) -> str:
 
 
 def read_kept(path: Path, largest: int, mend: str) -> bytes:
-    """The content of a file that Esper wrote: a regular file, no link, of at most `largest` bytes. InputError otherwise."""
+    """Read a file that Esper wrote: a regular file, no link, of at most `largest` bytes. InputError otherwise."""
     return _read(path, largest, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def read_named(path: Path, largest: int, mend: str) -> bytes:
-    """The content of a file that the user named, maybe a link or a pipe, of at most `largest` bytes. InputError otherwise."""
+    """Read a file that the user named, maybe a link or a pipe, of at most `largest` bytes. InputError otherwise."""
     return _read(path, largest, mend, 0)
 
 
@@ -219,11 +219,11 @@ PATIENCE = 300.0
 
 
 class DiskFull(OSError):
-    """The disk stayed full. The run can be resumed."""
+    """Says that the disk stayed full. The run can be resumed."""
 
 
 class Unwritable(OSError):
-    """A file could not be written for a reason other than a full disk. The run can be resumed."""
+    """Says that a file could not be written for a reason other than a full disk. The run can be resumed."""
 
 
 class DiskRetry:
@@ -312,7 +312,7 @@ def sums_of(files: Mapping[str, Content]) -> bytes:
 
 
 def check_sum(path: Path, mend: str = "export the network again") -> None:
-    """InputError if the sha256 of a file differs from that in SHA256SUMS beside it. A folder without SHA256SUMS is not checked.
+    """Raise InputError if the sha256 of a file differs from that in SHA256SUMS beside it; without SHA256SUMS, do nothing.
 
     The check finds damage, not attacks: whoever can alter the file can alter SHA256SUMS too.
     """

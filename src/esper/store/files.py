@@ -1,4 +1,4 @@
-"""The names of the files in a run folder, and a check for links."""
+"""Name the files in a run folder, and check for links."""
 
 import json
 import os
@@ -26,12 +26,12 @@ MARK = "# A run of Esper: `--overwrite` replaces the files of Esper in this fold
 
 
 def to_json(value: Any) -> str:
-    """Indented JSON that ends in a newline. ValueError if a number is not finite."""
+    """Write indented JSON that ends in a newline. ValueError if a number is not finite."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def check_links(folder: Path) -> None:
-    """InputError if a file of Esper in a run folder is a link, which could lead elsewhere, or a pipe or device, which may block.
+    """Raise InputError if a file of Esper in a run folder is a link, which could lead elsewhere, or a pipe or device.
 
     The reader of checkpoints checks their files itself, and ignores those that it cannot use.
     """

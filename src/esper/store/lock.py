@@ -1,4 +1,4 @@
-"""The lock of a run folder, so that only one process at a time writes there.
+"""Lock a run folder, so that only one process at a time writes there.
 
 The kernel holds the lock (flock, by the package filelock), so that it ends with the process; the lock file names the process.
 """
@@ -26,7 +26,7 @@ _TRIES = 0.1  # time for further tries, because an owner may remove its lock fil
 
 
 class Lock:
-    """The lock of one folder; `release` works after a KeyboardInterrupt at any line, from every thread, and again."""
+    """Locks one folder; `release` works after a KeyboardInterrupt at any line, from every thread, and again."""
 
     def __init__(self, folder: Path, note: Callable[[str], None]) -> None:
         self.path, self.note = folder / LOCK, note
@@ -119,7 +119,7 @@ def is_lock(path: Path) -> bool:
 
 
 def describe_process() -> dict[str, Any]:
-    """This process, as written into a lock file."""
+    """Describe this process, as written into a lock file."""
     return {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -130,7 +130,7 @@ def describe_process() -> dict[str, Any]:
 
 
 def process_start(pid: int) -> int | None:
-    """When a process of this machine started [clock ticks since boot]; None if it does not run, or if that is unknown."""
+    """Return when a process of this machine started [clock ticks since boot]; None if it does not run, or if unknown."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # fields 3 and 22 of proc_pid_stat(5); field 2, a name in brackets, may hold any character

@@ -1,4 +1,4 @@
-"""Trees of arrays and tensors as files and as messages between processes: JSON, and the layout of a safetensors file.
+"""Write trees of arrays and tensors as files and as messages between processes: JSON, and the layout of a safetensors file.
 
 `safetensors.torch.save` builds the whole file in memory, and aborts the process if that memory cannot be allocated. `to_parts`
 copies no tensor, and safetensors reads what it makes. Nothing is unpickled, and the same tree has the same bytes.
@@ -20,7 +20,7 @@ Tree = dict[str, Any]
 
 
 class Picked(NamedTuple):
-    """Rows of a tensor, as a leaf of a `Tree`; they are gathered where the tree is copied."""
+    """Holds rows of a tensor, as a leaf of a `Tree`; they are gathered where the tree is copied."""
 
     tensor: Tensor
     rows: NDArray[np.int64]  # (n,) in ascending order, none twice
@@ -56,7 +56,7 @@ _NAMES = {
 
 
 def to_parts(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
-    """The parts of a safetensors file, to be written one after the other; all parts but the first are views of the tensors.
+    """Return the parts of a safetensors file, to be written one by one; all parts but the first are views of the tensors.
 
     The tensors must be on the CPU and must not change until the parts are written. Tensors that are not contiguous are copied.
     The format (README of huggingface/safetensors, "Format"): 8 bytes, little-endian, the length of the header; the header,
@@ -125,7 +125,7 @@ def _flattened(tree: Any, name: str, copied: Callable[[Tensor | Picked, str], Te
 
 
 class StateCopy:
-    """The latest copy of a tree that changes, in memory that each copy takes from the one before.
+    """Copies the latest state of a tree that changes, into memory that each copy takes from the one before.
 
     Tensors stay on their device, which is not waited for, and `Picked` rows that were not written to since are not copied again.
     """

@@ -1,1 +1,1 @@
-"""Tamiyo: the brain. Rules and, later, networks that decide when, where and what to grow."""
+"""Decides when, where and what to grow, by rules and by networks. Tamiyo is the brain."""

@@ -26,7 +26,7 @@ FOLDER = "controller"
 
 @dataclass(frozen=True)
 class ControllerSpec:
-    """A controller by name: how to make it, and what a run needs to know of it.
+    """Names a controller, and says how to make it and what a run needs to know of it.
 
     Attributes:
         name (str): the name in the config and in records; a name that stands for the latest version becomes that version
@@ -157,7 +157,7 @@ def _digest(files: Mapping[Path, Path]) -> str:
 
 
 def with_sensors(config: Config, client: Controller) -> Config:
-    """The config, with `probe.sensors_every` and then `probe.sensors` set to what the controller needs where they are null."""
+    """Return the config with `probe.sensors_every` and then `probe.sensors` as the controller needs them, where they are null."""
     if config.probe.sensors_every is not None:
         return config
     needs: dict[str, Any] = {"sensors_every": client.sensors_every}

@@ -1,1 +1,1 @@
-"""Tasks: data sets and hosts, with their slots and splits."""
+"""Makes tasks: data sets and hosts, with their slots and splits."""

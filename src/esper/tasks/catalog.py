@@ -1,4 +1,4 @@
-"""The built-in tasks by name, and tasks by reference."""
+"""Find the built-in tasks by name, and other tasks by reference."""
 
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Tasks whose examples are images: handwritten digits of 8 x 8 pixels, and CIFAR-10 from local files.
+"""Make tasks whose examples are images: handwritten digits of 8 x 8 pixels, and CIFAR-10 from local files.
 
 CIFAR-10 is read from the published binary version, or from a copy of the Hugging Face data set. Nothing is downloaded, and the
 published Python version is not read, because unpickling can run code.
@@ -46,7 +46,7 @@ _MEND = "unpack cifar-10-binary.tar.gz there again"
 
 
 def digits_image() -> Task:
-    """Scikit-learn's digits (Alpaydin and Kaynak, UCI 1998) as uint8 images of one channel, on a residual CNN.
+    """Make a task of scikit-learn's digits (Alpaydin and Kaynak, UCI 1998) as uint8 images of one channel, on a residual CNN.
 
     The splits hold the same examples as those of `digits`.
     """
@@ -69,13 +69,13 @@ def digits_image() -> Task:
 
 
 def digits_image_narrow() -> Task:
-    """`digits-image` on a damaged host without skip connections, both of whose blocks are too narrow: a test of controllers."""
+    """Make `digits-image` on a damaged host without skip connections, whose two blocks are too narrow, to test controllers."""
     host = CNN(inputs=(1, 8, 8), channels=(8, 16), hidden=(3, 4), outputs=10)
     return replace(digits_image(), name="digits-image-narrow", summary=DIGITS_NARROW, host=host)
 
 
 def cifar10() -> Task:
-    """CIFAR-10 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009), from local files.
+    """Read CIFAR-10 (Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009) from local files.
 
     A twentieth of the published training images is the probe split, and another twentieth the validation split. The published
     test images are the test split. Training images are shifted by up to 4 pixels and mirrored at random.
@@ -117,7 +117,7 @@ def data_folder() -> Path:
 
 
 def read_cifar10(folder: Path | None = None) -> tuple[Split, Split]:
-    """The training and the test images of CIFAR-10, uint8 (N, 3, 32, 32) with int64 labels (N,), from a folder of data sets."""
+    """Read the training and test images of CIFAR-10 from a folder, uint8 (N, 3, 32, 32) with int64 labels (N,)."""
     root = folder or data_folder()
     for place in (root / BINARY, root):
         if any((place / name).exists() for name in (*TRAIN, *TEST)):
@@ -152,7 +152,7 @@ def _read_binary(folder: Path) -> tuple[Split, Split]:
 
 
 def _records(path: Path) -> NDArray[np.uint8]:
-    """(n, RECORD) bytes of one file."""
+    """Read (n, RECORD) bytes of one file."""
     content = np.frombuffer(read_named(path, PUBLISHED * RECORD, _MEND), np.uint8)
     if not len(content) or len(content) % RECORD:
         raise InputError(
@@ -205,7 +205,7 @@ def _read_parquet(folder: Path) -> tuple[Split, Split]:
 
 
 def _rows(path: Path, parquet: Any, image: Any) -> NDArray[np.uint8]:
-    """(n, RECORD) bytes of one parquet file, in the layout of the binary version."""
+    """Read (n, RECORD) bytes of one parquet file, in the layout of the binary version."""
     try:
         metadata = parquet.read_metadata(path)  # checked first, so that a small file cannot unpack to fill the memory
         size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))

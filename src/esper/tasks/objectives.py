@@ -1,4 +1,4 @@
-"""Objectives: the loss that training minimises, and the metric; built in, or of a user's loss, metric and class weights.
+"""Define objectives: the loss that training minimises, and the metric; built in, or of a user's functions and class weights.
 
 E rows, B examples, C outputs; ... are positions. Loss and score of a row are computed from that row alone, by operations whose
 order does not depend on E.
@@ -26,14 +26,14 @@ MANY = 64
 
 
 def _correct(output: Tensor, target: Tensor) -> Tensor:
-    """1 where the largest output is the label's, else 0."""
+    """Return 1 where the largest output is the label's, else 0."""
     # `max` takes two thirds of the time of `argmax` on a CPU, and of equal ones finds the first too.
     return (output.max(-1).indices == target).to(output.dtype)
 
 
 @dataclass(frozen=True)
 class Classification(Objective):
-    """The objective of a classification: the loss is the cross-entropy [nats], the metric the accuracy.
+    """Measures a classification: the loss is the cross-entropy [nats], the metric the accuracy.
 
     Both are means over the positions of an example.
     """
@@ -42,7 +42,7 @@ class Classification(Objective):
     metric: str = field(default="accuracy", init=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, ..., C), target (E, B, ...) int64 -> (E, B) [nats].
+        """Compute ln sum_c exp(z_c) - z_target,   z = output - max.   output (E, B, ..., C), target (E, B, ...) -> (E, B) [nats].
 
         `F.cross_entropy` computes it for `MANY` classes and more. For few classes on a CPU it takes twice as long as the formula
         that is written out here, and was a fifth of a training step.
@@ -81,42 +81,42 @@ class Classification(Objective):
         return z.exp().sum(-1).log() - z.gather(-1, target.unsqueeze(-1)).squeeze(-1)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """1 where the largest output is the label's, else 0.   output (E, B, ..., C), target (E, B, ...) int64 -> (E, B)."""
+        """Return 1 where the largest output is the label's, else 0.   output (E, B, ..., C), target (E, B, ...) -> (E, B)."""
         assert output.shape == (*target.shape, self.outputs), (output.shape, target.shape, self.outputs)
         return by_example(_correct(output, target))
 
 
 @dataclass(frozen=True)
 class NextToken(Classification):
-    """The objective of a model of tokens: the loss is the cross-entropy [nats], the metric minus the bits that a token takes."""
+    """Measures a model of tokens: the loss is the cross-entropy [nats], the metric minus the bits that a token takes."""
 
     metric: str = field(default="neg_bits_per_token", init=False)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """log2 of the probability of the token, as a mean over positions.   Shapes as for `loss`."""
+        """Compute log2 of the probability of the token, as a mean over positions.   Shapes as for `loss`."""
         return -self.loss(output, target) / math.log(2)
 
 
 @dataclass(frozen=True)
 class NextByte(NextToken):
-    """`NextToken` where tokens are bytes, so that the metric compares with that of other models of text."""
+    """Measures as `NextToken` where tokens are bytes, so that the metric compares with that of other models of text."""
 
     metric: str = field(default="neg_bits_per_byte", init=False)
 
 
 @dataclass(frozen=True)
 class Regression(Objective):
-    """The objective of a regression: the loss is the squared error, the metric R2; both are means over the targets."""
+    """Measures a regression: the loss is the squared error, the metric R2; both are means over the targets."""
 
     outputs: int  # C targets along the last axis; 1 where an example has a single one
     metric: str = field(default="r2", init=False)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """mean (output - target)^2.   output (E, B, ...), target of that shape, or (E, B) for outputs (E, B, 1) -> (E, B)."""
+        """Compute mean (output - target)^2.   output (E, B, ...), target as output, or (E, B) for outputs (E, B, 1) -> (E, B)."""
         return by_example((output - self._by_output(output, target)).square())
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """mean 1 - (output - target)^2 / variance.   Shapes as for `loss`.
+        """Compute mean 1 - (output - target)^2 / variance.   Shapes as for `loss`.
 
         The variance is the mean squared deviation of a row's targets over B. The mean over B of the score of a whole split is
         therefore R2, averaged over targets (scikit-learn's `uniform_average`). A split whose targets are constant has no R2;
@@ -148,7 +148,7 @@ position or target."""
 
 @dataclass(frozen=True, eq=False)
 class CustomObjective(Objective):
-    """The objective `base` with another loss, another metric, or class weights.
+    """Measures as the objective `base`, with another loss, another metric, or class weights.
 
     A user's function is called once with the rows of a stack as one batch, (E B, ..., C), so the number that it returns for
     an example must not depend on the other examples.
@@ -162,7 +162,7 @@ class CustomObjective(Objective):
     outputs: int  # C
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, ..., C), target (E, B, ...) -> (E, B), the loss of each position times the weight of its class."""
+        """Map output (E, B, ..., C), target (E, B, ...) -> (E, B), the loss of each position times the weight of its class."""
         if self.class_weights is None:
             return self.base.loss(output, target) if self.user_loss is None else _each(self.user_loss, output, target)
         if self.user_loss is not None:
@@ -175,7 +175,7 @@ class CustomObjective(Objective):
         return by_example(losses * weights.index_select(0, target.reshape(-1)).view_as(target))
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, ..., C), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
+        """Map output (E, B, ..., C), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
         if self.user_score is None:
             return self.base.score(output, target)
         if self.metric in METRICS and self.user_score is METRICS[self.metric].score:
@@ -185,7 +185,7 @@ class CustomObjective(Objective):
 
 @dataclass(frozen=True, eq=False)
 class StandardizedObjective(Objective):
-    """The objective of a regression whose networks return standardized targets, (y - mean) / deviation.
+    """Measures a regression whose networks return standardized targets, (y - mean) / deviation.
 
     The squared error is that of standardized targets. R2 is the same in both units. A loss or a metric that a user gives takes
     outputs and targets in the units of y.
@@ -202,17 +202,17 @@ class StandardizedObjective(Objective):
         object.__setattr__(self, "outputs", self.base.outputs)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, ...) standardized, target of that shape or (E, B) in the units of y -> (E, B)."""
+        """Map output (E, B, ...) standardized, target of that shape or (E, B) in the units of y -> (E, B)."""
         in_units_of_y = isinstance(self.base, CustomObjective) and self.base.user_loss is not None
         return self.base.loss(*self._in_units(output, target, in_units_of_y))
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, ...) standardized, target of that shape or (E, B) in the units of y, a whole split -> (E, B)."""
+        """Map output (E, B, ...) standardized, target of that shape or (E, B) in the units of y, a whole split -> (E, B)."""
         in_units_of_y = isinstance(self.base, CustomObjective) and self.base.user_score is not None
         return self.base.score(*self._in_units(output, target, in_units_of_y))
 
     def _in_units(self, output: Tensor, target: Tensor, units_of_y: bool) -> tuple[Tensor, Tensor]:
-        """Outputs and targets, both in the units of y or both standardized."""
+        """Return outputs and targets, both in the units of y or both standardized."""
         shape, device, dtype = output.shape[2:], output.device, output.dtype
         scaling = Scaling(*(_tensor_on(each, shape, device, dtype) for each in (self.mean, self.deviation)))
         return (scaling.restore(output), target) if units_of_y else (output, scaling.read(target.reshape(output.shape)))
@@ -220,7 +220,7 @@ class StandardizedObjective(Objective):
 
 @lru_cache
 def _tensor_on(values: tuple[float, ...], shape: torch.Size, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Constants as a tensor of a shape, which is copied to the device once."""
+    """Make constants a tensor of a shape, which is copied to the device once."""
     return torch.tensor(values, dtype=dtype).reshape(shape).to(device)
 
 
@@ -246,14 +246,14 @@ def _values(function: Function, output: Tensor, target: Tensor) -> Tensor:
 
 
 class Metric(NamedTuple):
-    """A metric that is a mean over the examples of a split."""
+    """Holds a metric that is a mean over the examples of a split."""
 
     score: Function  # (E, B, ..., C), (E, B, ...) -> (E, B), or a number for each position or target
     kind: str  # 'classification' or 'regression'
 
 
 def balanced(output: Tensor, target: Tensor) -> Tensor:
-    """B / (K n_y) where the largest output is that of the label y, else 0. n_y of the B labels of a row are y, and K occur.
+    """Return B / (K n_y) where the largest output is that of label y, else 0. n_y of the B labels of a row are y; K occur.
 
     The mean over B is the mean over classes of their accuracies (scikit-learn's `balanced_accuracy_score`).
     """
@@ -283,7 +283,7 @@ METRICS: Mapping[str, Metric] = {
 def custom_objective(
     base: Classification | Regression, loss: Any, metric: Any, class_weights: tuple[float, ...] | None
 ) -> Classification | Regression | CustomObjective:
-    """`base`, with a user's loss, metric and class weights in place of its own. InputError if they cannot be used."""
+    """Give `base` a user's loss, metric and class weights in place of its own. InputError if they cannot be used."""
     score, name = _read_metric(metric, "classification" if isinstance(base, Classification) else "regression")
     if loss is None and class_weights is None and name in (None, base.metric):
         return base

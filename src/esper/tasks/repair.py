@@ -1,4 +1,4 @@
-"""The mixture 'repair': problems of five families on hosts with seven kinds of damage, sampled by key.
+"""Make the mixture 'repair': problems of five families on hosts with seven kinds of damage, sampled by key.
 
 N examples, D features, C classes. Every random number of an instance is a hash of its key, so instances are reproducible.
 """
@@ -62,7 +62,7 @@ RADIUS = 2.0  # of spirals and checkerboards, so that features have a standard d
 
 
 class RepairSplit(IntEnum):
-    """A split of an instance, or REFERENCE, the inputs by which the outputs of a teacher are normalized."""
+    """Names the splits of an instance, and REFERENCE, the inputs by which the outputs of a teacher are normalized."""
 
     TRAIN = 0
     PROBE = 1
@@ -91,7 +91,7 @@ _Draw = IntEnum(
 
 @dataclass(frozen=True)
 class Facts:
-    """The parameters of an instance, without its data."""
+    """Holds the parameters of an instance, without its data."""
 
     key: int
     family: str  # a key of FAMILIES
@@ -105,7 +105,7 @@ class Facts:
 
 
 class _Shape(NamedTuple):
-    """The values among which the parameters of a family are drawn."""
+    """Lists the values among which the parameters of a family are drawn."""
 
     classes: Sequence[int]
     noise: Sequence[float]
@@ -124,7 +124,7 @@ _SHAPES: Mapping[str, _Shape] = {
 
 
 def repair() -> Mixture:
-    """Damaged hosts on small data. Some gain from growth at some slots, and some do not.
+    """Make the mixture of damaged hosts on small data. Some gain from growth at some slots, and some do not.
 
     A host has four blocks on a stream of 8, 12 or 16 features, and a slot behind each block. The probabilities come from a
     study of the problems in which growth pays. `describe` returns the parameters of a key.
@@ -224,7 +224,7 @@ def describe(key: int) -> Facts:
 
 @lru_cache(maxsize=1)
 def digit_pools() -> tuple[tuple[Floats, Labels], ...]:
-    """Four disjoint sets of digits, for train, probe, validation and test: pixels (N, 64) float64 and digits (N,) int64.
+    """Return four disjoint sets of digits, for train, probe, validation, test: pixels (N, 64) float64, digits (N,) int64.
 
     Pixels are (pixel - mean) / PIXEL_SCALE, with the mean of each pixel over the first set. Every set, and every prefix of a
     set, has nearly the same share of every digit.
@@ -263,7 +263,7 @@ def _digits(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels
 
 
 def _spiral(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels]:
-    """t = sqrt(u),   angle = 2 pi (turns t + y / C),   x = RADIUS t (cos angle, sin angle)."""
+    """Compute t = sqrt(u),   angle = 2 pi (turns t + y / C),   x = RADIUS t (cos angle, sin angle)."""
     y = _integers(facts, _Draw.LABEL, part, facts.host.outputs, count)
     t = np.sqrt(_uniform(facts, _Draw.INPUT, part, count))
     angle = 2 * math.pi * (facts.detail * t + y / facts.host.outputs)
@@ -271,19 +271,19 @@ def _spiral(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels
 
 
 def _parity(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels]:
-    """x = 2 b - 1,   y = (b_1 + ... + b_k) mod 2,   with bits b and k = detail."""
+    """Compute x = 2 b - 1,   y = (b_1 + ... + b_k) mod 2,   with bits b and k = detail."""
     bits = _integers(facts, _Draw.INPUT, part, 2, count, facts.host.inputs)
     return (2 * bits - 1).astype(np.float64), bits[:, : int(facts.detail)].sum(1) % 2
 
 
 def _checker(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels]:
-    """x = RADIUS (2 u - 1),   y = (floor(k u_1) + floor(k u_2)) mod 2,   with k = detail squares in a row."""
+    """Compute x = RADIUS (2 u - 1),   y = (floor(k u_1) + floor(k u_2)) mod 2,   with k = detail squares in a row."""
     u = _uniform(facts, _Draw.INPUT, part, count, facts.host.inputs)
     return RADIUS * (2 * u - 1), np.floor(u * facts.detail).sum(1).astype(np.int64) % 2
 
 
 def _teacher(facts: Facts, part: RepairSplit, count: int) -> tuple[Floats, Labels]:
-    """y = argmax_c (z_c - mean_c) / deviation_c,   z = max(x W - 1/2, 0) V.
+    """Compute y = argmax_c (z_c - mean_c) / deviation_c,   z = max(x W - 1/2, 0) V.
 
     Mean and standard deviation are those of the REFERENCE inputs, so the labels of a split do not depend on another split.
     """
@@ -308,13 +308,13 @@ _GENERATORS: Mapping[str, _Generator] = {
 
 
 def _uniform(facts: Facts, draw: _Draw, part: int, *shape: int) -> Floats:
-    """Uniform draws in [0, 1). A draw of fewer rows is a prefix of a draw of more rows."""
+    """Draw uniformly in [0, 1). A draw of fewer rows is a prefix of a draw of more rows."""
     index = np.arange(math.prod(shape)).reshape(shape)
     return keys.uniform(keys.key(keys.Purpose.INSTANCE, facts.key, draw, part, index))
 
 
 def _normal(facts: Facts, draw: _Draw, part: int, *shape: int) -> Floats:
-    """Standard normal draws: sqrt(-2 ln(1 - u)) cos(2 pi v), after Box and Muller, 1958."""
+    """Draw standard normal numbers: sqrt(-2 ln(1 - u)) cos(2 pi v), after Box and Muller, 1958."""
     u = _uniform(facts, draw, part, *shape, 2)
     return np.asarray(np.sqrt(-2 * np.log1p(-u[..., 0])) * np.cos(2 * math.pi * u[..., 1]))
 

@@ -1,4 +1,4 @@
-"""Classical data sets of scikit-learn, on hosts that are large enough for them, without skip connections, or too narrow.
+"""Make tasks of scikit-learn's classical data sets, on hosts that are large enough, without skip connections, or too narrow.
 
 On iris, wine and breast cancer the right decision is not to grow: a step trains so long that a host is near its final accuracy
 after two steps, before a controller has to decide.
@@ -29,7 +29,7 @@ DIGITS_HOST = ResidualMLP(inputs=64, width=32, hidden=(32,) * 3, outputs=10)
 
 
 def digits() -> Task:
-    """Scikit-learn's digits (Alpaydin and Kaynak, UCI 1998): 64 features and 10 classes, on a residual host."""
+    """Make a task of scikit-learn's digits (Alpaydin and Kaynak, UCI 1998): 64 features and 10 classes, on a residual host."""
     from sklearn.datasets import load_digits  # a second of imports that no other task needs
 
     return table_task(
@@ -38,7 +38,7 @@ def digits() -> Task:
 
 
 def digits_narrow(hidden: tuple[int, ...] = (4, 12, 5), width: int = 16) -> Task:
-    """`digits` on a damaged host without skip connections in which two blocks are too narrow: a test of controllers.
+    """Make `digits` on a damaged host without skip connections in which two blocks are too narrow, to test controllers.
 
     With the default sizes, bypasses around the first and the last block restore what the host loses, and a bypass around the
     middle block adds almost nothing.
@@ -48,21 +48,21 @@ def digits_narrow(hidden: tuple[int, ...] = (4, 12, 5), width: int = 16) -> Task
 
 
 def iris() -> Task:
-    """Fisher's iris flowers. 64 examples train, in four batches of 16; a step is eight epochs."""
+    """Make a task of Fisher's iris flowers. 64 examples train, in four batches of 16; a step is eight epochs."""
     from sklearn.datasets import load_iris
 
     return _task("iris", IRIS, load_iris(), sizes=(64, 40, 16, 30), batches=(16, 32))
 
 
 def wine() -> Task:
-    """Wines of three growers. 80 examples train, in five batches of 16; a step is six epochs."""
+    """Make a task of wines of three growers. 80 examples train, in five batches of 16; a step is six epochs."""
     from sklearn.datasets import load_wine
 
     return _task("wine", WINE, load_wine(), sizes=(80, 40, 16, 42), batches=(16, 32))
 
 
 def breast_cancer() -> Task:
-    """Malignant and benign tumours. 256 examples train, in eight batches of 32; a step is two epochs."""
+    """Make a task of malignant and benign tumours. 256 examples train, in eight batches of 32; a step is two epochs."""
     from sklearn.datasets import load_breast_cancer
 
     return _task("breast-cancer", BREAST_CANCER, load_breast_cancer(), sizes=(256, 96, 64, 153), batches=(32, 16))

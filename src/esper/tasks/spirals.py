@@ -1,4 +1,4 @@
-"""Two spirals: on a residual host, on a host with a very narrow block, and on a host that is trained before the run begins.
+"""Make two spirals: on a residual host, on a host with a very narrow block, and on a host that is trained beforehand.
 
 E networks, B examples.
 """
@@ -60,13 +60,13 @@ def spirals() -> Task:
 
 
 def spirals_narrow() -> Task:
-    """`spirals` on a damaged host without skip connections whose first block is too narrow: a test of controllers."""
+    """Make `spirals` on a damaged host without skip connections whose first block is too narrow, to test controllers."""
     host = MLP(inputs=2, width=16, hidden=(2, 12, 4), outputs=2)
     return replace(spirals(), name="spirals-narrow", summary=NARROW, host=host, room=None)
 
 
 def spiral_points(count: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """(count, 2) features x in torch's default dtype, and (count,) int64 labels y, which alternate between 0 and 1.
+    """Compute (count, 2) features x in torch's default dtype, and (count,) int64 labels y, which alternate between 0 and 1.
 
     The points are those of the numbers from `first` on, of which no two are alike.
 
@@ -84,7 +84,7 @@ def spiral_points(count: int, first: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class Trained:
-    """A factory of hosts that were trained without growth: a call returns one of a pool, drawn from torch's global generator.
+    """Makes hosts that were trained without growth: a call returns one of a pool, drawn from torch's global generator.
 
     The pool is trained at the first call, with the loss, the batch size and the learning rate of the task. Its weights are the
     same in every process.
@@ -116,7 +116,7 @@ class Trained:
 
 
 def spirals_trained() -> Task:
-    """`spirals` on a trained host that is too small: the task is to grow it further rather than to train a larger one.
+    """Make `spirals` on a trained host that is too small: the task is to grow it further, not to train a larger one.
 
     The host is a residual network of 194 parameters, trained without growth for 24 epochs before the run. The run trains for
     12 more epochs. The heuristic widens every block. The rent is low, because under the default rent a seed as large as this
@@ -165,7 +165,7 @@ def train_static(
 
 
 def run_static(host: SegmentedHost, values: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Outputs (E, B, C) of E hosts on x (E, B, ...). `values` holds every parameter with a leading axis E."""
+    """Compute outputs (E, B, C) of E hosts on x (E, B, ...). `values` holds every parameter with a leading axis E."""
     if host.stacks:
         y: Tensor = functional_call(host, values, (x,))
         return y
@@ -174,7 +174,7 @@ def run_static(host: SegmentedHost, values: dict[str, Tensor], x: Tensor) -> Ten
 
 
 def _batches(examples: int, starts: int, batch: int, total: int) -> Iterator[Tensor]:
-    """`total` batches of indices (starts, batch). Every start goes through permutations of all examples, one after another."""
+    """Yield `total` batches of indices (starts, batch). Every start goes through permutations of all examples in turn."""
     generator = torch.Generator().manual_seed(0)
     at, order = 0, torch.empty(starts, 0, dtype=torch.int64)
     for _ in range(total):

@@ -1,4 +1,4 @@
-"""Checking examples and splitting them in four. N examples, D features."""
+"""Check examples, and split them in four. N examples, D features."""
 
 from collections.abc import Sequence
 from numbers import Real
@@ -16,7 +16,7 @@ from esper.leyline.text import counted
 
 
 class Splits(NamedTuple):
-    """The four splits of a task. No two splits share an example or storage."""
+    """Holds the four splits of a task. No two splits share an example or storage."""
 
     train: Split
     probe: Split
@@ -59,7 +59,7 @@ def check_examples(x: Batch, y: Tensor, classes: int | None) -> None:
 
 
 def sizes_of(fractions: Sequence[float], examples: int) -> tuple[int, int, int, int]:
-    """Numbers of examples in train, probe, validation and test, which sum to `examples`."""
+    """Return the numbers of examples in train, probe, validation and test, which sum to `examples`."""
     numbers = isinstance(fractions, Sequence) and all(isinstance(f, Real) for f in fractions)
     if not numbers or len(fractions) != 4 or not all(f > 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-6:
         raise InputError(
@@ -106,7 +106,7 @@ def check_targets(splits: Splits) -> None:
 
 
 def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
-    """Indices of the examples in parts of the given sizes, as in `split`."""
+    """Return the indices of the examples in parts of the given sizes, as in `split`."""
     assert sum(sizes) == len(y), (sizes, y.shape)
     order = keys.permutations(keys.key(keys.Purpose.SPLIT, seed), np.array([len(y)]), torch.device("cpu"))[0]
     if not y.is_floating_point() and y.dim() == 1:

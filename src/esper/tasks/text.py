@@ -1,4 +1,4 @@
-"""Tasks whose examples are text: the next byte of what Python brings, and TinyStories from files of the user. N sequences of L.
+"""Make tasks whose examples are text: the next byte of what Python brings, and TinyStories from files. N sequences of L.
 
 Nothing is downloaded. The training file of TinyStories is read window by window and is not held.
 """
@@ -52,7 +52,7 @@ _MEND = "copy the file again"
 
 
 def stdlib_text() -> Task:
-    """Modules and help topics of the standard library that this Python runs with, split by file: no two splits share one.
+    """Read modules and help topics of the standard library of this Python, split by file: no two splits share one.
 
     The help topics are the English pages that `help("assert")` prints; each counts as a file. The data are those of the Python
     version: another version has other sources. InputError if the sources are not files.
@@ -86,19 +86,19 @@ def text_task(
 
 
 def sources(folder: Path) -> dict[str, bytes]:
-    """Name and content of every file `*.py` in a folder, in the order of their names."""
+    """Return every file `*.py` of a folder by its name, in the order of the names."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.py"))}
 
 
 def topics() -> dict[str, bytes]:
-    """Name and content, as UTF-8, of the topics that `help` of this Python explains in English, in the order of their names."""
+    """Return by name, in their order, the topics that `help` of this Python explains in English, as UTF-8."""
     from pydoc_data.topics import topics as pages
 
     return {f"topics/{name}": pages[name].encode() for name in sorted(pages)}
 
 
 def text_splits(files: Mapping[str, bytes], length: int, sizes: Iterable[int], origin: str) -> Splits:
-    """Splits of sequences x (N, L) int64, with the byte that follows each of their bytes as y (N, L) int64.
+    """Split files into sequences x (N, L) int64, with the byte that follows each of their bytes as y (N, L) int64.
 
     A hash of its name decides which split a file belongs to. Files are cut into sequences that do not overlap, and of those of
     its files a split takes as many as `sizes` says, evenly apart. InputError if a split would have too few.
@@ -124,7 +124,7 @@ def text_splits(files: Mapping[str, bytes], length: int, sizes: Iterable[int], o
 
 
 class Stories(NamedTuple):
-    """The tokens of the training and of the validation file, in the order of the files."""
+    """Holds the tokens of the training and of the validation file, in the order of the files."""
 
     train: NDArray[Any]
     validation: NDArray[Any]
@@ -133,7 +133,7 @@ class Stories(NamedTuple):
 
 
 def tinystories() -> Task:
-    """TinyStories (Eldan and Li, 2023), from local files: a task on the next byte, or on the next token of a `.bin` file.
+    """Make a task on the next byte of TinyStories (Eldan and Li, 2023), or the next token of a `.bin` file, from local files.
 
     The training file is the train split; consecutive thirds of the validation file are the probe, validation and test splits.
     """
@@ -171,7 +171,7 @@ def tinystories() -> Task:
 
 
 def evenly(there: int, most: int) -> torch.Tensor:
-    """Indices of at most `most` of so many examples, evenly apart."""
+    """Return the indices of at most `most` of so many examples, evenly apart."""
     wanted = min(there, most)
     return torch.arange(wanted) * there // wanted
 
@@ -222,7 +222,7 @@ def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def _read_binary(folder: Path) -> Stories:
-    """Tokens as uint16, as nanoGPT writes them. The vocabulary is the largest token and one."""
+    """Read tokens as uint16, as nanoGPT writes them. The vocabulary is the largest token and one."""
     paths = _both(folder, BINARY)
     train, validation = (_mapped(path, np.uint16) for path in paths)
     starts = [(part, start) for part in (train, validation) for start in range(0, len(part), SEEN)]

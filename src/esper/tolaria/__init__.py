@@ -1,1 +1,1 @@
-"""Tolaria: the engine. Data feed, training and probe passes. It imports no learner and no reward."""
+"""Trains and measures populations: data feed, training and probe passes. Tolaria, the engine, imports no learner or reward."""

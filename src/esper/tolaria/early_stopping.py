@@ -23,7 +23,7 @@ UNDER_WAY = IN_BUDGET - {Stage.FOSSILIZED}
 
 
 class EarlyStopping:
-    """Holds the best state of every row for the end of the episode."""
+    """Keeps the best state of every row for the end of the episode."""
 
     def __init__(self, keeper: Keeper, real: int, environment: NDArray[np.int64], config: Config) -> None:
         """Start without a best state.

@@ -61,7 +61,7 @@ D = TypeVar("D", bound=TaskPopulation)
 
 @brief
 class Compute(NamedTuple):
-    """Count the compute of an episode beyond that of the hosts; the units that every row has taken since its episode began.
+    """Counts the compute of an episode beyond that of the hosts: the units that every row has taken since its episode began.
 
     One unit is one training step of the host of a row. A seed of a parameters beside a host of h takes a / h units a step from
     its planting on, whether it incubates, blends or is kept: on a stream of one width the multiplications of forward and backward
@@ -90,7 +90,7 @@ class Compute(NamedTuple):
 
 @brief
 class PendingStep(NamedTuple):
-    """The decisions of a step that has begun, and the state before them."""
+    """Holds the decisions of a step that has begun, and the state before them."""
 
     actions: Actions  # (E,) the decisions
     refused: NDArray[np.int8]  # (E,) a `Refusal` for each
@@ -100,7 +100,7 @@ class PendingStep(NamedTuple):
 
 @brief
 class Contributions(NamedTuple):
-    """The last measured contribution of every seed that acts. A kept seed is not measured any more: its last is of its trial."""
+    """Holds the last measured contribution of each seed that acts. That of a kept seed, measured no more, is of its trial."""
 
     metric: Estimate  # (E, S) `Measurements.contribution` when it was measured last
     loss: Estimate  # (E, S) `Measurements.contribution_loss` at that time
@@ -123,9 +123,9 @@ class Contributions(NamedTuple):
 @brief
 @dataclass
 class ParallelEnvState:
-    """The state of an engine between two steps, without the networks and their data, which the population holds.
+    """Holds the state of an engine between two steps, without the networks and their data, which the population holds.
 
-    Rows are the environments, then their twins, then a ghost, whose results are ignored, if there would be one row alone.
+    Rows are the environments, then their twins. A row that would be alone gets a ghost beside it, whose results are ignored.
     """
 
     seeds: Seeds  # (rows, S)
@@ -143,7 +143,7 @@ class ParallelEnvState:
 
 
 class Changes(NamedTuple):
-    """Changes of stage between two states of the seeds, and the bases of the decisions behind them."""
+    """Holds changes of stage between two states of the seeds, and the bases of the decisions behind them."""
 
     transitions: Transitions
     before: Seeds
@@ -152,7 +152,7 @@ class Changes(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The events within a step, beside its outcome. Rows are environments, then twins."""
+    """Holds the events within a step, beside its outcome. Rows are environments, then twins."""
 
     changes: tuple[Changes, ...]  # those of the decisions, then those of the tick
     scores: Scores  # (rows,) before the rollback
@@ -314,7 +314,7 @@ class Engine(Generic[P]):
     def step(
         self, actions: Actions, reasons: Sequence[str | None] | None = None, further: Further | None = None
     ) -> tuple[View, Outcome]:
-        """apply -> train -> tick -> probe -> govern -> close, for one decision per environment (E,).
+        """Take a step: apply -> train -> tick -> probe -> govern -> close, for one decision per environment (E,).
 
         `reasons` (E,) say why a decision was made, for the events and the lists of the summary. `further` is asked for
         more decisions of this step until it returns None. Returns the view for the next decision, and the outcome of
@@ -463,7 +463,7 @@ class Engine(Generic[P]):
         return stopped or self.state.step >= self.config.steps
 
     def finish(self) -> Scores | None:
-        """With early stopping, restore every row to its best state on its validation split and end the episode.
+        """Restore every row to its best state on its validation split, with early stopping, and end the episode.
 
         Returns the scores (rows,) on the probe split of the networks that would be exported, read from the device.
         Returns None, and changes nothing, if `early_stopping.enabled` is false.
@@ -559,7 +559,7 @@ def _of_environments(space: Space, envs: int) -> Space:
 
 
 class TaskEngine(Engine[D]):
-    """An engine whose population holds the data of a task: its networks can be evaluated and exported."""
+    """Evaluates and exports the networks of a population that holds the data of a task, and grows them as any engine."""
 
     def restore(self, tree: Mapping[str, Any]) -> View:
         view = super().restore(tree)

@@ -25,7 +25,7 @@ PATIENT = (Vital.RISE, Vital.COLLAPSE, Vital.FALL)
 
 
 class Signs(NamedTuple):
-    """The vital signs of every row after a step; each field is (E,)."""
+    """Holds the vital signs of every row after a step; each field is (E,)."""
 
     loss: Floats  # loss on the probe split
     metric: Floats  # metric on the probe split
@@ -37,7 +37,7 @@ class Signs(NamedTuple):
 
 
 class VitalHistory(NamedTuple):
-    """The history with which the signs of a row are compared; nan where a value is not known."""
+    """Holds the history with which the signs of a row are compared; nan where a value is not known."""
 
     first: Floats  # (E,) loss on the probe split before training
     loss: Floats  # (E, W) last training losses of healthy steps, newest first
@@ -115,7 +115,7 @@ def lowered(before: Seeds, after: Seeds) -> Bools:
 
 
 def _median(values: Floats, count: NDArray[np.int64]) -> Floats:
-    """values (E, W), with inf after the `count` (E,) values of a row -> (E,) medians of these values; nan where count is 0."""
+    """Compute medians: values (E, W), with inf after the `count` (E,) values of a row -> (E,); nan where count is 0."""
     ordered, rows = np.sort(values, axis=1), np.arange(len(values))
     low, high = ordered[rows, np.maximum(count - 1, 0) // 2], ordered[rows, np.minimum(count // 2, values.shape[1] - 1)]
     return np.where(count > 0, (low + high) / 2, np.nan)
@@ -164,7 +164,7 @@ def preflight(
 
 
 class GovernorRecord(NamedTuple):
-    """Numbers of rollbacks and refusals, int64."""
+    """Counts rollbacks and refusals, int64."""
 
     rollbacks: NDArray[np.int64]  # (E,) rollbacks of each row in this episode
     found: NDArray[np.int64]  # (vitals,) rollbacks by `Vital` since the engine was created, twins included

@@ -48,7 +48,7 @@ _SAMPLES = 30  # rows of sensors and of phases in an episode, if the config says
 
 
 class RowSource(NamedTuple):
-    """The population of a training to which rows belong."""
+    """Names the population of a training to which rows belong."""
 
     cohort: str  # 'training' or 'validation'
     task: str
@@ -57,7 +57,7 @@ class RowSource(NamedTuple):
 
 
 class Journal(Observer):
-    """Write the rows of an episode.
+    """Writes the rows of an episode.
 
     Writes the decisions of each step, its changes of stage, its rollbacks and its measurements, and at the end of an episode a
     row for every environment. In a training, whose rows come from several populations, every row names its `source`.

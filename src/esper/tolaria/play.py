@@ -21,7 +21,7 @@ Further = Callable[[View, NDArray[np.int8]], tuple[Actions, Sequence[str | None]
 
 
 class Decision(NamedTuple):
-    """The decisions of a controller, and its reasons."""
+    """Holds the decisions of a controller, and its reasons."""
 
     actions: Actions  # (E,)
     reasons: Sequence[str | None] | None  # (E,), if the controller gives reasons
@@ -30,7 +30,7 @@ class Decision(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step that was played."""
+    """Holds one step that was played."""
 
     view: View  # the view that the decision was based on
     outcome: Outcome
@@ -43,24 +43,24 @@ class Step(NamedTuple):
 
 
 class Observer:
-    """An object that follows an episode. Each method does nothing unless a subclass overrides it."""
+    """Follows an episode. Each method does nothing unless a subclass overrides it."""
 
     def going(self, view: View) -> bool:
-        """Called before each decision of an unfinished episode; if False is returned, the playing ends and no other is asked."""
+        """Return whether the episode goes on, before each decision of an unfinished one; after False no other is asked."""
         return True
 
     def stepped(self, step: Step) -> None:
-        """Called after a step, once the controller has stored its outcome."""
+        """Follow a step, once the controller has stored its outcome."""
 
     def failed(self, view: View) -> None:
-        """Called if the controller raised an error, which is raised again, instead of deciding. The engine is unchanged."""
+        """Follow an error of the controller, which is raised again, instead of a decision. The engine is unchanged."""
 
     def broken(self) -> None:
-        """Called if a step of the engine raised an error, of which a part may have been done. The error is raised again."""
+        """Follow an error of a step of the engine, of which a part may have been done. The error is raised again."""
 
 
 class Until(Observer):
-    """End the playing when a function asks for it; `stopped` says whether it did."""
+    """Ends the playing when a function asks for it; `stopped` says whether it did."""
 
     def __init__(self, asked: Callable[[], bool]) -> None:
         self._asked = asked

@@ -26,7 +26,7 @@ Indices = NDArray[np.int64]
 
 
 class ProbeRequest(NamedTuple):
-    """The optional measurements of a probe, beside the figures of every row."""
+    """Names the optional measurements of a probe, beside the figures of every row."""
 
     branches: Branches  # evaluations with some seeds at another dose
     trained: bool  # the figures of this step's training
@@ -37,14 +37,14 @@ class ProbeRequest(NamedTuple):
 
 
 class ParameterNorms(NamedTuple):
-    """Gradient norms of each trained parameter, mean over the optimizer steps of one step."""
+    """Holds gradient norms of each trained parameter, mean over the optimizer steps of one step."""
 
     host: Mapping[str, Floats]  # (R,) by the name of the parameter in the host
     seeds: Mapping[str, Floats]  # (R,) by slot/name, the name being that in the seed; nan where no such seed trained
 
 
 class TrainedFigures(NamedTuple):
-    """The figures of one step's training."""
+    """Holds the figures of one step's training."""
 
     loss: Floats  # (R,) mean over the step's batches
     gradient_norm: Floats | None  # (R,) of the host, mean over the step's optimizer steps; None in a user's own loop
@@ -56,7 +56,7 @@ class TrainedFigures(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The results of a probe, in NumPy arrays."""
+    """Holds the results of a probe, in NumPy arrays."""
 
     loss: Floats  # (R,) loss on the probe split, at the real doses
     metric: Floats  # (R,) metric there
@@ -77,7 +77,7 @@ class Figures(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Storage for one snapshot of every row, to which a row can be restored. Rows can be saved at different steps."""
+    """Stores one snapshot of every row, to which a row can be restored. Rows can be saved at different steps."""
 
     seeds: Seeds  # (R, S) the seeds when the row was saved
     step: Indices  # (R,) steps taken in the episode when the row was saved; -1 if it was not saved
@@ -100,7 +100,7 @@ class Keeper(Protocol):
 
 
 class Population(Protocol):
-    """R networks that are trained and measured together."""
+    """Trains and measures R networks together."""
 
     device: torch.device
     environment: Indices  # (R,) the environment that each row belongs to
@@ -151,7 +151,7 @@ class Population(Protocol):
 
 
 class TaskPopulation(Population, Protocol):
-    """A population that holds the data of a task, and can therefore be evaluated and exported."""
+    """Holds the data of a task, so that the population can be evaluated and exported."""
 
     widenings: tuple[HiddenWidening, ...]  # of the hosts, by `config.widen`
     widened: int  # how many of them there were in this episode

@@ -1,4 +1,4 @@
-"""The device: choose it and the types of its products, read it, and measure the time of each phase of a step."""
+"""Choose the device and the types of its products, read it, and measure the time of each phase of a step."""
 
 import math
 import os
@@ -195,7 +195,7 @@ LOWER = {
 
 
 class Moment(Protocol):
-    """A moment in the work of a device, which may be ahead: the part of `torch.cuda.Event` that a `PhaseTimer` needs."""
+    """Marks a moment in the work of a device, which may be ahead: the part of `torch.cuda.Event` that a `PhaseTimer` needs."""
 
     def query(self) -> bool:
         """Return whether the device has come to it; does not wait."""
@@ -205,7 +205,7 @@ class Moment(Protocol):
 
 
 class HostMoment:
-    """A moment in the work of the process, which is past when it is made."""
+    """Marks a moment in the work of the process, which is past when it is made."""
 
     def __init__(self) -> None:
         self.time = time.perf_counter()

@@ -24,7 +24,7 @@ GATES = {Stage.TRAINING: "advance", Stage.HOLDING: "fossilize"}
 
 
 class SeedHistory:
-    """Lists of the seeds that were planted, kept and removed, in order.
+    """Lists the seeds that were planted, kept and removed, in order.
 
     The entries of `lists` have the keys env, slot, blueprint, step and reason. `bases` holds the bases of decisions that have not
     taken effect, by environment and slot. `most` is how many entries of each list stay, the last ones; None keeps all. `unlisted`

@@ -1,1 +1,1 @@
-"""The report: one self-contained page about a run."""
+"""Makes the report, one self-contained page about a run."""

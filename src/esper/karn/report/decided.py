@@ -1,4 +1,4 @@
-"""The sections of a report on what was decided and why, and on what went wrong."""
+"""Write the sections of a report on what was decided and why, and on what went wrong."""
 
 from collections.abc import Mapping, Sequence
 
@@ -195,7 +195,7 @@ def _decided(decided: DecisionLog) -> Table:
 
 
 def faults_section(model: RunModel) -> ReportSection | None:
-    """Rollbacks, and what is out of the ordinary."""
+    """Show rollbacks, and what is out of the ordinary."""
     if model.head is None:
         return None
     lines, tables = [], []

@@ -1,4 +1,4 @@
-"""Figures as shapes, which are written as SVG on the page and painted by matplotlib for papers: one layout for both.
+"""Draw figures from shapes, as SVG for a page and with matplotlib for papers, in one layout.
 
 SVG is written by hand, because a page has tens of figures with thousands of cells that can be walked through and say what they
 are. matplotlib takes 0.2 s for a figure, and a page that follows a run would be made of them again and again.
@@ -32,7 +32,7 @@ LASTING = [stage for stage in Stage if stage not in (Stage.DORMANT, Stage.GERMIN
 
 
 class Shape(NamedTuple):
-    """A part of a figure."""
+    """Describes one shape of a figure."""
 
     kind: Literal["rect", "line", "polygon", "circle", "text"]  # a rect is from corner to corner
     points: Sequence[tuple[float, float]]  # its places [px]; a circle is around one, and a text at one
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """A figure under its heading as shapes, or why there is nothing to draw."""
+    """Holds a figure under its heading as shapes, or says why there is nothing to draw."""
 
     name: str  # heading
     absent: str | None = None  # why there is nothing to draw; None if there is something
@@ -61,7 +61,7 @@ class Figure(NamedTuple):
 
 
 class Series(NamedTuple):
-    """Values (T, N) at the places of an axis; their median is drawn, with a band from the 10th to the 90th percentile."""
+    """Holds values (T, N) at T places of an axis, drawn as their median and a band from the 10th to the 90th percentile."""
 
     name: str  # shown in the legend
     values: Floats
@@ -149,7 +149,7 @@ def timeline(slot: str, stays: Sequence[Stay], marks: Sequence[SeedMark], envs: 
 
 
 class ForestRow(NamedTuple):
-    """A value with its error."""
+    """Holds a value with its error, one line of a forest plot."""
 
     name: str  # what it belongs to
     value: float
@@ -234,12 +234,12 @@ def _x_axis(
 
 
 def _scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
-    """From values between low and high to places between start and stop."""
+    """Return a map from values between low and high to places between start and stop."""
     return lambda value: start + (value - low) / (high - low) * (stop - start)
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """At most about six round values from low to high."""
+    """Return at most about six round values from low to high."""
     if not high > low:
         return [low]
     raw = (high - low) / 5

@@ -1,4 +1,4 @@
-"""What all pages share: sections of sentences, tables and figures in one file without requests, or the figures as pictures."""
+"""Frame pages: sections of sentences, tables and figures in one file without requests, or the figures as pictures."""
 
 import json
 import re
@@ -23,7 +23,7 @@ FORMATS = ("png", "pdf", "svg")
 
 
 class Table(NamedTuple):
-    """A table of a section; the first cell of a row is its name, and `texts` are the columns of words, which may wrap."""
+    """Holds a table of a section; the first cell of a row is its name, and `texts` are the columns of words, which may wrap."""
 
     caption: str
     columns: Sequence[str]
@@ -39,7 +39,7 @@ def table_of(caption: str, table: RichTable) -> Table:
 
 
 class ReportSection(NamedTuple):
-    """A part of the page under its own heading."""
+    """Holds a part of the page under its own heading."""
 
     key: str  # anchor
     name: str  # heading
@@ -52,7 +52,7 @@ class ReportSection(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a page shows, without its style and scripts."""
+    """Holds what a page shows, without its style and scripts."""
 
     title: str  # first heading
     heading: str  # line below it
@@ -112,7 +112,7 @@ def flat_settings(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
 
 
 class Pictures(NamedTuple):
-    """What was drawn and what was not.
+    """Lists the figures that were drawn and those that were not.
 
     Attributes:
         paths (list of Path): the files that were written, in the order of the page

@@ -1,4 +1,4 @@
-"""The sections of a report on what grew: curves, stages, what seeds were worth, and sensors."""
+"""Write the sections of a report on what grew: curves, stages, what seeds were worth, and sensors."""
 
 from itertools import combinations
 
@@ -22,7 +22,7 @@ BANDS = "Lines are medians over environments; bands reach from the 10th to the 9
 
 
 def first_figures(model: RunModel) -> list[Figure]:
-    """What grew where over time, the metric over time beside that of the twins, and the differences from all static networks."""
+    """Draw what grew where over time, the metric over time beside that of the twins, and differences from static networks."""
     figures: list[Figure] = []
     population, head, summary = model.population, model.head, model.summary or {}
     metric = str(summary.get("metric", "metric"))
@@ -63,7 +63,7 @@ def first_figures(model: RunModel) -> list[Figure]:
 
 
 def curves_section(model: RunModel) -> ReportSection | None:
-    """Loss and added parameters over the steps."""
+    """Show loss and added parameters over the steps."""
     population = model.population
     if population is None:
         return None
@@ -158,7 +158,7 @@ def _limit_lines(model: RunModel, population: EpisodeSteps) -> list[str]:
 
 
 def worth_section(model: RunModel) -> ReportSection | None:
-    """Contributions over time, Shapley values and interactions."""
+    """Show contributions over time, Shapley values and interactions."""
     measured, head = model.worths, model.head
     if measured is None or head is None:
         return None
@@ -237,5 +237,5 @@ def sensors_section(model: RunModel) -> ReportSection | None:
 
 
 def _chosen(steps: Integers) -> Integers:
-    """Indices of at most `DRAWN_READINGS` steps, the first and the last among them."""
+    """Return the indices of at most `DRAWN_READINGS` steps, the first and the last among them."""
     return np.unique(np.linspace(0, len(steps) - 1, min(len(steps), DRAWN_READINGS)).round().astype(int))

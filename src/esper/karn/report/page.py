@@ -1,4 +1,4 @@
-"""The page about one run, from its model: sections of sentences, tables and figures, in one file without requests."""
+"""Make the page about one run, from its model: sections of sentences, tables and figures, in one file without requests."""
 
 import json
 import shlex
@@ -312,7 +312,7 @@ def _data(model: RunModel) -> Markup | None:
 
 
 def head_of(model: RunModel, name: str) -> str:
-    """The beginning of the page as a piece of HTML: the heading, the sentences on what came out, and the table of figures."""
+    """Write the beginning of the page in HTML: the heading, the sentences on what came out, and the table of figures."""
     verdicts, others, tables_of, _ = results(model)
     lines = Markup("").join(Markup("<p>{}</p>").format(line) for line in (heading(model), *verdicts, *others))
     tables = Markup("")

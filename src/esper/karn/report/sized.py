@@ -1,4 +1,4 @@
-"""The section of a report on a network that becomes wider as a whole while a loop trains it: its sizes over time."""
+"""Write the section of a report on a network that becomes wider as a whole while a loop trains it: its sizes over time."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The sections of a report on the training of a controller: learning, health, and what the policy does and reads."""
+"""Write the sections of a report on the training of a controller: learning, health, and what the policy does and reads."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ MEANINGS: Mapping[str, str] = {
 
 
 def training_sections(model: RunModel) -> list[ReportSection]:
-    """Learning curves, the health of the learner, and what the policy does; empty if the run is no training."""
+    """Show learning curves, the health of the learner, and what the policy does; return nothing if the run is no training."""
     if not model.rounds:
         return []
     names = list(dict.fromkeys(name for row in model.rounds for name in row.figures))

@@ -1,4 +1,4 @@
-"""Run folders in a browser: a list of them, a page of each that follows its run, comparisons, decisions and files."""
+"""Shows run folders in a browser: a list of them, a page of each that follows its run, comparisons, decisions and files."""
 
 from esper.leyline.distribution import pip_install
 from esper.leyline.errors import InputError

@@ -1,4 +1,4 @@
-"""Who may ask. Nothing behind the guard needs to check it."""
+"""Decide who may send requests. Nothing behind the guard needs to check it."""
 
 import asyncio
 import hashlib
@@ -25,7 +25,7 @@ LOGIN = "/login"
 
 
 class Door(NamedTuple):
-    """Who may ask."""
+    """Decides who may send requests, by their token and their Host header."""
 
     token: str | None  # what every request must bring; None if none is needed
     host: str  # the host that the user named
@@ -68,7 +68,7 @@ class Door(NamedTuple):
 
 
 class Guard:
-    """An ASGI application that lets a request through to another one only if its host, method and token are right."""
+    """Passes a request on to another ASGI application only if its host, method and token are right."""
 
     def __init__(self, app: ASGIApp, door: Door) -> None:
         self.app, self.door = app, door
@@ -96,7 +96,7 @@ class Guard:
         return None
 
     async def _log_in(self, request: Request) -> Response:
-        """The answer to the form of the token: the cookie if it is right."""
+        """Return the answer to the form of the token: the cookie if it is right."""
         assert self.door.token is not None
         origin = request.headers.get("origin")
         try:

@@ -1,4 +1,4 @@
-"""The routes of the server: an ASGI application over the runs of a library."""
+"""Define the routes of the server: an ASGI application over the runs of a library."""
 
 import os
 import tempfile
@@ -44,7 +44,7 @@ MOST_COMPARED = 16  # most runs in one comparison
 
 
 class RouteContext:
-    """What the routes share: the runs."""
+    """Answers the routes of the server from the runs that all routes share."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
@@ -230,7 +230,7 @@ def version_of(entries: Sequence[ListedRun]) -> str:
 
 
 def _newer(request: Request, version: str, ended: bool, content: Callable[[], tuple[str, str]]) -> Response:
-    """The content of a page with its version, or nothing if the page that asks has it; and whether no other will follow."""
+    """Return the content of a page with its version, or nothing if the page that asks has it; and whether none will follow."""
     if request.headers.get("X-Version") == version:
         return Response(status_code=204, headers={"X-Ended": "1"} if ended else {})
     version, text = content()

@@ -1,4 +1,4 @@
-"""What a run folder holds: its decisions that a filter selects, and its files. No text of a request becomes part of a path."""
+"""List what a run folder holds: decisions that a filter selects, and files. No text of a request becomes part of a path."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ OPERATIONS = tuple(op.name for op in Op if op != Op.WAIT)
 
 
 class Filter(NamedTuple):
-    """Which decisions are shown; None, and an empty text, select all."""
+    """Selects the decisions that are shown; None, and an empty text, select all."""
 
     env: int | None = None
     slot: str | None = None
@@ -152,7 +152,7 @@ def archive(folder: Path) -> tuple[IO[bytes], int]:
 
 @contextmanager
 def _descriptor(folder: Path) -> Iterator[int]:
-    """A folder held open, so that no link can take its place while its files are read."""
+    """Hold a folder open, so that no link can take its place while its files are read."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
     try:
         parent = os.open(folder.parent, flags)

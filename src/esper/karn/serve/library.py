@@ -1,4 +1,4 @@
-"""The runs that are served: found below the folders that the user named, known to the browser by opaque names, and followed."""
+"""Find and follow the runs below the folders that the user named; the browser knows them by opaque names."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ LOOK_EVERY = 2.0  # least time between two searches for runs [seconds]
 
 
 class ListedRun(NamedTuple):
-    """A run in the list."""
+    """Describes a run in the list."""
 
     key: str  # opaque name of the run in addresses
     name: str  # path of the folder below the folder that the user named
@@ -49,7 +49,7 @@ class ListedRun(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Which runs of the list are shown; an empty text selects all."""
+    """Selects the runs of the list that are shown; an empty text selects all."""
 
     words: str = ""  # every word must occur in the name, the task, the controller or the status
     task: str = ""  # exact, as the next two
@@ -67,7 +67,7 @@ class Selection(NamedTuple):
 
 
 class Library:
-    """The runs below some folders, found anew when the list is asked for. Safe to use from several threads.
+    """Finds the runs below some folders, anew whenever the list is asked for. Safe to use from several threads.
 
     A link below a named folder is not followed, also if it has taken the place of a run since the last search.
     """
@@ -182,7 +182,7 @@ def _read_entry(key: str, name: str, folder: Path) -> ListedRun:
 
 
 class Shown(NamedTuple):
-    """A page of a run."""
+    """Holds a page of a run."""
 
     version: str  # changes with the page
     status: str  # how the run stands
@@ -190,7 +190,7 @@ class Shown(NamedTuple):
 
 
 class Followed:
-    """A run whose rows are read once, as they come. Safe to use from several threads."""
+    """Follows a run: reads its rows once, as they come, and makes its page. Safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
         """Raise InputError if `folder` is not a run folder."""

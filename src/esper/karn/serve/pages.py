@@ -1,4 +1,4 @@
-"""The pages of the server as HTML. Every text from a run is escaped, and no page has a style or a script of its own."""
+"""Write the pages of the server as HTML. Every text from a run is escaped, and no page has a style or a script of its own."""
 
 import math
 import time
@@ -41,7 +41,7 @@ def shell(
     live: tuple[str, str] | None = None,
     status: int = 200,
 ) -> HTMLResponse:
-    """A whole page around its content. `live` is the address where a page that follows a run asks for it, and its version."""
+    """Return a whole page around its content. `live` is the address that a page which follows a run asks, and its version."""
     source, version = live or ("", "")
     lives = {"source": source, "version": version}
     page = render("shell.html", title=printable(title), content=Markup(content), links=links, here=here, **lives)

@@ -1,4 +1,4 @@
-"""Serves until it is interrupted, on a port that is taken before anything else is done.
+"""Serve until interrupted, on a port that is taken before anything else is done.
 
 What a stranger can use up is bounded: connections by the files that the process may open, and the time of half a request.
 """
@@ -41,7 +41,7 @@ HEADERS = {
 
 
 def most_connections() -> int:
-    """Most connections at a time: each may need four open files, itself and three of an archive that is being packed."""
+    """Return the most connections at a time: each may need four open files, itself and three of an archive that is packed."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
@@ -49,7 +49,7 @@ def most_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """A connection that is turned away if there are too many, and closed if the head of a request does not come in time."""
+    """Turns a connection away if there are too many, and closes it if the head of a request does not come in time."""
 
     _late: asyncio.TimerHandle | None = None
 
@@ -62,7 +62,7 @@ class Connection(H11Protocol):
             self._late = self.loop.call_later(HEADER_TIME, transport.close)
 
     def data_received(self, data: bytes) -> None:
-        """Reads a part of a request; the clock runs from the first byte of its head to the last."""
+        """Read a part of a request; the clock runs from the first byte of its head to the last."""
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._stop_clock()
@@ -95,7 +95,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server with the limits and the headers of this file."""
+    """Serves an application with the limits and the headers of this file."""
 
     def __init__(self, app: ASGIApp) -> None:
         super().__init__(
@@ -122,7 +122,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. InputError if the port is not a port, is in use or may not be used, or the host is unknown."""
+    """Return a socket that listens. InputError if the port is none, is in use or may not be used, or the host is unknown."""
     if not 0 <= port <= 65535:
         raise InputError(f"--port is {port}; give 1 to 65535, or 0 for any free port")
     try:

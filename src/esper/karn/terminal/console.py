@@ -1,4 +1,4 @@
-"""The tables and lines that commands print at their end. They are never cut, however narrow the terminal is."""
+"""Print the tables and lines of commands at their end. They are never cut, however narrow the terminal is."""
 
 import io
 import math
@@ -23,7 +23,7 @@ _WIDE = 11  # width of the column of parameters, so that the table fits into 80 
 
 
 def empty_table(columns: Sequence[str], left: Collection[int] = (0,), wrapped: Collection[str] = ()) -> Table:
-    """A table without rows. Columns that are not `left`, by place, are to the right, and those `wrapped`, by name, may wrap."""
+    """Return a table without rows. Columns not in `left`, by place, are to the right; those in `wrapped`, by name, may wrap."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(columns):
         justify: Literal["left", "right"] = "left" if index in left else "right"
@@ -126,7 +126,7 @@ MOST_LINES = 8  # lines that are printed below the verdict
 
 
 def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
-    """At most `MOST_LINES` lines: how the table is to be read, what grew, what a reader must not miss, and where the rest is."""
+    """Return at most `MOST_LINES` lines: how to read the table, what grew, what must not be missed, and where the rest is."""
     reading = f"J = {summary['objective_formula']}"
     if summary.get("baselines"):
         over = ", paired over environments, with its 95 % t interval; ± standard error" if summary["envs"] > 1 else ""
@@ -189,7 +189,7 @@ def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
 
 
 def comparison_table(summary: Mapping[str, Any]) -> Table:
-    """Table of the grown networks and of each static network, with the paired difference, grown less static.
+    """Return the table of the grown networks and of each static network, with the paired difference, grown less static.
 
     Metrics are means ± standard error. Differences are means with a 95 % t interval over environments.
     """
@@ -231,7 +231,7 @@ FEW = 4  # with fewer environments, a line says that the intervals are wide
 
 
 def _growth_seconds(summary: Mapping[str, Any]) -> float | None:
-    """Time of the steps of the population, twins included [seconds]; None if unknown."""
+    """Return the time of the steps of the population, twins included [seconds]; None if unknown."""
     eps = summary["env_steps_per_second"]
     return None if eps is None else summary["rows"] * summary["steps_done"] / eps
 
@@ -319,7 +319,7 @@ def grown_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def rare_class_lines(summary: Mapping[str, Any]) -> list[str]:
-    """A line with the balanced accuracy where a class is rare, which the accuracy hardly counts, and with what helps it."""
+    """Give the balanced accuracy in a line where a class is rare, which the accuracy hardly counts, and say what helps it."""
     found = summary.get("rare_classes")
     if found is None:
         return []
@@ -372,7 +372,7 @@ def explanation_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def trouble_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Lines with the number of rollbacks and of refused operations by reason, and of updates that overflowed in float16."""
+    """Count in lines the rollbacks and refused operations by reason, and the updates that overflowed in float16."""
     lines = []
     for kind, label in (("rollbacks", "rolled back"), ("refused", "refused")):
         reasons = [f"{count:,} {name.replace('_', ' ')}" for name, count in summary[kind].items()]
@@ -417,7 +417,7 @@ FEW_EXAMPLES = 30  # a warning is shown for splits with fewer examples
 
 
 def split_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The size of the test split, what the intervals cover, and warnings about small splits; empty if the sizes are unknown."""
+    """Give the size of the test split, what intervals cover, and warnings about small splits; nothing if sizes are unknown."""
     sizes = summary.get("examples")
     if sizes is None:
         return []

@@ -1,4 +1,4 @@
-"""The progress of a run: a bar in a terminal, plain lines elsewhere, and the argument `progress` of Python calls."""
+"""Show the progress of a run: a bar in a terminal, plain lines elsewhere, and the argument `progress` of Python calls."""
 
 import math
 import sys
@@ -74,7 +74,7 @@ SHOWN = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
 
 
 class Bar:
-    """A progress bar, for a terminal."""
+    """Shows progress as a bar in a terminal."""
 
     def __init__(self, console: Console, steps: int, metric: str) -> None:
         self._metric = metric
@@ -104,7 +104,7 @@ class Bar:
 
 
 class Lines:
-    """Plain lines, for a file or a pipe: the first step, the last step, and one step every few seconds between them."""
+    """Prints plain lines, for a file or a pipe: the first step, the last step, and one step every few seconds between them."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Lines:
 
 
 class Rounds:
-    """The progress of a training: one line per round, which a terminal shows in place of the one before."""
+    """Shows the progress of a training: one line per round, which a terminal shows in place of the one before."""
 
     def __init__(self, console: Console) -> None:
         console.file = steady(console.file)  # what cannot be written is dropped

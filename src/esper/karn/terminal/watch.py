@@ -1,4 +1,4 @@
-"""`esper watch`: a window on a run in the terminal. It reads the run folder alone, so the run does not notice it."""
+"""Show a run in the terminal as it goes on: `esper watch`. It reads the run folder alone, so the run does not notice it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -58,7 +58,7 @@ def dose(stage: Stage, alpha: float) -> str:
 
 
 class Grid(DataTable[Text]):
-    """The population: a line for each environment, a cell for each slot."""
+    """Shows the population: a line for each environment, a cell for each slot."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("home", "scroll_top", "first environment", show=False),
@@ -96,7 +96,7 @@ class Grid(DataTable[Text]):
 
 
 class Watch(App[None]):
-    """The window: a header, the population, curves, and the chosen environment in detail."""
+    """Shows a run: a header, the population, curves, and the chosen environment in detail."""
 
     CSS = """
     #head { height: 3; padding: 0 1; }
@@ -200,7 +200,7 @@ class Watch(App[None]):
         target.update(Text(words), layout=grown and part == "#words")
 
     def head(self) -> str:
-        """Three lines: what runs, how far it is, and what became of the seeds."""
+        """Return three lines: what runs, how far it is, and what became of the seeds."""
         model, head = self.model, self.model.head
         name = printable(self.folder.resolve().name)
         if head is None:
@@ -333,7 +333,7 @@ DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 
 
 def plot(x: Sequence[float], lines: Sequence[Sequence[float]], width: int, height: int) -> list[str]:
-    """Curves over a common axis as `height` lines of at most `width` characters, with the ends of both axes.
+    """Draw curves over a common axis as `height` lines of at most `width` characters, with the ends of both axes.
 
     x (N), lines: values (N) each; nan where a line has none.
     """

@@ -1,4 +1,4 @@
-"""Blueprints: the kinds of seeds."""
+"""Defines blueprints, the kinds of seeds."""
 
 from esper.kasmina.blueprints.catalog import (
     BLUEPRINTS,

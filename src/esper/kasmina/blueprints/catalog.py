@@ -1,4 +1,4 @@
-"""The table of blueprints, a decorator that adds a user's own, and the checks that every blueprint must pass."""
+"""Keep the table of blueprints: a decorator adds a user's own, and every blueprint must pass the checks here."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ Count = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A kind of seed."""
+    """Describes a kind of seed, and builds its modules."""
 
     name: str  # name in menus and schedules
     kind: Kind  # kind of the streams that it changes

@@ -1,4 +1,4 @@
-"""Seeds for maps (B, C, H, W) and volumes (B, C, D, H, W), which have 2 and 3 sides.
+"""Define seeds for maps (B, C, H, W) and volumes (B, C, D, H, W), which have 2 and 3 sides.
 
 Each returns the change, and ends in a zero-initialised linear map.
 
@@ -37,7 +37,7 @@ def zero_conv(reads: int, writes: int, size: int, *, sides: int = 2) -> nn.Conv2
 
 
 class Norm(nn.Module):
-    """delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at initialisation; 2 w parameters.
+    """Computes delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at initialisation; 2 w parameters.
 
     Mean and variance are those of one example over all its channels and positions (Wu and He, "Group Normalization",
     2018, with one group), so that no example depends on its batch.
@@ -57,9 +57,9 @@ class Norm(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """delta = u * (W relu(V mean(u) + c) + b), W and b zero at initialisation; k (r + 1) + w (k + 1) parameters.
+    """Computes delta = u * (W relu(V mean(u) + c) + b), W and b zero at initialisation; k (r + 1) + w (k + 1) parameters.
 
-    Computes a factor for every channel from the means of all (Hu et al., "Squeeze-and-Excitation Networks", 2018,
+    The factor of every channel is computed from the means of all (Hu et al., "Squeeze-and-Excitation Networks", 2018,
     equations 2 to 4), here without the sigmoid, because the result is added and not multiplied.
     """
 
@@ -78,7 +78,7 @@ class SqueezeExcite(nn.Module):
 
 
 class Convolutions(nn.Sequential):
-    """Convolutions with a ReLU after each but the last, which is zero at initialisation."""
+    """Runs convolutions with a ReLU after each but the last, which is zero at initialisation."""
 
     draws = False
 
@@ -88,12 +88,12 @@ class Convolutions(nn.Sequential):
 
 
 def depthwise_separable(reads: int, writes: int, *, sides: int = 2) -> Convolutions:
-    """3x3 within each channel, ReLU, 1x1 across them; (3^s + 1) r + r w + w parameters (Howard et al., "MobileNets", 2017)."""
+    """Build 3x3 within each channel, ReLU, 1x1 across; (3^s + 1) r + r w + w parameters (Howard et al., "MobileNets", 2017)."""
     return Convolutions(conv(reads, reads, 3, groups=reads, sides=sides), zero_conv(reads, writes, 1, sides=sides))
 
 
 def bottleneck(reads: int, writes: int, hidden: int, *, sides: int = 2) -> Convolutions:
-    """1x1 to k channels, 3x3, 1x1 back; k (r + 1) + k (3^s k + 1) + w (k + 1) parameters (He et al., 2016, figure 5)."""
+    """Build 1x1 to k channels, 3x3, 1x1 back; k (r + 1) + k (3^s k + 1) + w (k + 1) parameters (He et al., 2016, figure 5)."""
     return Convolutions(
         conv(reads, hidden, 1, sides=sides),
         conv(hidden, hidden, 3, sides=sides),
@@ -102,7 +102,7 @@ def bottleneck(reads: int, writes: int, hidden: int, *, sides: int = 2) -> Convo
 
 
 def two_convs(reads: int, writes: int, hidden: int, size: int, *, sides: int = 2) -> Convolutions:
-    """3x3 to k channels, ReLU, then a convolution of the given size; k (3^s r + 1) + w (size^s k + 1) parameters."""
+    """Build 3x3 to k channels, ReLU, then a convolution of a given size; k (3^s r + 1) + w (size^s k + 1) parameters."""
     return Convolutions(conv(reads, hidden, 3, sides=sides), zero_conv(hidden, writes, size, sides=sides))
 
 
@@ -112,7 +112,7 @@ def one_conv(reads: int, writes: int, size: int, *, sides: int = 2) -> Convoluti
 
 
 class Channelwise(nn.Module):
-    """A seed for vectors at each position of a map, with the channels as features. It has the parameters of that seed."""
+    """Runs a seed for vectors at each position of a map, with the channels as features. It has the parameters of that seed."""
 
     stacks = True
     draws = False

@@ -1,4 +1,4 @@
-"""Seeds for sequences (B, L, C). Each returns the change, and ends in a zero-initialised linear map.
+"""Define seeds for sequences (B, L, C). Each returns the change, and ends in a zero-initialised linear map.
 
 Position-wise seeds are those of vectors, whose modules act on the last axis. In the counts, r and w are the widths read
 and written. Every module here is causal: the change at a position does not depend on later positions. No module here
@@ -16,7 +16,7 @@ from esper.kasmina.stack.layers import Linear, causal_attention, zero_linear
 
 
 class NormSeed(nn.Module):
-    """delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at initialisation; 2 w parameters.
+    """Computes delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at initialisation; 2 w parameters.
 
     Mean and variance are those of the features of one position (Ba et al., "Layer Normalization", 2016, equation 4).
     """
@@ -34,9 +34,9 @@ class NormSeed(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """delta_t = sum_j a_j * u_(t-j) + b over the last k positions, for each feature; k w + w parameters.
+    """Computes delta_t = sum_j a_j * u_(t-j) + b over the last k positions, for each feature; k w + w parameters.
 
-    A causal depthwise convolution, zero at initialisation; positions in front of the first count as 0.
+    This is a causal depthwise convolution, zero at initialisation; positions in front of the first count as 0.
     """
 
     stacks = True
@@ -57,7 +57,7 @@ class CausalConv(nn.Module):
 
 
 class Attention(nn.Module):
-    """delta = W softmax(q k^T / sqrt(d)) v + b with one head of d features; 3 d r + w (d + 1) parameters.
+    """Computes delta = W softmax(q k^T / sqrt(d)) v + b with one head of d features; 3 d r + w (d + 1) parameters.
 
     W and b are zero at initialisation. q, k and v are linear maps of u without biases; a position attends to itself and
     to earlier ones (Vaswani et al., "Attention Is All You Need", 2017, equation 1). A bias of k would have no effect on
@@ -78,10 +78,10 @@ class Attention(nn.Module):
 
 
 class FullHead(nn.Module):
-    """delta = W n(u) + b, with n(u) normalised over the features of a position; r w + w parameters, zero at initialisation.
+    """Computes delta = W n(u) + b, n(u) normalised over the features of a position; r w + w parameters, zero at initialisation.
 
-    Around a last layer that normalises and maps, as of `Transformer`, it can turn the map into any other. n is that of
-    `NormSeed`.
+    Around a last layer that normalises and maps, such as that of `Transformer`, it can turn the map into any other. n is
+    the normalisation of `NormSeed`.
     """
 
     stacks = True
@@ -95,7 +95,7 @@ class FullHead(nn.Module):
 
 
 class NormedSparseHead(ChosenOutputs):
-    """delta_o = a_o n(u) + b_o for k chosen outputs o, and 0 for the others; k (r + 1) parameters, zero at initialisation.
+    """Computes delta_o = a_o n(u) + b_o for k chosen outputs o, 0 for the others; k (r + 1) parameters, zero at initialisation.
 
     These are rows of `FullHead`, as a last layer has a row for each token.
     """

@@ -1,4 +1,4 @@
-"""Seeds for vector streams (B, D). Each returns the change, and ends in a zero-initialised linear map.
+"""Define seeds for vector streams (B, D). Each returns the change, and ends in a zero-initialised linear map.
 
 The modules act on trailing axes, so they run alone or stacked. In the counts, r and w are the widths read and written.
 """
@@ -15,7 +15,7 @@ from esper.kasmina.stack.layers import Linear, zero_linear
 
 
 class Affine(nn.Module):
-    """delta = u * a + b, a and b zero at initialisation; 2 w parameters."""
+    """Computes delta = u * a + b, a and b zero at initialisation; 2 w parameters."""
 
     stacks = True
 
@@ -29,7 +29,7 @@ class Affine(nn.Module):
 
 
 class LearnedScale(nn.Module):
-    """delta = s * u with one number s, zero at initialisation; for streams of every kind."""
+    """Computes delta = s * u with one number s, zero at initialisation; for streams of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class LearnedScale(nn.Module):
 
 
 class LinearMap(nn.Module):
-    """delta = W u + b, zero at initialisation; r w + w parameters."""
+    """Computes delta = W u + b, zero at initialisation; r w + w parameters."""
 
     stacks = True
     in_order = ("out",)
@@ -54,7 +54,7 @@ class LinearMap(nn.Module):
 
 
 class LowRank(nn.Module):
-    """delta = W (V u) + b of rank k; k (r + w) + w parameters (LoRA: Hu et al., 2021, equation 3)."""
+    """Computes delta = W (V u) + b of rank k; k (r + w) + w parameters (LoRA: Hu et al., 2021, equation 3)."""
 
     stacks = True
     pads = True
@@ -72,7 +72,7 @@ class LowRank(nn.Module):
 
 
 class Factored(LowRank):
-    """delta = W (V u) of rank k, without a bias; k (r + w) parameters.
+    """Computes delta = W (V u) of rank k, without a bias; k (r + w) parameters.
 
     Seeds of different ranks share one stack: a unit whose weights are all 0 stays 0, because its output and gradients are 0.
     """
@@ -82,7 +82,7 @@ class Factored(LowRank):
 
 
 class MLPSeed(nn.Module):
-    """delta = W relu(V u + c) + b with k hidden units; k (r + 1) + w (k + 1) parameters.
+    """Computes delta = W relu(V u + c) + b with k hidden units; k (r + 1) + w (k + 1) parameters.
 
     Seeds of different hidden widths share one stack: a unit whose weights are all 0 stays 0, because relu(0) and its
     gradient there are 0.
@@ -104,7 +104,7 @@ class MLPSeed(nn.Module):
 
 
 class Gated(nn.Module):
-    """delta = (W u + b) * sigmoid(V u + c), W and b zero at initialisation; 2 (r w + w) parameters."""
+    """Computes delta = (W u + b) * sigmoid(V u + c), W and b zero at initialisation; 2 (r w + w) parameters."""
 
     stacks = True
 
@@ -120,10 +120,10 @@ class Gated(nn.Module):
 
 
 class SparseRows(nn.Module):
-    """delta = sum_(i in chosen) u_i a_i: k rows of a map from the features of u, as an embedding has rows; k w parameters.
+    """Computes delta = sum_(i in chosen) u_i a_i: k rows of a map from the features of u, as an embedding has; k w parameters.
 
-    Where u is a token as a vector of one 1, the rows are additions to the vectors of k tokens. `choose` fixes which; before it,
-    they are the first. The rows are zero at initialisation.
+    Where u is a one-hot token, the rows are added to the vectors of k tokens. `choose` selects the tokens; until then they are
+    the first k. The rows are zero at initialisation.
     """
 
     stacks = True
@@ -148,9 +148,9 @@ class SparseRows(nn.Module):
 
 
 class ChosenOutputs(nn.Module, ABC):
-    """Base of seeds that change k chosen outputs: delta_o = a_o n(u) + b_o, and 0 for the others; k (r + 1) parameters.
+    """Changes k chosen outputs: delta_o = a_o n(u) + b_o, and 0 for the others; k (r + 1) parameters. Subclasses define n.
 
-    `choose` fixes which; before it, they are the first. a and b are zero at initialisation. `read` is n.
+    `choose` selects the outputs; until then they are the first k. a and b are zero at initialisation. `read` is n.
     """
 
     stacks = True
@@ -179,7 +179,7 @@ class ChosenOutputs(nn.Module, ABC):
 
 
 class SparseHead(ChosenOutputs):
-    """delta_o = a_o u + b_o for k chosen outputs o, and 0 for the others: k rows of `LinearMap`, as a last layer has rows."""
+    """Computes delta_o = a_o u + b_o for k chosen outputs o, 0 for the others: k rows of `LinearMap`, as a last layer has."""
 
     def read(self, u: Tensor) -> Tensor:
         return u
@@ -191,7 +191,7 @@ def largest(norms: Tensor, count: int) -> Tensor:
 
 
 def _places(chosen: Tensor, like: Tensor) -> Tensor:
-    """Indices (k,), or stacked (E, k), for every position of a stream (..., B, C) or (..., B, L, C): the same with k for C.
+    """Expand indices (k,), or stacked (E, k), to every position of a stream (..., B, C) or (..., B, L, C), with k for C.
 
     A stack pads the indices of a module of fewer than k rows with 0. Such a module has all of its rows, 0 to n - 1, so place i of
     the padding stands for feature i, which is padding too: it is 0, and so are the gradients there. Otherwise place i has an

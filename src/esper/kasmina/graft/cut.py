@@ -19,7 +19,7 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm
 
 
 class CutHost:
-    """A factory of hosts: what a factory of plain modules makes, cut into segments with a slot behind each but the last.
+    """Makes hosts: a module that a factory makes is cut into segments, with a slot behind each but the last.
 
     An `nn.Sequential` is cut between its modules, and any other module between the operations that torch.fx records of its
     forward. A segment begins at a layer, and ends where one tensor leads to the next layer. A slot is named after the last layer
@@ -84,7 +84,7 @@ class _Layer(NamedTuple):
 
 
 class _Sequence:
-    """The modules of an nn.Sequential as steps; those of an nn.Sequential inside it are steps too."""
+    """Splits an nn.Sequential into its modules as steps; those of an nn.Sequential inside it are steps too."""
 
     def __init__(self, module: nn.Sequential) -> None:
         self._modules = list(_flat(module, ""))
@@ -105,7 +105,7 @@ class _Sequence:
 
 
 class _Graph:
-    """The operations of a module as steps, which end where one value alone is needed by the operations behind."""
+    """Splits the operations of a module into steps, which end where the operations behind need one value alone."""
 
     def __init__(self, module: nn.Module) -> None:
         was, modes = module.training, []

@@ -56,7 +56,7 @@ UNKNOWN_STREAM = "an unknown kind of stream"
 
 
 class Hidden(NamedTuple):
-    """Features between layers, by the dotted paths of the layers.
+    """Names the layers that write and that read some features between layers, by their dotted paths.
 
     Attributes:
         writers (set[str]): the layers that return them; several, as the two of a gated pair
@@ -70,7 +70,7 @@ class Hidden(NamedTuple):
 
 
 class Candidates:
-    """Rules about the submodules of a module, by dotted path, applied to a recorded run."""
+    """Applies rules about sites to the submodules of a module, by dotted path, from a recorded run."""
 
     def __init__(
         self, module: nn.Module, recording: Recording, weights: dict[str, Tensor], examples: int, example: Any
@@ -170,7 +170,7 @@ class Candidates:
         return self._graph.ancestors({call.edge.node: None for call in calls if call.edge is not None})
 
     def _is_made_of(self, path: str, repeated: Collection[str]) -> bool:
-        """Whether a repeated block is a stage: it consists mostly of one other block, or holds two of one class in sequence."""
+        """Return whether a repeated block is a stage: mostly made of one other block, or of two of one class in sequence."""
         parts = [other for other in repeated if other != path and _within(other, path)]
         whole = self._edges(path)
         if any(2 * len(self._inner[part]) > len(self._inner[path]) and self._edges(part) == whole for part in parts):
@@ -444,7 +444,7 @@ class Candidates:
         return 1 if rank == 4 else rank - 1
 
     def _convolves(self, layer: str) -> bool:
-        """Whether a layer convolves, so that its features are the second axis: by its class, or by what its weight does."""
+        """Return whether a layer convolves, so that its features are the second axis: by its class or by its weight's use."""
         module = self._modules[layer]
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
         return isinstance(module, _CONVOLUTIONS) or bool(own & self._convolved)
@@ -640,7 +640,7 @@ _SHOWN = 3
 
 
 class FoundSites(Mapping[str, Site]):
-    """Sites by name, in the order in which the network runs them, with the reasons. Prints as a table.
+    """Maps names to sites, in the order in which the network runs them, with the reasons. Prints as a table.
 
     Attributes:
         why (dict[str, str]): for the name of each site, the reason why it was chosen
@@ -696,7 +696,7 @@ class FoundSites(Mapping[str, Site]):
 
 
 class NoSiteError(InputError):
-    """A module has no site. `found` says why, without what to do about it; `left_out` is that of `FoundSites`."""
+    """Says that a module has no site. `found` says why, without what to do about it; `left_out` is that of `FoundSites`."""
 
     def __init__(self, found: str, left_out: Mapping[str, str]) -> None:
         forms = any(reason.startswith(UNKNOWN_STREAM) for reason in left_out.values())

@@ -15,7 +15,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 class Reach(NamedTuple):
-    """What the inputs of a layer, or the outputs of the network, depend on without another layer between.
+    """Lists what the inputs of a layer, or the outputs of the network, depend on without another layer between.
 
     Attributes:
         layers (dict[str, bool]): the layers, and whether the way there leads through attention
@@ -27,7 +27,7 @@ class Reach(NamedTuple):
 
 
 class Flow:
-    """The layers of a network, and what flows between them in one run on an example.
+    """Records the layers of a network, and what flows between them in one run on an example.
 
     Attributes:
         parts (dict[str, nn.Module]): the submodules by dotted path, the network itself among them

@@ -85,7 +85,7 @@ def fold(
 
 
 class _Change(NamedTuple):
-    """Another value of a parameter.
+    """Holds another value of a parameter, to be written later.
 
     Attributes:
         part (nn.Module): the module that holds the parameter
@@ -156,7 +156,7 @@ def _changes(network: nn.Module, name: str) -> list[_Change] | None:
 
 
 def _wider(network: nn.Module, name: str) -> list[_Change] | None:
-    """The parameters of the two layers that a site spans, with the hidden units of its seed; None if they cannot be wider."""
+    """Return the parameters of the two layers that a site spans, with the hidden units of its seed; None if they cannot grow."""
     site, planted = sites_of(network)[name], planted_at(network, name)
     first, second = network.get_submodule(site.around), network.get_submodule(site.after)
     assert planted is not None, "there must be a seed to fold"
@@ -191,7 +191,7 @@ def _wider(network: nn.Module, name: str) -> list[_Change] | None:
 
 
 def _is_layer(layer: nn.Module) -> TypeGuard[Layer]:
-    """Whether a seed can fold into a layer: one whose weight and bias are its own parameters, not computed before each pass."""
+    """Return whether a seed can fold into a layer: its weight and bias are parameters, not computed before each pass."""
     own = layer._parameters
     if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or getattr(layer, "groups", 1) != 1:
         return False
@@ -281,7 +281,7 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
 
 @contextmanager
 def _streams(layer: nn.Module, planted: Planted | Seat) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """What flows at a site in front of the seed, if it acts, and behind it; copies, as a module behind may work in place."""
+    """Record what flows at a site in front of the seed, if it acts, and behind it; copies, as a module may work in place."""
     front: list[Tensor] = []
     behind: list[Tensor] = []
     handles = [

@@ -1,4 +1,4 @@
-"""Sites in any module: its submodules get classes that run a seed behind them, in place (`graft/grown.py`). B examples."""
+"""Make sites in any module: its submodules get classes that run a seed behind them, in place (`graft/grown.py`). B examples."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -131,13 +131,13 @@ def planted_at(module: nn.Module, name: str) -> Planted | Seat | None:
 
 
 def holders(module: nn.Module) -> dict[str, Planted | Bank]:
-    """By the dotted name of a submodule the seed behind it, or the seats; a submodule with several names has several entries."""
+    """Return, by the dotted name of a submodule, the seed behind it, or the seats; a submodule may have several names."""
     named = module.named_modules(remove_duplicate=False)
     return {path: held for path, part in named if isinstance(held := getattr(part, CHILD, None), Planted | Bank)}
 
 
 def acting(module: nn.Module) -> dict[str, Planted | Seat]:
-    """The seeds that change what a network computes, those of earlier growths too, by the first name of their submodule."""
+    """Return the seeds that change what a network computes, also of earlier growths, by the first name of their submodule."""
     found: dict[str, Planted | Seat] = {}
     for path, held in holders(module).items():
         seed = held.taken() if isinstance(held, Bank) else held
@@ -300,7 +300,7 @@ def _check_submodule(root: nn.Module, path: str, module: nn.Module, site: str) -
 
 
 def free_sites(module: nn.Module, found: FoundSites) -> FoundSites:
-    """The sites that `find_sites` found in a module, without those that `graft` refuses. Raises NoSiteError if none is left."""
+    """Return the sites that `find_sites` found, without those that `graft` refuses. Raises NoSiteError if none is left."""
     refused = {name: reason for name, site in found.items() if (reason := _not_now(module, site.after))}
     kept = [site for name, site in found.items() if name not in refused]
     if not kept:
@@ -330,7 +330,7 @@ def _fused(root: nn.Module, path: str) -> str:
 
 
 class Reading(NamedTuple):
-    """The measurements of one site in a pass.
+    """Holds the measurements of one site in a pass.
 
     Attributes:
         calls (int): number of calls of the submodule
@@ -410,7 +410,7 @@ def survey(module: nn.Module, run: Callable[[], Any], *, wider: bool = False) ->
 
 
 class _Calls:
-    """The first input and the output of a submodule, for every call."""
+    """Records the first input and the output of a submodule, for every call."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
@@ -429,7 +429,7 @@ class _Calls:
 
 
 class _Tripwire(nn.Module):
-    """A probe in the place of a seed, to find submodules whose forward runs all of their children and would run a seed too."""
+    """Finds submodules whose forward runs all of their children and would run a seed too: it stands in for a seed and raises."""
 
     def __init__(self, site: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Grown classes: subclasses of a module's own class that run a seed after its forward, and can be pickled. B examples.
+"""Define grown classes: subclasses of a module's class that run a seed after its forward, and can be pickled. B examples.
 
 A grafted submodule keeps its parameters, its name and its place. Its class is replaced by a subclass that calls the
 original `forward` and then the seed, which is a child of the submodule. The keys of `state_dict`, `isinstance`,
@@ -37,13 +37,13 @@ _HERE, _BEFORE, _INPUT = (tap.value for tap in (Tap.HERE, Tap.BEFORE, Tap.INPUT)
 
 
 class Tape(Protocol):
-    """An observer of the calls of a submodule."""
+    """Observes the calls of a submodule."""
 
     def begin(self, given: Tensor | None) -> None:
-        """Called before the forward; `given` is its first floating tensor."""
+        """Note a call before the forward; `given` is its first floating tensor."""
 
     def end(self, output: Any) -> None:
-        """Called after the forward with its output, in front of any seed."""
+        """Note the output of the forward, in front of any seed."""
 
 
 _OUTSIDE, _AMONG, _ALONE = -1, -2, -3
@@ -104,7 +104,7 @@ class Wire:
 
 
 class Point:
-    """The state of a grafted submodule, beside its own.
+    """Holds the state of a grafted submodule, beside its own.
 
     site: the name of the site behind it, or None. planted: whether a seed is there. before: the wire with what
     `Tap.BEFORE` reads; None for its own input. input: the wire with the network's input; None at the network itself.
@@ -334,11 +334,11 @@ def check_tensors(
 
 
 class _Anchor(DifferentiableFunction):
-    """Return a tensor, bit for bit, that requires a gradient; the gradient reaches no parameter."""
+    """Returns a tensor, bit for bit, that requires a gradient; the gradient reaches no parameter."""
 
     @staticmethod
     def forward(value: Tensor, leaf: Tensor) -> Tensor:
-        """value (...); leaf () requires a gradient. Returns a copy, because a loss may work in place, which a view forbids."""
+        """Copy value (...), because a loss may work in place, which a view forbids; leaf () requires a gradient."""
         return value.clone()
 
     @staticmethod
@@ -352,7 +352,7 @@ class _Anchor(DifferentiableFunction):
 
     @staticmethod
     def tangent(ctx: Any, value: Tensor, leaf: Tensor) -> Tensor:
-        """That of the value."""
+        """Return the tangent of the value."""
         return value.clone()
 
 
@@ -422,7 +422,7 @@ def grown_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def has_own_files(kind: type[nn.Module]) -> bool:
-    """Whether networks of a class write themselves to a folder, as those of Hugging Face do, from which the class loads them."""
+    """Return whether networks of a class write a folder from which the class loads them, as those of Hugging Face do."""
     return hasattr(kind, "save_pretrained")
 
 
@@ -523,7 +523,7 @@ _WITHOUT: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _without_growth(kind: type[nn.Module], grown: type[nn.Module]) -> type[nn.Module]:
-    """A class that was made from a grown one, as `fully_shard` does, as if it had been made from the original; made once."""
+    """Return a class that was made from a grown one, as by `fully_shard`, as if made from the original; made once."""
     if grown not in kind.__bases__:
         raise InputError(f"a grafted module was given the class {kind.__name__} since; ungraft before that")
     if kind in _WITHOUT:
@@ -550,7 +550,7 @@ Freeze = Literal["host", "none"] | Sequence[str]
 
 
 class Frozen:
-    """The part of a network that does not train, until `release`.
+    """Freezes a part of a network: it does not train until `release`.
 
     Its parameters require no gradient. Its normalisation layers with running statistics, such as BatchNorm, stay in
     evaluation mode whatever mode the network is set to: in training mode they would update those statistics in every

@@ -65,7 +65,7 @@ _NO_WIDTHS = re.compile(
 
 
 class Axis(NamedTuple):
-    """An axis of a parameter or buffer along which there will be more.
+    """Describes an axis of a parameter or buffer along which there will be more.
 
     Attributes:
         axis (int): the axis
@@ -84,7 +84,7 @@ class Axis(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """The attention heads around a layer: features of each, their number, and whether the layer writes for fewer of them."""
+    """Describes the attention heads around a layer: their width, their number, and whether the layer writes for fewer of them."""
 
     size: int
     number: int
@@ -92,7 +92,7 @@ class _Heads(NamedTuple):
 
 
 class Multiplication:
-    """Where a network gets the further features, found by one pass on an example.
+    """Finds where a network gets the further features, by one pass on an example.
 
     Attributes:
         widths (dict[str, int]): the layers that write inner features, with the number of these
@@ -104,7 +104,7 @@ class Multiplication:
             their weights, of those of the norm, and of its bias
         counts (dict[str, dict[str, int]]): attributes that are multiplied, with their values, by the path of the submodule, or by
             `path:name` of its config
-        epsilons (dict[str, dict[str, float]]): likewise, what such norms add to the mean square
+        epsilons (dict[str, dict[str, float]]): by the same paths, what such norms add to the mean square
     """
 
     def __init__(
@@ -656,7 +656,7 @@ def _holders(network: nn.Module) -> list[Any]:
 
 
 class Saved(NamedTuple):
-    """What a module or a config holds."""
+    """Holds the state of a module or of a config, so that it can be restored."""
 
     holder: Any
     attributes: dict[str, Any]

@@ -1,4 +1,4 @@
-"""The seed at a site of a grafted module: what it reads, how it acts now, and how it incubates. B examples."""
+"""Run the seed at a site of a grafted module: what it reads, how it acts now, and how it incubates. B examples."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -21,7 +21,7 @@ from esper.leyline.lifecycle.streams import STREAMS, Kind, arranged, restored
 
 
 class Mode(StrEnum):
-    """How a seed takes part in a forward pass.
+    """Says how a seed takes part in a forward pass.
 
     Attributes:
         OFF: the seed does not run; the output of the site is the very tensor that the submodule returned
@@ -35,7 +35,7 @@ class Mode(StrEnum):
 
 
 class Recipe(NamedTuple):
-    """What a seed is built from again when its network is loaded.
+    """Says from what a seed is rebuilt when its network is loaded.
 
     Attributes:
         site (Site): the site that it was planted at, in the network that was grafted
@@ -52,7 +52,7 @@ _BLENDS = {blend.name: blend for blend in Blend}
 
 
 class Planted(nn.Module):
-    """A seed in a network, with its dose.
+    """Holds a seed in a network, with its dose.
 
     The dose is a buffer, so that a compiled network reads it anew in every pass. What a compiled network is specialised to are
     `mode`, `attached`, `tap` and `blend`. A pass reads them as plain strings: torch.compile takes two members of an enumeration
@@ -146,7 +146,7 @@ class Planted(nn.Module):
         return next(self.parameters()).requires_grad
 
     def learn(self, learns: bool) -> None:
-        """Whether gradients reach its parameters from now on; where they do not, those that are there are dropped."""
+        """Set whether gradients reach its parameters from now on; where they do not, those that are there are dropped."""
         self.requires_grad_(learns)
         if not learns:
             self.zero_grad()
@@ -161,7 +161,7 @@ ON, STRAIGHT, ATTACHED, GATE, MULTIPLY = range(5)
 
 
 class Seat(nn.Module):
-    """The place of a seed of one blueprint. With equal weights it computes what a `Planted` does, value by value.
+    """Holds the place of a seed of one blueprint. With equal weights it computes what a `Planted` does, value by value.
 
     taken: whether a seed is planted here; a seat that is free leaves the stream as it is. mode, attached, learns, recipe: as
     those of a `Planted`; the first two are kept in `switch` as well, where a pass reads them.
@@ -245,7 +245,7 @@ class Seat(nn.Module):
         }
 
     def learn(self, learns: bool) -> None:
-        """Whether gradients stay on its parameters from now on; where they do not, those that are there are dropped."""
+        """Set whether gradients stay on its parameters from now on; where they do not, those that are there are dropped."""
         self.learns = learns
         if not learns:
             for parameter in self.parameters():
@@ -265,7 +265,7 @@ class Seat(nn.Module):
         return planted
 
     def forward(self, y: Tensor, h: Tensor, u: Tensor) -> Tensor:
-        """The stream (B, ...) behind this seat: y is behind the seat before it, h in front of all seats, u what it reads."""
+        """Return the stream (B, ...) behind this seat: y is behind the seat before, h in front of all seats, u what it reads."""
         stream = STREAMS[self.kind]
         on, straight, attached, gated, multiplied = self.switch.unbind()
         base = arranged(_Valve.of(h, on), self.axes)
@@ -296,7 +296,7 @@ class Seat(nn.Module):
 
 
 class Bank(nn.Module):
-    """The seats at one site, by the name of their blueprint; a seed is planted in at most one of them."""
+    """Holds the seats at one site, by the name of their blueprint; a seed is planted in at most one of them."""
 
     def __init__(self, seats: Mapping[str, Seat]) -> None:
         super().__init__()
@@ -324,11 +324,11 @@ class Bank(nn.Module):
 
 
 class _Valve(DifferentiableFunction):
-    """A tensor, bit for bit, whose gradient passes where `open` () is true and is 0 elsewhere."""
+    """Returns a tensor, bit for bit, whose gradient passes where `open` () is true and is 0 elsewhere."""
 
     @staticmethod
     def forward(value: Tensor, passes: Tensor) -> Tensor:
-        """value (...); passes () bool."""
+        """Return value (...); passes () bool."""
         return value.view_as(value)
 
     @staticmethod
@@ -350,11 +350,11 @@ class _Valve(DifferentiableFunction):
 
 
 class _Join(DifferentiableFunction):
-    """y + c where a seed acts, and y elsewhere; c gets the gradient where it acts or learns straight-through."""
+    """Returns y + c where a seed acts, and y elsewhere; c gets the gradient where it acts or learns straight-through."""
 
     @staticmethod
     def forward(y: Tensor, change: Tensor, on: Tensor, straight: Tensor) -> Tensor:
-        """y, change (B, ...); on, straight () bool."""
+        """Add where the seed acts: y, change (B, ...); on, straight () bool."""
         return torch.where(on, y + change, y)
 
     @staticmethod

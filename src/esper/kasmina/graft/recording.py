@@ -37,7 +37,7 @@ Stream = tuple[tuple[int, ...] | None, GradientEdge | None]
 
 
 class Call(NamedTuple):
-    """One call of a submodule. A stream is the first floating-point tensor of the input or of the output.
+    """Records one call of a submodule. A stream is the first floating-point tensor of the input or of the output.
 
     Attributes:
         entered (tuple[int, ...] | None): shape of the input stream, or None if there is none
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """The record of one forward pass.
+    """Records one forward pass.
 
     Attributes:
         calls (dict[str, list[Call]]): by dotted path, in the order in which the submodules first returned
@@ -94,7 +94,7 @@ def on_aliases(module: nn.Module, work: Callable[[dict[str, Tensor]], Result], *
 
 
 class _Work(nn.Module):
-    """Work on a module, wrapped as a module, which is what `functional_call` takes."""
+    """Wraps work on a module as a module, which is what `functional_call` takes."""
 
     def __init__(self, module: nn.Module, work: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def mapped(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def distance(output: Any) -> Tensor:
-    """() the sum over the floating-point tensors of the output of the mean of (x - cos(k))^2, where k counts the elements.
+    """Sum the mean of (x - cos(k))^2 over the floating-point tensors x of the output, where k counts the elements; ().
 
     The mean of x^2 would have no gradient behind a normalisation, nor at outputs that are zero.
     """
@@ -280,7 +280,7 @@ def _restored(value: Any, contents: Any) -> Any:
 
 
 class Graph:
-    """The autograd graph of a loss."""
+    """Answers questions about the autograd graph of a loss."""
 
     def __init__(self, loss: Tensor, weights: Iterable[Tensor]) -> None:
         """`weights`: the parameters."""

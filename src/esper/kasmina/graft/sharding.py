@@ -1,4 +1,4 @@
-"""Parameters that processes hold in parts: a host under `torch.distributed.fsdp.fully_shard`.
+"""Handle parameters that processes hold in parts: a host under `torch.distributed.fsdp.fully_shard`.
 
 A seed of such a host is sharded by itself, over the same processes. `torch.distributed.tensor` takes long to import, so nothing
 here imports it: a tensor in parts exists only where the program has done so.

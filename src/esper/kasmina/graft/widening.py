@@ -27,7 +27,7 @@ _LARGE = 32.0
 
 
 class Axes(NamedTuple):
-    """Where the features of a layer are.
+    """Says where the features of a layer are.
 
     Attributes:
         writes (int): the axis of its weight along which the features are that it returns
@@ -66,7 +66,7 @@ def width_of(path: str, layer: nn.Module) -> int:
 
 
 class AppendedValues(NamedTuple):
-    """Values that are appended to a parameter or buffer.
+    """Holds values that are appended to a parameter or buffer.
 
     Attributes:
         path (str): of the submodule that holds it
@@ -173,7 +173,7 @@ def append(network: nn.Module, found: Sequence[AppendedValues]) -> None:
 
 
 class WideningTrial:
-    """The layers of a network and its moving averages while they are widened; what was appended can be taken back."""
+    """Widens the layers of a network and of its moving averages; what was appended can be taken back."""
 
     def __init__(self, networks: Sequence[nn.Module], example: Any) -> None:
         """The networks are in evaluation mode until the last call here."""

@@ -1,4 +1,4 @@
-"""Grown networks described as text and drawn as SVG: what runs in which order, and which seed reads and changes what."""
+"""Describe grown networks as text and draw them as SVG: what runs in which order, and which seed reads and changes what."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ READS = {
 
 
 class DrawnLine(NamedTuple):
-    """One line of a description."""
+    """Holds one line of a description."""
 
     kind: Literal["input", "host", "seed", "output"]  # input, host, seed or output
     name: str  # of the segment or submodule, or of the slot of a seed

@@ -100,7 +100,7 @@ class _SavedWidening(_ExportedPart):
 
 
 class _SavedTopology(_ExportedPart):
-    """The content of topology.json."""
+    """Describes the content of topology.json."""
 
     format: int
     host: _SavedHost | None  # None if the factory has no name that a file can hold

@@ -1,4 +1,4 @@
-"""A grown network as one plain module that takes raw features and predicts labels as the task had them. B examples, C outputs."""
+"""Run a grown network as one plain module: it takes raw features and predicts the task's labels. B examples, C outputs."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ CHUNK = 4096
 
 
 class Graft(NamedTuple):
-    """A fossilized seed of one network."""
+    """Describes a fossilized seed of one network."""
 
     after: int  # index of the segment whose output it changes
     tap: Tap  # what it reads
@@ -36,7 +36,7 @@ class Graft(NamedTuple):
 
 
 class _Scaled(nn.Module):
-    """A mean and a standard deviation as buffers."""
+    """Holds a mean and a standard deviation as buffers."""
 
     mean: Tensor
     deviation: Tensor
@@ -52,21 +52,21 @@ class _Scaled(nn.Module):
 
 
 class Standardize(_Scaled):
-    """(x - mean) / deviation of examples x (B, ...) of any dtype, in the dtype of its buffers."""
+    """Computes (x - mean) / deviation of examples x (B, ...) of any dtype, in the dtype of its buffers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scaling.read(x)
 
 
 class Restore(_Scaled):
-    """z * deviation + mean of outputs z (B, ...), whose mean and deviation have the shape of one example's y."""
+    """Computes z * deviation + mean of outputs z (B, ...), whose mean and deviation have the shape of one example's y."""
 
     def forward(self, z: Tensor) -> Tensor:
         return self.scaling.restore(z)
 
 
 class GrownNetwork(nn.Module):
-    """A host with the seeds that were kept, as one plain module: (B, ...) -> (B, ..., C).
+    """Runs a host with the seeds that were kept, as one plain module: (B, ...) -> (B, ..., C).
 
     It is called as the first segment of its host is: network(x), network(*batch) or network(**batch), with the batches
     of the task. It takes features as the task was given them, or as its `preprocess` made them. If the task
@@ -177,7 +177,7 @@ def run_segments(x: Batch, segments: nn.ModuleList, seeds: nn.ModuleList, grafts
 
 
 class GraftedSegments(nn.Module):
-    """Segments of a grown network with the seeds behind them, as one segment: leaves (B, ...) -> (B, ...)."""
+    """Runs segments of a grown network with the seeds behind them, as one segment: leaves (B, ...) -> (B, ...)."""
 
     def __init__(self, segments: Sequence[nn.Module], seeds: Sequence[nn.Module], grafts: Sequence[Graft]) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class GraftedSegments(nn.Module):
 
 
 class RegrownHost:
-    """A factory of copies of one grown network, loaded once, so that a run does not need the files of an earlier run."""
+    """Makes copies of one grown network, loaded once, so that a run does not need the files of an earlier run."""
 
     def __init__(self, network: GrownNetwork) -> None:
         self._host = as_host(network)

@@ -51,7 +51,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class _Saved(BaseModel):
-    """A part of a description in a file; a key that is missing or unknown is an error."""
+    """Refuses a part of a saved description that lacks a key or has an unknown one; the base of all such parts."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -63,7 +63,7 @@ def _blend(name: str) -> str:
 
 
 class _SavedSeed(_Saved):
-    """A seed, without its weights."""
+    """Describes a seed, without its weights."""
 
     site: str
     after: str

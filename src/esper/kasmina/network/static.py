@@ -1,4 +1,4 @@
-"""Static networks derived from a host: the host with identity skips, and the host widened without its bottlenecks.
+"""Derive static networks from a host: the host with identity skips, and the host widened without its bottlenecks.
 
 B examples. A factory is a callable that returns a freshly drawn `SegmentedHost`.
 """
@@ -27,20 +27,20 @@ WIDEST = 2**20
 
 @runtime_checkable
 class Scales(Protocol):
-    """A factory that knows the plain network of its kind."""
+    """Makes hosts of which it knows the plain network of the same kind."""
 
     def plain(self, parameters: int) -> Factory:
         """Return the factory of its plain network: no bottleneck, and the smallest width for at least `parameters` parameters."""
 
 
 class Absent(NamedTuple):
-    """The reason why a static network cannot be derived from a host."""
+    """Says why a static network cannot be derived from a host."""
 
     reason: str  # one sentence
 
 
 class Skip(nn.Module):
-    """y = x + f(x), for a segment f whose output has the shape of its input."""
+    """Computes y = x + f(x), for a segment f whose output has the shape of its input."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Skip(nn.Module):
 
 @dataclass(frozen=True)
 class Skipped:
-    """The hosts of another factory, with the same initial weights and a skip around some segments."""
+    """Makes the hosts of another factory, with the same initial weights and a skip around some segments."""
 
     host: Factory
     places: tuple[int, ...]  # indices of the segments
@@ -150,7 +150,7 @@ def without_bottlenecks(widths: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class WidenedHosts:
-    """The networks of a host at other widths, initialised as torch initialises layers."""
+    """Makes the networks of a host at other widths, initialised as torch initialises layers."""
 
     host: Factory
     widths: tuple[int, ...]  # outputs of every layer with weights, in order
@@ -171,7 +171,7 @@ class WidenedHosts:
 
 
 class _ChainLayer(NamedTuple):
-    """A layer of a chain whose width can be changed."""
+    """Describes a layer of a chain whose width can be changed."""
 
     module: nn.Module
     ins: int

@@ -52,7 +52,7 @@ Calls = list[tuple[CallPlan, CallDoses]]
 
 
 class Streams(NamedTuple):
-    """What one slot reads in a pass."""
+    """Holds what one slot reads in a pass."""
 
     here: Tensor  # (n, B, ...) the stream in front of any seed
     before: Any  # (n, B, ...) the input of the segment in front of the slot
@@ -60,7 +60,7 @@ class Streams(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """The result of a forward pass."""
+    """Holds the result of a forward pass."""
 
     output: Tensor  # (n, B, ...) outputs of the environments
     branches: Tensor | None  # (X, B, ...) outputs of the branches, in their order
@@ -69,7 +69,7 @@ class Pass(NamedTuple):
 
 
 class Body:
-    """All hosts and seeds of a population.
+    """Holds and runs all hosts and seeds of a population.
 
     `host` is one stack of all hosts, run segment by segment; its optimizer step is one operation for any number of
     segments. `stacks[slot, form]` holds the seeds of one form at one slot, and `envs[slot, form]` the environment of
@@ -495,14 +495,14 @@ def _column(slots: list[Calls], place: Literal[0, 1]) -> tuple[tuple[Any, ...], 
 
 
 class _Flow(NamedTuple):
-    """The stream of the rows of a pass, and that of the branches that have left them so far."""
+    """Holds the stream of the rows of a pass, and that of the branches that have left them so far."""
 
     base: Any  # (n, B, ...) tensor; before the first segment a batch with leaves (n, B, ...)
     extra: Tensor | None  # (m, B, ...)
 
 
 class _Running:
-    """The state of one run of a plan, with the `call` and `visit` that its chain takes."""
+    """Runs a plan once: holds the state of the run, and the `call` and `visit` that its chain takes."""
 
     def __init__(self, body: Body, route: Route, kept: Kept, keys: Indices | None, ops: PassOperations) -> None:
         self.body, self.plan, self.doses, self.part = body, route.plan, route.doses, route.part
@@ -607,7 +607,7 @@ def place_keys(keys: Indices | None, place: int) -> Indices | None:
 
 
 class Recomputed:
-    """Stacks as they are called, except that a call stores only its input for the backward pass, which calls again.
+    """Calls stacks, but stores only the input of a call for the backward pass, which calls again.
 
     The numbers are those of a call: what is drawn depends on the keys alone, and the second call changes no buffer.
     Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.

@@ -1,4 +1,4 @@
-"""Linear maps and activations of stacked rows as one operation with one backward pass. n rows, B examples, D features.
+"""Fuse linear maps and activations of stacked rows into one operation with one backward pass. n rows, B examples, D features.
 
 Autograd keeps a node for each of them, computes the gradients of weights transposed, and is slow to add these to rows of the
 gradient column. Together this is a tenth of a training step. The numbers of both ways are equal to rounding.
@@ -15,7 +15,7 @@ Needed = Sequence[bool]
 
 
 class RowMap:
-    """A linear map of each row: x (n, B, D), weight (n, O, D), bias (n, O) or None -> (n, B, O)."""
+    """Applies a linear map to each row: x (n, B, D), weight (n, O, D), bias (n, O) or None -> (n, B, O)."""
 
     tensors: ClassVar = ("weight", "bias")
 
@@ -38,7 +38,7 @@ class RowMap:
 
 
 class ReLU:
-    """max(x, 0)."""
+    """Computes max(x, 0)."""
 
     tensors: ClassVar = ()
     run = staticmethod(torch.relu)
@@ -50,7 +50,7 @@ class ReLU:
 
 
 class RowFloor:
-    """max(x, floor): floor (n, 1, 1)."""
+    """Computes max(x, floor): floor (n, 1, 1)."""
 
     tensors: ClassVar = ("floor",)
 
@@ -68,7 +68,7 @@ class RowFloor:
 
 
 class Layers(NamedTuple):
-    """Layers that follow each other, and where their tensors lie in the list that a call is given."""
+    """Runs layers that follow each other, and knows where their tensors lie in the list that a call is given."""
 
     kinds: tuple[Any, ...]  # what each layer does: Map, ReLU or Floor
     places: tuple[int | None, ...]  # the index of each tensor of each layer; None for a bias that it does not have
@@ -176,7 +176,7 @@ def gradients_of(
 
 
 class _Fused(torch.autograd.Function):
-    """The layers as one node of the graph. Parameters are inputs, so that it is made for inputs without a gradient too."""
+    """Runs the layers as one node of the graph. Parameters are inputs, so that it is made for inputs without a gradient too."""
 
     @staticmethod
     def forward(ctx: Any, kinds: tuple[Any, ...], x: Tensor, *tensors: Tensor | None) -> Tensor:

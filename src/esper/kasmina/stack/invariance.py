@@ -41,7 +41,7 @@ JOLT = 0.3
 
 
 class Blended(nn.Module):
-    """A slot that reads its own stream: y = h + c, with the change c of a seed at alpha 1/2 under one blend."""
+    """Runs a slot that reads its own stream: y = h + c, with the change c of a seed at alpha 1/2 under one blend."""
 
     def __init__(self, stream: type[Stream], seed: Seed, blend: Blend) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers that run one network, or a stack of them at once when their parameters carry a leading row axis."""
+"""Define layers that run one network, or a stack of them at once when their parameters carry a leading row axis."""
 
 import math
 import warnings
@@ -14,7 +14,7 @@ warnings.filterwarnings("ignore", message=".*batching rule for aten::_scaled_dot
 
 
 class Linear(nn.Linear):
-    """nn.Linear over (B, ..., D); with stacked parameters (E, O, D), (E, O) over (E, B, ..., D)."""
+    """Applies nn.Linear over (B, ..., D); with stacked parameters (E, O, D), (E, O) over (E, B, ..., D)."""
 
     stacks = True
     fused = RowMap  # `esper.kasmina.stack.fused`
@@ -35,7 +35,7 @@ def zero_linear(reads: int, writes: int, *, bias: bool = True) -> Linear:
 
 
 class Embedding(nn.Module):
-    """A vector for each token, and for its position with a `length`, which L must not exceed: (B, L) int64 -> (B, L, C)."""
+    """Looks up a vector for each token, plus one for its position if `length` bounds L: (B, L) int64 -> (B, L, C)."""
 
     stacks = True
 
@@ -59,7 +59,7 @@ class Embedding(nn.Module):
 
 
 class PositionNorm(nn.Module):
-    """Normalise each position over its features, then scale and shift each feature, as nn.LayerNorm does; it can run stacked."""
+    """Normalises each position over its features, then scales and shifts each feature, as nn.LayerNorm; it can run stacked."""
 
     stacks = True
     eps = 1e-5
@@ -77,7 +77,7 @@ class PositionNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Multi-head scaled dot-product attention over the same and earlier positions, then a linear map.
+    """Applies multi-head scaled dot-product attention over the same and earlier positions, then a linear map.
 
     With `rotary`, queries and keys are rotated by their positions, and the width of a head must be even.
     """
@@ -100,7 +100,7 @@ class CausalAttention(nn.Module):
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions (Su et al., "RoFormer", 2021, equation 34), for features i and i + d/2 of queries or keys (..., L, d).
+    """Apply rotary positions (Su et al., "RoFormer", 2021, equation 34) to features i and i + d/2 of queries or keys (..., L, d).
 
         (a_i, b_i) -> (a_i cos(l t_i) - b_i sin(l t_i), a_i sin(l t_i) + b_i cos(l t_i)),   t_i = 10000^(-2 i / d)
 
@@ -116,7 +116,7 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v over this and earlier positions: q, k, v (..., L, d) -> (..., L, d).
+    """Compute softmax(q k^T / sqrt(d)) v over this and earlier positions: q, k, v (..., L, d) -> (..., L, d).
 
     On a GPU the formula is written out, because the gradient of torch's fused kernels for float32 can differ from run
     to run.
@@ -133,7 +133,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class PositionMean(nn.Module):
-    """The mean of a map over its positions."""
+    """Averages a map over its positions."""
 
     draws = False
 
@@ -143,7 +143,7 @@ class PositionMean(nn.Module):
 
 
 class Residual(nn.Sequential):
-    """y = shortcut(x) + branch(x): the last module is the shortcut, the modules in front of it are the branch in order.
+    """Computes y = shortcut(x) + branch(x): the last module is the shortcut, the ones in front of it are the branch in order.
 
     The shortcut is nn.Identity where the stream keeps its shape. A `SlotSpec.inner` of k counts modules of the branch.
     """

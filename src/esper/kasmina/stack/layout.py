@@ -1,4 +1,4 @@
-"""Sizes that all rows of a population share: those of the largest host, and of the seeds of a menu at each slot.
+"""Compute sizes that all rows of a population share: those of the largest host, and of the seeds of a menu at each slot.
 
 S slots, K blueprints of the menu, B examples.
 """
@@ -29,7 +29,7 @@ HERE, BEFORE, INPUT, INNER = range(4)
 
 
 class Widths(NamedTuple):
-    """True widths of a host's streams.
+    """Holds the true widths of a host's streams.
 
     A width is 0 where there is no stream or one of another kind than the slot's. At a causal slot it is also 0 where
     the stream has another length than the slot's, because fitting it to the slot's length would look ahead.
@@ -41,7 +41,7 @@ class Widths(NamedTuple):
 
 
 class Layout:
-    """The slots of a population's hosts, its menu, and the groups of seeds that share a stack.
+    """Describes the slots of a population's hosts, its menu, and the groups of seeds that share a stack.
 
     Seeds of one module class that read the same width at one slot share a *form*. The module of the form is its largest
     member, whose leading corner holds any other member.
@@ -120,7 +120,7 @@ def _width_read(slot: SlotSpec, stream: type[Stream], x: object, here: Batch) ->
 
 
 class HostTable:
-    """Sizes of hosts and prices of seeds by row."""
+    """Holds sizes of hosts and prices of seeds by row."""
 
     def __init__(self, rows: int, slots: int, blueprints: Sequence[Blueprint]) -> None:
         self._menu, menu = tuple(blueprints), len(blueprints)

@@ -1,4 +1,4 @@
-"""Planned forward passes: a hashable plan of what runs, and doses, the tensors that vary within a plan.
+"""Plan forward passes: a hashable plan says what runs, and doses are the tensors that vary within a plan.
 
 E environments, S slots, B examples, X branches. A pass goes over a *part* of the population, n of its rows.
 """
@@ -19,7 +19,7 @@ Run = tuple[int, int] | int
 
 
 class Branches(NamedTuple):
-    """Further evaluations, sorted by `slot`: each leaves the pass of its environment there and runs on at doses of its own."""
+    """Lists further evaluations by `slot`: each leaves the pass of its environment there and runs on at doses of its own."""
 
     env: Indices  # (X,) the environment of each branch
     slot: Indices  # (X,) the first slot whose dose differs
@@ -43,7 +43,7 @@ class Branches(NamedTuple):
 
 
 class CallPlan(NamedTuple):
-    """One form at one slot, run over some rows of a pass."""
+    """Plans how one form at one slot runs over some rows of a pass."""
 
     slot: int  # index of the slot
     form: int  # index of the form among those of the slot
@@ -59,7 +59,7 @@ class CallPlan(NamedTuple):
 
 
 class Join(NamedTuple):
-    """Say which branches run through a segment of the host, and how many join behind it."""
+    """Says which branches run through a segment of the host, and how many join behind it."""
 
     run: Run  # rows of the host for the branches that run through it
     joining: int  # how many branches join behind it
@@ -68,7 +68,7 @@ class Join(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The structure of a pass. Passes with one plan differ only in their doses and share what is prepared."""
+    """Describes the structure of a pass. Passes with one plan differ only in their doses and share what is prepared."""
 
     part: tuple[int, int]  # the first environment of the pass, and one past the last
     base: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for the environments themselves
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
 
 
 class CallDoses(NamedTuple):
-    """The tensors that vary in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream."""
+    """Holds the tensors that vary in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream."""
 
     rows: Indices | None  # (n,) rows of the stack; None if they are contiguous
     where: Tensor | None  # (n,) rows of the pass; None if they are all of them, in order
@@ -94,7 +94,7 @@ class CallDoses(NamedTuple):
 
 
 class Doses(NamedTuple):
-    """The tensors that vary within a plan; the tuples are those of `Plan`."""
+    """Holds the tensors that vary within a plan; the tuples are those of `Plan`."""
 
     base: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for the environments themselves
     branch: tuple[tuple[CallDoses, ...], ...]  # by slot: doses of the calls for branches
@@ -106,7 +106,7 @@ class Doses(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A plan and its doses, computed once and run for as many batches as the doses hold."""
+    """Pairs a plan with its doses, computed once and run for as many batches as the doses hold."""
 
     plan: Plan
     doses: Doses
@@ -126,7 +126,7 @@ Prepared = TypeVar("Prepared")
 
 
 class PlanCache(Generic[Planned, Prepared]):
-    """A cache of what is prepared for plans, or for plans with shapes, for the `bound` of them that were used last."""
+    """Caches what is prepared for plans, or for plans with shapes, for the `bound` of them that were used last."""
 
     def __init__(self, bound: int) -> None:
         assert bound > 0, bound

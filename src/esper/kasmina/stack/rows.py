@@ -65,7 +65,7 @@ def in_layout_of(h: Tensor, y: Tensor) -> Tensor:
 
 
 def energy(stream: Tensor) -> Tensor:
-    """(n,) |h|^2 over examples and features, in float32 at least."""
+    """Compute |h|^2 over examples and features, in float32 at least -> (n,)."""
     wide = stream.to(torch.promote_types(stream.dtype, torch.float32))
     return wide.square().sum(tuple(range(1, stream.dim())))
 
@@ -84,7 +84,7 @@ kernel may depend on the alignment of its operands, and a row must not depend on
 
 
 class ParameterPlace(NamedTuple):
-    """The place of one parameter of the module in a row."""
+    """Says where one parameter of the module lies in a row."""
 
     name: str  # its name in the module
     shape: torch.Size  # its shape
@@ -120,7 +120,7 @@ Rows = slice | NDArray[np.int64] | Tensor
 
 
 class _Part(NamedTuple):
-    """A submodule that a call runs, its tensors, and the way to run it."""
+    """Describes a submodule that a call runs: its tensors, and the way to run it."""
 
     prefix: str
     module: nn.Module
@@ -133,7 +133,7 @@ class _Part(NamedTuple):
 
 
 class Stack:
-    """Copies of a module in one (capacity, P) tensor with one row per copy, which run as one.
+    """Keeps copies of a module in one (capacity, P) tensor with one row per copy, and runs them as one.
 
     `columns` holds everything that has a row axis: `value` and `gradient` (capacity, P), the module's buffers, the moments of an
     optimizer, and `fixed` (capacity, P), which marks parameters that never train, if a row has any. Row operations (`write`,
@@ -326,7 +326,7 @@ class Stack:
         return tuple(place for place in self.places if place.stop <= self.trained)
 
     def frozen(self) -> Bools:
-        """(capacity,) whether no parameter of a row trains. It reads the device if rows differ in what trains."""
+        """Return (capacity,) whether no parameter of a row trains. It reads the device if rows differ in what trains."""
         if "fixed" not in self.columns or not self.trained:
             return np.full(self.capacity, not self.trained)
         starts = [place.start for place in self.trained_places]

@@ -1,4 +1,4 @@
-"""Snapshots of healthy networks, to which the governor restores rows. E rows, S slots.
+"""Keep snapshots of healthy networks, to which the governor restores rows. E rows, S slots.
 
 A snapshot holds the host and the fossilized seeds, with their optimizer moments and buffers. Other seeds are not restored
 (semantics, governor).
@@ -22,7 +22,7 @@ from esper.store.tensors import Picked
 
 
 class Rows:
-    """The columns of a stack in the order of the environments, without gradients, which are 0 between steps."""
+    """Saves the columns of a stack in the order of the environments, without gradients, which are 0 between steps."""
 
     def __init__(self, stack: Stack, envs: int) -> None:
         self.columns: dict[str, Tensor] = {}
@@ -90,7 +90,7 @@ class Rows:
 
 
 class Snapshot:
-    """Snapshots of all rows, each taken at the last healthy step of its row; a `tolaria.population.Keeper`."""
+    """Keeps a snapshot of each row, taken at the last healthy step of the row; a `tolaria.population.Keeper`."""
 
     def __init__(self, body: Body, seeds: Seeds) -> None:
         self.seeds = seeds

@@ -21,7 +21,7 @@ Caller = Callable[..., Tensor]
 
 
 class PassOperations:
-    """The operations of a pass on streams, each differentiated by autograd."""
+    """Computes the operations of a pass on streams, each differentiated by autograd."""
 
     def __init__(self, call: Caller = Stack.__call__) -> None:
         """`call` runs a stack."""
@@ -71,7 +71,7 @@ class PassOperations:
 
 
 class PassTape(PassOperations):
-    """The same operations, noted one after another; a backward pass takes them in reverse.
+    """Records the operations of a pass one after another; a backward pass takes them in reverse.
 
     A stream's gradients are summed in the order in which autograd would sum them, so all numbers are equal to those of
     `PassOperations`, bit for bit. Autograd differentiates what is neither a fused layer nor an operation of a slot, by itself.

@@ -27,7 +27,7 @@ Hosts = Callable[[], nn.Module]
 
 
 class HiddenWidening(NamedTuple):
-    """One widening of the hosts of a task: every hidden width that can be larger is multiplied."""
+    """Describes one widening of the hosts of a task: every hidden width that can be larger is multiplied."""
 
     factor: int
     hidden: tuple[Hidden, ...]  # the hidden features that become more, in the order in which they do
@@ -59,7 +59,7 @@ class HiddenWidening(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WiderHosts:
-    """A factory of the hosts of another one, made wider."""
+    """Makes the hosts of another factory, made wider."""
 
     hosts: Hosts
     widening: HiddenWidening

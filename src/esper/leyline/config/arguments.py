@@ -1,4 +1,4 @@
-"""Checks of the arguments of public functions, each of which raises one sentence that says what to give."""
+"""Check the arguments of public functions; each check raises one sentence that says what to give."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ _Returned = TypeVar("_Returned")
 
 
 def known_as(name: str) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
-    """Decorator: a wrong argument raises an InputError with the public name of the function and the most similar name."""
+    """Let a wrong argument raise an InputError with the public name of the function and the most similar name; a decorator."""
 
     def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
         signature = inspect.signature(function)

@@ -1,4 +1,4 @@
-"""Input to a config: dotted keys as nested sections, and one sentence for each error of validation.
+"""Read input to a config: dotted keys as nested sections, and one sentence for each error of validation.
 
 The sentence names the key, the value that was given, and the values that are accepted. In this file, `model` is the class of a
 config or of one of its sections.

@@ -1,4 +1,4 @@
-"""Safe parsing of JSON and YAML: the results are plain objects, and no code is executed."""
+"""Parse JSON and YAML safely: the results are plain objects, and no code is executed."""
 
 import json
 import re
@@ -15,7 +15,7 @@ LARGEST_YAML = 2**17  # bytes; the config of a training on twenty tasks has 90 K
 
 
 def parse_json(data: bytes, path: Path, mend: str) -> Any:
-    """JSON as plain objects. InputError, which ends in `mend`, if the data are not JSON."""
+    """Parse JSON to plain objects. InputError, which ends in `mend`, if the data are not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -26,7 +26,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse_model(data: bytes, model: type[Model], formats: Sequence[int], path: Path, mend: str) -> tuple[Any, Model]:
-    """A JSON file with a key `format` as plain objects, and as a model. InputError if it is damaged, or of another format."""
+    """Parse JSON with a key `format` to plain objects and to a model. InputError if it is damaged, or of another format."""
     tree = parse_json(data, path, mend)
     found = tree.get("format") if isinstance(tree, dict) else None
     if found not in formats:
@@ -56,7 +56,7 @@ def parse_yaml(data: str | bytes, where: str, mend: str) -> Any:
 
 
 class _Refused(Exception):
-    """Valid YAML that is not accepted, with the reason and what to change."""
+    """Says why valid YAML is not accepted, and what to change."""
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -72,7 +72,7 @@ LONGEST_NUMBER = 100  # characters
 
 
 class _Plain(yaml.SafeLoader):
-    """PyYAML's safe loader without aliases and without repeated keys, and with the numbers of YAML 1.2.
+    """Loads YAML as PyYAML's safe loader, without aliases and repeated keys, and with the numbers of YAML 1.2.
 
     YAML 1.1 also has numbers to the base 60 (1:30), of which a megabyte takes minutes to parse.
     """

@@ -1,4 +1,4 @@
-"""The config of a run: one class per section, one field per key with its unit and its meaning, and how layers are merged.
+"""Define the config of a run: one class per section, one field per key with its unit and its meaning, and how layers merge.
 
 The keys are those of YAML files, of `--set` and of `build_config`. The text below a field is its meaning in `esper config`.
 """
@@ -31,7 +31,7 @@ SENSOR_FAMILIES = ("participation", "inner", "dead", "drift", "gradient", "expla
 
 
 def _chosen(value: Any, known: Sequence[str], mend: str) -> tuple[str, ...]:
-    """The names of a list, or of a text with commas, in the order of `known`. ValueError with `mend` for an unknown one."""
+    """Return the names of a list, or of a text with commas, in the order of `known`. ValueError with `mend` for others."""
     names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or any(name not in known for name in names):
         raise ValueError(mend)
@@ -39,7 +39,7 @@ def _chosen(value: Any, known: Sequence[str], mend: str) -> tuple[str, ...]:
 
 
 class Section(BaseModel):
-    """Keys that belong together. Unknown keys, numbers that are not finite, and changes after construction are refused."""
+    """Groups keys that belong together. Unknown keys, numbers that are not finite, and changes after construction are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -82,7 +82,7 @@ def _by_name(value: Mapping[str, float], known: type[IntEnum], wanted: str) -> d
 
 
 class DataConfig(Section):
-    """The batches that a network trains on."""
+    """Sets the batches that a network trains on."""
 
     batch_size: int = Field(64, ge=1)
     """training examples per environment and batch [examples]"""
@@ -99,7 +99,7 @@ class DataConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer of every host and every seed."""
+    """Sets the optimizer of every host and every seed."""
 
     name: Literal["adamw", "sgd"] = "adamw"
     """adamw (Loshchilov and Hutter), or sgd with momentum"""
@@ -116,7 +116,7 @@ class OptimizerConfig(Section):
 
 
 class LifecycleConfig(Section):
-    """Which seeds may be planted, and how a seed enters the network."""
+    """Sets which seeds may be planted, and how a seed enters the network."""
 
     max_seeds: int = Field(2, ge=0)
     """largest number of seeds per environment, fossils included [seeds]"""
@@ -166,7 +166,7 @@ class LifecycleConfig(Section):
 
 
 class GatesConfig(Section):
-    """The checks that a seed must pass before ADVANCE (gate G2) and before FOSSILIZE (gate G5)."""
+    """Sets the checks that a seed must pass before ADVANCE (gate G2) and before FOSSILIZE (gate G5)."""
 
     min_training_steps: int = Field(2, ge=0)
     """steps that a seed must incubate (stage TRAINING) before ADVANCE is allowed [steps]"""
@@ -194,7 +194,7 @@ class GatesConfig(Section):
 
 
 class ProbeConfig(Section):
-    """The measurements on the probe split after every step."""
+    """Sets the measurements on the probe split after every step."""
 
     coalitions_every: int = 4
     """steps between measurements of all coalitions of live seeds; contributions are measured every step [steps]"""
@@ -221,7 +221,7 @@ class ProbeConfig(Section):
 
 
 class RewardConfig(Section):
-    """The objective J = metric - rent * ln(1 + added / max(host, rent_size) parameters), and how J becomes a reward."""
+    """Sets the objective J = metric - rent * ln(1 + added / max(host, rent_size) parameters), and how J becomes a reward."""
 
     name: Literal["delta", "sparse", "escrow"] = "delta"
     """delta pays each change of J; sparse pays J_T - J_0 at the end; escrow (experimental) also pays kept seeds"""
@@ -255,7 +255,7 @@ class RewardConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Which rows events.jsonl holds. This section does not change results."""
+    """Sets which rows events.jsonl holds. This section does not change results."""
 
     level: Literal["off", "run", "step", "debug"] = "step"
     """rows of events.jsonl: off writes none; run leaves out those of every step; step writes all but the gradients rows; debug
@@ -285,7 +285,7 @@ class TelemetryConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state of a run is written, so that `esper resume` can continue it. This section does not change results."""
+    """Sets when the state of a run is written, so that `esper resume` can continue it. This section does not change results."""
 
     every_steps: int = Field(0, ge=0)
     """steps between checkpoints; 0 disables this trigger [steps]"""
@@ -296,7 +296,7 @@ class CheckpointConfig(Section):
 
 
 class GovernorConfig(Section):
-    """When a network is restored to its last healthy snapshot, and which edits are refused because of their size."""
+    """Sets when a network is restored to its last healthy snapshot, and which edits are refused because of their size."""
 
     enabled: bool = True
     """watch every network; false leaves a diverged network as it is until its episode ends"""
@@ -327,7 +327,7 @@ class GovernorConfig(Section):
 
 
 class EarlyStoppingConfig(Section):
-    """Which state of a network is evaluated and exported, and when a run ends before its last step (`esper docs runs`)."""
+    """Sets which state of a network is evaluated and exported, and when a run ends before its last step (`esper docs runs`)."""
 
     enabled: bool = False
     """evaluate and export each network in its best state by the validation split; tasks of your own set it"""
@@ -336,7 +336,7 @@ class EarlyStoppingConfig(Section):
 
 
 class WidenConfig(Section):
-    """When all networks of a growth become wider together (`esper docs widening`)."""
+    """Sets when all networks of a growth become wider together (`esper docs widening`)."""
 
     at: tuple[int, ...] = ()
     """numbers of steps after which all networks become wider, increasing; none leaves their widths as they are [steps]"""
@@ -352,7 +352,7 @@ class WidenConfig(Section):
 
 
 class FaultsConfig(Section):
-    """How long a run waits for a fault to pass before it stops. A run that stops can be resumed."""
+    """Sets how long a run waits for a fault to pass before it stops. A run that stops can be resumed."""
 
     disk_seconds: float = Field(300.0, ge=0)
     """seconds for which a run waits for room on a full disk; 0 stops it immediately [seconds]"""
@@ -362,7 +362,7 @@ class FaultsConfig(Section):
 
 
 class HeuristicConfig(Section):
-    """The rule `heuristic`."""
+    """Sets the limits of the rule `heuristic`."""
 
     plant_below: float = 0.94
     """plant only while the metric is below this share of the way from the best constant prediction (0) to a perfect one (1)"""
@@ -393,7 +393,7 @@ class HeuristicConfig(Section):
 
 
 class TrialsConfig(Section):
-    """The trials of a controller `trials:RULE`: its first candidates grow in copies of the network, and the best is planted."""
+    """Sets the trials of a controller `trials:RULE`: its first candidates grow in copies of the network; the best is planted."""
 
     candidates: int = Field(4, ge=2)
     """largest number of candidates that an environment tries [candidates]"""
@@ -402,7 +402,7 @@ class TrialsConfig(Section):
 
 
 class PPOConfig(Section):
-    """How a controller learns. A round is one episode of every environment, and one update of the policy."""
+    """Sets how a controller learns. A round is one episode of every environment, and one update of the policy."""
 
     rounds: int = Field(100, ge=0)
     """rounds of training; 0 ends with imitation [rounds]"""
@@ -464,13 +464,13 @@ BASELINES = ("twin", "same-size", "plain", "skips")
 
 
 def baseline_names(value: Any) -> tuple[str, ...]:
-    """Baselines from a list of names, a text with commas, 'none' or None, in order. ValueError for an unknown one."""
+    """Return the baselines of a list of names, a text with commas, 'none' or None, in order. ValueError for an unknown one."""
     given = [] if value is None or value in ("none", ["none"], ("none",)) else value
     return _chosen(given, BASELINES, f"give names out of {', '.join(BASELINES)}, or none")
 
 
 class GrowthConfig(Section):
-    """The settings of a growth, whoever trains the network: all those that `esper.Growth` takes."""
+    """Holds the settings of a growth, whoever trains the network: all those that `esper.Growth` takes."""
 
     steps: int = Field(24, ge=1)
     """length of an episode [steps]"""
@@ -495,7 +495,7 @@ class GrowthConfig(Section):
 
 
 class Config(GrowthConfig):
-    """All settings of a run, defaults included: those of its growth, and those of all that Esper does around it."""
+    """Holds all settings of a run, defaults included: those of its growth, and those of all that Esper does around it."""
 
     task: str = "digits"
     """name of the task; `esper tasks` lists the names"""
@@ -627,7 +627,7 @@ def _validated(model: type[_Model], layers: Sequence[Mapping[str, Any]]) -> _Mod
 
 
 def merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings merged into one; where several set a key, the last one wins. InputError if a layer is not a mapping.
+    """Merge nested mappings; where several set a key, the last one wins. InputError if a layer is not a mapping.
 
     `steps` and `epochs` are two ways to set one length: a layer that sets one of them removes the other of earlier layers.
     """
@@ -652,7 +652,7 @@ def _merge(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
 
 
 def _without_twin(layer: Mapping[str, Any], earlier: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The layer with its key `twin`, true or false, replaced by `baselines`: those of the layer or of earlier layers, changed."""
+    """Replace the key `twin` of a layer, true or false, by `baselines`: those of this layer or of earlier ones, changed."""
     if "twin" not in layer:
         return layer
     twin, first = layer["twin"], BASELINES[0]
@@ -672,7 +672,7 @@ def _without_twin(layer: Mapping[str, Any], earlier: Mapping[str, Any]) -> Mappi
 
 
 def parse_setting(text: str) -> dict[str, Any]:
-    """`a.b=value` as a nested mapping, with the value read as YAML. InputError if the key or the value is missing."""
+    """Parse `a.b=value` to a nested mapping, with the value read as YAML. InputError if the key or the value is missing."""
     name, equals, value = text.partition("=")
     if not name.strip() or not equals:
         raise InputError(f"--set {text!r} is not of the form key=value, for example --set data.batch_size=32")
@@ -697,7 +697,7 @@ The name of a section stands for all keys of that section."""
 
 
 def check_controller_settings(settings: Mapping[str, Any], who: str) -> None:
-    """InputError if the settings of a controller hold a key that controllers may not set; `who` names the controller's file."""
+    """Raise InputError if settings of a controller hold a key that controllers may not set; `who` names its file."""
 
     def dotted(settings: Mapping[str, Any], prefix: str) -> Iterator[str]:
         for name, value in settings.items():
@@ -720,7 +720,7 @@ def dump_config(config: Config) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's writer of plain objects, without aliases, which the reader refuses."""
+    """Writes plain objects as PyYAML does, without aliases, which the reader refuses."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -731,7 +731,7 @@ for _tag, _pattern, _first in NUMBERS:  # text that would be read as a number is
 
 
 def reference(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """(key, type, default, meaning) of every key, depth first, as strings. The meaning is the text below the field."""
+    """Yield (key, type, default, meaning) of every key, depth first, as strings. The meaning is the text below the field."""
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from reference(field.annotation, f"{prefix}{name}.")
@@ -743,7 +743,7 @@ def reference(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[tup
 
 @cache
 def _meanings() -> dict[tuple[str, str], str]:
-    """By class and field, the text below each field in this file."""
+    """Return, by class and field, the text below each field in this file."""
     found, parsed = {}, ast.parse(Path(__file__).read_text()).body
     for section in [each for each in parsed if isinstance(each, ast.ClassDef)]:
         for field, text in pairwise(section.body):

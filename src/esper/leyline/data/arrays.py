@@ -1,4 +1,4 @@
-"""Tensors, arrays, lists and data frames of a user, read through NumPy; data frames are read without importing pandas."""
+"""Read tensors, arrays, lists and data frames of a user through NumPy; data frames are read without importing pandas."""
 
 from collections.abc import Iterable
 from numbers import Real
@@ -15,7 +15,7 @@ from esper.leyline.text import kind_of
 
 @runtime_checkable
 class Frame(Protocol):
-    """A table with named columns, such as `pandas.DataFrame`."""
+    """Holds named columns, as `pandas.DataFrame` does."""
 
     columns: Iterable[Any]
 
@@ -25,7 +25,7 @@ class Frame(Protocol):
 
 
 def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
-    """Numbers as a detached tensor on the CPU; float64 values that are not a tensor become `dtype`. InputError if not numbers."""
+    """Turn numbers into a detached tensor on the CPU; float64 that is no tensor becomes `dtype`. InputError if not numbers."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     tensor = torch.from_numpy(np.array(numeric_array(value, what)))
@@ -33,7 +33,7 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype) -> Tensor:
 
 
 def real(values: Tensor, what: str) -> Tensor:
-    """Real numbers in a dtype that torch computes with: unsigned whole numbers of 16 bits and more become int64."""
+    """Turn real numbers into a dtype that torch computes with: unsigned whole numbers of 16 bits and more become int64."""
     if values.is_complex():
         raise InputError(f"{what} holds complex numbers; give their real and imaginary parts as numbers of their own")
     if values.dtype not in (torch.uint16, torch.uint32, torch.uint64):  # torch indexes and compares with few others
@@ -46,7 +46,7 @@ def real(values: Tensor, what: str) -> Tensor:
 
 
 def numeric_array(value: Any, what: str) -> NDArray[Any]:
-    """An array, list or data frame as an array of numbers, NaN for missing values. InputError if a value is not a number."""
+    """Turn an array, list or data frame into an array of numbers, NaN where missing. InputError if a value is no number."""
     if isinstance(value, Frame):
         names = list(value.columns)
         check_different(names, what)
@@ -68,7 +68,7 @@ def column_names(value: Any) -> tuple[str, ...] | None:
 
 
 def select_columns(value: Any, names: tuple[str, ...] | None, what: str) -> Any:
-    """The named columns of a data frame, in order; a value without column names unchanged. InputError if a column is missing."""
+    """Return the named columns of a data frame, in order; a value without names unchanged. InputError if one is missing."""
     given = column_names(value)
     if names is None or given is None:
         return value

@@ -1,4 +1,4 @@
-"""Batches: one tensor, a tuple of tensors, or a mapping from names to tensors. Each of these tensors is a leaf.
+"""Define batches: one tensor, a tuple of tensors, or a mapping from names to tensors. Each of these tensors is a leaf.
 
 A module is called with a batch as `module(x)`, `module(*batch)` or `module(**batch)`.
 """
@@ -104,7 +104,7 @@ def leaf_names(inputs: Shapes) -> list[str]:
 
 
 def picked(batch: Batch, index: Any) -> Batch:
-    """Some examples of every leaf (N, ...), as indexing picks them: a slice, a mask or indices."""
+    """Pick examples of every leaf (N, ...), as indexing does: by a slice, a mask or indices."""
     return batch[index] if isinstance(batch, Tensor) else map_leaves(lambda leaf: leaf[index], batch)
 
 

@@ -1,4 +1,4 @@
-"""Digests of examples, by which equal examples are found without comparing every pair. N examples."""
+"""Digest examples, so that equal examples are found without comparing every pair. N examples."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ _CHUNK = 1 << 16  # words that are hashed at once, which a processor's cache hol
 
 
 def example_digests(*trees: Any) -> Tensor:
-    """Trees of tensors (N, ...), as inputs and targets are -> (N,) int64, equal where the bytes of two examples are equal.
+    """Digest trees of tensors (N, ...), as inputs and targets are -> (N,) int64, equal where two examples have equal bytes.
 
     Two different examples have one digest with a probability of about 2^-64. Nothing is read from the device.
 
@@ -41,19 +41,19 @@ def example_digests(*trees: Any) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _factors(place: int, length: int, device: torch.device) -> Tensor:
-    """(2, length) int64, the random numbers a and b of the leaf at a place."""
+    """Draw (2, length) int64, the random numbers a and b of the leaf at a place."""
     bounds, generator = torch.iinfo(torch.int64), torch.Generator().manual_seed(place)
     return torch.randint(bounds.min, bounds.max, (2, length), generator=generator).to(device)
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether every element has bytes of its own: the tensor is not sparse, nested or quantized, nor on the meta device."""
+    """Return whether every element has bytes of its own: the tensor is not sparse, nested, quantized, or on the meta device."""
     odd = tensor.is_meta or tensor.is_quantized or tensor.is_nested
     return tensor.layout == torch.strided and not odd
 
 
 def repeated(sets: Sequence[Tensor]) -> list[int]:
-    """For each set of digests (N,) but the first, how many of its examples are also in an earlier set."""
+    """Count, for each set of digests (N,) but the first, its examples that are also in an earlier set."""
     seen, found = sets[0], []
     for digests in sets[1:]:
         found.append(int(torch.isin(digests, seen).sum()))

@@ -1,4 +1,4 @@
-"""Keyed random numbers: each draw is a hash of its purpose and indices, not the next value of a stream.
+"""Draw random numbers by keys: each draw is a hash of its purpose and indices, not the next value of a stream.
 
 Adding environments, workers or telemetry therefore cannot change an existing trajectory. The hash is splitmix64
 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, figure 3) in int64 operations that
@@ -19,7 +19,7 @@ Integers = TypeVar("Integers", NDArray[np.int64], Tensor)
 
 
 class Purpose(IntEnum):
-    """The purpose of a draw. The values are part of every key, so their meaning never changes."""
+    """Names the purposes of draws. The values are part of every key, so their meaning never changes."""
 
     HOST = 1  # initial weights of a host
     BIRTH = 2  # initial weights of a seed
@@ -48,7 +48,7 @@ _UNSIGNED = tuple(np.uint64(number % 2**64) for number in (_GAMMA, _MIX_1, _MIX_
 
 
 def mix(x: Integers) -> Integers:
-    """splitmix64's output function of int64 values, elementwise; arithmetic wraps, shifts are logical."""
+    """Compute splitmix64's output function of int64 values, elementwise; arithmetic wraps, shifts are logical."""
     if isinstance(x, np.ndarray):
         return _mix_array(x)
     x = x + _GAMMA
@@ -58,7 +58,7 @@ def mix(x: Integers) -> Integers:
 
 
 def _mix_array(x: NDArray[np.int64]) -> NDArray[np.int64]:
-    """`mix` in two arrays that are used again; shifts of unsigned numbers are logical."""
+    """Compute `mix` in two arrays that are used again; shifts of unsigned numbers are logical."""
     mixed = x.view(np.uint64) + _UNSIGNED[0]
     shifted = mixed >> _UNSIGNED[3]
     for factor, shift in zip(_UNSIGNED[1:3], _UNSIGNED[4:], strict=True):
@@ -81,12 +81,12 @@ def key(*parts: Any) -> NDArray[np.int64]:
 
 
 def scalar(*parts: int) -> int:
-    """`key` of plain integers as a Python integer in [0, 2**63), which can seed a torch.Generator."""
+    """Return the `key` of plain integers as a Python integer in [0, 2**63), which can seed a torch.Generator."""
     return int(key(*parts)[0]) & ((1 << 63) - 1)
 
 
 def uniform(keys: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Draws in [0, 1), one per key, with 53 random bits; the shape of `keys`."""
+    """Draw numbers in [0, 1), one per key, with 53 random bits; the shape of `keys`."""
     bits = (mix(keys) >> 11) & ((1 << 53) - 1)
     return bits.astype(np.float64) * 2.0**-53
 

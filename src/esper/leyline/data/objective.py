@@ -1,4 +1,4 @@
-"""The objective J: the metric of a network less rent for its added parameters."""
+"""Compute the objective J: the metric of a network less rent for its added parameters."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,7 +10,7 @@ from esper.leyline.lifecycle.view import Floats, Scores
 def objective(
     metric: ArrayLike, added_params: ArrayLike, host_params: ArrayLike, rent: float, rent_size: int
 ) -> NDArray[np.float64]:
-    """J = metric - rent * ln(1 + added_params / max(host_params, rent_size)).
+    """Compute J = metric - rent * ln(1 + added_params / max(host_params, rent_size)).
 
     `metric` is accuracy, R2 or minus the loss; the three arrays broadcast. A network without added parameters pays no rent.
     All parameters of a seed count, whatever its alpha: if rent rose with alpha, a controller could evade it by holding seeds at
@@ -21,7 +21,7 @@ def objective(
 
 
 def growth_of(added_params: ArrayLike, host_params: ArrayLike) -> Floats:
-    """Added parameters as a share of the host's; the arrays broadcast."""
+    """Return added parameters as a share of the host's; the arrays broadcast."""
     return np.asarray(np.asarray(added_params, np.float64) / np.asarray(host_params, np.float64))
 
 

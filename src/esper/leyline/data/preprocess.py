@@ -1,4 +1,4 @@
-"""Fitted transformers of scikit-learn as plain data: saved as JSON, loaded without code, and applied with NumPy. N examples.
+"""Keep fitted transformers of scikit-learn as plain data: saved as JSON, loaded without code, applied with NumPy. N examples.
 
 A table is a list of named columns, each an array (N,) of numbers or objects.
 """
@@ -22,7 +22,7 @@ _LARGEST = 2**19  # characters of JSON
 
 
 class Column(NamedTuple):
-    """A column of a table."""
+    """Holds a column of a table."""
 
     name: str  # name of the feature that the column came from
     values: NDArray[Any]  # (N,) entries of the column
@@ -33,7 +33,7 @@ class _Step(BaseModel):
 
 
 class Keep(_Step):
-    """Every column as it is."""
+    """Keeps every column as it is."""
 
     kind: Literal["keep"] = "keep"
 
@@ -42,7 +42,7 @@ class Keep(_Step):
 
 
 class Scale(_Step):
-    """(x - subtract) / divide of each column, clipped to [low, high] where these are given."""
+    """Computes (x - subtract) / divide of each column, clipped to [low, high] where these are given."""
 
     kind: Literal["scale"] = "scale"
     subtract: list[float]
@@ -61,7 +61,7 @@ class Scale(_Step):
 
 
 class Impute(_Step):
-    """Each column with `fill` in place of `missing`; a column whose fill is None is left out."""
+    """Puts `fill` in place of `missing` in each column; a column whose fill is None is left out."""
 
     kind: Literal["impute"] = "impute"
     missing: Value
@@ -80,7 +80,7 @@ class Impute(_Step):
 
 
 class OneHot(_Step):
-    """For each column a column of 0 and 1 for every category, without the one at the index `dropped`."""
+    """Turns each column into one column of 0 and 1 for every category, without the one at the index `dropped`."""
 
     kind: Literal["one-hot"] = "one-hot"
     categories: list[list[Value]]
@@ -97,7 +97,7 @@ class OneHot(_Step):
 
 
 class Ordinal(_Step):
-    """The index of each entry among the categories of its column; `unknown` for others, and `missing` for missing values."""
+    """Maps entries to their index among the categories of their column; to `unknown` for others, `missing` for missing values."""
 
     kind: Literal["ordinal"] = "ordinal"
     categories: list[list[Value]]
@@ -118,7 +118,7 @@ class Ordinal(_Step):
 
 
 class StepsInOrder(_Step):
-    """Steps one after the other."""
+    """Applies steps one after the other."""
 
     kind: Literal["chain"] = "chain"
     steps: list["Step"]
@@ -130,14 +130,14 @@ class StepsInOrder(_Step):
 
 
 class Part(_Step):
-    """Columns of a table, by index, and the step that they go through."""
+    """Names columns of a table, by index, and the step that they go through."""
 
     columns: list[Annotated[int, Field(ge=0)]]
     step: "Step"
 
 
 class Parts(_Step):
-    """The columns that each part makes, side by side."""
+    """Puts the columns that each part makes side by side."""
 
     kind: Literal["parts"] = "parts"
     parts: list[Part]
@@ -152,7 +152,7 @@ for _model in (StepsInOrder, Part, Parts):
 
 
 class Preprocess(_Step):
-    """What a fitted transformer does with raw features."""
+    """Transforms raw features as a fitted transformer does."""
 
     names: list[str] | None  # columns of the frame that it was fitted on; None if that had no names
     count: Annotated[int, Field(ge=1, le=_LARGEST)]  # number of those columns
@@ -357,7 +357,7 @@ def _numbers(column: Column) -> NDArray[np.float64]:
 
 
 def _index(column: Column, categories: Sequence[Value], *, refuse: bool) -> NDArray[np.int64]:
-    """The index of every entry among the categories, -1 for another one. InputError for another one if it is to be refused."""
+    """Return the index of every entry among the categories, -1 for another one, or InputError if that is to be refused."""
     places = {category: place for place, category in enumerate(categories)}
     entries = [None if is_missing(entry) else entry for entry in column.values.tolist()]
     try:

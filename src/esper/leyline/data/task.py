@@ -1,4 +1,4 @@
-"""A task: data in four splits, a host to grow, and what counts as good. E rows, B examples, C outputs."""
+"""Define tasks: data in four splits, a host to grow, and what counts as good. E rows, B examples, C outputs."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ SENSED = 256
 
 @brief
 class Split(NamedTuple):
-    """Examples that are used together.
+    """Holds examples that are used together.
 
     Attributes:
         x ((N, ...) tensor, or a tuple or a dict of them): inputs, each tensor floating point, which is cast to the dtype of the
@@ -38,7 +38,7 @@ class Split(NamedTuple):
 
 
 class Source(Protocol):
-    """The examples of a train split by their place in it, read batch by batch. A place always holds the same example.
+    """Reads the examples of a train split by their place in it, batch by batch. A place always holds the same example.
 
     One thread of a process calls `read` at a time, and not always the same one.
     """
@@ -97,7 +97,7 @@ def finite(split: Split, name: str, action: Literal["stop", "skip"]) -> Split:
 @brief
 @dataclass(frozen=True)
 class Pixels:
-    """How images that are kept as bytes become what a host reads, and how training images are varied.
+    """Says how images that are kept as bytes become what a host reads, and how training images are varied.
 
         x = (bytes - mean) / deviation,     channel by channel
 
@@ -122,7 +122,7 @@ class Pixels:
         return self.pad > 0 or self.flip
 
     def read(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """x (..., C, H, W) uint8 -> the same in a dtype, or in torch's default one, with channels last in memory."""
+        """Map x (..., C, H, W) uint8 -> the same in a dtype, or in torch's default one, with channels last in memory."""
         assert x.dtype == torch.uint8, x.dtype
         mean, scale = _row_of(self, x.shape[-1], x.device, dtype or torch.get_default_dtype())
         lines = x.movedim(-3, -1).flatten(-2)  # (..., H, W C): arithmetic on runs of C numbers alone would be slow
@@ -139,7 +139,7 @@ def _row_of(pixels: Pixels, width: int, device: torch.device, dtype: torch.dtype
 
 @brief
 class Scaling(NamedTuple):
-    """The mean and the standard deviation of features, by which a network reads them, or of targets, by which it returns them.
+    """Holds the mean and standard deviation of features, by which a network reads them, or of targets, which it returns by them.
 
     (x - mean) / deviation
 
@@ -152,11 +152,11 @@ class Scaling(NamedTuple):
     deviation: Tensor
 
     def read(self, x: Tensor) -> Tensor:
-        """x (N, ...) of any dtype -> the same in the dtype of the mean."""
+        """Map x (N, ...) of any dtype -> the same in the dtype of the mean."""
         return (x.to(self.mean.dtype) - self.mean) / self.deviation
 
     def restore(self, z: Tensor) -> Tensor:
-        """z (N, ...), as `read` returns it -> z * deviation + mean, in the units of x."""
+        """Map z (N, ...), as `read` returns it -> z * deviation + mean, in the units of x."""
         return z * self.deviation + self.mean
 
 
@@ -165,7 +165,7 @@ Label = str | int | float | bool
 
 
 class Interface(NamedTuple):
-    """What a network takes, and what its outputs stand for.
+    """Says what a network takes, and what its outputs stand for.
 
     Attributes:
         inputs (shape, or a tuple or a dict of shapes): shape of one example, or of each of its leaves
@@ -251,7 +251,7 @@ Differentiated = tuple[Tensor, Callable[[Tensor], Tensor]]
 
 
 class Objective(Protocol):
-    """What is minimised and what is reported, per example and for a stack of rows at once.
+    """Defines what is minimised and what is reported, per example and for a stack of rows at once.
 
     It says what outputs a host may have: any shape (B, ...) that it takes beside the targets. A host of a mixture may have fewer
     outputs than others along the last axis.
@@ -261,15 +261,15 @@ class Objective(Protocol):
     outputs: int  # C, the length of the last axis of outputs
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, ...), target (E, B, ...) -> (E, B) losses to minimise."""
+        """Map output (E, B, ...), target (E, B, ...) -> (E, B) losses to minimise."""
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """output (E, B, ...), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
+        """Map output (E, B, ...), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
 
 
 @brief
 class Instance(NamedTuple):
-    """One problem to grow a network for: what the rows of one instance share.
+    """Holds one problem to grow a network for: what the rows of one instance share.
 
     Attributes:
         host (callable): returns a freshly initialised `SegmentedHost`, drawn from torch's generator
@@ -305,7 +305,7 @@ class Instance(NamedTuple):
     preprocess: Preprocess | None = None
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
-        """Examples of a split as a host reads them: leaves (N, ...), the floating-point ones in a dtype where it is given."""
+        """Read examples of a split as a host does: leaves (N, ...), the floating-point ones in a dtype where it is given."""
         if self.pixels is not None:
             return self.pixels.read(one_tensor(x, "pixels"), dtype)
         x = x if self.scaling is None else self.scaling.read(one_tensor(x, "scaling"))
@@ -325,7 +325,7 @@ class Instance(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Examples that every row has room for; shorter splits are padded to them, whatever the other rows hold.
+    """Says for how many examples every row has room; shorter splits are padded to that, whatever the other rows hold.
 
     The last bit of a sum depends on how many numbers are summed, zeros included.
 
@@ -339,7 +339,7 @@ class Lengths(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What the rows of a population are laid out for: a host in whose leading corner every row's host fits.
+    """Says what the rows of a population are laid out for: a host in whose leading corner every row's host fits.
 
     Attributes:
         host (callable): returns the largest host
@@ -355,7 +355,7 @@ class Room(NamedTuple):
 @brief
 @dataclass(frozen=True)
 class Task:
-    """One data set and one host: every environment is the same problem from another start.
+    """Pairs one data set with one host: every environment is the same problem from another start.
 
     Attributes:
         name (str): name of the task
@@ -431,7 +431,7 @@ class Task:
         return Instance(outputs=self.objective.outputs, **shared)
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
-        """Examples of a split as a host reads them: leaves (N, ...), the floating-point ones in a dtype where it is given.
+        """Read examples of a split as a host does: leaves (N, ...), the floating-point ones in a dtype where it is given.
 
         A grown network reads them as they are.
         """
@@ -442,14 +442,14 @@ class Task:
         return self.test
 
     def keys(self, part: str) -> range:
-        """Keys of instances, of which there is one kind here: any number of starts."""
+        """Return the keys of instances, of which there is one kind here: any number of starts."""
         return range(2**31)
 
 
 @brief
 @dataclass(frozen=True)
 class Mixture:
-    """Many problems, sampled by key: hosts of other widths, other data, one number of segments and slots.
+    """Samples problems by key: hosts of other widths, other data, one number of segments and slots.
 
     A row of a smaller host sits in the leading corner of the largest, and everything else of it is exactly 0.
 
@@ -505,12 +505,12 @@ class Mixture:
         return self.test(key) if self.test is not None else None
 
     def keys(self, part: str) -> range:
-        """Keys of the 'training', 'validation' or 'heldout' instances; no two parts share one."""
+        """Return the keys of the 'training', 'validation' or 'heldout' instances; no two parts share one."""
         return self.ranges[part]
 
 
 def one_tensor(x: Batch, what: str) -> Tensor:
-    """x itself. InputError if examples are several tensors, of which a task's `pixels` or `scaling` does not say which."""
+    """Return x. InputError if examples are several tensors, of which a task's `pixels` or `scaling` does not say which."""
     if isinstance(x, Tensor):
         return x
     raise InputError(

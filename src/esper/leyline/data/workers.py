@@ -1,4 +1,4 @@
-"""Read by worker processes of torch's DataLoader: tensors come back as bytes, and errors as text."""
+"""Read examples in worker processes of torch's DataLoader: tensors come back as bytes, and errors as text."""
 
 import multiprocessing
 import os
@@ -74,7 +74,7 @@ def read_by_workers(
 
 
 class _Packed(NamedTuple):
-    """A tensor as bytes, which are sent through a pipe. Tensors would need shared memory and open file descriptors."""
+    """Holds a tensor as bytes, which are sent through a pipe. Tensors would need shared memory and open file descriptors."""
 
     content: NDArray[np.uint8]
     dtype: torch.dtype
@@ -85,14 +85,14 @@ class _Packed(NamedTuple):
 
 
 class _Failure(NamedTuple):
-    """An error as text, because some exceptions cannot be pickled."""
+    """Holds an error as text, because some exceptions cannot be pickled."""
 
     sentence: str
     trace: str | None = None  # of the user's code; None where the input is bad
 
 
 class _Requested(Dataset[Any]):
-    """A function as a Dataset, whose items are its packed results."""
+    """Wraps a function as a Dataset, whose items are its packed results."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self.read = read

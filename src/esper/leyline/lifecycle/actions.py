@@ -1,4 +1,4 @@
-"""What a controller can do: operations, the heads of a decision, and which heads each operation reads."""
+"""Define what a controller can do: operations, the heads of a decision, and which heads each operation reads."""
 
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ Ints = NDArray[np.int64]
 
 
 class Op(IntEnum):
-    """One operation on one slot, per environment and step.
+    """Names the operations on a slot, of which a controller chooses one per environment and step.
 
     Attributes:
         WAIT: do nothing
@@ -34,7 +34,7 @@ class Op(IntEnum):
 
 
 class Head(IntEnum):
-    """The parts of a decision, in the order in which they are chosen.
+    """Names the parts of a decision, in the order in which they are chosen.
 
     Attributes:
         OP: the operation, an `Op`
@@ -54,7 +54,7 @@ class Head(IntEnum):
 
 
 class Blend(IntEnum):
-    """How a seed's change delta enters the stream h at dose alpha.
+    """Says how a seed's change delta enters the stream h at dose alpha.
 
     Attributes:
         ADD: h + alpha * delta
@@ -79,7 +79,7 @@ RELEVANT.setflags(write=False)
 
 @brief
 class Actions(NamedTuple):
-    """One decision per environment. The engine ignores heads that the operation does not read (`RELEVANT`).
+    """Holds one decision per environment. The engine ignores heads that the operation does not read (`RELEVANT`).
 
     Attributes:
         op ((E,) int64): an `Op`
@@ -99,7 +99,7 @@ class Actions(NamedTuple):
 
     @classmethod
     def wait(cls, envs: int) -> "Actions":
-        """WAIT for each of `envs` environments."""
+        """Return WAIT for each of `envs` environments."""
         return cls(*(np.zeros(envs, np.int64) for _ in Head))
 
 

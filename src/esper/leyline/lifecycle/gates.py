@@ -1,4 +1,4 @@
-"""Gates: conditions on a seed before an operation may advance it. E environments, S slots."""
+"""Define gates: conditions on a seed before an operation may advance it. E environments, S slots."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from esper.leyline.lifecycle.view import Bools, Floats, Measurements, Seeds
 
 
 class Check(NamedTuple):
-    """One condition of a gate."""
+    """Checks one condition of a gate."""
 
     name: str  # name of the condition
     margin: Floats  # (E, S) positive if the condition holds; nan, which fails, if nothing was measured
@@ -19,7 +19,7 @@ class Check(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """Named checks that must all pass, for every slot of every environment at once."""
+    """Combines named checks that must all pass, for every slot of every environment at once."""
 
     stage: Stage  # the gate applies to seeds in this stage
     checks: tuple[Check, ...]  # the conditions
@@ -41,7 +41,7 @@ class Gate(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """The gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`."""
+    """Holds the gates in front of a controller's operations. G3, the end of a ramp, is part of `tick`."""
 
     advance: Gate  # G2, from TRAINING to BLENDING
     fossilize: Gate  # G5, from HOLDING to FOSSILIZED

@@ -1,4 +1,4 @@
-"""The algebra of masks: which choices of a head are valid, which decisions are allowed, and how one is put together.
+"""Answer questions about masks: which choices of a head are valid, which decisions are allowed, and how one is put together.
 
 `kasmina/lifecycle.py::legal` makes the `Masks` of a state; every question about them is answered here. E environments.
 """
@@ -42,7 +42,7 @@ def choices(masks: Masks, head: Head, op: Ints, slot: Ints) -> Bools:
 
 
 def offered(masks: Masks, actions: Actions) -> tuple[Bools, ...]:
-    """By head, (E, choices of the head): what was valid, given the choices that the decisions (E,) made before."""
+    """Return, by head, (E, choices of the head): what was valid, given the choices that the decisions (E,) made before."""
     return tuple(choices(masks, head, actions.op, actions.slot) for head in Head)
 
 
@@ -64,7 +64,7 @@ def allowed(masks: Masks, actions: Actions, free: Bools | None = None) -> Bools:
 
 
 def allowed_of(masks: Masks, decisions: Ints, free: Bools | None = None) -> Bools:
-    """(E, N): which decisions of a table (N, 6) each environment may take; any valid choice will do for a head that is `free`."""
+    """Return (E, N) which decisions of a table (N, 6) each environment may take; any valid choice will do for a `free` head."""
     return allowed(masks, Actions(*decisions.T[:, None]), None if free is None else free.T[:, None])
 
 

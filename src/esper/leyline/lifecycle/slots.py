@@ -1,4 +1,4 @@
-"""Where a host, or any network, can grow, and what a seed may read there."""
+"""Say where a host, or any network, can grow, and what a seed may read there."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,7 @@ from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
 
 
 class Tap(StrEnum):
-    """What a seed reads.
+    """Says what a seed reads.
 
     Attributes:
         HERE: the stream at the slot: depth
@@ -25,7 +25,7 @@ class Tap(StrEnum):
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """A place between two segments of a host where a seed may be planted.
+    """Describes a place between two segments of a host where a seed may be planted.
 
     Attributes:
         name (str): name of the slot
@@ -61,7 +61,7 @@ class SlotSpec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        """InputError, in one sentence, where a field is not what it says above."""
+        """Raise InputError, in one sentence, where a field is not what it says above."""
         if not isinstance(self.name, str) or not self.name:
             raise InputError(f"the name of a slot is {self.name!r}; give it a name in quotes, as in 'middle'")
         for name, least, given, mend in (
@@ -96,7 +96,7 @@ Flow = TypeVar("Flow")
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a network where a seed can be planted: the output of a submodule.
+    """Describes a place in a network where a seed can be planted: the output of a submodule.
 
     Attributes:
         name (str): name of the site
@@ -114,7 +114,7 @@ class Site:
 
 
 class Taps(NamedTuple, Generic[Flow]):
-    """What a seed at a site can read."""
+    """Holds what a seed at a site can read."""
 
     here: Flow  # the output of the submodule `Site.after`
     before: Flow  # the input of the submodule `Site.around`

@@ -1,4 +1,4 @@
-"""The stages of a slot, and the transitions between them."""
+"""Define the stages of a slot, and the transitions between them."""
 
 from enum import IntEnum
 from typing import Any
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 
 class Stage(IntEnum):
-    """The stage of a slot. The values are stored in arrays and in files, so their meaning never changes.
+    """Names the stages of a slot. The values are stored in arrays and in files, so their meaning never changes.
 
     Attributes:
         DORMANT: the slot is empty

@@ -1,4 +1,4 @@
-"""Streams: what flows at a place of a network where a seed can be planted, and how it is treated. n rows, B examples.
+"""Define streams: what flows at a place of a network where a seed can be planted. n rows, B examples.
 
 A tensor of one network begins with the batch axis (B, ...), one of a population with a row axis in front of it (n, B, ...). The
 methods count axes from the last, so that they take both.
@@ -25,7 +25,7 @@ neighbouring positions are alike, and a fit costs by the position."""
 
 
 class Kind(StrEnum):
-    """The kind of a stream, by the shape of one example.
+    """Names the kinds of streams, by the shape of one example.
 
     Attributes:
         VECTOR: (C,)
@@ -42,7 +42,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Stream:
-    """The stream at a site; use `Vector`, `Map`, `Sequence` or `Volume`.
+    """Describes the stream at a site; use `Vector`, `Map`, `Sequence` or `Volume`.
 
     Attributes:
         width (int): features of a vector, channels of a map or volume, features of every position of a sequence
@@ -85,7 +85,7 @@ class Stream:
         return arranged(x, self.permutation)
 
     def width_at(self, x: object) -> int:
-        """The width of one network's tensor x, whose axes are in `order`; 0 where x is no floating-point stream of this kind."""
+        """Return the width of one network's tensor x, whose axes are in `order`; 0 where x is no such floating-point stream."""
         if not isinstance(x, torch.Tensor) or x.dim() != len(self.orders[0]):
             return 0
         return self.width_of(self.arranged(x))
@@ -104,7 +104,7 @@ class Stream:
 
     @classmethod
     def fitted(cls, u: Tensor, h: Tensor) -> Tensor:
-        """u (..., B, ...) at the resolution of the stream h: each position is the mean of those of u that it covers."""
+        """Average u (..., B, ...) to the resolution of the stream h: each position is the mean of those of u that it covers."""
         return u
 
     @classmethod
@@ -119,12 +119,12 @@ class Stream:
 
     @classmethod
     def positions(cls, h: Tensor, like: Tensor | None = None) -> Tensor:
-        """Features by example, (n, B, ...) -> (n, B P, C), at P fixed positions: as many as the stream `like` has, or h."""
+        """Take features by example, (n, B, ...) -> (n, B P, C), at P fixed positions: as many as `like` has, or h."""
         return h
 
 
 class Vector(Stream):
-    """(B, C): one vector of features for each example."""
+    """Describes (B, C): one vector of features for each example."""
 
     kind = Kind.VECTOR
     orders = ("BC",)
@@ -133,9 +133,9 @@ class Vector(Stream):
 
 
 class Map(Stream):
-    """(B, C, H, W): channels at the positions of an image. A gate reads the mean over positions.
+    """Describes (B, C, H, W): channels at the positions of an image. A gate reads the mean over positions.
 
-    In one network also (B, H, W, C), channels last.
+    The axes of a single network may also be (B, H, W, C), channels last.
     """
 
     kind = Kind.MAP
@@ -145,7 +145,7 @@ class Map(Stream):
 
     @classmethod
     def fitted(cls, u: Tensor, h: Tensor) -> Tensor:
-        """u (..., B, Cu, Hu, Wu) -> (..., B, Cu, H, W), by adaptive average pooling."""
+        """Map u (..., B, Cu, Hu, Wu) -> (..., B, Cu, H, W), by adaptive average pooling."""
         sides = cls.axes - 1
         size = tuple(h.shape[-sides:])
         if u.shape[-sides:] == size:
@@ -159,17 +159,17 @@ class Map(Stream):
 
     @classmethod
     def gated(cls, u: Tensor) -> Tensor:
-        """(..., B, C, H, W) -> (..., B, C), the mean over positions."""
+        """Map (..., B, C, H, W) -> (..., B, C), the mean over positions."""
         return u.mean(tuple(range(1 - cls.axes, 0)))
 
     @classmethod
     def spread(cls, gate: Tensor) -> Tensor:
-        """(..., B, 1) -> (..., B, 1, 1, 1)."""
+        """Map (..., B, 1) -> (..., B, 1, 1, 1)."""
         return gate[(..., *(None,) * (cls.axes - 1))]
 
     @classmethod
     def positions(cls, h: Tensor, like: Tensor | None = None) -> Tensor:
-        """(n, B, C, H, W) -> (n, B P, C) at an even grid of positions, at most `GRID` along each side."""
+        """Map (n, B, C, H, W) -> (n, B P, C) at an even grid of positions, at most `GRID` along each side."""
         sides = (like if like is not None else h).shape[3:]
         chosen = h.movedim(2, -1)
         for axis, (size, side) in enumerate(zip(h.shape[3:], sides, strict=True), 2):
@@ -178,9 +178,9 @@ class Map(Stream):
 
 
 class Volume(Map):
-    """(B, C, D, H, W): channels at the positions of a volume, as of `nn.Conv3d`. A gate reads the mean over positions.
+    """Describes (B, C, D, H, W): channels at positions of a volume, as of `nn.Conv3d`. A gate reads the mean over positions.
 
-    In one network also (B, D, H, W, C), channels last.
+    The axes of a single network may also be (B, D, H, W, C), channels last.
     """
 
     kind = Kind.VOLUME
@@ -190,9 +190,9 @@ class Volume(Map):
 
 
 class Sequence(Stream):
-    """(B, L, C): one vector of features for each of L positions. A gate is worked out for each position by itself.
+    """Describes (B, L, C): one vector of features for each of L positions. A gate is computed for each position by itself.
 
-    In one network also (B, C, L), as of `nn.Conv1d`, and (L, B, C), as of layers with batch_first=False.
+    The axes of a single network may also be (B, C, L), as for `nn.Conv1d`, or (L, B, C), as for layers with batch_first=False.
     """
 
     kind = Kind.SEQUENCE
@@ -202,7 +202,7 @@ class Sequence(Stream):
 
     @classmethod
     def fitted(cls, u: Tensor, h: Tensor) -> Tensor:
-        """u (..., B, Lu, Cu) -> (..., B, L, Cu), by adaptive average pooling, which looks ahead where Lu and L differ."""
+        """Map u (..., B, Lu, Cu) -> (..., B, L, Cu), by adaptive average pooling, which looks ahead where Lu and L differ."""
         if u.shape[-2] == h.shape[-2]:
             return u
         pooled: Tensor = F.adaptive_avg_pool1d(u.flatten(0, -3).mT, h.shape[-2]).mT
@@ -210,7 +210,7 @@ class Sequence(Stream):
 
     @classmethod
     def positions(cls, h: Tensor, like: Tensor | None = None) -> Tensor:
-        """(n, B, L, C) -> (n, B P, C) at P <= GRID^2 positions, evenly apart."""
+        """Map (n, B, L, C) -> (n, B P, C) at P <= GRID^2 positions, evenly apart."""
         length = (like if like is not None else h).shape[2]
         return h.index_select(2, _middles(h.shape[2], min(GRID**2, length), h.device)).flatten(1, 2)
 
@@ -220,7 +220,7 @@ CONVOLVED = (Kind.MAP, Kind.VOLUME)
 
 
 def arranged(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """A tensor with its axes in the order in which seeds are written, by `Stream.permutation`; x itself where that is empty."""
+    """Transpose a tensor to the order in which seeds are written, by `Stream.permutation`; x itself where that is empty."""
     return x.permute(axes) if axes else x
 
 
@@ -234,5 +234,5 @@ STREAMS: dict[Kind, type[Stream]] = {stream.kind: stream for stream in (Vector, 
 
 @lru_cache
 def _middles(size: int, count: int, device: torch.device) -> Tensor:
-    """(count,) the middles of `count` equal stretches of a side, sent to the device once."""
+    """Return the middles (count,) of `count` equal stretches of a side, sent to the device once."""
     return torch.tensor([(2 * k + 1) * size // (2 * count) for k in range(count)]).to(device)

@@ -1,10 +1,10 @@
-"""Why a decision was refused, and why a network was rolled back."""
+"""Say why a decision was refused, and why a network was rolled back."""
 
 from enum import IntEnum
 
 
 class Refusal(IntEnum):
-    """Why a decision was not carried out; NONE if it was.
+    """Says why a decision was not carried out; NONE if it was.
 
     Attributes:
         NONE: the decision was carried out
@@ -22,7 +22,7 @@ class Refusal(IntEnum):
 
 
 class Vital(IntEnum):
-    """Why a row was rolled back after a step; GOOD if it was not.
+    """Says why a row was rolled back after a step; GOOD if it was not.
 
     Attributes:
         GOOD: the row was not rolled back

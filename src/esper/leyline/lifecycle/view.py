@@ -1,4 +1,4 @@
-"""The records that the engine and a controller exchange. E environments, S slots, K blueprints in the menu."""
+"""Define the records that the engine and a controller exchange. E environments, S slots, K blueprints in the menu."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ Bools = NDArray[np.bool_]
 
 @brief
 class Seeds(NamedTuple):
-    """The state of every slot of every environment. Stages and alphas are stored here and nowhere else.
+    """Holds the state of every slot of every environment. Stages and alphas are stored here and nowhere else.
 
     Attributes:
         stage ((E, S) int8): a `Stage`
@@ -41,7 +41,7 @@ class Seeds(NamedTuple):
 
 @brief
 class Transitions(NamedTuple):
-    """Changes of stage, ordered by environment and slot; every field is (n,)."""
+    """Lists changes of stage, ordered by environment and slot; every field is (n,)."""
 
     env: NDArray[np.int64]  # (n,) index of the environment
     slot: NDArray[np.int64]  # (n,) index of the slot
@@ -51,7 +51,7 @@ class Transitions(NamedTuple):
 
 @brief
 class Estimate(NamedTuple):
-    """The mean of differences per example, with its standard error; both are nan where `measured` is False.
+    """Holds the mean of differences per example, with its standard error; both are nan where `measured` is False.
 
     Attributes:
         mean (float64): mean over the examples; the shape is given where the estimate is a field
@@ -71,7 +71,7 @@ class Estimate(NamedTuple):
 
 @brief
 class Measurements(NamedTuple):
-    """Measurements of the last step. Losses are in nats (regression: squared units); the task defines the metric.
+    """Holds measurements of the last step. Losses are in nats (regression: squared units); the task defines the metric.
 
     Attributes:
         metric ((E,) float64): metric on the probe split, at the present doses
@@ -111,7 +111,7 @@ class Measurements(NamedTuple):
 
 @brief
 class CoalitionValues(NamedTuple):
-    """Metric and loss of networks with some of their live seeds at dose 0. C coalitions, ordered by environment and bit mask.
+    """Holds metric and loss of networks with some of their live seeds at dose 0. C coalitions, by environment and bit mask.
 
     Bit s of a mask is set if slot s keeps its dose. Environments without live seeds have no coalitions.
 
@@ -136,7 +136,7 @@ class CoalitionValues(NamedTuple):
 
 @brief
 class Masks(NamedTuple):
-    """The valid decisions. The mask of a later head is indexed by the choices that it depends on.
+    """Marks the valid decisions. The mask of a later head is indexed by the choices that it depends on.
 
     Attributes:
         op ((E, O) bool): operations
@@ -156,7 +156,7 @@ class Masks(NamedTuple):
 
 
 class BlueprintInfo(NamedTuple):
-    """What a controller knows of a blueprint in the menu.
+    """Says what a controller knows of a blueprint in the menu.
 
     Attributes:
         name (str): name of the blueprint, as `esper blueprints` lists it
@@ -172,7 +172,7 @@ class BlueprintInfo(NamedTuple):
 
 @brief
 class Space(NamedTuple):
-    """What is constant in an episode: the names behind the indices, and sizes, prices and instances.
+    """Holds what is constant in an episode: the names behind the indices, and sizes, prices and instances.
 
     Attributes:
         slots (S names): names of the slots
@@ -221,7 +221,7 @@ class Space(NamedTuple):
 
 @brief
 class View(NamedTuple):
-    """All information on which a controller may base its decisions.
+    """Holds all information on which a controller may base its decisions.
 
     Attributes:
         space (Space): names, sizes, prices and instances
@@ -250,7 +250,7 @@ class View(NamedTuple):
 
 @brief
 class Scores(NamedTuple):
-    """The scores of each network on the probe split; every field is (E,).
+    """Holds the scores of each network on the probe split; every field is (E,).
 
     Attributes:
         metric ((E,) float64): metric on the probe split
@@ -265,7 +265,7 @@ class Scores(NamedTuple):
 
 @brief
 class ComputeShares(NamedTuple):
-    """The compute of seeds and of trials since an episode began, as a share of what the host takes in the episode.
+    """Counts the compute of seeds and of trials since an episode began, as a share of what the host takes in the episode.
 
     Attributes:
         before ((E,) float64): before a step
@@ -278,7 +278,7 @@ class ComputeShares(NamedTuple):
 
 @brief
 class Outcome(NamedTuple):
-    """The result of one step: the decisions, and the networks before and after.
+    """Holds the result of one step: the decisions, and the networks before and after.
 
     Attributes:
         episode (int): number of the episode, from 0
@@ -354,7 +354,7 @@ def take(record: Any, rows: slice | NDArray[np.int64]) -> Any:
 
 
 def choose(rows: Bools, one: Any, other: Any) -> Any:
-    """`np.where(rows, one, other)` for records of arrays (E, ...); rows is (E,) bool, scalars are from `other`."""
+    """Compute `np.where(rows, one, other)` for records of arrays (E, ...); rows is (E,) bool, scalars are from `other`."""
     return map_arrays(lambda x, y: np.where(rows.reshape(-1, *(1,) * (y.ndim - 1)), x, y), one, other)
 
 

@@ -1,4 +1,4 @@
-"""The controllers of an evaluation, and the populations that they grow. E environments."""
+"""Make the controllers of an evaluation, and the populations that they grow. E environments."""
 
 import copy
 import secrets
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class Contender(NamedTuple):
-    """A controller of an evaluation."""
+    """Describes a controller of an evaluation."""
 
     name: str  # name in the record
     # config of its runs, over that of the task and of the evaluation: keys of

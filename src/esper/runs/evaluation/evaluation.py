@@ -58,7 +58,7 @@ ASKED = ("task", "tasks", "controller", "envs", "twin", "baselines", "instances"
 
 
 class Design(NamedTuple):
-    """The task, instances, seeds and settings that contenders share."""
+    """Holds the task, instances, seeds and settings that contenders share."""
 
     task: AnyTask
     settings: Sequence[Mapping[str, Any]]  # layers of config over that of the task
@@ -252,7 +252,7 @@ def _trained(name: str, arrays: Arrays, task: AnyTask, config: Config, *observer
 
 
 class Entry(NamedTuple):
-    """What rivals add to the contenders of one task."""
+    """Holds what rivals add to the contenders of one task."""
 
     rules: Sequence[Contender] = ()  # compared with every controller, as the rules are
     opponents: Sequence[Contender] = ()  # grown on the task itself
@@ -267,7 +267,7 @@ class Entry(NamedTuple):
 
 
 class Participation(NamedTuple):
-    """What rivals have decided before anything is grown."""
+    """Holds what rivals have decided before anything is grown."""
 
     counts: Sequence[int]  # contenders that grow networks, by task
     searched: int = 0  # networks that are grown to choose contenders, on all tasks
@@ -277,7 +277,7 @@ class Participation(NamedTuple):
 
 
 class Rivals:
-    """Further contenders of an evaluation, which a package may pass as `rivals`. This class adds none."""
+    """Adds contenders to an evaluation; a package may pass such an object as `rivals`. This class adds none."""
 
     headroom: tuple[str, str] | None = None  # the contenders whose difference is 100 % in the column "headroom"
 

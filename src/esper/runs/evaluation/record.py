@@ -1,4 +1,4 @@
-"""The record of an evaluation: figures with intervals. C contenders, N instances, R runs of each."""
+"""Record an evaluation: figures with intervals. C contenders, N instances, R runs of each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 class RecordedFigures(NamedTuple):
-    """Figures of networks as exported; all fields have the same shape, float64."""
+    """Holds figures of networks as exported; all fields have the same shape, float64."""
 
     objective: Floats  # J on the test split
     metric: Floats  # metric on the test split
@@ -34,7 +34,7 @@ class RecordedFigures(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """The figures of all contenders on one task, paired by instance and seed."""
+    """Holds the figures of all contenders on one task, paired by instance and seed."""
 
     task: str  # name of the task
     metric: str  # name of the metric

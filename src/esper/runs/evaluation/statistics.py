@@ -1,4 +1,4 @@
-"""Estimates with 95 % intervals for controllers that grew the same instances with the same seeds.
+"""Estimate figures with 95 % intervals for controllers that grew the same instances with the same seeds.
 
 P problems, R runs of each. The scores of one task are an array (P, R), and several tasks are a sequence of arrays. A
 mixture has many problems, with one run per seed. A data set is one problem, and every start is a run.
@@ -31,7 +31,7 @@ AT_ONCE = 10**6
 
 
 class Interval(NamedTuple):
-    """An estimate and the bounds of its interval; nan where they cannot be computed."""
+    """Holds an estimate and the bounds of its interval; nan where they cannot be computed."""
 
     value: float
     low: float
@@ -39,24 +39,24 @@ class Interval(NamedTuple):
 
 
 def mean(tasks: Tasks) -> Floats:
-    """(...) the mean over tasks of the mean over problems and runs."""
+    """Compute the mean (...) over tasks of the mean over problems and runs."""
     return np.asarray(np.mean([scores.mean((-2, -1)) for scores in tasks], axis=0))
 
 
 def interquartile_mean(tasks: Tasks) -> Floats:
-    """(...) the mean of the middle half of all scores: of n, floor(n / 4) are left out at each end."""
+    """Compute the mean (...) of the middle half of all scores: of n, floor(n / 4) are left out at each end."""
     values = np.sort(np.concatenate([scores.reshape(*scores.shape[:-2], -1) for scores in tasks], axis=-1), axis=-1)
     cut = values.shape[-1] // 4
     return np.asarray(values[..., cut : values.shape[-1] - cut].mean(-1))
 
 
 def mean_difference(ours: Tasks, theirs: Tasks) -> Floats:
-    """(...) the mean over tasks of the paired differences ours - theirs."""
+    """Compute the mean (...) over tasks of the paired differences ours - theirs."""
     return mean([a - b for a, b in zip(ours, theirs, strict=True)])
 
 
 def probability_of_improvement(ours: Tasks, theirs: Tasks) -> Floats:
-    """(...) P(X > Y) + P(X = Y) / 2 for independent runs X of ours and Y of theirs on one problem.
+    """Compute P(X > Y) + P(X = Y) / 2, (...), for independent runs X of ours and Y of theirs on one problem.
 
     The estimate is the Mann-Whitney statistic U / R^2, averaged over the problems of a task and then over tasks.
     """
@@ -67,7 +67,7 @@ def probability_of_improvement(ours: Tasks, theirs: Tasks) -> Floats:
 
 
 def share_of_headroom(ours: Tasks, base: Tasks, ceiling: Tasks) -> Floats:
-    """(...) mean(ours - base) / mean(ceiling - base): 0 at the base and 1 at the ceiling; nan where the ceiling is not above."""
+    """Compute (...) mean(ours - base) / mean(ceiling - base): 0 at the base, 1 at the ceiling; nan if that is not above."""
     room = mean_difference(ceiling, base)
     return np.where(room > 0, mean_difference(ours, base) / np.where(room > 0, room, 1), np.nan)
 
@@ -108,7 +108,7 @@ def interval(
 
 
 def _take(scores: Floats, chosen: NDArray[np.int64], which: NDArray[np.int64]) -> Floats:
-    """scores (P, T R), chosen (draws, units), which (draws, T) -> (draws, P, T R).
+    """Map scores (P, T R), chosen (draws, units), which (draws, T) -> (draws, P, T R).
 
     Units are problems, or the runs of a single problem; which are trainings.
     """

@@ -80,7 +80,7 @@ def disk_retry(config: Config, note: Callable[[str], None], folder: Path) -> Dis
 
 
 class EvaluationPart(NamedTuple):
-    """A population of an evaluation or of a search."""
+    """Describes a population of an evaluation or of a search."""
 
     kept: Kept  # the stored results
     task: AnyTask  # the task, with its test split
@@ -112,7 +112,7 @@ class EvaluationPlayer:
 
 
 class EvaluationPool:
-    """The workers of an evaluation, and what they did."""
+    """Gives the parts of an evaluation to workers, and counts what they did."""
 
     def __init__(self, pool: WorkerPool, tasks: Sequence[AnyTask], interrupt: Interrupt) -> None:
         """`play` raises Stop once the interrupt was asked for."""

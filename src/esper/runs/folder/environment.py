@@ -49,7 +49,7 @@ Fingerprint = dict[str, str]
 
 
 def describe_environment(device: torch.device, config: Config) -> dict[str, Any]:
-    """Versions, device, command line, and the git commit of the working directory, with '-dirty' for changed files.
+    """Return the versions, device, command line, and commit of the working directory, with '-dirty' for changed files.
 
     With a GPU, `gpu` holds its driver, its CUDA version and what of the config changes its arithmetic.
     """
@@ -84,7 +84,7 @@ def describe_versions(names: Sequence[str] = VERSIONS) -> dict[str, str | None]:
 
 
 class Origin(NamedTuple):
-    """The quantities on which the numbers of a run depend, in addition to its config and its seed."""
+    """Holds the quantities on which the numbers of a run depend, in addition to its config and its seed."""
 
     # versions of Esper, torch, numpy and Python, and for each function of the user's own that the config
     # refers to, the digest of its file

@@ -1,4 +1,4 @@
-"""Signals (SIGINT, SIGTERM, SIGHUP) as requests to end a run in order."""
+"""Turn signals (SIGINT, SIGTERM, SIGHUP) into requests to end a run in order."""
 
 import signal
 import threading
@@ -15,7 +15,7 @@ WORD_AFTER = 0.5
 
 
 class Interrupt:
-    """A context manager that turns signals into the flags `asked` and `ending`.
+    """Turns signals into the flags `asked` and `ending`, as a context manager.
 
     The first SIGINT or SIGTERM sets `asked`, and the second has its usual effect. After `rearm`, the next one sets `ending`,
     and the one after it has its usual effect.

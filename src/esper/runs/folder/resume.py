@@ -94,14 +94,14 @@ FIXED = (
 
 
 class ConfigChange(NamedTuple):
-    """A change of the config of a run that is resumed."""
+    """Describes a change of the config of a run that is resumed."""
 
     before: Config  # the config in the folder
     settings: tuple[str, ...]  # the settings, KEY=VALUE
 
 
 class Opening(NamedTuple):
-    """How a run takes its folder: by default as a new one, which must not hold a run."""
+    """Says how a run takes its folder: by default as a new one, which must not hold a run."""
 
     overwrite: bool = False  # whether to replace the run in the folder
     resume: bool = False  # whether to continue the run in the folder from its last checkpoint

@@ -1,4 +1,4 @@
-"""A run folder from its opening to its closing: what is read first, what is written, and what `--overwrite` removes.
+"""Open and close a run folder: what is read first, what is written, and what `--overwrite` removes.
 
 A folder is a run of Esper if its config.yaml begins with `MARK`. Within it, the files of Esper are recognised by their names and
 places. Other files are never removed.
@@ -70,7 +70,7 @@ _NAMED = 3  # largest number of files that a message names
 
 
 class Contents(NamedTuple):
-    """The contents of a run folder."""
+    """Lists the contents of a run folder."""
 
     own: list[Path]  # files that Esper wrote
     folders: list[Path]  # folders that Esper made, inner folders first
@@ -203,7 +203,7 @@ def exporters(config: Config, folder: Path | None, note: Callable[[str], None]) 
 
 
 class RunFolder:
-    """The folder of a run that is open. Without a path, everything is accepted and nothing is stored.
+    """Writes the folder of a run that is open. Without a path, everything is accepted and nothing is stored.
 
     Entering the context checks the folder. If the run continues, it also reads the folder: `found` is the checkpoint,
     and `hub` continues its numbering. `begin` writes the first file, so bad input that is found before leaves the
@@ -350,7 +350,7 @@ class RunFolder:
     def recorded(
         self, row: Callable[[Literal["failed"]], RunRow], asked: Callable[[], Mapping[str, Any]]
     ) -> Iterator[None]:
-        """If the body fails, write `row("failed")` and the summary, and say in the error how the run is resumed.
+        """Write `row("failed")` and the summary if the body fails, and say in the error how the run is resumed.
 
         asked: returns the summary up to now. On a full disk nothing is written.
         """

@@ -1,4 +1,4 @@
-"""Healing: seeds in a network that was pruned, quantised or truncated, where it was hurt, compared with the usual remedies."""
+"""Heal a network that was pruned, quantised or truncated, by seeds where it was hurt; compare that with the usual remedies."""
 
 import copy
 import time
@@ -252,7 +252,7 @@ def _grown(
 
 
 class Planting(NamedTuple):
-    """A seed to plant: the name of a slot, the name of a blueprint, and the reason in words."""
+    """Names a seed to plant: the name of a slot, the name of a blueprint, and the reason in words."""
 
     slot: str
     blueprint: str
@@ -268,7 +268,7 @@ class InOrder(Rule):
         self._why: str | None = None
 
     def act(self, view: View) -> Actions:
-        """FOSSILIZE before ADVANCE before PRUNE before GERMINATE, at the first slot where it is valid."""
+        """Decide FOSSILIZE before ADVANCE before PRUNE before GERMINATE, at the first slot where it is valid."""
         self._why = None
         seeds, valid = view.seeds, view.masks.slot[0]
         stuck = (seeds.stage == Stage.TRAINING) | ((seeds.stage == Stage.HOLDING) & ~seeds.doomed)
@@ -299,7 +299,7 @@ class InOrder(Rule):
 
 
 def plan(space: Space, sites: Mapping[str, Site], places: Sequence["Place"], room: float) -> list[Planting]:
-    """What to plant, in the order of the places: at each, the first blueprint of `MENU` that two thirds of the room can take.
+    """Return what to plant, in the order of the places: at each, the first of `MENU` that two thirds of the room can take.
 
     room: parameters that all seeds may have. At least one seed is planned if any fits.
     """
@@ -374,7 +374,7 @@ def _size(network: nn.Module) -> int:
 
 
 class Place(NamedTuple):
-    """A site, and in words what its stream lost there."""
+    """Names a site, and says what its stream lost there."""
 
     site: str
     why: str
@@ -444,7 +444,7 @@ def check_weights(network: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def drift(h: Tensor, intact: Tensor) -> float:
-    """|h - h0| / |h0| of features of one shape."""
+    """Compute |h - h0| / |h0| of features of one shape."""
     return float(torch.linalg.vector_norm(h - intact) / torch.linalg.vector_norm(intact).clamp_min(1e-30))
 
 
@@ -464,7 +464,7 @@ def dead_units(z: Tensor) -> float:
 def _recorded(
     network: nn.Module, sites: Mapping[str, Site], x: Any
 ) -> dict[str, tuple[Tensor | None, Tensor, list[Tensor]]]:
-    """For each site what its segment reads, what it writes, and what its inner layers compute before activation.
+    """Record for each site what its segment reads and writes, and what its inner layers compute before activation.
 
     These are of the first call of each, in the order in which the network runs them.
     """

@@ -1,4 +1,4 @@
-"""What a healing gives: the network, what was planted where and why, and the comparison with the usual remedies."""
+"""Hold what a healing gives: the network, what was planted where and why, and the comparison with the usual remedies."""
 
 import html
 import inspect
@@ -45,12 +45,12 @@ def check_folder(folder: Path, overwrite: bool = False) -> None:
 
 
 def half_width(values: NDArray[np.float64]) -> float:
-    """Half the width of the 95 % t interval of the mean of (N,) values, N >= 2."""
+    """Compute half the width of the 95 % t interval of the mean of (N,) values, N >= 2."""
     return t_factor(len(values)) * mean_and_error(values.tolist())[1]
 
 
 class HealingSeed(NamedTuple):
-    """A seed that was kept.
+    """Describes a seed that was kept.
 
     Attributes:
         site (str): the submodule behind which it acts
@@ -68,7 +68,7 @@ class HealingSeed(NamedTuple):
 
 
 class ComparedNetwork(NamedTuple):
-    """A row of the table: one network on the examples that were held back.
+    """Holds a row of the table: one network on the examples that were held back.
 
     Attributes:
         network (str): 'nothing', 'grown', or the name of another remedy
@@ -102,7 +102,7 @@ def healing_folder(folder: Path, overwrite: bool, note: Callable[[str], None], r
 
 @dataclass(frozen=True, repr=False)
 class Healed:
-    """The result of `esper.heal`. Prints as a table.
+    """Holds the result of `esper.heal`. Prints as a table.
 
     Attributes:
         networks (nn.Module by name): the network of each row of the table, in evaluation mode

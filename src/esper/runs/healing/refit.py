@@ -1,4 +1,4 @@
-"""Corrections of damaged layers in closed form, from what those of the intact network return. N rows, K inputs, O outputs."""
+"""Correct damaged layers in closed form, from what those of the intact network return. N rows, K inputs, O outputs."""
 
 import copy
 import time

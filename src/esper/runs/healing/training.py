@@ -44,7 +44,7 @@ PIECES = 20
 
 
 class HealingExamples(NamedTuple):
-    """Inputs and targets, trees of tensors (N, ...). An input that is a tuple or a mapping is the arguments of a model."""
+    """Holds inputs and targets, trees of tensors (N, ...). An input that is a tuple or a mapping is the arguments of a model."""
 
     x: Any
     y: Any
@@ -64,14 +64,14 @@ class HealingExamples(NamedTuple):
         return HealingExamples(x, self.y)
 
     def batches(self, least: int = 2) -> list[tuple[Any, Any]]:
-        """All examples as at least `least` (input, target) pairs of about equal length, each of at most `BATCH` examples."""
+        """Divide all examples into at least `least` (input, target) pairs of about equal length, of at most `BATCH` each."""
         count = max(math.ceil(len(self) / BATCH), min(least, len(self)))
         cuts = np.linspace(0, len(self), count + 1).round().astype(int).tolist()
         return [(part.x, part.y) for part in (self.at(slice(*cut)) for cut in itertools.pairwise(cuts))]
 
 
 class HealingParts(NamedTuple):
-    """Examples of a healing: `train` trains, `probe` ranks places, opens gates and chooses rates, `held` is for the table."""
+    """Divides the examples of a healing: `train` trains; `probe` ranks places, opens gates, chooses rates; `held` is compared."""
 
     train: HealingExamples
     probe: HealingExamples
@@ -198,7 +198,7 @@ def usual_loss(output: Any, target: Any) -> Tensor:
 
 
 class Case(NamedTuple):
-    """What all networks of a healing have in common."""
+    """Holds what all networks of a healing have in common."""
 
     host: nn.Module  # the damaged network, in evaluation mode
     masks: Mapping[str, Tensor]  # masks of pruned parameters
@@ -207,15 +207,15 @@ class Case(NamedTuple):
     steps: int  # steps of the optimizer
     batch: int  # examples in a step
     seed: int  # seed of batches and weights
-    way: Way = "given"  # how the loss of an example is had, as in `tolaria/live/probe.py::Probe`
+    way: Way = "given"  # how the loss of an example is computed, as in `tolaria/live/probe.py::Probe`
 
     def batches(self, examples: HealingExamples) -> list[tuple[Any, Any]]:
-        """Batches to measure on: `PIECES` where only batches have a loss, so that an interval has enough of them."""
+        """Return batches to measure on: `PIECES` where only batches have a loss, so that an interval has enough of them."""
         return examples.batches(PIECES if self.way == "whole" else 2)
 
 
 class TrainedNetwork(NamedTuple):
-    """A network after its training: its loss on the probe, its trained parameters, its learning rate, and the seconds it took."""
+    """Holds a network after its training: its loss on the probe, its trained parameters, its learning rate, and its seconds."""
 
     network: nn.Module
     probe: float
@@ -308,7 +308,7 @@ def redraw_dead(network: nn.Module, generator: torch.Generator | None = None) ->
 
 
 def adapters(case: Case, rate: float, within: Collection[str], size: int) -> TrainedNetwork | None:
-    """A frozen copy with LoRA of one rank, at least 1, at every layer at or in submodules, of at most about `size` parameters.
+    """Return a frozen copy with LoRA of one rank >= 1 at every layer at or in submodules, of at most about `size` parameters.
 
     No rank is larger than its matrix. None if no layer there has a weight that can be adapted.
     """
@@ -338,7 +338,7 @@ def bias_and_scale(case: Case, rate: float) -> TrainedNetwork:
 
 
 def settled(case: Case) -> Case:
-    """The case with the way in which the loss of an example is had. InputError if the damaged network has no finite loss."""
+    """Return the case with the way of computing an example's loss. InputError if the damaged network has no finite loss."""
     probe = _probe(case.host, case.parts.probe.batches(), case.loss)
     with undisturbed(case.host):
         probe.settle(case.host)
@@ -385,7 +385,7 @@ def table(
 
 
 class LowRankAdapter(nn.Module):
-    """LoRA (arXiv 2106.09685, section 4.1): W + B A, with B zero at first; of a kernel, each output channel is a row of W."""
+    """Adds LoRA (arXiv 2106.09685, section 4.1): W + B A, B zero at first; of a kernel, each output channel is a row of W."""
 
     def __init__(self, weight: Tensor, rank: int) -> None:
         super().__init__()
@@ -394,19 +394,19 @@ class LowRankAdapter(nn.Module):
         self.b = nn.Parameter(torch.zeros(len(weight), rank).to(weight))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """(out, ...) -> (out, ...)."""
+        """Map (out, ...) -> (out, ...)."""
         return weight + (self.b @ self.a).view_as(weight)
 
 
 class _Scaled(nn.Module):
-    """A factor, at first 1, for each row of a weight."""
+    """Multiplies each row of a weight by a factor, at first 1."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(len(weight), *[1] * (weight.dim() - 1)).to(weight))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """(out, ...) -> (out, ...)."""
+        """Map (out, ...) -> (out, ...)."""
         return self.scale * weight
 
 
@@ -422,7 +422,7 @@ def _probe(network: nn.Module, batches: list[tuple[Any, Any]], loss: Loss) -> Pr
 
 @torch.no_grad()
 def _accuracy(network: nn.Module, examples: HealingExamples) -> float | None:
-    """Share of right labels; None if targets are no labels."""
+    """Return the share of right labels; None if targets are no labels."""
     right = []
     with undisturbed(network):
         for x, y in examples.batches():

@@ -82,9 +82,9 @@ class AnytimeGrowth:
         network = growth.snapshot()
 
     A small network learns faster at first, and a large one ends better. So start with the smallest that makes sense. When the
-    loop has seen 30 targets for each parameter, every inner width is doubled (`esper.widen`), when it has seen 60 for each of
-    those it has then, again, and so on until the training stops, whenever that is. The network is of its own class all the time,
-    and each growth leaves what it computes as it is.
+    loop has seen 30 targets for each parameter, every inner width is doubled (`esper.widen`). The widths are doubled again at 60
+    targets for each parameter of the wider network, and so on until the training stops. The network keeps its class, and a
+    growth does not change what it computes.
 
     With a `probe` and no `ratio`, the loss there decides. While a network is as large as it should be, its loss falls about as a
     power of the compute; when it becomes too small, more slowly. So the network becomes wider when the slope of the logarithm of
@@ -94,14 +94,14 @@ class AnytimeGrowth:
     (Ash and Adams, "On warm-starting neural network training", 2020), which changes what it computes.
 
     The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
-    know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up behind the start and, of a third of
-    the steps, behind each growth.
+    know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up after the start and, of a third of
+    the steps, after each growth.
 
     `average` is a running average of the weights over about the last tenth of the compute, which needs no end to be known.
     Statistics of BatchNorm in it are the latest ones.
 
-    With cost='seconds' a network becomes wider the sooner, the less a wider one slows this machine down. Where twice the widths
-    multiply the parameters by p and the seconds of a step by p^e, growth comes after e^3 * `ratio` targets for each parameter: at
+    With cost='seconds' a network becomes wider sooner where a wider one is hardly slower on this machine. If twice the widths
+    multiply the parameters by p and the seconds of a step by p^e, it grows after e^3 * `ratio` targets for each parameter: at
     once where a wider step costs nothing. So a network starts at the largest size that is nearly free, however small it was
     built. The seconds are the shortest of the first 20 steps of the loop, and of passes of the network and of a wider copy on
     `example`; a run can be repeated only as closely as these. (With a loss of A / N^a + B / D^b after D targets and a cost of a

@@ -1,4 +1,4 @@
-"""Growing one network in a training loop of a person's own."""
+"""Grow one network in a training loop of a person's own."""
 
 import functools
 import math
@@ -114,19 +114,19 @@ class Growth:
             growth.step()
         model = growth.finish()
 
-    `step` is called after every step of the optimizer; no seed learns without one. Every `every` of them it measures the network
-    on the probe, asks the controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs,
+    Call `step` after every step of the optimizer; no seed learns without one. Once in `every` calls it measures the network on
+    the probe, asks the controller, and plants, blends, keeps or removes seeds. Until a seed blends, the host's outputs,
     gradients and buffers are bit for bit what they are without it.
 
-    Where no seed is under way and none can be planted any more, as the budget is spent, nothing is measured or decided from then
-    on, which `summary()["stopped"]` says. Every `every` steps parameters that are not finite are still restored.
+    Once no seed is under way and none can be planted any more, as the budget is spent, nothing is measured or decided any more;
+    `summary()["stopped"]` says so. Every `every` steps, parameters that are not finite are still restored.
 
     Where growing has taken its share of the passes of the run (`budget_passes`), nothing is planted and nothing incubates until
     the share has fallen again, and once no seed is on trial, nothing is measured. `summary()["explanations"]` says so.
 
     step() trains an incubating seed by the gradients of the loop's own backward passes. step(x, y), with the batch of this step,
     trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
-    Examples of the probe that are among such batches are one GrowthWarning with their number.
+    If such batches contain examples of the probe, a GrowthWarning says how many.
 
     Args:
         model: the module that grows, or a DistributedDataParallel of it, whose processes then grow alike. Where `esper.graft` has
@@ -560,8 +560,8 @@ class Growth:
         return {name: getattr(found, name) for name in ("graphs", "changes", "emptied")}
 
     def state_dict(self) -> dict[str, Any]:
-        """All of the training that is known here, for torch.save: the model, its seeds, the optimizer, the schedulers, the moving
-        average and the decisions. It is taken between two steps.
+        """Return the state of the training, for torch.save: the model, its seeds, the optimizer, the schedulers, the average and
+        the decisions. It is taken between two steps.
 
         Under `fully_shard` every process calls this. The first gets whole tensors, in the memory of the CPU; the others get an
         empty state.
@@ -725,7 +725,7 @@ class Growth:
         return ranks.from_first(why)
 
     def _guarded(self) -> bool:
-        """In place of a decision, keep the network to roll back to if it is sound; return whether it is."""
+        """Keep, in place of a decision, the network to roll back to if it is sound; return whether it is."""
         self.frozen.check()
         engine, population = self.engine, self.population
         if not engine.config.governor.enabled:
@@ -822,7 +822,7 @@ class Growth:
 
 
 def _check_mode(name: str) -> None:
-    """InputError where nothing can learn."""
+    """Raise InputError where nothing can learn."""
     if torch.is_inference_mode_enabled():
         raise InputError(
             f"{name} is called within torch.inference_mode(), where nothing can learn; call it outside of that block"

@@ -1,4 +1,4 @@
-"""The saved state of one network that grows in the user's own loop: what it was made with, and whether it is whole."""
+"""Check the saved state of one network that grows in the user's own loop: what it was made with, and whether it is whole."""
 
 import functools
 import hashlib

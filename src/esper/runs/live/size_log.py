@@ -1,4 +1,4 @@
-"""The run folder of a network that `esper.AnytimeGrowth` widens, which `esper watch`, `report` and `serve` read."""
+"""Write the run folder of a network that `esper.AnytimeGrowth` widens, which `esper watch`, `report` and `serve` read."""
 
 import time
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The populations of a training, each task's environments divided into shards, and the playing of a round's episodes on them.
+"""Hold the populations of a training, each task's environments divided into shards, and play a round's episodes on them.
 
 What an episode gives depends on its work item and the policy alone, so any worker can play it, and play it again. E environments.
 """
@@ -49,7 +49,7 @@ LED = (1.0, 0.75, 0.5, 0.25)
 
 @dataclass(eq=False)
 class Cohort:
-    """The populations of a task, or of one shard of its environments."""
+    """Holds the populations of a task, or of one shard of its environments."""
 
     task: AnyTask  # the task without its test split
     config: Config  # config of the population
@@ -203,7 +203,7 @@ def by_task(cohorts: Sequence[Cohort]) -> list[list[int]]:
 
 
 class WorkItem(NamedTuple):
-    """One episode of one cohort."""
+    """Names one episode of one cohort."""
 
     kind: Literal["training", "imitation", "validation"]
     cohort: int  # index of the cohort
@@ -214,7 +214,7 @@ class WorkItem(NamedTuple):
 
 @dataclass
 class EpisodeStatistics(Observer):
-    """The statistics of an episode of one cohort; those without a meaning before its end are set by `Player.close`."""
+    """Counts the statistics of an episode of one cohort; those without a meaning before its end are set by `Player.close`."""
 
     seconds: float  # duration of the episode
     deciding: float = 0.0  # duration of `act` and `store` [s]

@@ -1,5 +1,4 @@
-"""Train a controller: rounds that grow whole populations, with an update after each; the best policy is kept. E
-environments.
+"""Train a controller: each round grows whole populations, then updates the policy; the best is kept. E environments.
 
 All workers do the same: each plays its own shards, and they exchange gradients and figures, so that all hold the same policy. The
 first worker, which is the process that was started, also writes the run folder.
@@ -227,7 +226,7 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
 
 
 class RoundHistory:
-    """The figures of the last rounds of learning, what was wrong in all of them, and the mean of `controller_share`."""
+    """Keeps the figures of the last rounds of learning, what was wrong in all of them, and the mean of `controller_share`."""
 
     def __init__(self, config: PPOConfig) -> None:
         self.config = config
@@ -279,7 +278,7 @@ class RoundHistory:
 class Pause(Observer):
     """Counts the steps of a training, writes checkpoints that are due or end it, and stops it on an interrupt.
 
-    Several workers stop between rounds alone, and write no checkpoint within one.
+    Several workers stop only between rounds, and write no checkpoint within a round.
     """
 
     def __init__(self, trainer: "Trainer", interrupt: Interrupt) -> None:
@@ -296,17 +295,17 @@ class Pause(Observer):
 
 
 class _KeptRows(list[bytes]):
-    """An output that keeps rows as lines of JSON."""
+    """Keeps rows as lines of JSON, as an output."""
 
     def write(self, row: Row) -> None:
         self.append(encode(row))
 
     def close(self) -> None:
-        """No row follows."""
+        """Do nothing: the rows are kept."""
 
 
 class ShownRound(NamedTuple):
-    """What a teacher has shown in a round of imitation, and all that its episodes depend on.
+    """Holds what a teacher has shown in a round of imitation, and all that its episodes depend on.
 
     Attributes:
         part (WorkItem): of the first cohort
@@ -320,7 +319,7 @@ class ShownRound(NamedTuple):
 
 
 class Trainer:
-    """A learner with its cohorts, and the best round so far: what each worker has, and the same in all of them."""
+    """Trains a learner on its cohorts, and keeps the best round so far. Each worker has one, and all have the same state."""
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ Derive = Callable[[AnyTask], AnyTask]
 
 
 class ShardPart(NamedTuple):
-    """What makes a shard in a worker."""
+    """Says what makes a shard in a worker."""
 
     config: Config  # of the shard alone
     instance: Indices  # (E,) instances of its environments
@@ -40,7 +40,7 @@ class ShardPart(NamedTuple):
 
 
 class Shard:
-    """One shard. Its public methods are the commands. Their arguments are of the n rows, and numbers of rows are below n."""
+    """Carries out commands on one shard: its public methods. Their arguments are of the n rows; numbers of rows are below n."""
 
     def __init__(self, task: AnyTask, part: ShardPart) -> None:
         task = task if part.derive is None else part.derive(task)
@@ -167,7 +167,7 @@ class Shard:
 
 
 class ShardWorker:
-    """The work of a worker of a growth: its shards of the populations that are open."""
+    """Does the work of a worker of a growth, on its shards of the populations that are open."""
 
     def __init__(self, sent: SentTask, device: str | None) -> None:
         """Make the task in this process. Shards are on the device, or on that of their config if it is None."""

@@ -107,7 +107,7 @@ class ShardedEngine(TaskEngine["ShardedPopulation"]):
 
 
 class ShardedPopulation:
-    """R hosts and their seeds in training in workers; implements `tolaria.population.TaskPopulation`.
+    """Trains R hosts and their seeds in workers; implements `tolaria.population.TaskPopulation`.
 
     A command without a result is sent with the next one that has one, or with `train`.
     """
@@ -386,7 +386,7 @@ class ShardedPopulation:
 
 
 class ShardedKeeper:
-    """Snapshots of all rows, which the workers hold; a `tolaria.population.Keeper`."""
+    """Keeps snapshots of all rows, which the workers hold; a `tolaria.population.Keeper`."""
 
     def __init__(self, population: ShardedPopulation, number: int, seeds: Seeds) -> None:
         self._population, self._number = population, number

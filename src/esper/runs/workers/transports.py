@@ -58,7 +58,7 @@ if _SOCKET_FOLDER in os.environ:
 
 
 class Work(Protocol):
-    """What a worker computes."""
+    """Computes what a worker is given."""
 
     facts: Tree
     """What must be the same in every worker and in the process that started them: data and versions."""
@@ -68,7 +68,7 @@ class Work(Protocol):
 
 
 class Transport(Protocol):
-    """Workers of one kind. Each answers messages one by one, and says `{"ready": ...}` when it has started."""
+    """Starts workers of one kind. Each answers messages one by one, and says `{"ready": ...}` when it has started."""
 
     numbers: Sequence[int]
 
@@ -108,7 +108,7 @@ def _open_meeting(host: str) -> tuple["Store", Tree]:
 
 
 class MessageAnswers:
-    """Answer the messages of the process that started this worker. Errors are answers too."""
+    """Answers the messages of the process that started this worker. Errors are answers too."""
 
     def __init__(self, make: Callable[[], Work]) -> None:
         self._make = make
@@ -139,7 +139,7 @@ class MessageAnswers:
 
 
 class StarterGone(BaseException):
-    """The process that started this worker is gone, so the part is not needed any more."""
+    """Says that the process that started this worker is gone, so that the part is not needed any more."""
 
 
 @dataclass
@@ -212,7 +212,7 @@ def serve(connection: Connection, make: Callable[[], Work]) -> None:
 
 
 class ProcessTransport:
-    """Processes on this machine, which Python's fork server starts."""
+    """Starts processes on this machine by Python's fork server."""
 
     def __init__(self, numbers: Sequence[int], work: object, devices: Sequence[str | None]) -> None:
         """work: makes a `Work` from a device. devices: each worker's, taken in turn."""
@@ -342,9 +342,7 @@ def _store() -> Any:
 
 
 class TorchrunTransport(ProcessTransport):
-    """The ranks of torchrun, as rank 0 sees them: worker 0, if it is asked for, is a process beside it, and every other rank is a
-    worker itself.
-    """
+    """Connects rank 0 of torchrun with the other ranks, which are workers. Worker 0, if asked for, is a process beside it."""
 
     def __init__(self, numbers: Sequence[int], work: object, devices: Sequence[str | None], again: str) -> None:
         """again: how the run continues after a rank was lost."""
@@ -394,7 +392,7 @@ def serve_rank(make: Callable[[str | None], Work], devices: Sequence[str | None]
 
 
 class RayTransport:
-    """Ray workers, each with one CPU, and with a GPU where its device is one."""
+    """Starts Ray workers, each with one CPU, and with a GPU where its device is one."""
 
     def __init__(
         self, numbers: Sequence[int], work: object, devices: Sequence[str | None], address: str | None
@@ -470,7 +468,7 @@ class RayTransport:
 
 
 class RayActor(MessageAnswers):
-    """The class of the Ray workers."""
+    """Answers messages as a Ray worker."""
 
     def __init__(self, content: bytes, device: str | None, path: Sequence[str]) -> None:
         torch.set_num_threads(1)

@@ -54,11 +54,11 @@ _ERRORS = {kind.__name__: kind for kind in (DataFault, InputError, LearningError
 
 
 class Stop(Exception):
-    """An interrupt ended a round early."""
+    """Says that an interrupt ended a round early."""
 
 
 class Workers:
-    """Worker processes that answer messages."""
+    """Starts worker processes that answer messages."""
 
     first = 0  # number of the first of them
     waiting = 0.0  # seconds that workers lost in waiting, all together
@@ -164,7 +164,7 @@ class Workers:
 
 
 class WorkerPool(Workers):
-    """The workers of an evaluation. Parts are given to workers as these become free."""
+    """Gives the parts of an evaluation to workers as these become free."""
 
     def play(
         self,
@@ -217,7 +217,7 @@ class WorkerPool(Workers):
 
 
 class ShardPool(Workers):
-    """The workers of a growth, each of which holds a shard of its rows. They carry out commands in lockstep.
+    """Lets the workers of a growth, each of which holds a shard of its rows, carry out commands in lockstep.
 
     A command is a tree with the number of a `population`. The commands that change a worker are kept, so that the worker that
     is started in place of a lost one carries them out again, and then holds what the lost one held.
@@ -233,7 +233,7 @@ class ShardPool(Workers):
         self._starting = set[int]()  # those of them that have not said yet that they are ready
 
     def ask(self, asked: Mapping[int, Sequence[Tree]]) -> dict[int, Any]:
-        """Have workers carry out their commands, at the same time; return by worker the result of its last command.
+        """Let workers carry out their commands at the same time; return by worker the result of its last command.
 
         Raises the error of a worker once all have answered.
         """
@@ -284,7 +284,7 @@ class ShardPool(Workers):
 
 
 class Peers(Workers):
-    """The other workers of a training, as the first one sees them."""
+    """Starts the other workers of a training, and exchanges with them, as the first worker."""
 
     first = 1
     _gone: int | None = None  # a worker that was lost
@@ -332,7 +332,7 @@ class Peers(Workers):
                 raise ExchangeError(f"worker {rank} was lost")
 
     def finished(self, waiting: float) -> None:
-        """A round is finished, in which all workers waited so long together [s]."""
+        """Note the end of a round, in which all workers waited so long together [s]."""
         self.waiting += waiting
         self._losses = 0
 
@@ -401,7 +401,7 @@ CLUSTERS = ("ray", "ray://HOST:PORT", "torchrun")
 
 
 class WorkerOptions(NamedTuple):
-    """The workers that were asked for. By default this process plays all parts."""
+    """Says which workers were asked for. By default this process plays all parts."""
 
     workers: int | None = None  # number of workers; None is one for each device
     # devices of the workers, taken in turn; without any, each has the device of the config
@@ -505,7 +505,7 @@ def start_workers(
 
 
 class SentTask(NamedTuple):
-    """A task on its way to a worker."""
+    """Holds a task on its way to a worker."""
 
     name: str  # name of the task
     content: bytes | None  # the pickled task; None if the worker builds it from its name

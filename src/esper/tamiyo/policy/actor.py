@@ -1,4 +1,4 @@
-"""A policy that runs through an episode: its observations, its memory, and one or more decisions a step. E environments."""
+"""Run a policy through an episode: its observations, its memory, and one or more decisions a step. E environments."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ActorOutput(NamedTuple):
-    """The results of a policy for one step.
+    """Holds the results of a policy for one step.
 
     Attributes:
         observation (Observation): (E, ...)

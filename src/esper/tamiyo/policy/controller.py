@@ -1,4 +1,4 @@
-"""A trained policy as a controller, and its two files: weights as safetensors, everything else as JSON."""
+"""Let a trained policy control, and write its two files: weights as safetensors, everything else as JSON."""
 
 import hashlib
 import json
@@ -38,7 +38,7 @@ _LARGEST, _LARGEST_FACTS = 64 * 2**20, 2**20  # sizes of the files [bytes]
 
 
 class Language(NamedTuple):
-    """The sensors and the choices that a policy was trained with. A space must have the same, and may have any blueprints.
+    """Names the sensors and the choices that a policy was trained with. A space must have the same, and may have any blueprints.
 
     Attributes:
         sensors (names): growth sensors
@@ -56,8 +56,9 @@ class Language(NamedTuple):
 
     @classmethod
     def of(cls, spaces: Sequence[Space], packages: Sequence[str] = ()) -> "Language":
-        """The language of several spaces, with the blueprints of all. InputError if sensors, tempos or targets differ, or if a
-        space lacks a package.
+        """Join the languages of several spaces, with the blueprints of all.
+
+        InputError if sensors, tempos or targets differ, or if a space lacks a package.
         """
         names = dict.fromkeys(info.name for space in spaces for info in space.blueprints)
         first = spaces[0]
@@ -89,7 +90,7 @@ class Language(NamedTuple):
 @brief
 @dataclass
 class Policy:
-    """A policy network with the normalisation of its inputs. A learner updates `network` and `normaliser`.
+    """Holds a policy network with the normalisation of its inputs. A learner updates `network` and `normaliser`.
 
     Attributes:
         network (FactoredRecurrentActorCritic): the weights
@@ -142,7 +143,7 @@ class Policy:
         return normalise(observation, self.normaliser, slot_features(self.language.sensors))
 
     def input_weights(self) -> dict[str, float]:
-        """How strongly the first layer reads each input: the sum of its squared weights / the mean of that sum over the inputs.
+        """Return how strongly the first layer reads each input: the sum of its squared weights / the mean of that over inputs.
 
         The inputs are normalised, so their weights can be compared. An untrained policy has values close to 1. Inputs of the
         environment and of the slots are read by different layers, and each is compared with its own layer.
@@ -159,7 +160,7 @@ class Policy:
         return weights
 
     def state(self) -> dict[str, Any]:
-        """Weights and moments as a tree of arrays. The tensors share memory with the policy."""
+        """Return the weights and moments as a tree of arrays. The tensors share memory with the policy."""
         moments = {part: getattr(self.normaliser, part)._asdict() for part in Normaliser._fields}
         return {"network": dict(self.network.state_dict()), "normaliser": moments}
 
@@ -172,8 +173,9 @@ class Policy:
         self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
 
     def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
-        """Inputs (T, E, ...) as tensors on the device of the weights. Indices into the menu become indices into the vocabulary,
-        where packages come last.
+        """Turn inputs (T, E, ...) into tensors on the device of the weights.
+
+        Indices into the menu become indices into the vocabulary, where packages come last.
         """
         known = {name: index for index, name in enumerate(self.language.blueprints)}
         vocabulary = [known.get(name, -1) for name in menu]
@@ -185,7 +187,7 @@ class Policy:
 
 
 class Learned(Rule):
-    """A controller that takes the most probable choice of every head of a trained policy."""
+    """Takes the most probable choice of every head of a trained policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.actor = RecurrentActor(policy)
@@ -329,13 +331,13 @@ def _check_rows(state: Mapping[str, Tensor], language: Language) -> None:
 
 
 def _checksum(facts: Mapping[str, Any]) -> str:
-    """sha256 of everything else in the file, as JSON with sorted keys."""
+    """Compute the sha256 of everything else in the file, as JSON with sorted keys."""
     rest = {name: value for name, value in facts.items() if name != "checksum"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _moments(known: Mapping[str, Any], features: int) -> Moments:
-    """Moments from JSON. ValueError if they are not finite, or of another number of features."""
+    """Read moments from JSON. ValueError if they are not finite, or of another number of features."""
     moments = Moments(*(np.array(known[name], np.float64) for name in Moments._fields))
     if any(field.shape != (features,) or not np.isfinite(field).all() for field in moments):
         raise ValueError(f"the normaliser does not hold finite moments of {features} features")

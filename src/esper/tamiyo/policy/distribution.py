@@ -1,4 +1,4 @@
-"""Decisions of a policy network, and the probabilities of decisions that were made. T steps, E environments.
+"""Sample decisions of a policy network, and compute the probabilities of decisions that were made. T steps, E environments.
 
 The probability of a choice is a mixture of the network's distribution and the uniform distribution over the valid choices,
 
@@ -29,14 +29,14 @@ _RELEVANT = torch.from_numpy(RELEVANT.copy())
 
 
 class SampledDecision(NamedTuple):
-    """One decision per environment.
+    """Holds one decision per environment.
 
     Attributes:
         actions (Actions): (E,)
         valid (arrays by head): (E, choices) bool, the valid choices given those of the heads before
         log_prob ((E,) tensor): log-probability of the whole decision [nats]
         probability ((E, heads) tensor): probability of the choice of each head; nan where the operation does not read the head
-        entropy ((E, heads) tensor): entropy of the distribution of each head; nan likewise [nats]
+        entropy ((E, heads) tensor): entropy of the distribution of each head; nan where the probability is [nats]
     """
 
     actions: Actions
@@ -47,7 +47,7 @@ class SampledDecision(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The probabilities that a network gives to decisions.
+    """Holds the probabilities that a network gives to decisions.
 
     Attributes:
         log_prob ((T, E) tensor): log-probability of the whole decision [nats]
@@ -59,7 +59,7 @@ class Judged(NamedTuple):
 
 
 def probabilities(logits: Tensor, valid: Tensor, exploration: float | Tensor) -> Tensor:
-    """The mixture above. logits, valid: (..., C) -> (..., C), exactly 0 where not valid. At least one choice must be valid.
+    """Compute the mixture above. logits, valid: (..., C) -> (..., C), exactly 0 where not valid. One choice must be valid.
 
     exploration: one number for all, or a float64 tensor (..., 1).
     """
@@ -111,7 +111,7 @@ def judge(
     valid: Sequence[Tensor],
     exploration: Mapping[Head, float] | Mapping[Head, Tensor],
 ) -> Judged:
-    """Log-probabilities and entropies of decisions.
+    """Compute log-probabilities and entropies of decisions.
 
     actions: by head, (T, E) int64. valid: by head, (T, E, choices) bool.
     exploration: by head, one number for all decisions, or a float64 tensor (T, E, 1).

@@ -1,4 +1,4 @@
-"""The table of features that a controller observes: name, unit, scale and function of each. E environments, S slots."""
+"""Define the features that a controller observes: name, unit, scale and function of each. E environments, S slots."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ WINDOWS = (2, 6)
 
 
 class Seen(NamedTuple):
-    """The sources of features.
+    """Holds the sources of features.
 
     Attributes:
         view (View): the view of this step
@@ -42,7 +42,7 @@ Read = Callable[[Seen], Any]
 
 
 class Feature(NamedTuple):
-    """A continuous column of an observation.
+    """Describes a continuous column of an observation.
 
     Attributes:
         name (str): name of the column
@@ -62,7 +62,7 @@ class Feature(NamedTuple):
 
 
 class Flag(NamedTuple):
-    """A column that is 0 or 1.
+    """Describes a column that is 0 or 1.
 
     Attributes:
         name (str): name of the column
@@ -321,7 +321,7 @@ def read(columns: Sequence[Feature | Flag], seen: Seen, shape: tuple[int, ...]) 
 
 
 def _slope(values: Floats, window: int) -> Floats:
-    """(E, W), newest first -> (E,) mean change per step over the measured part of the window; nan with fewer than two values."""
+    """Map values (E, W), newest first, to their mean change per step (E,) over the measured part; nan for fewer than two."""
     known = np.isfinite(values[:, : window + 1])
     span = known.cumprod(1).sum(1) - 1
     oldest = np.take_along_axis(values, np.maximum(span, 0)[:, None], 1)[:, 0]
@@ -329,7 +329,7 @@ def _slope(values: Floats, window: int) -> Floats:
 
 
 def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int32]) -> tuple[Floats, Floats]:
-    """[v(N) - v(N - {i})] - [v({i}) - v(0)] for each live seed i, and the age of the table [steps], each (E, S).
+    """Compute [v(N) - v(N - {i})] - [v({i}) - v(0)] for each live seed i, and the age of the table [steps], each (E, S).
 
     N is the set of all live seeds. For two seeds the value is their pairwise interaction. It is nan where a coalition was not
     evaluated, where fewer than two seeds were live, and where the seed that was live has been removed.
@@ -343,7 +343,7 @@ def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int3
     every = (live * bit).sum(1)
 
     def value(mask: NDArray[np.int64]) -> Floats:
-        """v (E, S) of a mask for each environment and slot; nan where the coalition was not evaluated."""
+        """Return v (E, S) of a mask for each environment and slot; nan where the coalition was not evaluated."""
         code, asked = table.env << slots | table.mask, np.arange(envs)[:, None] << slots | mask
         order = np.argsort(code)
         place = np.searchsorted(code[order], asked).clip(max=len(code) - 1)
@@ -361,7 +361,7 @@ def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int3
 
 
 def sensor_feature(name: str) -> Feature:
-    """A growth sensor as a feature: shares unchanged, held-out energies relative to the gradient energy, others as logarithms."""
+    """Make a growth sensor a feature: shares as they are, held-out energies relative to the gradient's, others as logarithms."""
     if name.startswith(("participation", "drift")) or name in ("dead", "unsaturated"):
         return Feature(name, "1", 0.3, True, "growth sensor (`esper docs observation`)", lambda s: _sensed(s, name))
     if name.startswith("heldout_"):

@@ -1,4 +1,4 @@
-"""The policy network: one encoder for all slots, a recurrent trunk, and heads that are chosen one after the other.
+"""Define the policy network: one encoder for all slots, a recurrent trunk, and heads that are chosen one after the other.
 
 T steps, E environments, S slots, K blueprints. Any number of slots, and any menu, runs with the same weights.
 """
@@ -18,7 +18,7 @@ Hidden = tuple[Tensor, Tensor]
 
 
 class Shapes(NamedTuple):
-    """The sizes of the network.
+    """Holds the sizes of the network.
 
     Attributes:
         env (int): columns of `Inputs.env`
@@ -48,7 +48,7 @@ class Shapes(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """`Inputs` as tensors, with blueprints as indices into the vocabulary.
+    """Holds `Inputs` as tensors, with blueprints as indices into the vocabulary.
 
     Attributes:
         env ((T, E, G) tensor): features of the environment
@@ -68,7 +68,7 @@ class Batch(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The inputs of the heads."""
+    """Holds the inputs of the heads."""
 
     trunk: Tensor  # (T, E, H)
     slots: Tensor  # (T, E, S, D)
@@ -76,7 +76,7 @@ class Encoded(NamedTuple):
 
 
 class FactoredRecurrentActorCritic(nn.Module):
-    """pi(op, slot, blueprint, blend, tempo, target | history) as a product over heads, and the value V of the state.
+    """Computes pi(op, slot, blueprint, blend, tempo, target | history) as a product over heads, and the value V of the state.
 
     A head is conditioned on the op and the slot that were chosen before it. Scores that depend on the slot are computed from
     the encoding of that slot with shared weights, so permuting slots permutes their probabilities. A blueprint at a slot is
@@ -117,7 +117,7 @@ class FactoredRecurrentActorCritic(nn.Module):
     def forward(
         self, batch: Batch, hidden: Hidden, starts: Tensor | None = None, idle: Tensor | None = None
     ) -> tuple[Encoded, Tensor, Hidden]:
-        """Encodings, values (T, E) and the state after the last step.
+        """Return encodings, values (T, E) and the state after the last step.
 
         starts: (T, E) bool, steps at which a new sequence begins. The state of the row is set to zeros before such a step.
         idle: (T, E) bool, steps at which a row decides nothing. They leave its state as it is, and what is returned of them
@@ -135,7 +135,7 @@ class FactoredRecurrentActorCritic(nn.Module):
         return Encoded(trunk, code, pairs), value, hidden
 
     def logits(self, head: Head, encoded: Encoded, op: Tensor, slot: Tensor) -> Tensor:
-        """Logits (T, E, choices) of a head, given the choices before it. op, slot: (T, E) int64.
+        """Return logits (T, E, choices) of a head, given the choices before it. op, slot: (T, E) int64.
 
         The op head reads neither, and the slot head does not read `slot`.
         """
@@ -221,6 +221,6 @@ def _head(reads: int, units: int, writes: int) -> nn.Sequential:
 
 
 def _at(values: Tensor, slot: Tensor) -> Tensor:
-    """values (T, E, S, F), slot (T, E) -> the values of the slot (T, E, F)."""
+    """Map values (T, E, S, F), slot (T, E) -> the values of the slot (T, E, F)."""
     index = slot[..., None, None].expand(*slot.shape, 1, values.shape[-1])
     return values.gather(2, index).squeeze(2)

@@ -1,4 +1,4 @@
-"""The observation of a policy: features of a view as arrays. E environments, S slots, K blueprints, W steps of history.
+"""Observe a view as arrays of features. E environments, S slots, K blueprints, W steps of history.
 
 The tables of `features` name every column. Continuous features are nan where they were not measured. `normalise` scales them to
 zero mean and unit variance, replaces nan by 0, and adds a flag for it. Flags are 0 or 1 and are not scaled.
@@ -36,7 +36,7 @@ Features = NDArray[np.float32]
 
 
 class Observation(NamedTuple):
-    """Features before normalisation, float32; nan where a quantity was not measured.
+    """Holds features before normalisation, float32; nan where a quantity was not measured.
 
     Attributes:
         env ((E, G) array): continuous features of the environment
@@ -58,7 +58,7 @@ class Observation(NamedTuple):
 
 
 class History(NamedTuple):
-    """The recent measurements and the last decision of every environment.
+    """Holds the recent measurements and the last decision of every environment.
 
     Attributes:
         trend ((E, W, 3) array): metric, ln loss and ln training loss, newest step first; nan before the episode
@@ -120,7 +120,7 @@ def observe(view: View, history: History) -> Observation:
 
 
 class Moments(NamedTuple):
-    """Running mean, variance and number of values of each feature, (F,) float64 each."""
+    """Holds the running mean, variance and number of values of each feature, (F,) float64 each."""
 
     mean: Floats
     var: Floats
@@ -128,7 +128,7 @@ class Moments(NamedTuple):
 
     @classmethod
     def prior(cls, scale: Sequence[float]) -> "Moments":
-        """Moments before any value: mean 0 and these standard deviations."""
+        """Return the moments before any value: mean 0 and these standard deviations."""
         return cls(np.zeros(len(scale)), np.square(scale), np.zeros(len(scale)))
 
     @classmethod
@@ -154,7 +154,7 @@ class Moments(NamedTuple):
 
 
 class Normaliser(NamedTuple):
-    """Moments of the continuous features. They change only after an update of the policy, never during a rollout."""
+    """Holds moments of the continuous features. They change only after an update of the policy, never during a rollout."""
 
     env: Moments
     slot: Moments
@@ -179,7 +179,7 @@ class Normaliser(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The inputs of a network: normalised features and flags, without nan, float32.
+    """Holds the inputs of a network: normalised features and flags, without nan, float32.
 
     Attributes:
         env ((..., G + flags) array): features of the environment
@@ -236,7 +236,7 @@ def _normal(values: Features, flags: Features, moments: Moments, features: Seque
 
 
 def _scaled(values: Features, moments: Moments, scale: Floats) -> Floats:
-    """Values of zero mean and unit variance, and 0 for nan. A tenth of `scale` is the least deviation that divides them."""
+    """Scale values to zero mean and unit variance, 0 for nan. A tenth of `scale` is the least deviation that divides them."""
     deviation = np.maximum(np.sqrt(moments.var), 0.1 * scale)
     scaled = np.clip((values - moments.mean) / deviation, -CLIP, CLIP)
     return np.where(np.isfinite(values), scaled, 0)

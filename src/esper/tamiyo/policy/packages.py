@@ -1,4 +1,4 @@
-"""Packages: one decision of a policy that plants a blueprint in every slot whose segment keeps the width of the stream.
+"""Plant packages: by one decision of a policy, a blueprint in every slot whose segment keeps the width of the stream.
 
 A policy with packages chooses among the blueprints of the menu and the packages, which come after them. E environments, S slots,
 K blueprints of the menu, P packages.
@@ -33,7 +33,7 @@ def inner_slots(space: Space) -> Bools:
 
 
 class Opened(NamedTuple):
-    """Packages that were chosen and are not planted completely.
+    """Lists packages that were chosen and are not planted completely.
 
     Attributes:
         slots ((E, S) bool array): the slots that are still to be planted
@@ -45,7 +45,7 @@ class Opened(NamedTuple):
 
     @classmethod
     def none(cls, envs: int, slots: int) -> "Opened":
-        """No package."""
+        """Return no package."""
         return cls(np.zeros((envs, slots), bool), Actions.wait(envs))
 
     @property
@@ -62,14 +62,14 @@ def package_slots(masks: Masks, space: Space, names: Sequence[str]) -> Bools:
 
 
 def with_packages(masks: Masks, space: Space, names: Sequence[str]) -> Masks:
-    """The masks with packages as further choices of a blueprint, (E, S, K + P). A package is valid at each of its slots."""
+    """Add packages to the masks as further choices of a blueprint, (E, S, K + P). A package is valid at each of its slots."""
     if not names:
         return masks
     return masks._replace(blueprint=np.concatenate([masks.blueprint, package_slots(masks, space, names)], 2))
 
 
 def package_costs(view: View, names: Sequence[str]) -> Floats:
-    """(E, S, P): ln(1 + parameters of all seeds that the package would plant now / host parameters), the same at every slot."""
+    """Compute (E, S, P) ln(1 + parameters of all seeds that the package would plant now / host parameters), at every slot."""
     cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)[..., indices(view.space, names)]
     whole = (cost * package_slots(view.masks, view.space, names)).sum(1, keepdims=True)
     priced: Floats = np.broadcast_to(np.log1p(whole / view.host_params[:, None, None]), cost.shape)
@@ -105,7 +105,7 @@ def unpacked(view: View, chosen: Actions, names: Sequence[str], opened: Opened) 
 
 
 def package_reasons(view: View, chosen: Actions, carried: Actions, opened: Opened) -> list[str | None]:
-    """For each environment the package that its planting belongs to; None for other decisions.
+    """Return for each environment the package that its planting belongs to; None for other decisions.
 
     chosen, carried: the argument and the result of `unpacked`. opened: the packages before it.
     """

@@ -1,4 +1,4 @@
-"""The base of rules, and the controllers that ignore measurements. E environments."""
+"""Define the base of rules, and the controllers that ignore measurements. E environments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from esper.leyline.protocols import Controller
 
 
 class Rule(Controller):
-    """Base of controllers that do not learn, whose runs can be resumed. One with a state overrides `state` and `load_state`."""
+    """Lets runs of a controller that does not learn be resumed. A rule with a state overrides `state` and `load_state`."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -27,14 +27,14 @@ class Rule(Controller):
 
 
 class Never(Rule):
-    """Always WAIT, so the host is trained without growth."""
+    """Decides WAIT always, so the host is trained without growth."""
 
     def act(self, view: View) -> Actions:
-        """WAIT for every environment."""
+        """Decide WAIT for every environment."""
         return Actions.wait(len(view.masks.op))
 
     def plants(self, view: View) -> Bools:
-        """None of all seeds."""
+        """Return no seed, because none will be planted."""
         return np.zeros_like(view.masks.blueprint)
 
 
@@ -51,7 +51,7 @@ class RandomValid(Rule):
 
 
 def draws(view: View, further: int = 0) -> Floats:
-    """(heads, E) uniform in [0, 1) for the decisions of a step, keyed by the number of each environment.
+    """Draw (heads, E) uniform in [0, 1) for the decisions of a step, keyed by the number of each environment.
 
     A decision therefore depends neither on other environments nor on the index of the environment in its population.
     further: number of the decision within the step, from 0.

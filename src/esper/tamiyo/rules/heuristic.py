@@ -1,4 +1,4 @@
-"""The default rule: plant early where the host is narrow, and keep the seeds that contribute more than they cost.
+"""Decide by the default rule: plant early where the host is narrow, keep the seeds that contribute more than they cost.
 
 E environments, S slots, K blueprints.
 """
@@ -30,7 +30,7 @@ VAIN = 3
 
 
 class PlantingObstacle(IntEnum):
-    """Why the rule planted no seed although the masks allowed it."""
+    """Says why the rule planted no seed although the masks allowed it."""
 
     NONE = 0
     LATE = 1  # too few steps are left
@@ -40,7 +40,7 @@ class PlantingObstacle(IntEnum):
 
 
 class _Trials(NamedTuple):
-    """The judgement of every seed, (E, S) each. A comparison with nan is False."""
+    """Holds the judgement of every seed, (E, S) each. A comparison with nan is False."""
 
     worth: Floats  # contribution to the metric or the loss of J
     error: Floats  # standard error of the contribution
@@ -52,7 +52,7 @@ class _Trials(NamedTuple):
 
 
 class _Plans(NamedTuple):
-    """Where to plant a seed, or why not."""
+    """Says where to plant a seed, or why not."""
 
     where: Bools  # (E, S) candidates
     score: Floats  # (E, S) the candidate with the largest score is planted first
@@ -163,7 +163,7 @@ class Heuristic(Rule):
         self._kept = self._kept | (accepted & (op == Op.FOSSILIZE))
 
     def plants(self, view: View) -> Bools:
-        """At each slot the blueprint that it would choose there, as long as a seed can be fossilized in time."""
+        """Return at each slot the blueprint that it would choose there, as long as a seed can be fossilized in time."""
         fits = np.broadcast_to(view.space.fits, view.masks.blueprint.shape)
         measured = "participation_inner" in view.space.sensors  # without it, no segment is known to be narrow
         names = [self.config.weak_blueprints, *([self.config.narrow_blueprints] if measured else [])]
@@ -172,7 +172,7 @@ class Heuristic(Rule):
         return those & self.timely(view, view.step) & (self._vain < VAIN)[:, None, None]
 
     def reasons(self) -> Sequence[str | None]:
-        """For each environment, the reason of a GERMINATE, PRUNE or FOSSILIZE at the last decision; None for other operations."""
+        """Return for each environment the reason of a GERMINATE, PRUNE or FOSSILIZE at the last decision; None for others."""
         return self._why
 
     def explain(self) -> list[str]:
@@ -236,7 +236,7 @@ class Heuristic(Rule):
         return view.steps - step >= needed
 
     def _trial(self, view: View) -> int:
-        """Steps from ADVANCE to FOSSILIZE."""
+        """Return the steps from ADVANCE to FOSSILIZE."""
         return view.space.tempos[defaults(view.space)[Head.TEMPO]] + self.gates.min_holding_steps + 1
 
     def _affordable(self, view: View) -> Bools:
@@ -375,7 +375,7 @@ class Heuristic(Rule):
 
 
 def relative_metric(metric: Floats, floor: Floats, ceiling: Floats) -> Floats:
-    """(metric - floor) / (ceiling - floor), (E,): 0 at the floor and 1 at the ceiling.
+    """Compute (metric - floor) / (ceiling - floor), (E,): 0 at the floor and 1 at the ceiling.
 
     nan where the metric is nan, minus infinity where floor or ceiling is nan, and 1 where the ceiling is not above the floor.
     """
@@ -385,7 +385,7 @@ def relative_metric(metric: Floats, floor: Floats, ceiling: Floats) -> Floats:
 
 
 def _first_that_fits(names: Sequence[str], fits: Bools, space: Space) -> Ints:
-    """(E, S) the first of the named blueprints that fit, (E, S, K), otherwise the cheapest bypass, otherwise the cheapest."""
+    """Return (E, S) the first of the named blueprints that fit, (E, S, K), otherwise the cheapest bypass, or the cheapest."""
     menu = space.blueprints
     order = [names.index(each.name) if each.name in names else len(names) + (each.tap != "before") for each in menu]
     cost = np.broadcast_to(space.cost, fits.shape)

@@ -1,4 +1,4 @@
-"""A fixed list of operations, read from YAML, that every environment carries out. E environments, N entries.
+"""Carry out a fixed list of operations, read from YAML, in every environment. E environments, N entries.
 
 A file is a list of entries:
 
@@ -28,7 +28,7 @@ from esper.tamiyo.rules.baselines import Rule
 
 
 class EntryObstacle(IntEnum):
-    """Why a pending entry was not carried out at a decision."""
+    """Says why a pending entry was not carried out at a decision."""
 
     NONE = 0
     EARLY = 1  # the step is before `at`
@@ -57,7 +57,7 @@ def _member(kind: type[_Name]) -> Callable[[Any], Any]:
 
 
 class ScheduleEntry(BaseModel):
-    """One entry of a schedule. A head that is left out takes its default (`baselines.defaults`), or another valid choice.
+    """Describes one entry of a schedule. A head that is left out takes its default (`baselines.defaults`), or another valid one.
 
     Error messages quote the description of a field as the accepted values.
     """
@@ -93,7 +93,7 @@ class ScheduleEntry(BaseModel):
 
 
 class _Plan(NamedTuple):
-    """The entries as indices into a space. An entry is followed by those that its `keep` adds; a WAIT is the last entry."""
+    """Holds the entries as indices into a space. An entry is followed by those that its `keep` adds; a WAIT is the last entry."""
 
     at: Ints  # (N,) steps
     decisions: Ints  # (N, heads) choice of each head
@@ -114,7 +114,7 @@ class _Plan(NamedTuple):
 
 
 class Schedule(Rule):
-    """A controller that carries out the same entries in every environment.
+    """Carries out the same entries in every environment.
 
     At each decision an environment carries out the first pending entry, in list order, whose step `at` has come and which its
     masks allow. An entry that is not yet valid waits without delaying later entries. Each entry is carried out once per
@@ -169,7 +169,7 @@ class Schedule(Rule):
         self._obstacle = np.where(self._refused, np.int8(EntryObstacle.REFUSED), self._obstacle)
 
     def reasons(self) -> Sequence[str | None]:
-        """For each environment, the entry that planted, kept or removed a seed at the last decision; None for others."""
+        """Return for each environment the entry that planted, kept or removed a seed at the last decision; None for others."""
         if self._turn is None or self._plan is None:
             return []
         names = [
@@ -217,7 +217,7 @@ class Schedule(Rule):
         }[cause]
 
     def state(self) -> dict[str, Any]:
-        """The entries, and by environment which are pending, which were refused at the last decision, and the obstacles."""
+        """Return the entries, and by environment the pending ones, those refused at the last decision, and the obstacles."""
         told = {"pending": self._pending, "refused": self._refused, "hindered": self._obstacle}
         return {"entries": self._listed(), **told, "steps": self._steps}
 
@@ -270,7 +270,7 @@ def _expanded(entries: Sequence[ScheduleEntry]) -> list[tuple[int, ScheduleEntry
 
 
 def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
-    """The entries as indices. InputError if the space lacks a name or a value of one, or its blueprint does not fit the slot."""
+    """Turn the entries into indices. InputError if the space lacks a name or value of one, or its blueprint does not fit."""
     for number, entry in enumerate(entries, 1):
         _check(entry, space, f"{source}, entry {number}")
     numbers, rows = [each for each, _ in _expanded(entries)], [entry for _, entry in _expanded(entries)]

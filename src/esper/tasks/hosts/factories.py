@@ -1,4 +1,4 @@
-"""The hosts of the built-in tasks, the hosts that a user builds in one line, and those that a saved network can name."""
+"""List the hosts of the built-in tasks, those that a user builds in one line, and those that a saved network can name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields

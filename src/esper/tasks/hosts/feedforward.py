@@ -1,4 +1,4 @@
-"""Fully connected and convolutional hosts, with and without skip connections, and the parts that all hosts share."""
+"""Build fully connected and convolutional hosts, with and without skip connections, and the parts that all hosts share."""
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
@@ -44,7 +44,7 @@ def linear(inputs: int, outputs: int, *, variance: float) -> Linear:
 
 
 def conv(reads: int, writes: int, size: int, *, variance: float) -> nn.Conv2d:
-    """A size x size convolution that keeps the resolution; its weights are normal with the given variance, its biases 0."""
+    """Make a size x size convolution that keeps the resolution; its weights are normal with a given variance, its biases 0."""
     layer = nn.Conv2d(reads, writes, size, padding=size // 2)
     nn.init.normal_(layer.weight, std=variance**0.5)
     nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ def smallest(build: Callable[[int], Callable[[], SegmentedHost]], parameters: in
 
 
 def checked_sizes(of: str, name: str, sizes: Any) -> tuple[int, ...]:
-    """Positive integers as a tuple. InputError if they are not; `of` names the host in the message."""
+    """Return positive integers as a tuple. InputError if they are not; `of` names the host in the message."""
     if not isinstance(sizes, list | tuple) or any(not is_size(size) for size in sizes):
         raise InputError(f"{name} of {of} is {sizes!r}; give whole numbers from 1 on, as (8, 16)")
     return tuple(sizes)  # JSON has no tuples
@@ -80,7 +80,7 @@ def checked_flags(of: str, name: str, flags: Any, blocks: int) -> tuple[bool, ..
 
 @dataclass(frozen=True)
 class HostFactory(ABC):
-    """Base of the factories of hosts, whose arguments are plain.
+    """Makes hosts from plain arguments; the base of the factories.
 
     Hosts have no batch normalization, so no example depends on another. Unless a class says otherwise, weights are drawn from
     torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
@@ -95,7 +95,7 @@ class HostFactory(ABC):
         """Return a freshly drawn host."""
 
     def plain(self, parameters: int) -> Self:
-        """The network of the same depth, without narrow blocks, of the smallest width with at least `parameters` parameters."""
+        """Return the network of the same depth, not narrow anywhere, of the least width with at least `parameters` parameters."""
         return self._even(smallest(self._even, parameters))
 
     @abstractmethod
@@ -105,7 +105,7 @@ class HostFactory(ABC):
 
 @dataclass(frozen=True)
 class _Dense(HostFactory):
-    """Base of the hosts for vectors: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
+    """Makes hosts for vectors: an embedding, blocks of one hidden layer with a slot behind each, and a last layer."""
 
     inputs: int
     width: int
@@ -149,7 +149,7 @@ class _Dense(HostFactory):
 
 @dataclass(frozen=True)
 class MLP(_Dense):
-    """A factory of multilayer perceptrons (B, inputs) -> (B, outputs) on a stream of `width` features.
+    """Makes multilayer perceptrons (B, inputs) -> (B, outputs) on a stream of `width` features.
 
         segment 0:      Linear(inputs -> width)
         segment k + 1:  Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)     then slot "block<k>"
@@ -167,7 +167,7 @@ class MLP(_Dense):
 
 @dataclass(frozen=True)
 class ResidualMLP(_Dense):
-    """A factory of residual networks (B, inputs) -> (B, outputs) on a stream of `width` features.
+    """Makes residual networks (B, inputs) -> (B, outputs) on a stream of `width` features.
 
         segment 0:      Linear(inputs -> width)
         segment k + 1:  x + f(x),  f = Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)    then slot "block<k>"
@@ -184,7 +184,7 @@ class ResidualMLP(_Dense):
 
 
 class Floor(nn.Module):
-    """max(z, floor), elementwise: the ReLU at floor 0, and the identity at minus infinity.
+    """Computes max(z, floor), elementwise: the ReLU at floor 0, and the identity at minus infinity.
 
     The floor is a buffer, so the rows of one stack can have different floors. Padded units are 0 and stay 0 at both floors.
     """
@@ -204,7 +204,7 @@ class Floor(nn.Module):
 
 @dataclass(frozen=True)
 class DamagedMLP:
-    """A factory of the networks of `MLP` in which some blocks have no nonlinearity or are never trained.
+    """Makes the networks of `MLP`, of which some blocks have no nonlinearity or are never trained.
 
         segment k + 1:  Linear(width -> hidden[k]), Floor(linear[k]), Linear(hidden[k] -> width)
 
@@ -260,7 +260,7 @@ def room_for(*hosts: MLP | ResidualMLP, outputs: int = 1) -> Room:
 
 @dataclass(frozen=True)
 class _Convolutional(HostFactory):
-    """Base of the hosts for images: blocks that halve the resolution, a slot behind each, and a last layer."""
+    """Makes hosts for images: blocks that halve the resolution, a slot behind each, and a last layer."""
 
     inputs: tuple[int, int, int]  # channels, height and width of an image
     channels: tuple[int, ...]  # of the stream behind each block
@@ -304,7 +304,7 @@ class _Convolutional(HostFactory):
 
 @dataclass(frozen=True)
 class CNN(_Convolutional):
-    """A factory of convolutional networks (B, C, H, W) -> (B, outputs), whose blocks halve the resolution.
+    """Makes convolutional networks (B, C, H, W) -> (B, outputs), whose blocks halve the resolution.
 
         segment k:        Conv 3x3 (channels[k-1] -> channels[k]), MaxPool 2, ReLU                  then slot "block<k>"
         with `hidden`:    Conv 3x3 (channels[k-1] -> hidden[k]), MaxPool 2, ReLU, Conv 1x1 (hidden[k] -> channels[k])
@@ -339,7 +339,7 @@ class CNN(_Convolutional):
 
 @dataclass(frozen=True)
 class ResidualCNN(_Convolutional):
-    """A factory of residual convolutional networks (B, C, H, W) -> (B, outputs), whose blocks halve the resolution.
+    """Makes residual convolutional networks (B, C, H, W) -> (B, outputs), whose blocks halve the resolution.
 
         segment k:      s(x) + f(x)                                                                    then slot "block<k>"
                         f = Conv 3x3 (channels[k-1] -> channels[k]), MaxPool 2, ReLU, Conv 3x3 (channels[k] -> channels[k])
@@ -363,5 +363,5 @@ class ResidualCNN(_Convolutional):
 
 
 def scaled_to(channels: Sequence[int], widest: int) -> tuple[int, ...]:
-    """Channels in the same proportions, rounded up, of which the largest is `widest`."""
+    """Scale channels in the same proportions, rounded up, so that the largest is `widest`."""
     return tuple(-(-size * widest // max(channels)) for size in channels)

@@ -1,4 +1,4 @@
-"""Hosts for sequences of tokens: a decoder transformer, and a recurrent network."""
+"""Build hosts for sequences of tokens: a decoder transformer, and a recurrent network."""
 
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, Self, get_args
@@ -18,7 +18,7 @@ Positions = Literal["learned", "rotary"]
 
 
 class TransformerBlock(nn.Module):
-    """x + attention(norm(x)), then x + f(norm(x)) with one hidden layer f of four times the width."""
+    """Computes x + attention(norm(x)), then x + f(norm(x)) with one hidden layer f of four times the width."""
 
     stacks = True
 
@@ -40,7 +40,7 @@ class TransformerBlock(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """The logit of each token: a norm, then the product with the vectors by which the tokens were embedded."""
+    """Computes the logit of each token: a norm, then the product with the vectors by which the tokens were embedded."""
 
     stacks = True
 
@@ -59,7 +59,7 @@ class TiedHead(nn.Module):
 
 @dataclass(frozen=True)
 class _Sequential(HostFactory):
-    """Base of the hosts for tokens: an embedding, layers with a slot behind each, and a last layer."""
+    """Makes hosts for tokens: an embedding, layers with a slot behind each, and a last layer."""
 
     vocabulary: int  # tokens are whole numbers from 0 to vocabulary - 1
     width: int  # features of every position
@@ -80,7 +80,7 @@ class _Sequential(HostFactory):
 
 @dataclass(frozen=True)
 class Transformer(_Sequential):
-    """A factory of decoder transformers, tokens (B, L) int64 -> logits (B, L, vocabulary), for L up to `length`.
+    """Makes decoder transformers, tokens (B, L) int64 -> logits (B, L, vocabulary), for L up to `length`.
 
         segment 0:      a learned vector of each token, and with learned positions + one of each position
         segment k + 1:  x + attention(norm(x)),  then x + Linear(ReLU(Linear(norm(x)))) with 4 width units    then slot "block<k>"
@@ -131,7 +131,7 @@ class Transformer(_Sequential):
 
 
 class GRULayer(nn.Module):
-    """x + GRU(x), over the positions of each example."""
+    """Computes x + GRU(x), over the positions of each example."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class GRULayer(nn.Module):
 
 @dataclass(frozen=True)
 class GRU(_Sequential):
-    """A factory of gated recurrent networks (Cho et al., 2014), tokens (B, L) int64 -> logits (B, L, vocabulary).
+    """Makes gated recurrent networks (Cho et al., 2014), tokens (B, L) int64 -> logits (B, L, vocabulary).
 
         segment 0:      a learned vector of each token
         segment k + 1:  x + GRU(x)                          then slot "block<k>"

@@ -1,4 +1,4 @@
-"""Making a task from a user's examples and host. B examples, C outputs."""
+"""Make a task from a user's examples and host. B examples, C outputs."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -249,7 +249,7 @@ def _objective(
 
 
 def _as_the_host_takes(splits: Splits, host: Callable[[], SegmentedHost], *, standardized: bool) -> Splits:
-    """The splits, in which whole numbers and truth values are numbers of torch's default dtype unless the host runs on them."""
+    """Turn whole numbers and truth values of the splits into torch's default dtype, unless the host runs on them."""
     x = splits.train.x
     if all(leaf.is_floating_point() for leaf in leaves(x)):
         return splits
@@ -284,7 +284,7 @@ def _draw_host(host: Callable[[], SegmentedHost]) -> SegmentedHost:
 
 
 def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]:
-    """A user's factory itself, or a `RegrownHost` where it returns a grown network, as `lambda: esper.load(folder)` does."""
+    """Return a user's factory, or a `RegrownHost` where it returns a grown network, as `lambda: esper.load(folder)` does."""
     if isinstance(host, nn.Module) or not callable(host):
         name = type(host).__name__
         made = f"nn.{name}(...)" if type(host).__module__.startswith("torch.nn") else f"{name}(...)"
@@ -316,7 +316,7 @@ def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]
 
 
 def _check_factory(host: Callable[[], SegmentedHost], x: Batch, objective: Objective, y: Tensor, wanted: str) -> Tensor:
-    """The outputs (B, ..., C) of a host for a few examples, which must fit the objective and y; wanted: why, for messages."""
+    """Return the outputs (B, ..., C) of a host for a few examples, which must fit the objective and y; wanted: for messages."""
     first, second = _draw_host(host), _draw_host(host)
     if first is second:
         raise InputError("the host factory returned the same module twice; build a new one in every call")

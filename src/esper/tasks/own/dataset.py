@@ -1,4 +1,4 @@
-"""Datasets: a user's, read once and in full or batch by batch, and windows of tokens. N examples, L positions of a window."""
+"""Read datasets: a user's, once in full or batch by batch, and windows of tokens. N examples, L positions of a window."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ def _here(dataset: Dataset[Any], indices: Iterable[int]) -> Iterator[Example]:
 
 
 def _stacked(indices: Sequence[int], examples: Iterable[Example]) -> tuple[Batch, Tensor]:
-    """Examples in one tensor for each leaf and one for the labels or targets. InputError if two differ in shape."""
+    """Stack examples in one tensor for each leaf and one for the labels or targets. InputError if two differ in shape."""
     features: list[Batch] = []
     targets: list[Tensor] = []
     for index, (x, y) in zip(indices, examples, strict=True):
@@ -100,7 +100,7 @@ def _pairs(dataset: Dataset[Any], dtype: torch.dtype, indices: Iterable[int]) ->
 
 
 def _pair(dataset: Dataset[Any], index: int, dtype: torch.dtype) -> Example:
-    """Features and target of one example. UserCodeError if the Dataset raises, InputError if the item is not a pair."""
+    """Return features and target of one example. UserCodeError if the Dataset raises, InputError if the item is not a pair."""
     try:
         item = dataset[index]
     except Exception as error:
@@ -140,7 +140,7 @@ def check_names(features: Mapping[Any, Any], what: str) -> None:
 
 
 def numbers_as_kept(features: Tensor, what: str = "x") -> Tensor:
-    """Features in torch's default dtype or float64, as int64, or as bool. InputError for complex numbers."""
+    """Convert features to torch's default dtype or float64, to int64, or to bool. InputError for complex numbers."""
     features = real(features, what)
     if features.dtype in (torch.float64, torch.bool):
         return features
@@ -154,7 +154,7 @@ def dtype_of_targets(x: Batch) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class DatasetSource:
-    """Examples of a map-style Dataset by their place in a split; implements `leyline.data.task.Source`."""
+    """Reads examples of a map-style Dataset by their place in a split; implements `leyline.data.task.Source`."""
 
     dataset: Dataset[Any]  # of pairs of features and a label or target
     indices: Tensor  # (N,) int64, the example of the Dataset at each place
@@ -174,7 +174,7 @@ class DatasetSource:
         return len(self.indices)
 
     def read(self, places: NDArray[np.int64]) -> Split:
-        """The examples at these places (n,), checked. InputError if one cannot be used, UserCodeError if reading it raises."""
+        """Return the examples at these places (n,), checked. InputError if one cannot be used, UserCodeError if reading fails."""
         index = self.indices.numpy()[places]
         if isinstance(self.dataset, Windows):
             windows = Split(*self.dataset.stacked(index))
@@ -205,7 +205,7 @@ class DatasetSource:
             raise InputError(f"example {index[int(bad.nonzero()[0])]} of the {self.name} {reason}")
 
     def _as_like(self, x: Batch, y: Tensor, like: Split, index: NDArray[np.int64]) -> Split:
-        """Examples in the dtypes of others. InputError if shapes differ, or fractions would be whole numbers."""
+        """Convert examples to the dtypes of others. InputError if shapes differ, or fractions would be whole numbers."""
         of = f"example {index[0]} of the {self.name}"
         if shapes(x) != shapes(like.x) or y.shape[1:] != like.y.shape[1:]:
             raise InputError(
@@ -222,7 +222,7 @@ class DatasetSource:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of tokens as pairs x, y (L,) int64, of which y is x moved on by one token.
+    """Cuts tokens into windows as pairs x, y (L,) int64, of which y is x moved on by one token.
 
     tokens: a stream (N,), whose window k holds the tokens k L to k L + L, or windows (W, L + 1). A memmap is read where a window
     is asked for, and not before.
@@ -271,7 +271,7 @@ def is_tokens(value: Any) -> bool:
 
 
 def windows_of(value: Any, of: str, host: Any, length: int | None, classes: Any) -> Windows:
-    """Tokens as windows. `of` names them in messages; host, length and classes are those of `esper.task`."""
+    """Cut tokens into windows. `of` names them in messages; host, length and classes are those of `esper.task`."""
     if isinstance(value, bytes | bytearray):
         tokens = np.frombuffer(value, np.uint8)
     else:

@@ -1,4 +1,4 @@
-"""A user's examples in four splits: read from x and y, a Dataset or tokens, held in memory or read batch by batch. N examples."""
+"""Read a user's examples into four splits: from x and y, a Dataset or tokens, at once or batch by batch. N examples."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ Indices = NDArray[np.int64]
 
 
 class Given(NamedTuple):
-    """The arguments of `esper.task` that say what the examples are."""
+    """Holds the arguments of `esper.task` that say what the examples are."""
 
     x: Any
     y: Any
@@ -53,7 +53,7 @@ class Given(NamedTuple):
 
 
 class Examples(NamedTuple):
-    """Checked examples."""
+    """Holds checked examples."""
 
     splits: Splits  # on the CPU; with a source, `train` holds the first examples of it
     classes: tuple[Label, ...] | None  # of a classification, in the order of the outputs
@@ -255,7 +255,7 @@ def _weights(given: Any, examples: int, of: str) -> NDArray[np.float64] | None:
 
 
 def _of_tokens(given: Given, host: Any, length: int | None) -> Examples:
-    """Windows of tokens. A stream that fractions split is cut into four runs, so that neighbouring windows share a split."""
+    """Cut tokens into windows. A stream that fractions split is cut into four runs, so that neighbours share a split."""
     splits = given.splits
     if given.x is None:
         assert splits is not None, "tokens are in x or in the splits"
@@ -285,7 +285,7 @@ def _of_tokens(given: Given, host: Any, length: int | None) -> Examples:
 
 
 def _streamed(given: Given) -> Examples:
-    """Splits of Datasets, of which the train split stays in its Dataset. InputError for what needs all examples at once."""
+    """Return splits of Datasets; the train split stays in its Dataset. InputError for what needs all examples at once."""
     if given.sample_weights is not None:
         raise InputError(
             "sample_weights was given, but a task with stream=True reads examples batch by batch; leave sample_weights out"
@@ -325,7 +325,7 @@ def _streamed(given: Given) -> Examples:
 
 
 def _sizes(given: Given, dataset: Dataset[Any]) -> tuple[int, int, int, int]:
-    """Examples in each split by fractions, but at most so many in the last three as may be held; the train split has the rest."""
+    """Count the examples in each split by fractions, in the last three at most as many as may be held; train has the rest."""
     examples = length_of(dataset)
     most = HELD if given.stream else examples
     if isinstance(dataset, Windows):

@@ -1,4 +1,4 @@
-"""Reading y: whether it holds class labels or regression targets, and the names of the classes. N examples, C columns."""
+"""Read y: whether it holds class labels or regression targets, and the names of the classes. N examples, C columns."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
@@ -25,7 +25,7 @@ that order; or targets and None."""
 
 
 def read_target(values: NDArray[Any], kind: Kind | None, classes: int | Sequence[Label] | None) -> Target:
-    """Labels or targets from y, an array that `read_y` returns; kind and classes are those of `esper.task`."""
+    """Read labels or targets from y, an array that `read_y` returns; kind and classes are those of `esper.task`."""
     if _infer_kind(values, kind, classes) == "regression":
         if values.dtype.kind not in "biuf":
             raise InputError(
@@ -99,7 +99,7 @@ def _infer_kind(values: NDArray[Any], kind: Kind | None, classes: object) -> Kin
 
 
 def read_y(y: Any) -> NDArray[Any]:
-    """y as an array (N, ...) of numbers, bools or objects; a single column becomes (N,)."""
+    """Read y as an array (N, ...) of numbers, bools or objects; a single column becomes (N,)."""
     if isinstance(y, Tensor):
         y = y.detach().cpu()
         values = y.to(torch.float64).numpy() if y.is_floating_point() else y.numpy()
@@ -137,7 +137,7 @@ def concatenate_y(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
 
 
 def _of_one_type(values: NDArray[Any]) -> NDArray[Any]:
-    """An array of objects as numbers or bools where all entries are; otherwise as objects, with None for a missing label."""
+    """Convert an array of objects to numbers or bools where all entries are; otherwise keep it, with None for a missing label."""
     flat = [None if is_missing(entry) else entry for entry in values.ravel().tolist()]
     kinds: dict[str, object] = {}
     for entry in flat:
@@ -176,7 +176,7 @@ def _is_one_hot(values: NDArray[Any]) -> bool:
 
 
 def _numbered(values: NDArray[Any], classes: int) -> Tensor:
-    """Labels that number the classes from 0. `check_examples` checks their range."""
+    """Read labels that number the classes from 0. `check_examples` checks their range."""
     if values.dtype.kind not in "biuf" or (values.dtype.kind == "f" and (values % 1 > 0).any()):
         raise InputError(
             f"classes is {classes}, but y holds {_content(values)}; give whole numbers from 0 to {classes - 1}, or classes as "
@@ -186,7 +186,7 @@ def _numbered(values: NDArray[Any], classes: int) -> Tensor:
 
 
 def _named(values: NDArray[Any], classes: object) -> Target:
-    """Labels that are names of classes, or numbers of classes from 0."""
+    """Read labels that are names of classes, or numbers of classes from 0."""
     names = class_names(classes)
     index = {name: k for k, name in enumerate(names)}
     labels = [None if is_missing(entry) else entry for entry in values.tolist()]

@@ -15,7 +15,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 class Average:
-    """A moving average, as torch.optim.swa_utils.AveragedModel or a class of a person's own.
+    """Handles a moving average, as torch.optim.swa_utils.AveragedModel or a class of a person's own.
 
     module: the grafted module with the averaged weights.
     """

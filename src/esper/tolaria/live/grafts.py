@@ -1,4 +1,4 @@
-"""The seeds in one network that a person's own loop trains, and in its moving averages. S slots."""
+"""Hold the seeds in one network that a person's own loop trains, and in its moving averages. S slots."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -87,7 +87,7 @@ class Grafts:
         return reading.widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal)
 
     def cost(self, slot: int, blueprint: int, blend: Blend = Blend.ADD) -> int:
-        """Parameters of a seed."""
+        """Return the parameters of a seed."""
         reads = self.readings[slot].widths[self.menu[blueprint].tap]
         gate = reads + 1 if blend == Blend.GATE else 0
         return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
@@ -100,7 +100,7 @@ class Grafts:
         return fits, np.array(cost, np.int64)
 
     def planted(self) -> dict[str, list[int]]:
-        """By site, in the order of the optimizer's groups: the blueprint and the blend of the seed."""
+        """Return by site, in the order of the optimizer's groups, the blueprint and the blend of the seed."""
         found = {}
         for name in self.groups.names():
             seed = self.at(name)
@@ -164,7 +164,7 @@ class Grafts:
         self.edited()
 
     def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
-        """Have just these seeds, in this order; their weights are for the caller to fill in."""
+        """Make these the only seeds, in this order; the caller fills in their weights."""
         for name in list(self.planted()):
             self.free(name)
         slots = {site.name: slot for slot, site in enumerate(self.sites)}
@@ -192,7 +192,7 @@ class Grafts:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """What the seeds do is restored behind a measurement that changes it."""
+        """Restore what the seeds do after a measurement that changes it."""
         found = [self.at(site.name) for site in self.sites]
         before = [(each, each.mode, each.alpha.clone()) for each in found if each is not None]
         try:
@@ -203,7 +203,7 @@ class Grafts:
                 each.alpha.copy_(alpha)
 
     def kept(self, seeds: Seeds) -> dict[str, Planted | Seat]:
-        """By submodule, each seed that is part of the network for good, also behind `trim`, but not those that were folded."""
+        """Return by submodule each seed that is part of the network for good, also behind `trim`, but no folded one."""
         held, found = holders(self.network), dict[str, Planted | Seat]()
         for slot, site in enumerate(self.sites):
             here = held.get(site.after)
@@ -213,7 +213,7 @@ class Grafts:
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the network and of its copies, by name, without seats that are free; they share memory."""
+        """Return parameters and buffers of the network and its copies, by name, without free seats; they share memory."""
         free = self._seats.free()
         found: dict[str, Tensor] = {}
         for index, network in enumerate((self.network, *self.copies)):
@@ -258,7 +258,7 @@ class Grafts:
         return names
 
     def trained_params(self) -> int:
-        """Parameters that require a gradient, of the host and of the seeds that are there."""
+        """Count the parameters that require a gradient, of the host and of the seeds that are there."""
         idle = self._seats.idle()
         return sum(
             parameter.numel()
@@ -267,7 +267,7 @@ class Grafts:
         )
 
     def edited(self) -> None:
-        """What a network without seats computes is another thing now."""
+        """Note that what a network without seats computes is another thing now."""
         if not self.reserved:
             self.compilations.changed()
 
@@ -290,7 +290,7 @@ class Grafts:
 
 
 class Seats:
-    """The seats of a network and of its copies.
+    """Follows the seats of a network and of its copies, and drops the gradients of those that no seed has taken.
 
     A seat that no seed has taken computes too, because the graph of the network never changes; its gradients are dropped.
     """

@@ -1,4 +1,4 @@
-"""The optimizer and the schedulers of a loop that is not ours, while parameters come and go."""
+"""Keep the optimizer and the schedulers of a person's own loop in step, while parameters come and go."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -169,7 +169,7 @@ class Groups:
                 self.optimizer.state[parameter] = placed_moments(moments[name], parameter)
 
     def state(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        """Groups by the names of their parameters, moments, and what the schedulers remember."""
+        """Return the groups by the names of their parameters, the moments, and what the schedulers remember."""
         groups = [
             {
                 **{key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -235,7 +235,7 @@ class Groups:
         return [group for group in self.optimizer.param_groups if group.get(OWNER) == name]
 
     def _lists(self, count: int) -> list[list[Any]]:
-        """The lists of all schedulers with one entry for each of so many groups, each once: schedulers share some of them."""
+        """Return the lists of the schedulers with one entry for each of so many groups, each once: schedulers share some."""
         found: dict[int, list[Any]] = {}
         for each in _parts(self.schedulers):
             for name in _BY_GROUP:
@@ -274,7 +274,7 @@ def placed_moments(moments: Mapping[str, Any], parameter: Tensor) -> dict[str, A
 
 
 def without_seeds(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State dicts of an optimizer and its scheduler as they are without the groups of seeds."""
+    """Return the state dicts of an optimizer and its scheduler without the groups of seeds."""
     groups = optimizer["param_groups"]
     own = [OWNER not in group for group in groups]
     held = {index for group, mine in zip(groups, own, strict=True) if mine for index in group["params"]}
@@ -316,7 +316,7 @@ def _flat(scheduler: Any) -> Iterator[Any]:
 
 
 def _parts(schedulers: Iterable[Any]) -> Iterator[Any]:
-    """Schedulers with those that they are made of."""
+    """Yield schedulers with those that they are made of."""
     for each in schedulers:
         yield each
         if isinstance(each, _MADE_OF_OTHERS):

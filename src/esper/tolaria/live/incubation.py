@@ -1,4 +1,4 @@
-"""The training of seeds behind a host that the user's own loop trains; the host's numbers stay the same, bit for bit."""
+"""Train seeds behind a host that the user's own loop trains; the host's numbers stay the same, bit for bit."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ Scale = Callable[[Tensor], Tensor]
 
 
 class Incubation:
-    """Train the seeds of one network that are in stage TRAINING.
+    """Trains the seeds of one network that are in stage TRAINING.
 
     Straight-through: the host's own backward passes compute the gradients. They are taken off the parameters at once, so that
     gradient clipping, a GradScaler and the optimizer's step do not see them. Shadow: a second forward and backward pass, in which
@@ -251,7 +251,7 @@ class Incubation:
         self._passes.clear()
 
     def _on_step(self) -> None:
-        """Before the loop's optimizer steps."""
+        """Keep what incubation needs of the state before the loop's optimizer steps."""
         if self.names and self.straight:
             self._drop_what_the_host_dropped(self._host)
         elif self.names:  # keep the weights that the step is about to replace
@@ -259,7 +259,7 @@ class Incubation:
             self._before = [(parameter, parameter.detach().clone()) for parameter in held if parameter.requires_grad]
 
     def _on_stepped(self) -> None:
-        """After the loop's optimizer has stepped: a closure may have run its backward pass in between."""
+        """Note what the loop's optimizer stepped on: a closure may have run its backward pass in between."""
         self._stepped = True
         # A GradScaler leaves it to a fused optimizer to skip a step, and tells it by this attribute.
         self._overflow = getattr(self.groups.optimizer, "found_inf", None)

@@ -1,4 +1,4 @@
-"""What is missing at the sites of a live network: the part of the gradient there that its layers cannot follow. N positions."""
+"""Measure what is missing at sites of a live network: the part of the gradient that its layers cannot follow. N positions."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +17,7 @@ ENOUGH = 4096
 
 
 class Read(NamedTuple):
-    """What was read at a site, one row for each position of each example.
+    """Holds what was read at a site, one row for each position of each example.
 
     Attributes:
         source ((N, U) Tensor): what a bypass reads
@@ -108,7 +108,7 @@ def _frozen(network: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _listening(network: nn.Module, site: Site) -> Iterator[dict[str, Tensor]]:
-    """What flows at a site in a pass: `source` a bypass reads, `inputs` the last layer reads, and behind it the `gradient`."""
+    """Record what flows at a site in a pass: what a bypass reads (`source`), the last layer reads (`inputs`), and `gradient`."""
     heard: dict[str, Tensor] = {}
 
     def given(what: str, part: nn.Module, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""One network in a training loop of a person's own, with the seeds that are grafted into it. S slots, X branches.
+"""Measure and edit one network in a training loop of a person's own, with the seeds grafted into it. S slots, X branches.
 
 The loop trains the host and the seeds that act on it. What is left to do here: births and removals, the training of seeds that
 incubate, the measuring, and the way back to an earlier moment.
@@ -42,7 +42,7 @@ from esper.tolaria.runtime import read_packet
 
 
 class LivePopulation:
-    """A grafted network as a population of one row; implements `tolaria.population.Population`.
+    """Treats a grafted network as a population of one row; implements `tolaria.population.Population`.
 
     network: the grafted network. grafts: the seeds in it, and in its moving averages.
     """
@@ -108,7 +108,7 @@ class LivePopulation:
         """None: the loop reads its own batches."""
 
     def begin(self, instance: Indices, episode: int) -> None:
-        """The network as it is, which has no seeds yet."""
+        """Begin with the network as it is, which has no seeds yet."""
         assert not self.grafts.planted(), "an episode begins without seeds"
         self.space = self.space._replace(frozen=np.array([self.grafts.trained_params() == 0]))
         self._episode = episode
@@ -123,10 +123,10 @@ class LivePopulation:
         self.follow(seeds)
 
     def train(self, seeds: Seeds, *, parameter_norms: bool = False) -> None:
-        """Nothing: the loop that owns the network trains it."""
+        """Do nothing: the loop that owns the network trains it."""
 
     def incubate(self, batch: tuple[Any, Any] | None) -> None:
-        """One step of the seeds that incubate, behind each step of the loop's optimizer.
+        """Take one step of the seeds that incubate, behind each step of the loop's optimizer.
 
         Without a batch they learn straight through the host's own passes, from the next one on where they did not so far; with
         the (input, target) of the step, in a pass of their own.
@@ -159,7 +159,7 @@ class LivePopulation:
         return self.ranks.from_first(figures)
 
     def sense(self) -> Tensor:
-        """(1, S, 1) what is missing at each site where a seed may be planted; nan elsewhere, and in a sharded network."""
+        """Measure (1, S, 1) what is missing at each site where a seed may be planted; nan elsewhere, and in a sharded network."""
         free = [site.name for slot, site in enumerate(self.sites) if self.space.fits[slot].any()]
         names = [] if is_sharded(self.network) else [name for name in free if self.grafts.at(name) is None]
         read = read_sites(self.network, names, self._sensed(), self.probe_batches.mean) if names else {}
@@ -169,7 +169,7 @@ class LivePopulation:
         ]
 
     def _sensed(self) -> Iterator[tuple[Any, Any]]:
-        """The batches of the probe, each of which is counted when it is read."""
+        """Yield the batches of the probe, each of which is counted when it is read."""
         for x, y in self.probe_batches.batches():
             self.passes += 2 * examples_in(y, x)
             yield x, y
@@ -180,17 +180,17 @@ class LivePopulation:
         return self.ranks.agreed(bool(total(self.network).isfinite()))
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
-        """None: the loop's data are its own."""
+        """Return no row: the loop's data are its own."""
         return []
 
     def added_params(self, seeds: Seeds, stages: frozenset[Stage] = ADDED) -> Indices:
-        """(1,) parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
+        """Return (1,) the parameters of the seeds in the given stages, each counted whole, the gate where it is used."""
         rows, slots = np.nonzero(among(seeds.stage, stages))
         price = self.price(rows, slots, seeds.blueprint[rows, slots].astype(np.int64), seeds.blend[rows, slots])
         return np.array([self.absorbed_params + int(price.sum())])
 
     def price(self, rows: Indices, slot: Indices, blueprint: Indices, blend: NDArray[np.integer[Any]]) -> Indices:
-        """(n,) parameters that seeds would add, the gate where it is used."""
+        """Return (n,) the parameters that seeds would add, the gate where it is used."""
         return np.array(
             [
                 self.grafts.cost(s, k, Blend(b))
@@ -200,7 +200,7 @@ class LivePopulation:
         )
 
     def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
-        """Bytes that further seeds (n,) take with their gradients and two moments."""
+        """Return the bytes that further seeds (n,) take with their gradients and two moments."""
         size = next((parameter.element_size() for parameter in self.grafts.host), 4)
         return 4 * size * int(self.price(slot, slot, blueprint, np.full(len(slot), Blend.ADD)).sum())
 
@@ -312,7 +312,7 @@ class LivePopulation:
             raise
 
     def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
-        """Have just these seeds, in this order; their weights are for the caller to fill in."""
+        """Make these the only seeds, in this order; the caller fills in their weights."""
         reshard(self.network)
         for name in self.grafts.planted():
             self.incubation.forget(name)
@@ -367,7 +367,7 @@ class LivePopulation:
 
 
 class _Kept:
-    """The host and its fossils at an earlier moment; implements `tolaria.population.Keeper`."""
+    """Keeps the host and its fossils of an earlier moment; implements `tolaria.population.Keeper`."""
 
     def __init__(self, live: LivePopulation, seeds: Seeds) -> None:
         self.live, self.seeds = live, seeds
@@ -411,7 +411,7 @@ class _Kept:
         return restored
 
     def state(self, now: int) -> dict[str, Any]:
-        """As a tree of tensors, after `now` steps of the episode."""
+        """Return the snapshot as a tree of tensors, after `now` steps of the episode."""
         return {
             "seeds": self.seeds._asdict(),
             "step": self.step,
@@ -496,19 +496,19 @@ def measure_live(
 
 @torch.no_grad()
 def total(network: nn.Module) -> Tensor:
-    """() the sum of all parameters, which is finite if each of them is."""
+    """Sum all parameters; the sum () is finite if each of them is."""
     return torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in network.parameters()]).sum()
 
 
 class _Heard:
-    """The features of a stream at positions of every example of every batch."""
+    """Records the features of a stream at positions of every example of every batch."""
 
     def __init__(self, site: Site) -> None:
         self.stream = site.stream
         self.features: list[Tensor] = []
 
     def begin(self, given: Tensor | None) -> None:
-        """Nothing: only the output is listened to."""
+        """Do nothing: only the output is listened to."""
 
     def end(self, output: Any) -> None:
         """Keep the output at its positions; a copy, as a module behind it may work in place."""
@@ -518,7 +518,7 @@ class _Heard:
 
 @contextmanager
 def _listening(network: nn.Module, sites: tuple[Site, ...]) -> Iterator[list[_Heard]]:
-    """What flows at each site, in front of any seed, while the network runs."""
+    """Record what flows at each site, in front of any seed, while the network runs."""
     points = [network.get_submodule(site.after).__dict__[POINT] for site in sites]
     heard = [_Heard(site) for site in sites]
     for point, each in zip(points, heard, strict=True):

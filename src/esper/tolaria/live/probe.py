@@ -1,4 +1,4 @@
-"""The probe of a live network: fixed batches of a person's own, and the loss of each example where it can be had."""
+"""Measure a live network on its probe: fixed batches of a person's own, and the loss of each example where it can be computed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,10 +22,10 @@ Way = Literal["given", "mapped", "whole"]
 
 
 class Probe:
-    """Batches of (input, target), and the loss of a network on them.
+    """Measures the loss of a network on batches of (input, target).
 
-    way: how the loss of an example is had: 'given', the loss returns one for each; 'mapped', it is computed for one example at a
-    time by torch.vmap; 'whole', only that of a batch is known. first, batch: the first input, and its number of examples.
+    way: how the loss of an example is computed: 'given', the loss returns one for each; 'mapped', torch.vmap maps the loss over
+    the examples; 'whole', only that of a batch is known. first, batch: the first input, and its number of examples.
     """
 
     def __init__(self, batches: Batches, loss: Loss, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class Probe:
         return moved
 
     def passes(self) -> list[Callable[[nn.Module], Any]]:
-        """For every batch, a function that runs a network and returns its output, or the loss if no number is in the output."""
+        """Return for every batch a function that runs a network and returns its output, or the loss if it has no number."""
         return [partial(self._number, x, y) for x, y in self.batches()]
 
     def _number(self, x: Any, y: Any, network: nn.Module) -> Any:
@@ -97,7 +97,7 @@ class Probe:
             return call(network, self.first)
 
     def settle(self, network: nn.Module) -> None:
-        """Find out how the loss of an example is had. InputError if there is none, or if no standard error could be."""
+        """Find out how to compute the loss of an example. InputError if there is none, or if it has no standard error."""
         batches = self.batches()
         with torch.no_grad():
             self.way = self._way(self.first_output(network), batches[0][1])
@@ -143,7 +143,7 @@ class Probe:
         return "mapped" if same else "whole"
 
     def _losses(self, output: Any, target: Any) -> Tensor:
-        """(n,) float64: of each example of a batch, or of the batch."""
+        """Compute (n,) float64 losses: of each example of a batch, or of the batch."""
         examples = examples_in(target, output)
         if self.way == "mapped":
             return _mapped(self.loss, output, target, examples).double()
@@ -179,7 +179,7 @@ def _mapped(loss: Loss, output: Any, target: Any, examples: int, out_dims: int |
 
 
 def examples_in(*trees: Any) -> int:
-    """B: the length of the first tensor that has one; 0 where there is none."""
+    """Return B, the length of the first tensor that has one; 0 where there is none."""
     leaves = (leaf for tree in trees for leaf in pytree.tree_leaves(tree))
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
@@ -202,7 +202,7 @@ def _check_loss(value: Any, examples: int) -> None:
 
 
 def _spread(output: Any) -> Tensor:
-    """() how much the first floating output differs between examples."""
+    """Measure how much the first floating output differs between examples, ()."""
     leaves = pytree.tree_leaves(output)
     first = next(
         (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()), None
@@ -213,7 +213,7 @@ def _spread(output: Any) -> Tensor:
 
 
 def _fingerprint(batch: tuple[Any, Any]) -> Tensor:
-    """(n, 3) of every tensor of a batch its size, its sum and its sum weighed by place."""
+    """Compute the size, the sum and the sum weighed by place of every tensor of a batch, (n, 3)."""
     rows = []
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor):

@@ -20,7 +20,7 @@ def processes() -> int:
 
 
 class Ranks:
-    """All processes of the default group, or this one alone.
+    """Exchanges values between all processes of the default group, or stands for this one alone.
 
     first: whether this process decides for all of them.
     together: whether all of them measure, of which the first counts, as none can run the network alone.

@@ -1,4 +1,4 @@
-"""The network without one of its seeds, trained beside it: what the network would be if that seed had not been planted."""
+"""Train the network without one of its seeds beside it: what the network would be if that seed had not been planted."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -16,10 +16,10 @@ from esper.tolaria.live.probe import Probe
 
 
 class Twin:
-    """Copies of the parameters and buffers that a network has beside one seed, which take the steps that the loop takes.
+    """Copies the parameters and buffers that a network has beside one seed, and takes the steps of the loop on the copies.
 
-    Calling it runs the network on the copies, without that seed. To remove a seed from a network that was trained with it
-    overstates what the seed is worth, because the rest has come to rely on it.
+    Calling it runs the network on the copies, without that seed. Removing a seed from a network that was trained with it
+    overstates the worth of the seed, because the rest has come to rely on it.
 
     site: of the seed that is left out. tensors: the copies by name. Clipping of gradients and a GradScaler are not repeated.
     """

@@ -1,4 +1,4 @@
-"""Certified keeps: the fresh examples of every row, and the looks at seeds on trial with them. R rows, S slots, N examples."""
+"""Certify seeds that are kept: the fresh examples of every row, and looks at seeds on trial. R rows, S slots, N examples."""
 
 import math
 from collections.abc import Mapping
@@ -35,13 +35,13 @@ BETS = 0.9 * 2.0 ** -np.arange(7)
 
 
 def bets(null: float) -> Floats:
-    """l = BETS / (1 + m), so that every factor 1 + l (d - m) is at least 0.1 for d in [-1, 1]; null: m in [0, 1)."""
+    """Compute l = BETS / (1 + m), so that every factor 1 + l (d - m) is at least 0.1 for d in [-1, 1]; null: m in [0, 1)."""
     assert 0 <= null < 1, null
     return np.asarray(BETS / (1 + null), np.float64)
 
 
 def log_wealth(differences: Tensor, real: Tensor | None, null: float) -> Tensor:
-    """-ln p of bets: ln of the largest mean wealth; differences (n, N) in [-1, 1], real (n, N) -> (n,) float64, 0 or more."""
+    """Compute -ln p of bets: ln of the largest mean wealth; differences (n, N) in [-1, 1], real (n, N) -> (n,) float64."""
     at = torch.from_numpy(bets(null)).to(differences.device, non_blocking=True)
     excess = differences.double() - null
     if real is not None:
@@ -58,13 +58,13 @@ def signs(differences: Tensor, real: Tensor | None) -> Tensor:
 
 
 def sign_test(counts: Floats) -> Floats:
-    """p = P(X >= above), X ~ Binomial(above + below, 1/2), as I_1/2(above, below + 1).   `signs` (n, 2) -> (n,)."""
+    """Compute p = P(X >= above), X ~ Binomial(above + below, 1/2), as I_1/2(above, below + 1).   `signs` (n, 2) -> (n,)."""
     above, below = counts.T
     return np.where(above > 0, betainc(np.maximum(above, 1), below + 1, 0.5), 1.0)
 
 
 def chance(z: Floats, level: Floats | float) -> Floats:
-    """The probability that a look at a level certifies a seed whose contribution on as many probe examples is z standard errors.
+    """Compute the chance that a look at a level certifies a seed of z standard errors on as many probe examples.
 
         P(certified) = Phi((z - z_level) / sqrt(2)),     z_level = -Phi^-1(level)
 
@@ -76,7 +76,7 @@ def chance(z: Floats, level: Floats | float) -> Floats:
 
 @brief
 class Certificates(NamedTuple):
-    """The verdicts on the seeds on trial, and the budgets of the rows."""
+    """Holds the verdicts on the seeds on trial, and the budgets of the rows."""
 
     # (R, S) level at which a seed on trial was certified; 0 if its looks refused it; nan before the first look
     level: Floats
@@ -179,7 +179,7 @@ def compared(
 
 
 def _null(gates: GatesConfig) -> float:
-    """m: the largest mean difference at which a seed does not help; a contribution below 0 never counts as help."""
+    """Return m, the largest mean difference at which a seed does not help; a contribution below 0 never counts as help."""
     return min(max(gates.min_contribution, 0.0), 0.99)
 
 

@@ -29,7 +29,7 @@ Sampling = tuple[int, int]
 
 
 class Coalitions(NamedTuple):
-    """The evaluations beside the real doses, and their places among the branches."""
+    """Lists the evaluations beside the real doses, and their places among the branches."""
 
     branches: Branches
     live: NDArray[np.bool_]  # (E, S) the live seeds, of which coalitions are subsets
@@ -91,7 +91,7 @@ def masks(members: NDArray[np.bool_]) -> Indices:
 
 
 class SampledPermutations(NamedTuple):
-    """Permutations, each of which also stands for its reverse, and the coalitions that they need."""
+    """Holds permutations, each of which also stands for its reverse, and the coalitions that they need."""
 
     orders: Indices  # (P, n) players in the order in which they join
     masks: Indices  # (M,) ascending, without repeats
@@ -148,7 +148,7 @@ def _prefixes(live: NDArray[np.bool_], pairs: int, draw: int) -> list[tuple[Indi
 
 
 class Attribution(NamedTuple):
-    """The attribution of each live seed of a population, float64; nan where the slot holds no live seed.
+    """Holds the attribution of each live seed of a population, float64; nan where the slot holds no live seed.
 
     With at most COMPLETE live seeds every coalition is evaluated. With more, coalitions are sampled.
     """
@@ -161,7 +161,7 @@ class Attribution(NamedTuple):
 
 
 def attribute(values: CoalitionValues, pairs: int, *, loss: bool = False) -> Attribution:
-    """Attribution of the metric, or with `loss` of minus the loss, from coalitions; pairs: `probe.shapley_samples`."""
+    """Attribute the metric, or with `loss` minus the loss, to seeds, from coalitions; pairs: `probe.shapley_samples`."""
     rows, slots = values.live.shape
     half, banzhaf_values = np.full((2, rows, slots), np.nan)
     result = Attribution(Estimate.absent(rows, slots), half, banzhaf_values, np.full((rows, slots, slots), np.nan))
@@ -187,7 +187,7 @@ def attribute(values: CoalitionValues, pairs: int, *, loss: bool = False) -> Att
 
 
 def shapley(values: Floats) -> Floats:
-    """phi_i = sum over T without i of  |T|! (n - |T| - 1)! / n!  *  (v(T + i) - v(T)).
+    """Compute phi_i = sum over T without i of  |T|! (n - |T| - 1)! / n!  *  (v(T + i) - v(T)).
 
     values (E, 2^n), indexed by the mask of the coalition -> (E, n). The Shapley values sum to v(all) - v(none) (Shapley, "A
     value for n-person games", 1953).
@@ -198,7 +198,7 @@ def shapley(values: Floats) -> Floats:
 
 
 def banzhaf(values: Floats) -> Floats:
-    """beta_i = 2^(1 - n) * sum over T without i of (v(T + i) - v(T)): every coalition has the same weight.
+    """Compute beta_i = 2^(1 - n) * sum over T without i of (v(T + i) - v(T)): every coalition has the same weight.
 
     values (E, 2^n) -> (E, n). Their sum need not be v(all) - v(none) (Banzhaf, "Weighted voting doesn't work", 1965).
     """
@@ -206,7 +206,7 @@ def banzhaf(values: Floats) -> Floats:
 
 
 def interactions(values: Floats) -> Floats:
-    """I_ij = sum over T without i, j of  |T|! (n - |T| - 2)! / (n - 1)!  *  (v(T + ij) - v(T + i) - v(T + j) + v(T)).
+    """Compute I_ij = sum over T without i, j of  |T|! (n - |T| - 2)! / (n - 1)!  *  (v(T + ij) - v(T + i) - v(T + j) + v(T)).
 
     values (E, 2^n) -> (E, n, n), symmetric, with nan on the diagonal. The index is positive where two players complement each
     other and negative where they are redundant. For n = 2 it is v(12) - v(1) - v(2) + v(none) (the Shapley interaction index of
@@ -223,7 +223,7 @@ def interactions(values: Floats) -> Floats:
 
 
 def shapley_sampled(values: Floats, sampled: SampledPermutations) -> Estimate:
-    """Unbiased estimates of Shapley values: means of v(T + i) - v(T), where T precedes i in a sampled permutation.
+    """Estimate Shapley values without bias: means of v(T + i) - v(T), where T precedes i in a sampled permutation.
 
     values (E, M) of `sampled.masks` -> (E, n), with standard errors over the P independent pairs of permutations. The
     estimates sum to v(all) - v(none), as do those of a single permutation (Castro, Gomez and Tejada, "Polynomial calculation
@@ -243,7 +243,7 @@ def shapley_sampled(values: Floats, sampled: SampledPermutations) -> Estimate:
 
 
 def half_width(se: Floats, pairs: int) -> Floats:
-    """h_i = t(0.975, P - 1) * sqrt((se_i^2 + mean over j of se_j^2) / 2), for a 95 % interval mean ± h.
+    """Compute h_i = t(0.975, P - 1) * sqrt((se_i^2 + mean over j of se_j^2) / 2), for a 95 % interval mean ± h.
 
     se (E, n) of `shapley_sampled` over P pairs -> (E, n). With few pairs, the marginals of a player often agree by chance, and
     its standard error is then far too small. Half of the variance is therefore the mean over all players
@@ -254,20 +254,20 @@ def half_width(se: Floats, pairs: int) -> Floats:
 
 
 def _marginal(values: Floats, player: int) -> Floats:
-    """v(T + i) - v(T) for every T without player i: (E, 2^n) -> (E, 2^(n - 1)), indexed by the mask of T without bit i."""
+    """Compute v(T + i) - v(T) for every T without player i: (E, 2^n) -> (E, 2^(n - 1)), by the mask of T without bit i."""
     apart = values.reshape(len(values), -1, 2, 1 << player)
     return (apart[:, :, 1] - apart[:, :, 0]).reshape(len(values), -1)
 
 
 def _weight(n: int) -> Floats:
-    """|T|! (n - |T| - 1)! / n! for the masks T of n - 1 players: the probability that exactly T precedes a given player."""
+    """Compute |T|! (n - |T| - 1)! / n! for the masks T of n - 1 players: the chance that exactly T precedes a given player."""
     masks = np.arange(1 << max(n - 1, 0))
     size = ((masks[:, None] >> np.arange(n)) & 1).sum(1)
     return np.array([1 / (n * comb(n - 1, k)) for k in size.tolist()]) if n else np.zeros(0)
 
 
 def _players(values: Floats) -> int:
-    """n of a table (E, 2^n)."""
+    """Return n of a table (E, 2^n)."""
     n = int(values.shape[1]).bit_length() - 1
     assert values.shape[1] == 1 << n, "the table is not complete"
     assert n > 0, "there are no players"

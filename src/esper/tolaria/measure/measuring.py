@@ -14,7 +14,7 @@ from esper.tolaria.population import ParameterNorms, Population, ProbeRequest
 
 
 class StepMeasurements(NamedTuple):
-    """The results of `measure`. A network as exported contains the fossilized seeds only."""
+    """Holds the results of `measure`. A network as exported contains the fossilized seeds only."""
 
     measurements: Measurements  # what a controller sees
     scores: Scores  # scores of the networks on the probe split

@@ -27,7 +27,7 @@ from esper.tolaria.stacked.data import RowExamples
 
 
 class ProbeTensors(NamedTuple):
-    """The results of the probe, on the device."""
+    """Holds the results of the probe, on the device."""
 
     loss: Tensor  # (E,)
     metric: Tensor  # (E,)

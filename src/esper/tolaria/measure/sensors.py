@@ -1,4 +1,4 @@
-"""Growth sensors: estimates of what a seed at a slot could learn. E rows, S slots, N examples, F sensors.
+"""Estimate what a seed at a slot could learn, by growth sensors. E rows, S slots, N examples, F sensors.
 
 Sensors are measured on a fixed sample of the train split, and the explained energies also on held-out examples. The positions
 of a map count as examples. A feature beyond the true width of a row is exactly 0 and has no effect. A family of sensors is
@@ -21,7 +21,7 @@ from esper.leyline.data.keys import Purpose, key, uniform
 
 
 class SensorInfo(NamedTuple):
-    """A column of the table of sensors."""
+    """Describes a column of the table of sensors."""
 
     name: str
     family: str
@@ -91,7 +91,7 @@ magnitude, and only the held-out ones can be negative."""
 
 
 class Sample(NamedTuple):
-    """The activations at one slot for some examples."""
+    """Holds the activations at one slot for some examples."""
 
     stream: Tensor  # (E, N, D) stream at the slot, before any seed
     before: Tensor  # (E, N, Db) input of the segment before the slot
@@ -102,14 +102,14 @@ class Sample(NamedTuple):
 
 
 class IntactStreams(NamedTuple):
-    """What flows at one slot of the intact networks for the fitted examples; 0 for padding, nan in rows without one."""
+    """Holds what flows at one slot of the intact networks for the fitted examples; 0 for padding, nan in rows without one."""
 
     stream: Tensor  # (E, N, D) stream at the slot
     before: Tensor  # (E, N, Db) input of the segment before the slot
 
 
 class TrueWidths(NamedTuple):
-    """True widths at one slot, (E,) each, in the dtype of the samples. Features beyond them are 0; `inner` 0 means none."""
+    """Holds true widths at one slot, (E,) each, in the dtype of the samples. Features beyond are 0; `inner` 0 means none."""
 
     stream: Tensor
     before: Tensor
@@ -161,7 +161,7 @@ def growth_sensors(
 
 
 def participation_ratio(h: Tensor, width: Tensor | None = None, real: Tensor | None = None) -> Tensor:
-    """tr(S)^2 / tr(S^2) of the covariance S of features, divided by their number: h (E, N, D) -> (E,) in [0, 1].
+    """Compute tr(S)^2 / tr(S^2) of the covariance S of features, divided by their number: h (E, N, D) -> (E,) in [0, 1].
 
     The ratio is 1 for uncorrelated features of equal variance, 1 / D for features on a line (Gao et al., "A theory of
     multineuronal dimensionality", 2017, equation 4), and 0 for features that are constant up to rounding.
@@ -183,7 +183,7 @@ def participation_ratio(h: Tensor, width: Tensor | None = None, real: Tensor | N
 
 
 def activity(z: Tensor, width: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Shares (E,) of dead units, with z > 0 on under 1 % of examples, and of unsaturated units, with z > 0 on over 99 %.
+    """Return the shares (E,) of dead units, z > 0 on under 1 % of examples, and of unsaturated units, z > 0 on over 99 %.
 
     A dead unit passes on nothing, and an unsaturated unit is linear; both reduce what the segment can compute.
 
@@ -208,7 +208,7 @@ def explained(
     count: Tensor,
     count_held: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Energy of the loss gradient that a ridge regression on features explains, on the fitted and on the held-out sample.
+    """Compute the energy of the loss gradient that a ridge regression on features explains, on the fitted and held-out sample.
 
         W = argmin_W  mean |g - F W|^2 + lambda |W|^2,     lambda = 1e-2 * mean of the diagonal of F^T F / N + 1e-6
         e = mean |g|^2 - mean |g - F W|^2
@@ -262,7 +262,7 @@ def relu_expansion(width: int) -> NDArray[np.float64]:
 
 
 class _Reading(NamedTuple):
-    """The features that a seed can read at a tap, divided by their rms on the fitted sample. Column 0 is 1 on real examples.
+    """Holds the features that a seed reads at a tap, divided by their rms on the fitted sample. Column 0 is 1 on real examples.
 
     The features have additional columns of 0, from `_aligned`.
     """
@@ -322,13 +322,13 @@ def _gradient(sample: Sample) -> Tensor:
 
 
 def _design(u: Tensor, real: Tensor | None) -> Tensor:
-    """[1, u], with 0 for padding: (E, N, W) -> (E, N, 1 + W), and the columns of `_aligned`."""
+    """Return [1, u], with 0 for padding: (E, N, W) -> (E, N, 1 + W), and the columns of `_aligned`."""
     one = u.new_ones(*u.shape[:2], 1) if real is None else real[:, :, None].to(u.dtype)
     return torch.cat([one, u, u.new_zeros(*u.shape[:2], -(1 + u.shape[2]) % 4)], 2)
 
 
 def drift(h: Tensor, intact: Tensor) -> Tensor:
-    """|h - h0| / |h0| (E,) of activations h (E, N, D) and those of the intact network, in the norm over examples and features."""
+    """Compute |h - h0| / |h0| (E,) of activations h (E, N, D) and the intact network's, normed over examples and features."""
     size = torch.linalg.vector_norm(intact, dim=(1, 2))
     change: Tensor = torch.linalg.vector_norm(h - intact, dim=(1, 2))
     return change / size.clamp_min(torch.finfo(h.dtype).tiny)

@@ -34,7 +34,7 @@ from esper.store.files import cache_root
 
 
 class Differentiable(Protocol):
-    """What a pass is differentiated by: a tensor (), or a tape."""
+    """Differentiates a pass: a tensor (), or a tape."""
 
     def backward(self) -> None:
         """Add the gradients of all parameters to their `.grad`."""
@@ -56,7 +56,7 @@ _TENSOR = object()
 
 
 class CompiledInputs(NamedTuple):
-    """What a pass over some stacks takes, as a list of tensors and what puts them together again."""
+    """Holds what a pass over some stacks takes, as a list of tensors and what puts them together again."""
 
     # values and buffers of the stacks, outputs that rows do not have, the tensors of the arguments
     tensors: list[Tensor]
@@ -140,7 +140,7 @@ def _products_of_transposes(graph: torch.fx.GraphModule) -> None:
 
 
 class ColumnRun(NamedTuple):
-    """Neighbouring columns of some rows of a stack."""
+    """Names neighbouring columns of some rows of a stack."""
 
     stack: int
     rows: slice
@@ -189,7 +189,7 @@ def recorded(run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], po
 
 
 class CudaGraphPass:
-    """A compiled pass that is recorded at its first call and played back at every other.
+    """Records a compiled pass at its first call, and plays it back at every other.
 
     Tensors of the body are read and written where they are, and the pass is recorded anew if one of them has moved. Those of a
     batch are copied to where the record reads them. Results are overwritten by the next call, but for the first, the losses.
@@ -311,7 +311,7 @@ def check_compiler(mode: str, device: torch.device) -> None:
 
 @dataclass
 class CompileCounts:
-    """What was compiled and how often it ran."""
+    """Counts what was compiled and how often it ran."""
 
     plans: int = 0  # plans that were compiled
     seconds: float = 0.0  # time that compiling and measuring took [s]
@@ -324,7 +324,7 @@ class CompileCounts:
 
 
 class CompiledPass(NamedTuple):
-    """A compiled pass, and the columns whose gradients it returns behind the losses."""
+    """Holds a compiled pass, and the columns whose gradients it returns behind the losses."""
 
     run: Callable[..., Sequence[Tensor]]
     runs: list[ColumnRun]
@@ -566,7 +566,7 @@ class Compilations:
 
 
 def graphs() -> int:
-    """Graphs that torch.compile has made in this process; 0 where it was never loaded."""
+    """Count the graphs that torch.compile has made in this process; 0 where it was never loaded."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
 

@@ -1,4 +1,4 @@
-"""The data of a population: examples resident on the device, and the order in which each row sees them.
+"""Hold the data of a population: examples on the device, and the order in which each row sees them.
 
 E rows, n of them in a part, I data sets, N examples of the largest, B batch. Images (C, H, W) are stored with their
 channels last in memory, and as bytes if they were given as bytes.
@@ -32,7 +32,7 @@ LISTED = 2**16
 
 
 class RowExamples(NamedTuple):
-    """A split of every row. Rows with fewer examples or narrower inputs than others are padded with 0."""
+    """Holds a split of every row. Rows with fewer examples or narrower inputs than others are padded with 0."""
 
     x: Batch  # leaves (E, N, ...)
     y: Tensor  # (E, N, ...)
@@ -96,9 +96,9 @@ def stack_splits(
 
 
 class Orders:
-    """The order in which each row sees its examples, batch by batch.
+    """Draws the order in which each row sees its examples, batch by batch.
 
-    It is a permutation keyed by (seed, instance, episode, epoch). Rows of one instance therefore share it, and it does not
+    The order is a permutation keyed by (seed, instance, episode, epoch). Rows of one instance share it, and it does not
     depend on the number of rows. Each epoch gives a row the same number of full batches; the examples that are left over differ
     from epoch to epoch. More than `LISTED` examples have an order that is computed for each batch and not held.
     """
@@ -174,7 +174,7 @@ class Orders:
 
 
 class SharedBatchIterator:
-    """Batches for all rows at once, from train splits on the device, or from a source of which each batch is read.
+    """Yields batches for all rows at once, from train splits on the device, or from a source of which each batch is read.
 
     `Orders` says which examples a row has in a batch. The position is one counter, `batch`; a resume only sets this counter.
     """
@@ -334,7 +334,7 @@ class SharedBatchIterator:
 
 
 def draws(keys: Indices, count: int, device: torch.device) -> Tensor:
-    """(n,) keys -> (n, count) int64 draws: hashes of (key, index), computed on the device without copies to the host."""
+    """Map (n,) keys -> (n, count) int64 draws: hashes of (key, index), computed on the device without copies to the host."""
     return mix(torch.from_numpy(keys).to(device, non_blocking=True)[:, None] ^ mix(torch.arange(count, device=device)))
 
 

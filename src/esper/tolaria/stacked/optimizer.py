@@ -20,7 +20,7 @@ Update = Callable[[Tensor | None], None]
 
 
 class AdamW:
-    """AdamW with betas .9 and .999 and eps 1e-8; each row has its own step count t.
+    """Updates rows by AdamW with betas .9 and .999 and eps 1e-8; each row has its own step count t.
 
         m_t = b1 m + (1 - b1) g        v_t = b2 v + (1 - b2) g^2
         p_t = (1 - lr wd) p - lr / (1 - b1^t) * m_t / (sqrt(v_t / (1 - b2^t)) + eps)
@@ -55,11 +55,11 @@ class AdamW:
 
 
 class SGD:
-    """SGD with momentum.
+    """Updates rows by SGD with momentum.
 
         b_t = momentum b + g + wd p        p_t = p - lr b_t
 
-    The same as torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
+    The rule is that of torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
     """
 
     moments: tuple[str, ...] = ("momentum",)
@@ -92,7 +92,7 @@ class StackedOptimizer:
 
 
 class Updates:
-    """The next updates of some rows of a stack; what is the same for all updates is looked up once."""
+    """Makes the next updates of some rows of a stack; what is the same for all updates is looked up once."""
 
     def __init__(self, stack: Stack, rows: slice, rule: AdamW | SGD, max_grad_norm: float | None) -> None:
         trained = slice(0, stack.trained)
@@ -165,7 +165,7 @@ SCALE, TRACKER = "loss_scale", "growth_tracker"
 
 
 class GradScaler:
-    """Scale the loss of each row of a population by a number of its own, so that small gradients do not vanish in float16.
+    """Scales the loss of each row of a population by a number of its own, so that small gradients do not vanish in float16.
 
     The rule is that of `torch.amp.GradScaler` with its defaults: a scale begins at 65536; an update whose gradients are not
     finite in the host of a row, or in one of its seeds, is skipped for this row and halves its scale; 2000 updates
@@ -207,7 +207,7 @@ class GradScaler:
 
 
 class RowGroup(NamedTuple):
-    """Rows of a stack that the optimizer moves in this step."""
+    """Holds rows of a stack that the optimizer moves in this step."""
 
     updates: Updates
     envs: Indices  # (n,) the row of the population that each belongs to
@@ -217,14 +217,14 @@ class RowGroup(NamedTuple):
 
 
 class SkippedUpdates(NamedTuple):
-    """The updates of a step that were skipped, because gradients of the row overflowed in float16; on the device."""
+    """Counts the updates of a step that were skipped, as gradients of the row overflowed in float16; on the device."""
 
     updates: Tensor  # (E,) float32 how many
     lost: Tensor  # (E,) bool whether gradients overflowed at a scale of at most 1, which no smaller scale mends
 
 
 class StepUpdates:
-    """Make the updates of all groups in a step, and add their norms to the sums.
+    """Makes the updates of all groups in a step, and adds their norms to the sums.
 
     With a scaler, a row skips an update if a gradient of its host, or of one of its seeds, is not finite. Norms are then means
     over the updates that a row has made: nan if it has made none, and inf if it is lost.

@@ -74,7 +74,7 @@ from esper.tolaria.stacked.optimizer import (
 
 
 class ResidentData:
-    """The problems of R rows, on the device: train splits, and the examples that rows are measured on.
+    """Holds the problems of R rows, on the device: train splits, and the examples that rows are measured on.
 
     A problem that several instances share is held once. instance (R,): key of the instance of each row. feed: batches of the
     train splits. fit: examples for the sensors. fresh: examples for certified keeps. set_aside: for each row, digests (N,) of its
@@ -188,7 +188,7 @@ def sound_splits(splits: Sequence[Split], task: AnyTask, config: Config) -> list
 
 
 class StepStatistics(NamedTuple):
-    """The figures that the training of a step accumulated, on the device."""
+    """Holds the figures that the training of a step accumulated, on the device."""
 
     loss: Tensor  # (R,) mean training loss over the step's batches
     gradient_norm: Tensor  # (R,) gradient norm of the hosts, mean over the step's optimizer steps
@@ -202,7 +202,7 @@ class StepStatistics(NamedTuple):
 
 
 class PassLoss(NamedTuple):
-    """Outputs of n rows of a pass, and what their loss is computed from."""
+    """Holds outputs of n rows of a pass, and what their loss is computed from."""
 
     output: Tensor  # (n, B, ..., C)
     target: Tensor  # (n, B, ...)
@@ -226,7 +226,7 @@ def share(passes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class TapedLoss(NamedTuple):
-    """The loss of a pass on a tape, as its gradients, which have the bits of those of autograd."""
+    """Holds the loss of a pass on a tape, as its gradients, which have the bits of those of autograd."""
 
     tape: PassTape
     gradients: list[tuple[Tensor, Tensor]]  # results of the pass, each with its gradient
@@ -277,7 +277,7 @@ def differentiated(objective: Objective, output: Tensor, target: Tensor) -> Diff
 
 
 class StackedPopulation:
-    """R hosts and their seeds in training; implements `tolaria.population.TaskPopulation`."""
+    """Trains R hosts and their seeds; implements `tolaria.population.TaskPopulation`."""
 
     def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
         """`instance` (E,) names the instances. Raises InputError if the task, the config and the device do not fit together."""
@@ -809,7 +809,7 @@ def taught_streams(data: ResidentData, body: Body) -> list[IntactStreams]:
 
 
 def _streams(problem: Instance, data: ResidentData, body: Body) -> list[tuple[Tensor, Tensor]] | None:
-    """The stream and the segment's input at every slot of an intact network, (N, P, C) each at P positions; None without one."""
+    """Return the stream and the segment's input at every slot of an intact network, (N, P, C) each at P positions, or None."""
     if problem.intact is None:
         return None
     host, x = problem.intact()
@@ -833,7 +833,7 @@ def _streams(problem: Instance, data: ResidentData, body: Body) -> list[tuple[Te
 
 
 def _padded(parts: Sequence[Tensor | None], most: int, width: int) -> list[Tensor]:
-    """Streams (N, P, C) of several networks -> (most * P, width) each, with 0 added; nan everywhere for None."""
+    """Pad streams (N, P, C) of several networks -> (most * P, width) each, with 0 added; nan everywhere for None."""
     positions = next(part.shape[1] for part in parts if part is not None)
     width = max(width, 1)
     return [

@@ -45,7 +45,7 @@ PATIENCE = 5.0
 
 
 class SourceBatch(NamedTuple):
-    """A batch of every row, on the CPU."""
+    """Holds a batch of every row, on the CPU."""
 
     x: Batch  # leaves (n, ...) of the examples that the rows need, each once
     y: Tensor  # (n, ...)
@@ -169,7 +169,7 @@ def _leave() -> None:
 
 
 class _Reading:
-    """Batches that are read one after the other, in one thread at a time."""
+    """Reads batches one after the other, in one thread at a time."""
 
     def __init__(self, batches: Generator[SourceBatch, None, None], first: int) -> None:
         self.batches, self.first, self.next = (
