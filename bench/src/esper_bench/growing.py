@@ -1,4 +1,4 @@
-"""The game `grow-unknown`: healthy networks that train from scratch and are stopped at a compute that nobody knows before.
+"""Play the game `grow-unknown`: healthy networks train from scratch and are stopped at a compute that nobody knows before.
 
     J = sum over computes c of P(stop at c) * (metric(c) - rent * ln(1 + added(c) / host))
 
@@ -63,7 +63,7 @@ class _Draw(IntEnum):
 
 
 class Facts(NamedTuple):
-    """What a key stands for.
+    """Says what a key stands for.
 
     Attributes:
         problem (Problem): the problem, of any family of `healing.data`
@@ -168,7 +168,7 @@ def at_stop(outcome: Outcome, metric: Floats, config: RewardConfig) -> Component
 
 
 class AtStops:
-    """The reward of the game, which sums to J on the probe split over an episode: `--reward esper_bench.growing:AtStops`."""
+    """Rewards so that the sum over an episode is J on the probe split: `--reward esper_bench.growing:AtStops`."""
 
     def __init__(self, config: RewardConfig) -> None:
         self.config = config

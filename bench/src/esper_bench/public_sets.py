@@ -1,4 +1,4 @@
-"""Public data sets that Debian packages bring, read from their files."""
+"""Read public data sets that Debian packages bring, from their files."""
 
 import gzip
 import struct

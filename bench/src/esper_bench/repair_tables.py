@@ -1,4 +1,4 @@
-"""The mixture 'repair-tables': small tables of scikit-learn on the hosts of `repair`, sampled by key."""
+"""Make the mixture 'repair-tables': small tables of scikit-learn on the hosts of `repair`, sampled by key."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ _DRAW = 1000  # of the table; the draws of `repair` come before it
 
 @dataclass(frozen=True)
 class Facts:
-    """What a key stands for, without its data.
+    """Says what a key stands for, without its data.
 
     Attributes:
         key (int): key of the instance

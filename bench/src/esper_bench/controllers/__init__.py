@@ -1,1 +1,1 @@
-"""Rules and fitted models that place all seeds at once, by growth sensors."""
+"""Places all seeds at once, by growth sensors: rules and fitted models."""

@@ -1,4 +1,4 @@
-"""A contextual bandit over plans: Bayesian linear models of their gains, with exploration while it learns. E environments.
+"""Choose plans by a contextual bandit: Bayesian linear models of their gains, with exploration. E environments.
 
 A context is the features of a slot, which are free of the size of the host. F features, D = F + 1 with a constant.
 """
@@ -29,7 +29,7 @@ PRIOR, NOISE, CLIP = 1.0, 0.1, 4.0
 
 
 class Linear(NamedTuple):
-    """The posterior of w in gain = w . x + noise, with the prior N(0, NOISE^2 / PRIOR) and noise N(0, NOISE^2).
+    """Holds the posterior of w in gain = w . x + noise, with the prior N(0, NOISE^2 / PRIOR) and noise N(0, NOISE^2).
 
     Attributes:
         covariance ((D, D) array): C; the covariance of w is NOISE^2 C

@@ -1,4 +1,4 @@
-"""Regression trees as arrays: fitted with scikit-learn, kept in one safetensors file, evaluated with NumPy. T trees, N nodes.
+"""Evaluate regression trees as arrays: fitted with scikit-learn, kept in one safetensors file. T trees, N nodes.
 
 A file holds no code and no pickle. `load_forests` checks that every path ends in a leaf.
 """
@@ -25,7 +25,7 @@ EPISODES = "episodes"
 
 
 class Forest(NamedTuple):
-    """Trees whose mean is a prediction. A node sends a row to `left` where its feature is at most the threshold.
+    """Predicts by the mean of trees. A node sends a row to `left` where its feature is at most the threshold.
 
     Attributes:
         roots ((T,) int32): the first node of each tree
@@ -56,7 +56,7 @@ class Forest(NamedTuple):
 
 
 class Forests(NamedTuple):
-    """What a file holds.
+    """Holds the content of a file.
 
     Attributes:
         features (F names): the columns that the trees read

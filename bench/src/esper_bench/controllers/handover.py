@@ -1,4 +1,4 @@
-"""Controllers that leave some environments to the rule `heuristic`, which decides over time. E environments, S slots."""
+"""Leave some environments to the rule `heuristic`, which decides over time. E environments, S slots."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ HANDED = Plan("heuristic")
 
 
 class SkipWhereWeak(Rule):
-    """`heuristic`, but a `skip-mlp` at the last slot comes first in environments whose menu and budget allow it.
+    """Decides as `heuristic`, but a `skip-mlp` at the last slot comes first where the menu and budget allow it.
 
     Nothing is planted there for `wait` steps. If the relative metric is then below `plant_below`, the skip is planted. From then
     on `heuristic` decides, and judges the skip like any other seed. Where the skip is not allowed, or a seed that is planted
@@ -93,7 +93,7 @@ class SkipWhereWeak(Rule):
 
 
 class Handover(Placement):
-    """Base of placements that pick HANDED for some environments, which `rule` then decides for in every step.
+    """Picks HANDED for some environments, which `rule` then decides for in every step: a base of placements.
 
     The rule sees the other environments as ones where nothing is allowed but to wait, and so does the placement with those of
     the rule. Without a rule it is a placement like any other.

@@ -1,4 +1,4 @@
-"""Features of the slots of a host before the first step, free of its size. E environments, S slots, F features.
+"""Compute features of the slots of a host before the first step, free of its size. E environments, S slots, F features.
 
 All are shares, ratios, differences of logarithms and ranks within the host, so that what was fitted on hosts of one width and
 depth can be used on others.

@@ -1,4 +1,4 @@
-"""Controllers that read the host once, plant all their seeds in the first step, and keep them.
+"""Read the host once, plant all seeds in the first step, and keep them: controllers of this kind.
 
 E environments, S slots, P choices.
 """
@@ -36,7 +36,7 @@ ONCE = 2**31 - 1
 
 
 class Picks(NamedTuple):
-    """What is planted in each environment.
+    """Says what is planted in each environment.
 
     Attributes:
         plans (E Plans): the plan of each environment
@@ -50,7 +50,7 @@ class Picks(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """One of several plans that an environment may get.
+    """Holds one of several plans that an environment may get.
 
     Attributes:
         plan (Plan): the plan
@@ -68,7 +68,7 @@ Ranking = Sequence[Sequence[Choice]]
 
 
 class Placement(Rule):
-    """Base of controllers that choose at the first decision of an episode, plant in that step, and keep what they planted.
+    """Chooses at the first decision of an episode, plants in that step, and keeps what it planted: a base of controllers.
 
     Each environment plants the first choice of every slot that the engine accepts. Seeds are advanced and fossilized as soon as
     their gates pass. The decisions of all slots are made in one step (`Controller.further`); where a loop does not ask for

@@ -1,4 +1,4 @@
-"""Named ways to place seeds in a trained host, of which a controller chooses one. E environments, S slots, P choices.
+"""Name ways to place seeds in a trained host, of which a controller chooses one. E environments, S slots, P choices.
 
 A plan is free of the size of the host: it names what it plants relative to one slot or several, or at all slots.
 """
@@ -17,7 +17,7 @@ RANKS = ("bypass-rank-8", "bypass-rank-4", "bypass-rank-2", "bypass-rank-1")
 
 
 class Plan(NamedTuple):
-    """What to plant.
+    """Says what to plant.
 
     Attributes:
         name (str): name of the plan
@@ -108,7 +108,7 @@ def wished(space: Space, plan: Plan, slot: Ints) -> Ints:
 
 
 class Placed(NamedTuple):
-    """A plan at a slot.
+    """Holds a plan at a slot.
 
     Attributes:
         plan (Plan): the plan

@@ -1,4 +1,4 @@
-"""The rule `regrow`, which moves the budget of parameters from seed to seed. E environments, S slots."""
+"""Move the budget of parameters from seed to seed: the rule `regrow`. E environments, S slots."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The rule `sites`, for hosts of which one block is damaged, or several. E environments, S slots."""
+"""Place seeds in hosts of which one block is damaged, or several: the rule `sites`. E environments, S slots."""
 
 from types import MappingProxyType
 

@@ -1,4 +1,4 @@
-"""The controller `shipped`: a rule and fitted trees, in versions with a card each. E environments, S slots, O options."""
+"""Combine a rule and fitted trees in `shipped`, in versions with a card each. E environments, S slots, O options."""
 
 import hashlib
 import json
@@ -35,7 +35,7 @@ MARGIN = 0.02
 
 
 class Option(NamedTuple):
-    """A plan at a slot; -1 for one that has no slot."""
+    """Names a plan at a slot; -1 for one that has no slot."""
 
     plan: Plan
     slot: int = -1

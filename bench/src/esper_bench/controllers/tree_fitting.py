@@ -1,4 +1,4 @@
-"""Fitting the trees of the controller `tree`. n hosts, S slots, F features."""
+"""Fit the trees of the controller `tree`. n hosts, S slots, F features."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""A controller of fitted trees: it plants what the trees expect most of, from sensors before the first step. E environments."""
+"""Plant what fitted trees expect most of, from sensors before the first step. E environments."""
 
 from pathlib import Path
 

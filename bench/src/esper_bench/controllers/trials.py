@@ -1,4 +1,4 @@
-"""The controllers `trials:RULE`: the first candidates of a rule grow in copies of the network, and the best is planted.
+"""Try the first candidates of a rule in copies of the network, and plant the best: the controllers `trials:RULE`.
 
 E environments, n candidates.
 """

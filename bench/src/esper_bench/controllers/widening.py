@@ -1,4 +1,4 @@
-"""Controllers of the game `grow-unknown`: plans, and rules by narrow blocks, gradients, examples seen and the slope of the loss.
+"""Play `grow-unknown`: plans, and rules by narrow blocks, gradients, examples seen and the slope of the loss.
 
 E environments, S slots.
 """
@@ -20,7 +20,7 @@ from esper_bench.controllers.placement import ONCE
 
 
 class Planting(Rule):
-    """Base of controllers that plant seeds which act at once, and keep them.
+    """Plants seeds which act at once, and keeps them: a base of controllers.
 
     A subclass says in `wish` what is to be planted now. Of several slots the one with the least `order` comes first, and what
     the engine refuses is not tried again in the episode.
@@ -94,7 +94,7 @@ class Planned(Planting):
 
 
 class Narrowest(Planting):
-    """Base of rules that widen one block after another, the one that loses the most directions before the first step first.
+    """Widens one block after another, first the one that loses the most directions before the first step: a base of rules.
 
     How many directions a stream has is its participation ratio (`participation`). A block of few hidden units leaves few of those
     that it reads.

@@ -1,1 +1,1 @@
-"""Opponents of an evaluation, and the search for the best fixed plan."""
+"""Adds opponents to an evaluation, and searches for the best fixed plan."""

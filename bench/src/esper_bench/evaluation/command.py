@@ -1,4 +1,4 @@
-"""`esper opponents`: controllers compared with opponents on held-out instances."""
+"""Compare controllers with opponents on held-out instances: `esper opponents`."""
 
 from functools import partial
 from typing import Annotated, Any

@@ -18,7 +18,7 @@ PLACED = ("uniform", "participation", "inner-use")
 
 
 class Reference(NamedTuple):
-    """An opponent on a task of its own, whose instances have the keys of those of the evaluated task.
+    """Names an opponent on a task of its own, whose instances have the keys of those of the evaluated task.
 
     Attributes:
         task (callable): returns the task, as `heal_unfrozen`
@@ -34,7 +34,7 @@ NO_REFERENCES: Mapping[str, Reference] = MappingProxyType({})
 
 
 class Opponents(NamedTuple):
-    """The opponents of an evaluation on one task, beside the rules and the best fixed plan, which always take part.
+    """Names the opponents of an evaluation on one task, beside the rules and the best fixed plan, which always take part.
 
     Attributes:
         rules (names): built-in controllers

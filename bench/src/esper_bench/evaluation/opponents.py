@@ -1,4 +1,4 @@
-"""The opponents that an evaluation adds: which take part, with which search budget, and how they are made."""
+"""Enter the opponents of an evaluation: which take part, with which search budget, and how they are made."""
 
 import hashlib
 import itertools
@@ -31,7 +31,7 @@ LEAST = 32
 
 
 class Budget(NamedTuple):
-    """The search budget of the opponents.
+    """Holds the search budget of the opponents.
 
     Attributes:
         episodes (int): number of episodes
@@ -45,7 +45,7 @@ class Budget(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """The opponents that take part on one task.
+    """Lists the opponents that take part on one task.
 
     Attributes:
         rules (contenders): built-in controllers

@@ -1,4 +1,4 @@
-"""The fixed plans of a menu: what a search for the best one tries, in a declared order. E environments."""
+"""List the fixed plans of a menu: what a search for the best one tries, in a declared order. E environments."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ Part = tuple[int, int]
 
 
 class Candidate(NamedTuple):
-    """A fixed plan, or a schedule.
+    """Describes a fixed plan, or a schedule.
 
     Attributes:
         name (str): what it does, in words
@@ -140,7 +140,7 @@ def abreast(candidates: Sequence[Candidate], name: str, config: Config) -> Contr
 
 
 class _Schedules(Rule):
-    """Several schedules, each for an equal share of the environments."""
+    """Carries out several schedules, each for an equal share of the environments."""
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self.schedules = schedules

@@ -50,7 +50,7 @@ LEAST = 8
 
 
 class Found(NamedTuple):
-    """The best fixed plan, and the cost of the search.
+    """Holds the best fixed plan, and the cost of the search.
 
     Attributes:
         best (Candidate): the plan
@@ -121,7 +121,7 @@ def search_plans(
 
 
 class Stage(NamedTuple):
-    """What a stage of a search found.
+    """Says what a stage of a search found.
 
     Attributes:
         order ((n,) int64 array): the candidates that were grown, the best first
@@ -229,7 +229,7 @@ def halve(arms: NDArray[np.int64], steps: Sequence[tuple[int, int]], grow: Grow)
 
 
 class _Field(NamedTuple):
-    """What is grown in a search; see `search_plans`."""
+    """Grows the candidates of a search; see `search_plans`."""
 
     task: AnyTask
     settings: Sequence[Mapping[str, Any]]

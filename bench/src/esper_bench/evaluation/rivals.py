@@ -36,7 +36,7 @@ _ALIKE = {NONE.name: RULES[0], UNIFORM.name: "uniform"}
 
 
 class Opposition(Rivals):
-    """The best fixed plan, which always takes part, and the opponents that a task declares (`opponents_of`).
+    """Enters the best fixed plan, which always takes part, and the opponents that a task declares (`opponents_of`).
 
     names: those that take part; None for all. search_episodes: the search budget of the best fixed plan and of fitted trees;
     None takes that of the controllers, or `plan_search.EPISODES`. declared: opponents by the name of a task, for tasks of one's

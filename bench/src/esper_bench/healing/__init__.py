@@ -1,1 +1,1 @@
-"""Damaged networks to heal: hosts, damage, data and corrections in closed form."""
+"""Makes damaged networks to heal: hosts, damage, data and corrections in closed form."""

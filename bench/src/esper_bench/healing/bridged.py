@@ -1,4 +1,4 @@
-"""Hosts whose blocks have a skip connection or have none, for vectors and for images: what the tasks `heal` damage."""
+"""Build hosts whose blocks have a skip connection or none, for vectors and for images: what the tasks `heal` damage."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from esper.tasks.hosts.feedforward import MLP, SCALE, check_sizes, checked_flags
 
 
 class Bridged(nn.Sequential):
-    """y = skip * x + f(x): without a path around f at skip 0, and residual at skip 1. f is the modules in order.
+    """Computes y = skip * x + f(x): without a path around f at skip 0, residual at skip 1. f is the modules in order.
 
     The skip is a buffer, so the rows of one stack can have different skips. Padded features stay 0. It stacks unless f
     has convolutions.
@@ -40,7 +40,7 @@ class Bridged(nn.Sequential):
 
 @dataclass(frozen=True)
 class BridgedMLP:
-    """A factory of networks whose blocks have a skip connection or have none, and which may be frozen.
+    """Makes networks whose blocks have a skip connection or have none, and which may be frozen.
 
         segment k + 1:  skips[k] * x + f(x),  f = Linear(width -> hidden[k]), ReLU, Linear(hidden[k] -> width)
 
@@ -101,7 +101,7 @@ class BridgedMLP:
 
 @dataclass(frozen=True)
 class BridgedCNN:
-    """A factory of convolutional networks (B, C, H, W) -> (B, outputs) of one resolution, with and without skip connections.
+    """Makes convolutional networks (B, C, H, W) -> (B, outputs) of one resolution, with and without skip connections.
 
         segment 0:      Conv 3x3 (C -> width), MaxPool 2                                               then slot "embed"
         segment k + 1:  skips[k] * x + f(x),

@@ -1,4 +1,4 @@
-"""Damage to the trained transformers of the task `heal-bytes`, and to the text that they read.
+"""Damage the trained transformers of the task `heal-bytes`, and the text that they read.
 
 Kinds, severities and places are drawn as in `damage`: segment 0 is the embedding, 1 to K are the layers, and K + 1 is the head,
 which shares its weights with the embedding. A layer is damaged in its attention, in its hidden layer, or in both.
@@ -22,7 +22,7 @@ COMMON = 48
 
 
 class Half(StrEnum):
-    """A half of a layer, or both."""
+    """Names the halves of a layer, and both."""
 
     ATTENTION = "attention"
     HIDDEN = "hidden"

@@ -1,4 +1,4 @@
-"""The trained transformers of the task `heal-bytes`, and the folder that keeps them. G hosts of one group.
+"""Train the transformers of the task `heal-bytes`, and keep them in a folder. G hosts of one group.
 
 The hosts of a group are trained at once, when one of them is first asked for. A group is a file in the cache folder, and is
 trained again where the file is missing.

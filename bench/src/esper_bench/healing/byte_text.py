@@ -1,4 +1,4 @@
-"""The text of the task `heal-bytes`: modules of Python's standard library, as 96 symbols, in four parts that share no file.
+"""Read the text of the task `heal-bytes`: modules of Python's standard library, as 96 symbols, in four disjoint parts.
 
 N windows of L symbols.
 """

@@ -1,4 +1,4 @@
-"""Low-rank corrections of damaged linear maps in closed form, from the intact weights: an opponent of seeds.
+"""Correct damaged linear maps at low rank in closed form, from the intact weights: an opponent of seeds.
 
 N examples, O outputs and I inputs of a map. Weights are (O, I), as of torch.nn.Linear; the weight of a convolution is flattened
 to it, and each patch that it reads is an example. A bias counts as the weight of an input that is always 1, so a map with a bias
@@ -21,7 +21,7 @@ NEGLIGIBLE = 1e-9
 
 
 class Correction(NamedTuple):
-    """The correction of one map, its ranks in the order of what they restore. R ranks.
+    """Holds the correction of one map, its ranks in the order of what they restore. R ranks.
 
     Attributes:
         out ((O, R) tensor): orthonormal directions of the outputs

@@ -1,4 +1,4 @@
-"""Damage to trained networks, and to the data that they read: what the task `heal` heals.
+"""Damage trained networks, and the data that they read: what the task `heal` heals.
 
 A weight is (outputs, inputs), as of torch.nn.Linear; that of a convolution is flattened to it. The
 segments of a host are numbered as in `SegmentedHost`: 0 is the embedding, 1 to K are the blocks, K + 1 is the last layer.
@@ -22,7 +22,7 @@ from esper_bench.healing.bridged import Bridged
 
 
 class DamageKind(StrEnum):
-    """What is wrong."""
+    """Names what can be wrong."""
 
     PRUNED = "pruned"  # hidden units of a block are cut off
     LOW_RANK = "low-rank"  # weights are replaced by their best approximation of a low rank
@@ -113,7 +113,7 @@ _CODES = {draw: code for code, draw in enumerate(DamageDraw)}
 
 @dataclass(frozen=True)
 class Damage:
-    """A damage, from which every weight and example that it changes follows.
+    """Describes a damage, from which every weight and example that it changes follows.
 
     Attributes:
         kind (DamageKind): what is wrong

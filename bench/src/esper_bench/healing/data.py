@@ -1,4 +1,4 @@
-"""The problems on which the hosts of the task `heal` are trained: digits, and five synthetic families.
+"""Draw the problems on which the hosts of the task `heal` are trained: digits, and five synthetic families.
 
 N examples, D features, C classes. Every random number is a hash of the number of the host, so a problem is reproducible.
 """
@@ -47,7 +47,7 @@ OTHER = range(FINAL.stop, FINAL.stop + 2**16)
 
 
 class Part(IntEnum):
-    """A set of examples of one problem. No two sets share an example; the values are part of keys."""
+    """Names the sets of examples of one problem. No two sets share an example; the values are part of keys."""
 
     HOST = 0  # the host is trained on them, and heals on the first HEALING of them
     SOUND = 1  # decide whether the trained host is sound
@@ -91,7 +91,7 @@ class Draw(IntEnum):
 
 @dataclass(frozen=True)
 class Problem:
-    """A classification problem, without its examples.
+    """Describes a classification problem, without its examples.
 
     Attributes:
         number (int): number of the host that is trained on it, the key of all draws

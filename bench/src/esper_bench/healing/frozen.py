@@ -1,4 +1,4 @@
-"""Repairs of one damaged network whose weights stay frozen: the opponents of seeds, on instances of `heal` and its kin."""
+"""Repair one damaged network whose weights stay frozen: the opponents of seeds, on instances of `heal` and its kin."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ BEST, BEST_TAUGHT = "the best of these on the probe", "the best of all on the pr
 
 
 class Repair(NamedTuple):
-    """The metric on the test split, and the parameters that a repair trains or adds, as a share of those of the host."""
+    """Holds the metric on the test split, and the parameters that a repair trains or adds, as a share of those of the host."""
 
     metric: float
     added: float

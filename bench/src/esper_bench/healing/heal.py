@@ -1,4 +1,4 @@
-"""The mixture 'heal': trained networks that were damaged, to be repaired by a few cheap seeds and a little data."""
+"""Make the mixture 'heal': trained networks that were damaged, to be repaired by a few cheap seeds and a little data."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -88,7 +88,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Facts:
-    """What a key stands for, without its data and its weights.
+    """Says what a key stands for, without its data and its weights.
 
     Attributes:
         key (int): key of the instance
@@ -114,7 +114,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class DamagedHost:
-    """A factory of copies of one trained and damaged host. The first call reads the weights, or trains them (`healing_hosts`).
+    """Copies one trained and damaged host. The first call reads the weights, or trains them (`healing_hosts`).
 
     With `redrawn`, dead units are drawn anew, from torch's generator.
     """
@@ -148,7 +148,7 @@ class DamagedHost:
 
 @dataclass(frozen=True)
 class CorrectedHost:
-    """A factory of copies of one damaged host whose maps were corrected from the intact weights (`closed_form`).
+    """Copies one damaged host whose maps were corrected from the intact weights (`closed_form`).
 
     The inputs of the maps are those of the intact host on the healing examples. A removed block has no map to correct.
 

@@ -1,4 +1,4 @@
-"""The mixture 'heal-bytes': trained transformers that were damaged, to be repaired by a few cheap seeds and a little text."""
+"""Make the mixture 'heal-bytes': trained transformers that were damaged, to be repaired by a few cheap seeds and some text."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 
 @dataclass(frozen=True)
 class ByteFacts:
-    """What a key stands for, without its text and its weights.
+    """Says what a key stands for, without its text and its weights.
 
     Attributes:
         key (int): key of the instance, and of the places of its windows
@@ -78,7 +78,7 @@ class ByteFacts:
 
 @dataclass(frozen=True)
 class DamagedTransformer:
-    """A factory of copies of one trained and damaged host. The first call reads the weights, or trains them (`byte_hosts`)."""
+    """Copies one trained and damaged host. The first call reads the weights, or trains them (`byte_hosts`)."""
 
     number: int
     damage: Damage
@@ -102,7 +102,7 @@ class DamagedTransformer:
 
 @dataclass(frozen=True)
 class CorrectedTransformer:
-    """A factory of copies of one damaged host whose linear maps were corrected from the intact weights (`closed_form`).
+    """Copies one damaged host whose linear maps were corrected from the intact weights (`closed_form`).
 
     The inputs of the maps are those of the intact host on the healing text. The vectors of the tokens are not corrected.
 

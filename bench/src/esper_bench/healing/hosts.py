@@ -1,4 +1,4 @@
-"""The trained hosts of the tasks `heal`, and the folders that keep them. G hosts of one group, B examples.
+"""Train the hosts of the tasks `heal`, and keep them in folders. G hosts of one group, B examples.
 
 A `HostSet` names the hosts of one kind. Hosts are trained in groups of GROUP, at once, when a host of the group is first asked
 for. A group is a file in the cache folder, and is trained again where the file is missing.
@@ -55,7 +55,7 @@ BridgedHost = BridgedMLP | BridgedCNN
 
 @dataclass(frozen=True)
 class HostSet:
-    """Trained hosts of one kind, by number, and the problems that they are trained on.
+    """Holds trained hosts of one kind, by number, and the problems that they are trained on.
 
     Attributes:
         name (str): name of the task that damages them, and of their folder

@@ -1,4 +1,4 @@
-"""The trained convolutional hosts of the task `heal-images`: handwritten digits of 8 x 8 pixels."""
+"""Train the convolutional hosts of the task `heal-images`: handwritten digits of 8 x 8 pixels."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Transformers whose ends can grow, the hosts of `heal-bytes`."""
+"""Build transformers whose ends can grow, the hosts of `heal-bytes`."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -16,7 +16,7 @@ from esper.tasks.hosts.sequential import TiedHead, Transformer
 
 
 class OneHotTokens(nn.Module):
-    """A vector of one 1 for each token: (B, L) int64 -> (B, L, vocabulary), of torch's default dtype or that of `unit`."""
+    """Makes a one-hot vector of each token: (B, L) int64 -> (B, L, vocabulary), of torch's default dtype or that of `unit`."""
 
     stacks = True
     unit: Tensor  # (1,), of the dtype of the host; stacked (E, 1)
@@ -32,7 +32,7 @@ class OneHotTokens(nn.Module):
 
 
 class TokenMap(nn.Module):
-    """The vectors of tokens that are given as `OneHotTokens`, and a vector of each position: what `Embedding` computes."""
+    """Computes what `Embedding` does, for tokens that are given as `OneHotTokens`: their vectors, and one of each position."""
 
     stacks = True
 
@@ -52,7 +52,7 @@ class TokenMap(nn.Module):
 
 @dataclass(frozen=True)
 class OpenTransformer(Transformer):
-    """A factory of `Transformer` hosts with slots at both ends, which may be frozen. Positions are learned.
+    """Makes `Transformer` hosts with slots at both ends, which may be frozen. Positions are learned.
 
         segment 0:      a vector of one 1 for each token
         segment 1:      the learned vector of each token, + one of each position                 then slot "embed"

@@ -1,4 +1,4 @@
-"""The game `heal-unknown`: damage at one to three blocks, of kinds that no training has shown, and a cap that can be moved.
+"""Play the game `heal-unknown`: damage at one to three blocks, of kinds that no training has shown, and a movable cap.
 
 The hosts are those of `heal` without skip connections, where the place of a seed matters. Their problems are the synthetic
 families: every digit has tested an instance of another task, and examples of a synthetic problem belong to one host alone.

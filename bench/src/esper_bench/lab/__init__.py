@@ -1,1 +1,1 @@
-"""Lab: test problems whose best policy is known, scripted exploits, and injected faults."""
+"""Tests controllers: problems whose best policy is known, scripted exploits, and injected faults."""

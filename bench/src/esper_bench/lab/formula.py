@@ -1,4 +1,4 @@
-"""A population whose scores are formulas of its seeds, so that nothing has to be trained. R rows, S slots, K blueprints.
+"""Compute the scores of a population as formulas of its seeds, so that nothing is trained. R rows, S slots, K blueprints.
 
 Stages, masks, gates, measurements and rewards work as in any population; only the scores of the networks are formulas.
 """
@@ -26,7 +26,7 @@ WIDTH = 16
 
 
 class Draw(NamedTuple):
-    """The random draws of an episode."""
+    """Holds the random draws of an episode."""
 
     kind: Ints  # (R,) index of the problem: instance modulo number of problems
     key: Ints  # (R,) random key of all other draws
@@ -34,7 +34,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Process:
-    """A growth process: its slots, its menu, and the formulas of its measurements."""
+    """Describes a growth process: its slots, its menu, and the formulas of its measurements."""
 
     name: str
     kinds: int  # number of problems, which have different best policies
@@ -48,7 +48,7 @@ class Process:
 
 
 class FormulaPopulation:
-    """R networks whose scores a process computes; implements `tolaria.population.Population`.
+    """Computes the scores of R networks by a process; implements `tolaria.population.Population`.
 
     Formulas have no sampling error, so all standard errors are 0. The loss is 1 - metric. Gradient norms fall
     with training time, and have no other meaning.
@@ -179,7 +179,7 @@ class FormulaPopulation:
 
 
 class _Kept:
-    """Snapshots of the seeds of every row; implements `tolaria.population.Keeper`."""
+    """Keeps snapshots of the seeds of every row; implements `tolaria.population.Keeper`."""
 
     def __init__(self, seeds: Seeds) -> None:
         self.seeds = seeds

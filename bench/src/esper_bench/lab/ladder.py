@@ -1,4 +1,4 @@
-"""A ladder of problems with known optima, from one slot to the full space of decisions, that a learner climbs. E environments.
+"""Let a learner climb a ladder of problems with known optima, from one slot to the full space of decisions. E environments.
 
     result = train("full", seed=0, rounds=40)       # a score a round: 0 for never growing, 1 for the optimum
 
@@ -37,7 +37,7 @@ OTHER = 1000
 
 
 class Planting(NamedTuple):
-    """What a plan does with one slot: plant, blend as soon as its gate allows it, and keep or prune."""
+    """Says what a plan does with one slot: plant, blend as soon as its gate allows it, and keep or prune."""
 
     slot: int
     blueprint: int
@@ -45,7 +45,7 @@ class Planting(NamedTuple):
 
 
 class Rung(NamedTuple):
-    """A problem of the ladder.
+    """Describes a problem of the ladder.
 
     Attributes:
         meaning (str): what has to be learnt
@@ -294,7 +294,7 @@ def score(name: str, policy: Policy, seed: int) -> float:
 
 
 class Climbed(NamedTuple):
-    """One training on a rung.
+    """Holds the figures of one training on a rung.
 
     Attributes:
         score (float): of the last round; 1 is the optimum

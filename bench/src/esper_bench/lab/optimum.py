@@ -1,4 +1,4 @@
-"""The optimum of a sandbox, by dynamic programming over the states of its seeds. E environments, S slots, K blueprints."""
+"""Find the optimum of a sandbox, by dynamic programming over the states of its seeds. E environments, S slots, K blueprints."""
 
 from typing import Any, NamedTuple
 
@@ -20,14 +20,14 @@ from esper_bench.lab.sandbox import Sandbox
 
 
 class Plan(NamedTuple):
-    """The best decisions at one step, in each of n reachable states."""
+    """Holds the best decisions at one step, in each of n reachable states."""
 
     code: Ints  # (n,) ascending codes of the states
     best: Ints  # (n, kinds + 1) index into `Solution.decisions`; the last column is the blind choice
 
 
 class Solution(NamedTuple):
-    """The best decisions and the best returns under the reward `delta`."""
+    """Holds the best decisions and the best returns under the reward `delta`."""
 
     decisions: Ints  # (D, 6) all decisions whose blend is ADD
     plans: tuple[Plan, ...]  # one per step
@@ -61,7 +61,7 @@ class Optimal(Rule):
 
 
 class _Edges(NamedTuple):
-    """The m possible decisions at one step, ordered by state; every field but `code` is (m,)."""
+    """Lists the m possible decisions at one step, ordered by state; every field but `code` is (m,)."""
 
     code: Ints  # (n,) ascending codes of the states that can be reached
     state: Ints  # index of the state in which a decision is made

@@ -1,4 +1,4 @@
-"""Problems whose best decisions are known: growth by formula, a bandit and a chain. E environments, S slots, K blueprints.
+"""Define problems of known best decisions: growth by formula, a bandit and a chain. E environments, S slots, K blueprints.
 
     sandbox = Sandbox(GROWTH, {"envs": 48, "seed": 1})
     view = sandbox.reset()
@@ -29,7 +29,7 @@ from esper_bench.lab.formula import Draw, FormulaPopulation, Process, trained_st
 
 
 class Sandbox(Engine[FormulaPopulation]):
-    """An engine whose E environments follow a process."""
+    """Plays E environments that follow a process."""
 
     def __init__(self, process: Process, *layers: Mapping[str, Any]) -> None:
         """`layers` of config override the settings of the process. Raises InputError on a bad key or value."""
@@ -41,7 +41,7 @@ class Sandbox(Engine[FormulaPopulation]):
 
 
 class Returns(Observer):
-    """Sum rewards over the steps of an episode. `earned` holds the sum (E,) of each reward by name."""
+    """Sums rewards over the steps of an episode. `earned` holds the sum (E,) of each reward by name."""
 
     def __init__(self, envs: int, rewards: Mapping[str, Reward]) -> None:
         self.rewards = rewards
@@ -83,7 +83,7 @@ def blindfolded(view: View) -> View:
 
 
 class Blindfolded(Controller):
-    """A client that gets views without measurements, but the true outcomes."""
+    """Passes views without measurements to a client, but the true outcomes."""
 
     def __init__(self, client: Controller) -> None:
         self.client = client

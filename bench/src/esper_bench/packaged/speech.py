@@ -1,4 +1,4 @@
-"""Speech or none: the network of silero-vad (MIT) for 16 kHz, with speech from Debian's espeak-ng in noise.
+"""Detect speech: the network of silero-vad (MIT) for 16 kHz, with speech from Debian's espeak-ng in noise.
 
 B windows of n chunks of 512 samples, C features.
 """
@@ -36,7 +36,7 @@ _DRAW = 2  # of the module, so that its keys are no other's
 
 
 class LSTM(nn.Module):
-    """An LSTM whose two maps are linear layers of their own, so that each can be damaged, and repaired, as one."""
+    """Computes an LSTM whose two maps are linear layers of their own, so that each can be damaged, and repaired, as one."""
 
     def __init__(self, reads: int, width: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class LSTM(nn.Module):
 
 
 class SpeechNetwork(nn.Module):
-    """The network of silero-vad over all chunks of a window at once: chunks are the last axis of its maps.
+    """Runs the network of silero-vad over all chunks of a window at once: chunks are the last axis of its maps.
 
     Its Fourier transform is fixed, and so a buffer.
     """

@@ -1,1 +1,1 @@
-"""Streams of data that change: networks that are scored on each batch before they train on it, and what they store and reuse."""
+"""Plays streams of data that change: networks are scored on each batch before they train on it, and store and reuse parts."""

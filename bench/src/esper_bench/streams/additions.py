@@ -1,4 +1,4 @@
-"""What known methods add to the training of a network: replay, elastic weight consolidation, replacement of units. N streams."""
+"""Add known methods to the training of a network: replay, elastic weight consolidation, replacement of units. N streams."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ DARKEST, BRIGHTEST = -1.5, 3.0
 
 
 class Replay:
-    """Each batch is trained on together with examples of the past, from a reservoir of bytes.
+    """Trains on each batch together with examples of the past, from a reservoir of bytes.
 
     Of every batch the first `offered` examples enter the reservoir, as Vitter, "Random sampling with a reservoir", 1985,
     algorithm R. Features are stored as one byte each, labels as one byte.
@@ -76,7 +76,7 @@ class Replay:
 
 
 class Consolidation:
-    """Elastic weight consolidation: weights that mattered before an alarm are pulled back to their values there.
+    """Pulls weights that mattered before an alarm back to their values there: elastic weight consolidation.
 
         g += strength * F * (p - anchor),   F = .9 F + mean over the updates between two alarms of B * g^2
 
@@ -126,7 +126,7 @@ class Consolidation:
 
 
 class Replacement:
-    """Continual backpropagation: hidden units of little use are drawn anew, at a rate of `rate` units for each unit and update.
+    """Draws hidden units of little use anew, at `rate` units for each unit and update: continual backpropagation.
 
     The utility of a unit is a running mean of |activation| times the sum of |outgoing weights|. Only units that are older than 30
     updates are replaced. A new unit has no effect: its outgoing weights are 0, and the mean effect of the old unit goes to the

@@ -1,4 +1,4 @@
-"""Alarms: signs that the data of a stream have changed, from the losses of batches before training on them. N streams."""
+"""Raise alarms where the data of a stream have changed, from the losses of batches before training on them. N streams."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ REST = 4
 
 
 class Alarm(NamedTuple):
-    """The loss of each stream since its last alarm.
+    """Tracks the loss of each stream since its last alarm.
 
     An alarm is a loss above the running mean e by more than max(.6, 3 sqrt(v)). With the factor b = .7,
 
@@ -58,7 +58,7 @@ def heard(alarm: Alarm, loss: Floats) -> tuple[Alarm, Bools]:
 
 
 class InputShift:
-    """How far the mean of a batch is from the mean of the inputs since the last alarm, for N streams of D features."""
+    """Measures how far the mean of a batch is from that of inputs since the last alarm, for N streams of D features."""
 
     def __init__(self, count: int, inputs: int) -> None:
         self.sums = torch.zeros(2, count, inputs, dtype=torch.float64)  # of x and of x^2

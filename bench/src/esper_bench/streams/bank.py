@@ -1,4 +1,4 @@
-"""Banks of parts: heads and seeds that left a network and may return, and the doses with which they act. N rows, M places.
+"""Keep banks of parts: heads and seeds that left a network and may return, and their doses. N rows, M places.
 
 A *part* is the head of a network or the seed of one slot. A place keeps the parts that were active together in one context. Parts
 are whole numbers with one bit each: HEAD_PART, and `slot_part` of a slot.
@@ -31,7 +31,7 @@ SEED_PARTS = EVERY_PART & ~HEAD_PART
 
 
 class _Places(nn.Module):
-    """M copies of the seeds of a network behind heads, in the order of the numbers of a place."""
+    """Runs M copies of the seeds of a network behind heads, in the order of the numbers of a place."""
 
     stacks = True
 
@@ -43,7 +43,7 @@ class _Places(nn.Module):
 
 
 class Bank:
-    """The stored parts of N rows, bit for bit as they were when active, and the dose table of each row.
+    """Stores parts of N rows, bit for bit as they were when active, and the dose table of each row.
 
     Attributes:
         holds (int): the parts that places are made for

@@ -1,4 +1,4 @@
-"""`esper stream`: methods compared on streams of changing data."""
+"""Compare methods on streams of changing data: `esper stream`."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Methods compared on streams of changing data, from the arguments to the record. A folder keeps the comparison while it is made.
+"""Compare methods on streams, from the arguments to the record. A folder keeps the comparison while it is made.
 
 streams.json      the arguments, and at the end the record of `esper.stream`
 METHOD/           state of the method that is played, in files as those of a checkpoint

@@ -1,4 +1,4 @@
-"""The table of methods on streams, from the record that `esper.stream` returns."""
+"""Print the table of methods on streams, from the record that `esper.stream` returns."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rules that decide what a network does when the data of its stream change."""
+"""Decide by rules what a network does when the data of its stream change."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def best_stored(view: StreamView) -> tuple[Ints, Floats]:
 
 
 class OnAlarm:
-    """The same decision at every alarm, and nothing else: the rule of networks that store nothing."""
+    """Makes the same decision at every alarm, and nothing else: the rule of networks that store nothing."""
 
     def __init__(self, *, new_head: bool = False, reset: bool = False, keep: float = 1.0, forget: bool = False) -> None:
         self.new_head, self.reset, self.keep, self.forget = new_head, reset, keep, forget
@@ -42,7 +42,7 @@ class OnAlarm:
 
 
 class StoreAndReactivate:
-    """At an alarm, STORE the head, and ACTIVATE the stored head of least loss if it fits, or else start a NEW one.
+    """Stores the head at an alarm, and activates the stored head of least loss if it fits, or else starts a new one.
 
     A stored head fits if its loss on the batch is below `fits` nats and below the loss of the active head by `margin`. The
     trunk, which all heads share, has the full learning rate for its first `settle` updates, and `trunk_rate` of it afterwards.

@@ -1,4 +1,4 @@
-"""Streams of labelled batches whose distribution changes at times that the learner is not told.
+"""Draw streams of labelled batches whose distribution changes at times that the learner is not told.
 
 N streams, T updates, B examples in a batch, D features, C classes, K contexts. A *context* is a fixed distribution of examples: a
 way to permute, turn or invert the pixels of handwritten digits, to rename their classes, or a choice of classes. A *segment* is a
@@ -46,7 +46,7 @@ BRIGHTEST = 16
 
 
 class Change(StrEnum):
-    """How the contexts of a stream follow each other. A learner is not told which of these a stream is.
+    """Says how the contexts of a stream follow each other. A learner is not told which of these a stream is.
 
     Attributes:
         NOVEL: each segment permutes the pixels in a way of its own
@@ -85,7 +85,7 @@ class Draw(IntEnum):
 
 
 class Segment(NamedTuple):
-    """Updates [start, stop) of one context."""
+    """Marks updates [start, stop) of one context."""
 
     start: int
     stop: int
@@ -93,7 +93,7 @@ class Segment(NamedTuple):
 
 
 class Streams(Protocol):
-    """N streams of the same length, batch size, features and classes, which are played side by side."""
+    """Plays N streams of the same length, batch size, features and classes side by side."""
 
     @property
     def inputs(self) -> int:
@@ -130,7 +130,7 @@ class Streams(Protocol):
 
 
 class Digits(NamedTuple):
-    """Handwritten digits in a keyed order: pixels with mean 0 and standard deviation 1 over all of them, and classes."""
+    """Holds handwritten digits in a keyed order: pixels with mean 0 and standard deviation 1 over all of them, and classes."""
 
     x: Tensor  # (1797, 64)
     y: Tensor  # (1797,)
@@ -160,7 +160,7 @@ def digits() -> Digits:
 
 @dataclass(frozen=True)
 class DrawnStreams:
-    """Streams of handwritten digits that are drawn from keys.
+    """Draws streams of handwritten digits from keys.
 
     Attributes:
         keys (Ints): (N,)

@@ -1,4 +1,4 @@
-"""What a controller of streams sees and decides. N streams, M places in the bank, each for a head, for seeds, or for both.
+"""Define what a controller of streams sees and decides. N streams, M places in the bank, for a head, seeds, or both.
 
 The operations act on the network of a stream, before it trains on the batch on which the decision was made.
 """
@@ -17,7 +17,7 @@ KEEP, NEW = -1, -2
 
 
 class Operation(IntEnum):
-    """What can be done to a network, in the order in which it is done.
+    """Names what can be done to a network, in the order in which it is done.
 
     Attributes:
         STORE: copies of the active parts, which are a head, seeds or both, go to a place in the bank
@@ -39,7 +39,7 @@ class Operation(IntEnum):
 
 
 class StreamView(NamedTuple):
-    """What is known of N streams after the scores of a batch and before training on it.
+    """Holds what is known of N streams after the scores of a batch and before training on it.
 
     Attributes:
         update (int): number of batches before this one
@@ -75,7 +75,7 @@ class StreamView(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """One decision for each stream. Wherever a part or a block changes, the optimizer forgets its moments.
+    """Holds one decision for each stream. Wherever a part or a block changes, the optimizer forgets its moments.
 
     Attributes:
         place (Ints): (N,) KEEP, NEW, or the place whose parts to ACTIVATE

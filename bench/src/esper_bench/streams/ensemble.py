@@ -1,4 +1,4 @@
-"""Ensembles with a gate: of the small networks of a stream, the one with the least recent loss predicts and learns.
+"""Gate ensembles: of the small networks of a stream, the one with the least recent loss predicts and learns.
 
 N streams, M members.
 """
@@ -18,7 +18,7 @@ from esper_bench.streams.recognition import InputMeans, nearest
 
 
 class EnsembleLearner:
-    """M networks for each stream and a gate, which follows their losses on all batches.
+    """Trains M networks for each stream and a gate, which follows their losses on all batches.
 
         e_m = memory e_m + (1 - memory) L_m
 

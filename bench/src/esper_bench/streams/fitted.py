@@ -1,4 +1,4 @@
-"""Controllers of streams that are fitted: their thresholds and rates come from a file, not from the source. N streams.
+"""Fit controllers of streams: their thresholds and rates come from a file, not from the source. N streams.
 
 `bench/scripts/fit_streams.py` chooses the numbers by the return of whole training streams. `shipped.json` has those shipped.
 """
@@ -27,7 +27,7 @@ _LARGEST = 2**20  # bytes of a file of numbers
 
 
 class Number(NamedTuple):
-    """One fitted number.
+    """Describes one fitted number.
 
     Attributes:
         start (float): where the search begins

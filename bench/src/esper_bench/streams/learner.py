@@ -1,4 +1,4 @@
-"""Networks that learn streams: one network for each stream, with a controller, and what some methods add.
+"""Learn streams: one network for each stream, with a controller, and what some methods add.
 
 N streams, B examples of a batch, D features, C classes.
 """
@@ -20,7 +20,7 @@ from esper_bench.streams.network import HEAD, TRUNK, Bools, Rows, TrunkAndHead
 
 
 class Price(IntEnum):
-    """What multiply-adds are spent on.
+    """Names what multiply-adds are spent on.
 
     Attributes:
         PREDICT: the forward pass whose outputs are scored
@@ -34,7 +34,7 @@ class Price(IntEnum):
 
 
 class Scores(NamedTuple):
-    """Loss [nats] and accuracy of one batch, (N,) each."""
+    """Holds loss [nats] and accuracy of one batch, (N,) each."""
 
     loss: Floats
     accuracy: Floats
@@ -61,7 +61,7 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
 
 
 class Learner(Protocol):
-    """N learners side by side. `predict` and `learn` take turns."""
+    """Runs N learners side by side. `predict` and `learn` take turns."""
 
     price: Ints  # (N, prices) multiply-adds so far
     alarms: Bools  # (N,) at the last batch
@@ -89,7 +89,7 @@ class Learner(Protocol):
 
 
 class Addition(Protocol):
-    """What a method adds to training: a replay buffer, a penalty, a replacement of units."""
+    """Adds to training what a method has: a replay buffer, a penalty, a replacement of units."""
 
     def loss(self, learner: "NetworkLearner", x: Tensor, y: Tensor, own: Tensor) -> Tensor:
         """Return the loss (N,) that is differentiated in place of `own` (N,), that of the batch."""
@@ -113,7 +113,7 @@ class Addition(Protocol):
 
 
 class NetworkLearner:
-    """One network for each stream. Its controller decides at every batch, mostly where an alarm is raised."""
+    """Trains one network for each stream. Its controller decides at every batch, mostly where an alarm is raised."""
 
     def __init__(
         self,

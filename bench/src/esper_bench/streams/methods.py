@@ -1,4 +1,4 @@
-"""The methods that learn streams, by name, at about the same size: 8.2 to 8.5 thousand numbers for each stream."""
+"""List the methods that learn streams, by name, at about the same size: 8.2 to 8.5 thousand numbers for each stream."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ MEMBERS, BANK, CAPACITY = 6, 5, 128
 
 
 class Method(NamedTuple):
-    """A way to learn a stream.
+    """Describes a way to learn a stream.
 
     Attributes:
         summary (str): what it does, in one line

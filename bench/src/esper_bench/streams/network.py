@@ -1,4 +1,4 @@
-"""Small networks in stacks: one row learns one stream. N rows, M places in a bank, B examples, P parameters of a row.
+"""Stack small networks: one row learns one stream. N rows, M places in a bank, B examples, P parameters of a row.
 
 A row has a *trunk*, an embedding and residual blocks, and a *head*, the last linear map. Behind each block there may be a slot
 with a *seed*, a bypass. Heads and seeds are *parts*: a bank (`bank.Bank`) keeps those that may return.
@@ -39,7 +39,7 @@ class Weights(IntEnum):
 
 
 class Normed(nn.Module):
-    """Features with mean 0 and variance 1 in each example (Ba et al., "Layer Normalization", 2016), without parameters."""
+    """Normalises the features of each example to mean 0 and variance 1 (Ba et al., "Layer Normalization", 2016)."""
 
     stacks = True
 
@@ -49,7 +49,7 @@ class Normed(nn.Module):
 
 
 class TrunkAndHead(nn.Module):
-    """An embedding, residual blocks of one hidden layer, and a linear head: (B, inputs) -> (B, classes).
+    """Computes an embedding, residual blocks of one hidden layer, and a linear head: (B, inputs) -> (B, classes).
 
     With `norm`, each block and the head read normalised features. With a `rank`, each block is followed by a seed of `rank`
     hidden units, h + up(relu(down(h))), which reads normalised features too.
@@ -83,7 +83,7 @@ class TrunkAndHead(nn.Module):
 
 
 class Rows:
-    """N networks, the moments of their optimizer, and their banks; every method acts on chosen rows.
+    """Holds N networks, the moments of their optimizer, and their banks; every method acts on chosen rows.
 
     Weights are drawn with the key of a stream and the update, so a row does not depend on the other rows. At birth the second
     map of a block or a seed is 0, so that it changes nothing, and so is the head.

@@ -1,4 +1,4 @@
-"""Streams of a person's own data: labelled examples in the order of time, each of a known context. N streams, n examples.
+"""Read streams of a person's own data: examples in order of time, each of a known context. N streams, n examples.
 
 The contexts are used to cut the batches and to measure retention; the learners are not told of them.
 """
@@ -32,7 +32,7 @@ _FORM = "give features (n, ...), labels (n,), and contexts (n,) or the lengths o
 
 @dataclass(frozen=True)
 class OwnStreams:
-    """The same examples for N networks, whose initial weights differ.
+    """Plays the same examples for N networks, whose initial weights differ.
 
     Attributes:
         keys (Ints): (N,) keys of the initial weights

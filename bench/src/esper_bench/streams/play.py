@@ -1,4 +1,4 @@
-"""Prequential evaluation: each batch is scored before it is trained on. N streams, T updates."""
+"""Evaluate prequentially: each batch is scored before it is trained on. N streams, T updates."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ SUPPORT, TESTED = 32, 128
 
 
 class Played(NamedTuple):
-    """What became of N streams.
+    """Says what became of N streams.
 
     Attributes:
         accuracy (NDArray): (T, N) float32 accuracy of every batch before training on it

@@ -1,4 +1,4 @@
-"""Recognition of contexts by their inputs, before a batch is predicted. N streams, K contexts, D features."""
+"""Recognise contexts by their inputs, before a batch is predicted. N streams, K contexts, D features."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ FLOOR = 0.05
 
 
 class InputMeans:
-    """The mean of the inputs of each context that a stream remembers.
+    """Holds the mean of the inputs of each context that a stream remembers.
 
     Attributes:
         mean (Tensor): (N, K, D) float64
