@@ -6,22 +6,28 @@
 Examples of a Dataset cost some tenth of a millisecond each: `waits` sleeps, as for a disk or a network; `decodes` decompresses
 bytes in C, which lets other threads run; `computes` counts in Python, which does not. `windows` are windows of tokens of a
 memmap, which cost a microsecond. Each is trained on in memory (A), read when a batch is needed, read ahead by a thread, and
-read ahead by workers (B). All populations take turns within a round, so that a machine that is busy for a while is busy for all;
-a ratio compares a population with the one in memory of the same round, and medians are over rounds. The processor time of the
-thread that trains, unlike the time that passes, hardly depends on what else the machine does: where it is that in memory and the
-waits are short, training is as fast as in memory on a machine with a core for reading. As in a run, the state of a population
-that reads is copied once a step, and the copy is part of its time.
+read ahead by workers (B). One population trains in all these ways: two populations of the same networks differ in speed by some
+percent, by where they lie in memory. The ways take turns in an order that is drawn for each round, so that a machine that is
+busy for a while is so for all. A ratio compares a way with examples in memory in the same round, and medians are over rounds.
+As in a run, the state of a population that reads is copied once a step, and the copy is part of its time.
+
+A core that works may slow the one beside it, as they share caches, memory and sometimes the core itself. So `in memory, another
+process reads` trains on examples in memory while a process that has nothing to do with the training reads the same examples, a
+batch in the time that training takes for one. What a way costs beyond this is Esper's.
 """
 
 import argparse
+import multiprocessing
 import os
+import signal
 import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,16 +36,19 @@ from torch.utils.data import Dataset
 
 import esper
 from esper.leyline.config.tree import Config, build_config
-from esper.leyline.data.task import Task
+from esper.leyline.data.task import Source, Task
 from esper.leyline.text import counted
 from esper.store.tensors import StateCopy
 from esper.tamiyo.rules.baselines import Never
 from esper.tasks.hosts.factories import MLP, Transformer
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.runtime import Waits, describe_gpu
+from esper.tolaria.stacked.data import SharedBatchIterator
 
 EXAMPLES, INPUTS, BATCH, BATCHES = 4096, 64, 64, 16  # batches and their size as by default
 LENGTH, VOCABULARY = 64, 256
+PAUSE = 0.3
+"""Between two turns: what is read ahead in the turn before would be read beside the next one [seconds]."""
 HEAD = """# Benchmark: examples that are read while others train
 
 What training takes on examples that [stay in a Dataset or a memmap](../tasks.md#data-that-do-not-fit-into-memory), compared
@@ -87,20 +96,30 @@ class Mode(NamedTuple):
     stream: bool = True
     read_ahead: int = 2
     workers: int = 0
+    beside: bool = False  # whether another process reads meanwhile
 
 
 def modes(workers: int) -> list[Mode]:
     """The ways that are compared; the first is examples in memory."""
     return [
         Mode("in memory", stream=False),
+        Mode("in memory, another process reads", stream=False, beside=True),
         Mode("read when needed", read_ahead=0),
         Mode("read ahead by a thread"),
         Mode(f"read ahead by {counted(workers, 'worker')}", workers=workers),
     ]
 
 
-def populations(workers: int, width: int, envs: int, device: str) -> dict[str, dict[str, VectorizedEngine]]:
-    """A population of each kind of examples and each way to read them."""
+class Reader(NamedTuple):
+    """A population, and the batches that each way gives it."""
+
+    engine: VectorizedEngine
+    feeds: dict[Mode, SharedBatchIterator]  # of the same examples in the same order
+    source: Source
+
+
+def readers(workers: int, width: int, envs: int, device: str) -> dict[str, Reader]:
+    """A population for each kind of examples."""
     folder = Path(tempfile.mkdtemp())
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, EXAMPLES * LENGTH * 2).astype(np.uint16)
     tokens.tofile(folder / "tokens.bin")
@@ -118,18 +137,22 @@ def populations(workers: int, width: int, envs: int, device: str) -> dict[str, d
         return esper.task("windows", file, host=host, stream=mode.stream, workers=mode.workers)
 
     kinds = {"waits": costly(wait), "decodes": costly(decode), "computes": costly(compute), "windows": windows}
-    made: dict[str, dict[str, VectorizedEngine]] = {}
+    made = {}
     for kind, task_for in kinds.items():
-        made[kind] = {}
+        feeds = {}
         for mode in modes(workers):
             task = task_for(mode)
             data = {"batch_size": BATCH, "batches_per_step": BATCHES, "read_ahead": mode.read_ahead}
             settings = {"envs": envs, "steps": 10**6, "baselines": [], "device": device, "data": data}
-            made[kind][mode.name] = VectorizedEngine(task, build_config(task.defaults, settings))
+            engine = VectorizedEngine(task, build_config(task.defaults, settings))
+            feeds[mode] = engine.population.feed
+        source = engine.population.data.problems[0].source
+        assert source is not None, "the last way reads"
+        made[kind] = Reader(engine, feeds, source)
     return made
 
 
-def played(engine: VectorizedEngine, steps: int, copied: StateCopy) -> NDArray[np.float64]:
+def played(engine: VectorizedEngine, steps: int, copied: StateCopy | None) -> NDArray[np.float64]:
     """(3,) of a batch: the time that passes, the processor time of this thread, and the wait for reading [ms].
 
     As in a run, the state is copied before each step where examples are read, into `copied`, in case reading fails.
@@ -140,7 +163,7 @@ def played(engine: VectorizedEngine, steps: int, copied: StateCopy) -> NDArray[n
 
     client, begin = Never(), clocks()
     for _ in range(steps):
-        if engine.population.data.problems[0].source is not None:
+        if copied is not None:
             copied.take(engine.snapshot())
         engine.step(client.act(engine.view()))
     return (clocks() - begin) / steps / BATCHES * 1000
@@ -151,40 +174,71 @@ class Figures(NamedTuple):
 
     batch: float  # time of a batch [ms]
     ratio: float  # to that in memory
+    beside: float  # to that in memory while another process reads
     cpu: float  # processor time of the thread that trains, for a batch [ms]
     cpu_ratio: float  # to that in memory
     waited: float  # for a batch to be read [ms]
     p95: float | None  # of these waits [ms]; None in memory
 
 
-def measured(engines: Mapping[str, VectorizedEngine], rounds: int, steps: int) -> dict[str, Figures]:
-    """Let the populations take turns. The first step of each, which starts its thread and its workers, is not counted."""
-    copies = {name: StateCopy() for name in engines}
-    for name, engine in engines.items():
-        engine.reset()
-        played(engine, 1, copies[name])
-    before = {
-        name: None if (waits := engine.population.waits) is None else waits.counts.copy()
-        for name, engine in engines.items()
-    }
-    times = np.array(
-        [[played(engine, steps, copies[name]) for name, engine in engines.items()] for _ in range(rounds)]
-    )  # (rounds, modes, 3)
-    ratios = np.median(times[..., :2] / times[:, :1, :2], axis=0)  # (modes, 2)
+@contextmanager
+def another_reads(source: Source, batch: int, seconds: float) -> Iterator[Callable[[bool], None]]:
+    """Let another process read batches of a source, each within `seconds`; the function that is yielded lets it go on or stop."""
+
+    def read() -> None:
+        order = np.random.default_rng(0)
+        while True:
+            begin = time.perf_counter()
+            source.read(np.sort(order.choice(len(source), batch, replace=False)))
+            time.sleep(max(0.0, seconds - (time.perf_counter() - begin)))
+
+    process = multiprocessing.get_context("fork").Process(target=read, daemon=True)
+    process.start()
+    assert process.pid is not None
+    pid = process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield lambda on: os.kill(pid, signal.SIGCONT if on else signal.SIGSTOP)
+    finally:
+        process.kill()
+        process.join()
+
+
+def measured(reader: Reader, envs: int, rounds: int, steps: int) -> tuple[float, float, dict[str, Figures]]:
+    """Let the ways take turns; returns the time of reading a batch and of a copy of the state [ms], and the figures of each way.
+
+    The first step of each way, which starts its thread and its workers, is not counted.
+    """
+    (engine, feeds, source), memory = reader, StateCopy()
+    engine.reset()
+    for mode, feed in feeds.items():
+        engine.population.feed = feed
+        seconds = played(engine, 1, memory if mode.stream else None)[0] / 1000
+    before = {mode: None if feed.reader is None else feed.reader.waits.counts.copy() for mode, feed in feeds.items()}
+    times, draw = np.empty((rounds, len(feeds), 3)), np.random.default_rng(0)
+    with another_reads(source, envs * BATCH, seconds) as other:
+        for turn in range(rounds):
+            engine.population.feed = next(iter(feeds.values()))  # that in memory, as a reader that is reset begins anew
+            engine.reset()  # networks that have learned all by heart compute with numbers that are slow, as they are so small
+            for place in draw.permutation(len(feeds)).tolist():
+                mode, engine.population.feed = list(feeds.items())[place]
+                time.sleep(PAUSE)
+                other(mode.beside)
+                times[turn, place] = played(engine, steps, memory if mode.stream else None)
+                other(False)
+    ratios, beside = (np.median(times[..., :2] / times[:, place : place + 1, :2], axis=0) for place in (0, 1))
     found = {}
-    for place, (name, engine) in enumerate(engines.items()):
+    for place, (mode, feed) in enumerate(feeds.items()):
         batch, cpu, waited = np.median(times[:, place], axis=0).tolist()
-        waits, old = engine.population.waits, before[name]
-        p95 = None if waits is None or old is None else 1000 * Waits.p95(waits.counts - old)
-        found[name] = Figures(batch, float(ratios[place, 0]), cpu, float(ratios[place, 1]), waited, p95)
-        engine.population.close()
-    return found
+        old, waits = before[mode], None if feed.reader is None else feed.reader.waits.counts
+        p95 = None if waits is None or old is None else 1000 * Waits.p95(waits - old)
+        found[mode.name] = Figures(batch, ratios[place, 0], beside[place, 0], cpu, ratios[place, 1], waited, p95)
+        feed.close()
+    return reading_alone(source, envs), copied(engine, memory), found
 
 
-def reading_alone(engine: VectorizedEngine, envs: int) -> float:
+def reading_alone(source: Source, envs: int) -> float:
     """Time in which one thread reads the examples of a batch, with nothing beside it [ms]."""
-    source = engine.population.data.problems[0].source
-    assert source is not None
     times = []
     for batch in range(9):
         places = np.random.default_rng(batch).choice(len(source), envs * BATCH, replace=False)
@@ -194,10 +248,9 @@ def reading_alone(engine: VectorizedEngine, envs: int) -> float:
     return statistics.median(times)
 
 
-def copied(engine: VectorizedEngine) -> float:
+def copied(engine: VectorizedEngine, memory: StateCopy) -> float:
     """Processor time in which a run with streamed examples copies its state, once a step, in case reading fails [ms]."""
-    times, memory = [], StateCopy()
-    memory.take(engine.snapshot())
+    times = []
     for _ in range(9):
         begin = time.thread_time()
         memory.take(engine.snapshot())
@@ -205,28 +258,29 @@ def copied(engine: VectorizedEngine) -> float:
     return statistics.median(times)
 
 
-def page(arguments: argparse.Namespace, found: Mapping[str, tuple[float, float, Mapping[str, Figures]]]) -> str:
+def page(arguments: argparse.Namespace, found: Mapping[str, tuple[float, float, dict[str, Figures]]]) -> str:
     """All figures in Markdown."""
     where = f"{arguments.machine}; " if arguments.machine else ""
     gpu = ", ".join(f"{name} {value}" for name, value in describe_gpu(torch.device(arguments.device), Config()).items())
     text = HEAD + (
         f"{arguments.envs} environments, batches of {BATCH}, {BATCHES} batches a step, hosts of width {arguments.width} (a "
         f"transformer of width 32 for the windows), one thread of torch on {len(os.sched_getaffinity(0))} cores;\n"
-        f"{arguments.rounds} rounds of {arguments.steps} steps. Machine: {where}load average {os.getloadavg()[0]:.1f}. "
-        f"{gpu or 'It has not run on a GPU.'}\n"
+        f"{counted(arguments.rounds, 'round')} of {counted(arguments.steps, 'step')} of each way. "
+        f"Machine: {where}load average {os.getloadavg()[0]:.1f}. {gpu or 'It has not run on a GPU.'}\n"
     )
     for kind, (alone, copy, ways) in found.items():
-        train = next(iter(ways.values())).batch
         text += (
-            f"\n## Examples: {kind}\n\nReading a batch takes {alone:.1f} ms alone, training on one in memory {train:.1f} ms. "
-            f"The copy of the state that a run makes once a step, {copy:.2f} ms of processor time, is part of the times.\n\n"
-            "| how | a batch [ms] | in memory = 1 | waiting [ms] | p95 of the waits [ms] | processor time of the training [ms] | "
-            "in memory = 1 |\n|---|---|---|---|---|---|---|\n"
+            f"\n## Examples: {kind}\n\nReading a batch takes {alone:.1f} ms alone, training on one in memory "
+            f"{next(iter(ways.values())).batch:.1f} ms. The copy of the state that a run makes once a step, {copy:.2f} ms of "
+            "processor time, is part of the times.\n\n"
+            "| how | a batch [ms] | in memory = 1 | another process reads = 1 | waiting [ms] | p95 of the waits [ms] | "
+            "processor time of the training [ms] | in memory = 1 |\n|---|---|---|---|---|---|---|---|\n"
         )
-        for name, each in ways.items():
-            waits = " | " if each.p95 is None else f"{each.waited:.2f} | {each.p95:.2f}"
+        for name, way in ways.items():
+            waits = " | " if way.p95 is None else f"{way.waited:.2f} | {way.p95:.2f}"
             text += (
-                f"| {name} | {each.batch:.1f} | {each.ratio:.2f} | {waits} | {each.cpu:.1f} | {each.cpu_ratio:.2f} |\n"
+                f"| {name} | {way.batch:.1f} | {way.ratio:.2f} | {way.beside:.2f} | {waits} | {way.cpu:.1f} | "
+                f"{way.cpu_ratio:.2f} |\n"
             )
     return text
 
@@ -236,7 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of one step of narrow hosts")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=2, help="steps of a population in a round")
+    parser.add_argument("--steps", type=int, default=2, help="steps of each way in a round")
     parser.add_argument("--envs", type=int, default=2)
     parser.add_argument("--width", type=int, default=768, help="width of the hosts")
     parser.add_argument("--workers", type=int, default=1)
@@ -248,12 +302,8 @@ def main() -> None:
     if arguments.quick:
         arguments.rounds, arguments.steps, arguments.width = 1, 1, 8
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
-    made = populations(arguments.workers, arguments.width, arguments.envs, arguments.device)
-    for kind in arguments.kinds:
-        ways = measured(made[kind], arguments.rounds, arguments.steps)
-        streamed = made[kind]["read when needed"]
-        found[kind] = reading_alone(streamed, arguments.envs), copied(streamed), ways
+    made = readers(arguments.workers, arguments.width, arguments.envs, arguments.device)
+    found = {kind: measured(made[kind], arguments.envs, arguments.rounds, arguments.steps) for kind in arguments.kinds}
     text = page(arguments, found)
     print(text)
     if arguments.out is not None:

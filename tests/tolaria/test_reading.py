@@ -19,6 +19,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import esper
 from esper.karn.run_model import RunModel
+from esper.leyline.data.workers import read_by_workers
 from esper.leyline.errors import InputError, RunWarning, UserCodeError
 from esper.leyline.protocols import Proposed
 from esper.nissa.rows import PhasesRow
@@ -218,6 +219,21 @@ def ended(workers):
     while (alive := any(worker.is_alive() for worker in workers)) and time.monotonic() < end:
         time.sleep(0.01)
     return not alive
+
+
+def test_what_a_worker_sends_has_the_values_the_type_and_the_layout_of_what_was_read():
+    sent = {
+        "rows": torch.randn(3, 4),
+        "images with the channels last": torch.randn(2, 5, 6, 3).movedim(-1, 1),
+        "a number": torch.tensor(3),
+        "none": torch.zeros(0, 3),
+        "a type that NumPy lacks": torch.randn(2, 5, 3).bfloat16().movedim(-1, 0),
+        "truth values": torch.tensor([True, False]),
+    }
+    (found,) = read_by_workers(lambda _: sent, [0], 1, "Examples", str)
+    for name, tensor in sent.items():
+        assert (found[name].dtype, found[name].stride()) == (tensor.dtype, tensor.stride()), name
+        assert torch.equal(found[name], tensor), name
 
 
 def test_the_workers_end_with_the_last_batch_of_an_episode():

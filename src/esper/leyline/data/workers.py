@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -74,14 +73,17 @@ def read_by_workers(
 
 
 class _Packed(NamedTuple):
-    """Holds a tensor as bytes, which are sent through a pipe. Tensors would need shared memory and open file descriptors."""
+    """Holds a tensor as an array, which is sent through a pipe; a tensor would need shared memory and an open file."""
 
-    content: NDArray[np.uint8]
-    dtype: torch.dtype
-    shape: torch.Size
+    content: NDArray[Any]  # its axes in the order in which they lie in memory
+    axes: list[int] | None  # where each axis of the tensor is among them; None where they are in order
+    dtype: torch.dtype | None  # where NumPy does not know it; the content is then whole numbers of as many bits
 
     def tensor(self) -> Tensor:
-        return torch.from_numpy(self.content).view(self.dtype).reshape(self.shape)
+        found = torch.from_numpy(self.content)
+        if self.dtype is not None:
+            found = found.view(self.dtype)
+        return found if self.axes is None else found.permute(self.axes)
 
 
 class _Failure(NamedTuple):
@@ -105,10 +107,17 @@ class _Requested(Dataset[Any]):
         except UserCodeError as error:
             return _Failure(str(error), "".join(traceback.format_exception(error.__cause__)))
 
-        def packed(tensor: Tensor) -> _Packed:
-            return _Packed(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tensor.shape)
+        return pytree.tree_map(_packed, found)
 
-        return pytree.tree_map(packed, found)
+
+def _packed(tensor: Tensor) -> _Packed:
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    axes = None if order == sorted(order) else [order.index(axis) for axis in range(tensor.dim())]
+    content = tensor.permute(order).contiguous()
+    try:
+        return _Packed(content.numpy(), axes, None)
+    except TypeError:  # bfloat16, and floating-point numbers of 8 bits
+        return _Packed(content.view({1: torch.uint8, 2: torch.int16}[tensor.itemsize]).numpy(), axes, tensor.dtype)
 
 
 def _begin(dtype: torch.dtype, worker: int) -> None:

@@ -5,7 +5,7 @@ channels last in memory, and as bytes if they were given as bytes.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -228,7 +228,7 @@ class SharedBatchIterator:
         else:
             self.reader = BatchReader(
                 source,
-                lambda split: _flat(pool([split], len(split.y), device=torch.device("cpu"))),
+                partial(_laid_out, pool),
                 ahead=read_ahead,
                 batches=batches,
                 pinned=device.type == "cuda",
@@ -394,6 +394,11 @@ def _pool(
         return x.movedim(-1, 2) if x.dim() == 5 else x
 
     return Split(map_leaves(stacked, *xs), torch.stack(ys).to(device))
+
+
+def _laid_out(pool: Callable[..., Split], split: Split) -> Split:
+    """Return examples that were read (n, ...) as the device receives them. Workers call it, so it can be pickled."""
+    return _flat(pool([split], len(split.y), device=torch.device("cpu")))
 
 
 def _flat(pooled: Split) -> Split:

@@ -216,10 +216,10 @@ def _batches(
             indices.append(torch.from_numpy(index.reshape(wanted.shape)))
             yield places
 
-    def read(places: NDArray[np.int64]) -> Split:
+    def read_here(places: NDArray[np.int64]) -> Split:
         with _READING:
             try:
-                return source.read(places)
+                return read(places)
             except UserCodeError as error:
                 if "thread" not in str(error):
                     raise
@@ -229,8 +229,14 @@ def _batches(
     def done(count: int) -> str:
         return counted(count, "batch", "batches")
 
+    # Workers lay the examples out too: what this process does beside the training slows it, as they share the interpreter.
+    read = partial(_read, source, lay_out)
     wanted, workers = requests(), source.workers
-    splits = read_by_workers(source.read, wanted, workers, source.name, done) if workers else map(read, wanted)
+    splits = read_by_workers(read, wanted, workers, source.name, done) if workers else map(read_here, wanted)
     for split in splits:
-        batch = SourceBatch(*lay_out(split), indices.popleft())
+        batch = SourceBatch(split.x, split.y, indices.popleft())
         yield SourceBatch(*(map_leaves(Tensor.pin_memory, each) for each in batch)) if pinned else batch
+
+
+def _read(source: Source, lay_out: Callable[[Split], Split], places: NDArray[np.int64]) -> Split:
+    return lay_out(source.read(places))
