@@ -38,7 +38,7 @@ from esper.runs.healing.training import (
     split,
 )
 from esper_bench.packaged.networks import DAMAGES, NETWORKS, damaged
-from esper_bench.packaged.repairs import distilled, head, regrown
+from esper_bench.packaged.repairs import head, regrown
 from esper_bench.records import load_record, run_script, save_record
 
 Record = dict[str, Any]
@@ -51,10 +51,20 @@ OPPONENTS = (
     "head",
     "regrown",
     "refit",
-    "layer-wise distillation",
+    "distilled",
 )
 """Frozen opponents; those of `esper heal` that others have named first."""
-OWN = ("nothing", "grown", "uniform adapters", "adapters where damaged", "bias and scale", "refit", "refit and trained")
+OWN = (
+    "nothing",
+    "grown",
+    "uniform adapters",
+    "adapters where damaged",
+    "bias and scale",
+    "refit",
+    "refit and trained",
+    "distilled",
+    "distilled and trained",
+)
 """What `esper heal` chooses from."""
 
 
@@ -72,7 +82,7 @@ class Size(NamedTuple):
 
 
 WHOLE = Size(tuple(DAMAGES), 3, 5, (0.01, 0.03, 0.06), 480, 64, 3000, 1000)
-PART = Size(("structured 75 %", "2 bits", "unstructured 90 %", "truncated", "4 bits"), 1, 1, (0.03,), 48, 16, 600, 300)
+PART = Size(("structured 75 %", "2 bits", "unstructured 90 %", "truncated", "4 bits"), 3, 1, (0.03,), 48, 16, 600, 300)
 QUICK = Size(("structured 75 %",), 1, 1, (0.06,), 24, 8, 60, 40)
 
 
@@ -92,7 +102,6 @@ def measure(name: str, kind: str, draw: int, seed: int, cap: float, size: Size) 
         "adapters where participation falls": ("adapters", lambda rate: adapters(case, rate, falls[:1], room)),
         "head": ("adapters", lambda rate: head(case, rate, room)),
         "regrown": ("adapters", lambda rate: regrown(case, rate, room, falls)),
-        "layer-wise distillation": ("adapters", lambda rate: distilled(case, rate, room, intact)),
     }
     networks = {row.network: (healed.networks[row.network], row.trained) for row in healed.table}
     for repair, (rates, train) in repairs.items():
@@ -237,7 +246,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/study-real-networks"), help="where cases are kept")
     sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--part", action="store_true", help="one draw, seed and cap, for a page: half an hour of a core")
+    sizes.add_argument(
+        "--part", action="store_true", help="three draws, one seed and one cap, for a page: two hours of a core"
+    )
     sizes.add_argument("--quick", action="store_true", help="one small case of each network")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS], help="networks to measure")
     parser.add_argument("--tables", action="store_true", help="print the tables of what is there, and measure nothing")

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,17 @@ from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import DataWarning, InputError
 from esper.runs.healing.heal import UNFROZEN, _permanent, dead_units, directions, drift, ranked
 from esper.runs.healing.refit import RIDGE, refit
-from esper.runs.healing.training import Case, adapters, all_weights, bias_and_scale, examples_of, split, usual_loss
+from esper.runs.healing.training import (
+    Case,
+    adapters,
+    all_weights,
+    bias_and_scale,
+    distilled,
+    examples_of,
+    probe_loss,
+    split,
+    usual_loss,
+)
 from esper.store.lock import Lock
 
 
@@ -66,6 +77,8 @@ REMEDIES = [
     "adapters where damaged",
     "bias and scale",
     "refit and trained",
+    "distilled",
+    "distilled and trained",
     *UNFROZEN,
 ]
 
@@ -218,6 +231,9 @@ def test_the_folder_gives_the_same_network_back_with_and_without_esper(healed, t
         prune.remove(part, "weight")
     torch.testing.assert_close(esper.attach(host, tmp_path / "out" / "adapter").eval()(x), expected)
     torch.testing.assert_close(torch.export.load(tmp_path / "out" / "network.pt2").module()(x), result.network(x))
+    taught = replace(result, best="distilled and trained")
+    taught.save(tmp_path / "taught")
+    torch.testing.assert_close(torch.export.load(tmp_path / "taught" / "network.pt2").module()(x), taught.network(x))
     assert json.loads((tmp_path / "out" / "healing.json").read_text())["verdict"] == result.verdict
 
 
@@ -308,6 +324,63 @@ def test_a_refit_is_the_reduced_rank_regression_of_the_errors_on_what_the_damage
     fitted = torch.linalg.inv(read.T @ read + ridge * torch.eye(6)) @ read.T @ error
     first = torch.linalg.svd(read @ fitted)[2][0]
     torch.testing.assert_close(added, (fitted @ torch.outer(first, first)).T.float(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [build, Convolutions, Encoder])
+def test_distillation_brings_layers_next_to_those_of_the_intact_network_and_reads_no_label(kind):
+    with drawn_with(2):
+        intact = kind().train()
+        x = torch.randn(200, *{build: (6,), Convolutions: (2, 6, 5), Encoder: (4, 8)}[kind])
+    host = copy.deepcopy(intact).eval()
+    with torch.no_grad():
+        for path, parameter in host.named_parameters():
+            if parameter.dim() > 1 and not path.startswith("0."):
+                parameter.mul_(torch.rand(len(parameter), *[1] * (parameter.dim() - 1)) > 0.3)
+    cases = [
+        Case(host, {}, split(examples_of((x, labels)), 0), usual_loss, 40, 16, 0)
+        for labels in (torch.zeros(200).long(), torch.arange(200) % 3)
+    ]
+    taught, other = (adapters(case, 1e-2, [""], 200, partial(distilled, intact)) for case in cases)
+    assert intact.training
+    assert not any(part._forward_hooks for network in (taught.network, intact) for part in network.modules())
+    held = cases[0].parts.held.x
+    intact.eval()
+    with torch.no_grad():
+        assert drift(taught.network(held), intact(held)) < 0.9 * drift(host(held), intact(held))
+        torch.testing.assert_close(taught.network(held), other.network(held), atol=0, rtol=0)
+    for case, network in zip(cases, (taught, other), strict=True):
+        assert network.probe == pytest.approx(probe_loss(network.network, case))
+
+
+def test_distillation_leaves_a_network_that_is_intact_as_it_is_and_needs_layers_of_the_same_names():
+    intact = build()
+    case = Case(intact, {}, split(examples_of(examples()), 0), usual_loss, 5, 16, 0)
+    same = adapters(case, 1e-2, [""], 200, partial(distilled, intact))
+    x = case.parts.held.x
+    assert torch.equal(same.network(x), intact(x))
+    assert adapters(case, 1e-2, [""], 200, partial(distilled, nn.Sequential(nn.ReLU(), build()))) is None
+
+
+class Renamed(nn.Module):
+    """A network with the streams of another, and other layers."""
+
+    def __init__(self, network):
+        super().__init__()
+        for path, part in network.named_children():
+            self.add_module(path, nn.Sequential(nn.Identity(), part))
+
+    def forward(self, x):
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def test_where_no_layer_has_the_name_of_one_of_the_intact_network_the_result_says_so():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(3)])
+    result = esper.heal(model, examples(60), Renamed(model), budget=0.5, steps=24)
+    assert not {"refit", "distilled", "distilled and trained"} & {row.network for row in result.table}
+    assert "distilled: absent: no layer has the name and the number of outputs of one in intact" in result.explanations
+    assert any(sentence.startswith("refit: absent: ") for sentence in result.explanations)
 
 
 def test_places_are_ranked_by_the_rise_of_the_drift():

@@ -30,7 +30,7 @@ from esper_bench.packaged.networks import (
     structured,
 )
 from esper_bench.packaged.package_files import package_file
-from esper_bench.packaged.repairs import distilled, head, maps, regrown
+from esper_bench.packaged.repairs import head, maps, regrown
 
 ROOT = Path(__file__).parents[3]
 
@@ -231,13 +231,6 @@ def test_opponents_train_what_they_say_within_their_size(case):
     assert (layer.weight.any(1)).sum() == alive.sum() + 3
     assert torch.equal(layer.weight[alive], own[pruned].weight[alive])
     assert regrown(case._replace(host=intact), 1e-2, 50, []) is None
-
-    taught = distilled(case, 1e-2, 80, intact)
-    x = case.parts.held.x
-    with torch.no_grad():
-        apart, before = (nn.functional.mse_loss(net(x), intact(x)) for net in (taught.network, case.host))
-    assert apart < before
-    assert not any(part._forward_hooks for net in (taught.network, intact) for part in net.modules())
 
 
 def test_the_weights_that_read_a_regrown_unit_are_regrown_with_it_where_they_were_cut_too(case):

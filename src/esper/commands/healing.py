@@ -29,7 +29,11 @@ def heal(
         Option(metavar="DATA", help=f"A .npz, .pt or .safetensors file with x and y, or {PLACE} that returns (x, y)."),
     ],
     intact: Annotated[
-        str | None, Option(metavar="MODEL", help="The network before the damage, given like MODEL.")
+        str | None,
+        Option(
+            metavar="MODEL",
+            help="The network before the damage, given like MODEL: layers are refitted to it, and taught what its layers return.",
+        ),
     ] = None,
     budget: Annotated[float, Option(help="Most parameters that a remedy adds / parameters of the model.")] = 0.06,
     steps: Annotated[int, Option(help="Steps of the optimizer for each network that is trained.")] = 480,

@@ -19,12 +19,13 @@ from esper.runs.healing.training import (
     TrainedNetwork,
     adapters,
     bias_and_scale,
+    distilled,
     probe_loss,
     settled,
     usual_loss,
 )
 from esper.tasks.objectives import Classification
-from esper_bench.packaged.repairs import distilled, head, regrown
+from esper_bench.packaged.repairs import head, regrown
 
 RATES = (3e-3, 1e-2, 3e-2)
 """Learning rates that are tried; the loss on the probe chooses."""
@@ -72,7 +73,7 @@ def repaired(task: Mixture, key: int, cap: float, seed: int) -> dict[str, Repair
     size, sites = sum(parameter.numel() for parameter in host.parameters()), sites_of(host)
     room, x = int(cap * size), parts.probe.x
     places, drifts = ([sites[place.site].around for place in ranked(host, sites, x, known)] for known in (None, intact))
-    corrected = refit(case, intact, room)
+    corrected, taught = refit(case, intact, room), partial(distilled, intact)
     remedies: Mapping[str, Callable[[float], TrainedNetwork | None]] = {
         "LoRA where participation falls": lambda rate: adapters(case, rate, places[:1], room),
         "units regrown where participation falls": lambda rate: regrown(case, rate, room, places),
@@ -82,7 +83,7 @@ def repaired(task: Mixture, key: int, cap: float, seed: int) -> dict[str, Repair
         "LoRA where the stream drifts (taught)": lambda rate: adapters(case, rate, drifts[:1], room),
         "refit by ridge regression (taught)": lambda rate: corrected,
         "refit and trained (taught)": partial(further, case, corrected),
-        "layer-wise distillation (taught)": lambda rate: distilled(case, rate, room, intact, drifts[:1]),
+        "layer-wise distillation (taught)": lambda rate: adapters(case, rate, drifts[:1], room, taught),
     }
     nothing = TrainedNetwork(host, probe_loss(host, case), 0, 0.0, 0.0)
     networks = {

@@ -2,8 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import call
 from esper.leyline.data.keys import Purpose, scalar
-from esper.runs.healing.training import Case, TrainedNetwork, adapters, probe_loss, trained
+from esper.runs.healing.training import Case, TrainedNetwork, adapters, trained
 from esper_bench.packaged.networks import Map
 
 
@@ -79,46 +78,6 @@ def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> Traine
             weight = layers[path].weight.requires_grad_(True)
             weight.register_hook(lambda slope, mask=mask: slope * mask)  # an entry without a gradient does not move
     return trained(network, case, rate)._replace(learned=count)
-
-
-def distilled(
-    case: Case, rate: float, size: int, intact: nn.Module, within: Collection[str] = ("",)
-) -> TrainedNetwork | None:
-    """Train LoRA so that each layer returns what that of the intact network does, in place of the task's loss.
-
-    within: submodules whose layers get LoRA; by default all layers do.
-
-    The loss is the mean over layers of |h - h0|^2 / |h0|^2, with the outputs h of the layer and h0 of the intact one.
-    """
-    adapted = adapters(case._replace(steps=0), rate, within, size)
-    if adapted is None:
-        return None
-    given: list[Any] = []
-    ours, theirs = dict[str, list[Tensor]](), dict[str, list[Tensor]]()
-
-    def apart(output: Tensor, target: Tensor) -> Tensor:
-        with torch.no_grad():
-            intact(*given[-1])
-        errors = [
-            (torch.stack(ours[path]) - torch.stack(h)).square().sum() / torch.stack(h).square().sum()
-            for path, h in theirs.items()
-        ]
-        for found in (given, ours, theirs):
-            found.clear()
-        return torch.stack(errors).mean().expand(len(target))
-
-    handles = [adapted.network.register_forward_pre_hook(lambda _, arguments: given.append(arguments))]
-    handles += [
-        layer.register_forward_hook(lambda _, a, h, found=found, path=path: found.setdefault(path, []).append(h))
-        for network, found in ((adapted.network, ours), (intact, theirs))
-        for path, layer in maps(network).items()
-    ]
-    try:
-        taught = trained(adapted.network, case._replace(loss=apart, way="given"), rate)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return taught._replace(probe=probe_loss(taught.network, case))
 
 
 def _gradients(case: Case, network: nn.Module, layers: dict[str, Map]) -> list[Tensor]:

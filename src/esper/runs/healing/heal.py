@@ -36,6 +36,8 @@ from esper.runs.healing.training import (
     adapters,
     all_weights,
     bias_and_scale,
+    distilled,
+    distilled_and_trained,
     examples_of,
     probe_loss,
     revived,
@@ -90,9 +92,9 @@ def heal(
     network, or without one by how many directions it loses; seeds are planted in that order until the budget is used, and kept
     where the gates of `esper.Growth` allow. The result is compared, on examples that were held back, with the network as it
     is, with LoRA at every layer and where the damage is, with training biases and scales, with layers that are refitted to those
-    of the intact network, and with training all weights, where units are dead also after they were drawn anew, each with the same
-    updates and the better of two learning rates. The one with the least loss on the probe, of those that keep the weights and the
-    budget, is the network that is returned.
+    of the intact network or taught what those return, and with training all weights, where units are dead also after they were
+    drawn anew, each with the same updates and the better of two learning rates. The one with the least loss on the probe, of
+    those that keep the weights and the budget, is the network that is returned.
 
     Args:
         model: the damaged module. It is not changed. Pruning by torch.nn.utils.prune is made permanent in the copies.
@@ -155,10 +157,13 @@ def heal(
         "uniform adapters": ("adapters", lambda rate: adapters(case, rate, [""], room)),
         "adapters where damaged": ("adapters", lambda rate: adapters(case, rate, [sites[places[0].site].around], room)),
         "bias and scale": ("adapters", partial(bias_and_scale, case)),
-        "refit and trained": ("adapters", partial(further, case, corrected)),
-        UNFROZEN[0]: ("all weights", partial(all_weights, case)),
-        UNFROZEN[1]: ("all weights", partial(revived, case)),
     }
+    if intact is not None:
+        remedies["refit and trained"] = ("adapters", partial(further, case, corrected))
+        for name, way in (("distilled", distilled), ("distilled and trained", distilled_and_trained)):
+            remedies[name] = ("adapters", partial(adapters, case, within=[""], size=room, way=partial(way, intact)))
+    remedies[UNFROZEN[0]] = ("all weights", partial(all_weights, case))
+    remedies[UNFROZEN[1]] = ("all weights", partial(revived, case))
     networks = {"nothing": TrainedNetwork(host, probe_loss(host, case), 0, 0.0, 0.0), "grown": best}
     if corrected is not None:
         networks["refit"] = corrected
@@ -169,14 +174,18 @@ def heal(
     chosen = min(frozen, key=lambda name: networks[name].probe)
     rows, losses = table(case, networks)
     remarks, y = few_examples({"what was held back for the table": len(parts.held)}), parts.held.y
-    if "uniform adapters" not in networks:
-        remarks.append("uniform adapters: absent: no layer has a weight that LoRA can be added to")
+    reasons = {"uniform adapters": "no layer has a weight that LoRA can be added to"}
+    if intact is not None:
+        reasons["refit"] = (
+            "no nn.Linear or nn.Conv2d differs from that of its name and shape in intact, or the budget is too small"
+        )
+        reasons["distilled"] = "no layer has the name and the number of outputs of one in intact"
+    remarks += [f"{name}: absent: {reason}" for name, reason in reasons.items() if name not in networks]
     if isinstance(y, Tensor) and not y.is_floating_point() and len(y.unique()) == 1:
         label = int(y.flatten()[0])
         remarks.append(f"every target that was held back is {label}: the table says nothing about other labels")
-    reasons, shown = (*explained, *remarks), parts.held.at(slice(2)).x
-    modules = {name: each.network for name, each in networks.items()}
-    return Healed(modules, chosen, rows, planted, reasons, adapter, losses, _size(host), shown)
+    modules, shown = {name: each.network for name, each in networks.items()}, parts.held.at(slice(2)).x
+    return Healed(modules, chosen, rows, planted, (*explained, *remarks), adapter, losses, _size(host), shown)
 
 
 def further(case: Case, corrected: TrainedNetwork | None, rate: float) -> TrainedNetwork | None:

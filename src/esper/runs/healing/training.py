@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.recording import floats
 from esper.leyline.data.arrays import numeric_array, real
 from esper.leyline.data.batches import check_lengths, check_pairs
 from esper.leyline.data.keys import Purpose, key, permutations, scalar
@@ -253,12 +254,16 @@ def trained(
     behind: Callable[[Any, Any], Any] = lambda x, y: None,
     *,
     still: bool = True,
+    loss: Loss | None = None,
 ) -> TrainedNetwork:
-    """Train what requires gradients, as `train` does, with AdamW, and measure the result on the probe."""
+    """Train what requires gradients, as `train` does, with AdamW, and measure the result on the probe.
+
+    loss: what is trained on; None for the loss of the case, by which the probe measures in any event.
+    """
     begin = time.perf_counter()
     learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learning, lr=rate, weight_decay=0.0)
-    train(network, optimizer, case, behind, still=still)
+    train(network, optimizer, case._replace(loss=loss or case.loss), behind, still=still)
     score = probe_loss(network, case)
     return TrainedNetwork(network, score, sum(map(Tensor.numel, learning)), rate, time.perf_counter() - begin)
 
@@ -307,10 +312,18 @@ def redraw_dead(network: nn.Module, generator: torch.Generator | None = None) ->
     return count
 
 
-def adapters(case: Case, rate: float, within: Collection[str], size: int) -> TrainedNetwork | None:
+def adapters(
+    case: Case,
+    rate: float,
+    within: Collection[str],
+    size: int,
+    way: Callable[[nn.Module, Case, float], TrainedNetwork | None] = trained,
+) -> TrainedNetwork | None:
     """Return a frozen copy with LoRA of one rank >= 1 at every layer at or in submodules, of at most about `size` parameters.
 
     No rank is larger than its matrix. None if no layer there has a weight that can be adapted.
+
+    way: how the copy is trained.
     """
     network = copy.deepcopy(case.host).requires_grad_(False)
     inside = {id(part): part for path in within for part in network.get_submodule(path).modules()}
@@ -322,7 +335,68 @@ def adapters(case: Case, rate: float, within: Collection[str], size: int) -> Tra
         for part, name, weight in weights:
             most = min(len(weight), weight[0].numel())  # a higher rank computes nothing more
             parametrize.register_parametrization(part, name, LowRankAdapter(weight, min(max(size // each, 1), most)))
-    return trained(network, case, rate)
+    return way(network, case, rate)
+
+
+def distilled(intact: nn.Module, network: nn.Module, case: Case, rate: float) -> TrainedNetwork | None:
+    """Train what requires gradients so that each layer returns what that of the intact network does: layer-wise distillation.
+
+        loss = mean over layers of |h - h0|^2 / |h0|^2
+
+    h0 are the outputs of a layer of the intact network that multiplies by a weight, and h those of the layer of its name, with as
+    many outputs, in the network. Returns None if no layer has one of its name.
+    """
+    sizes = [
+        {path: [len(weight) for _, weight in _matrices(part)] for path, part in own.named_modules()}
+        for own in (case.host, intact)
+    ]
+    shared = [path for path, own in sizes[0].items() if own and own == sizes[1].get(path)]
+    if not shared:
+        return None
+    ours, theirs = dict[str, list[Tensor]](), dict[str, list[Tensor]]()
+
+    def teach(arguments: Any, named: Any) -> None:
+        if network.training:  # and not while it is measured
+            with torch.no_grad():
+                intact(*arguments, **named)
+
+    def note(found: dict[str, list[Tensor]], path: str, output: Any) -> None:
+        if network.training:
+            found.setdefault(path, []).extend(h.float() for h in floats(output))
+
+    def error(output: Any, target: Any) -> Tensor:
+        errors = []
+        for path, known in theirs.items():
+            # A loop that ends by what it computes may call a layer more often in one network than in the other.
+            pairs = list(zip(ours[path], known, strict=False))
+            apart = torch.stack([(h - h0).square().sum() for h, h0 in pairs]).sum()
+            errors.append(apart / torch.stack([h0.square().sum() for _, h0 in pairs]).sum().clamp_min(1e-30))
+        ours.clear()
+        theirs.clear()
+        return torch.stack(errors).mean()
+
+    handles = [network.register_forward_pre_hook(lambda _, a, named: teach(a, named), with_kwargs=True)]
+    handles += [
+        own.get_submodule(path).register_forward_hook(lambda _, a, h, found=found, path=path: note(found, path, h))
+        for own, found in ((network, ours), (intact, theirs))
+        for path in shared
+    ]
+    try:
+        with undisturbed(intact):
+            return trained(network, case, rate, loss=error)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def distilled_and_trained(intact: nn.Module, network: nn.Module, case: Case, rate: float) -> TrainedNetwork | None:
+    """Train by `distilled` for half of the steps, and then on the task for the others."""
+    half = case.steps // 2
+    first = distilled(intact, network, case._replace(steps=half), rate)
+    if first is None:
+        return None
+    second = trained(network, case._replace(steps=case.steps - half), rate)
+    return second._replace(seconds=first.seconds + second.seconds)
 
 
 def bias_and_scale(case: Case, rate: float) -> TrainedNetwork:
