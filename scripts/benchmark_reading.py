@@ -8,7 +8,8 @@ bytes in C, which lets other threads run; `computes` counts in Python, which doe
 memmap, which cost a microsecond. Each is trained on in memory (A), read when a batch is needed, read ahead by a thread, and
 read ahead by workers (B). One population trains in all these ways: two populations of the same networks differ in speed by some
 percent, by where they lie in memory. The ways take turns in an order that is drawn for each round, so that a machine that is
-busy for a while is so for all. A ratio compares a way with examples in memory in the same round, and medians are over rounds.
+busy for a while is so for all. A ratio compares a way with examples in memory in the same round; medians are over rounds, with
+95 % intervals by order statistics where there are enough rounds.
 As in a run, the state of a population that reads is copied once a step, and the copy is part of its time.
 
 A core that works may slow the one beside it, as they share caches, memory and sometimes the core itself. So `in memory, another
@@ -32,6 +33,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.stats import binom  # type: ignore[import-untyped]
 from torch.utils.data import Dataset
 
 import esper
@@ -173,10 +175,10 @@ class Figures(NamedTuple):
     """Medians over rounds."""
 
     batch: float  # time of a batch [ms]
-    ratio: float  # to that in memory
-    beside: float  # to that in memory while another process reads
+    ratio: str  # to that in memory, with its 95 % interval
+    beside: str  # to that in memory while another process reads, with its 95 % interval
     cpu: float  # processor time of the thread that trains, for a batch [ms]
-    cpu_ratio: float  # to that in memory
+    cpu_ratio: str  # to that in memory, with its 95 % interval
     waited: float  # for a batch to be read [ms]
     p95: float | None  # of these waits [ms]; None in memory
 
@@ -216,25 +218,34 @@ def measured(reader: Reader, envs: int, rounds: int, steps: int) -> tuple[float,
         seconds = played(engine, 1, memory if mode.stream else None)[0] / 1000
     before = {mode: None if feed.reader is None else feed.reader.waits.counts.copy() for mode, feed in feeds.items()}
     times, draw = np.empty((rounds, len(feeds), 3)), np.random.default_rng(0)
-    with another_reads(source, envs * BATCH, seconds) as other:
+    with another_reads(source, envs * BATCH, seconds) as beside_it:
         for turn in range(rounds):
             engine.population.feed = next(iter(feeds.values()))  # that in memory, as a reader that is reset begins anew
             engine.reset()  # networks that have learned all by heart compute with numbers that are slow, as they are so small
             for place in draw.permutation(len(feeds)).tolist():
                 mode, engine.population.feed = list(feeds.items())[place]
                 time.sleep(PAUSE)
-                other(mode.beside)
+                beside_it(mode.beside)
                 times[turn, place] = played(engine, steps, memory if mode.stream else None)
-                other(False)
-    ratios, beside = (np.median(times[..., :2] / times[:, place : place + 1, :2], axis=0) for place in (0, 1))
+                beside_it(False)
     found = {}
     for place, (mode, feed) in enumerate(feeds.items()):
         batch, cpu, waited = np.median(times[:, place], axis=0).tolist()
         old, waits = before[mode], None if feed.reader is None else feed.reader.waits.counts
         p95 = None if waits is None or old is None else 1000 * Waits.p95(waits - old)
-        found[mode.name] = Figures(batch, ratios[place, 0], beside[place, 0], cpu, ratios[place, 1], waited, p95)
+        ratio, beside, cpu_ratio = (
+            median(times[:, place, clock] / times[:, other, clock]) for other, clock in ((0, 0), (1, 0), (0, 1))
+        )
+        found[mode.name] = Figures(batch, ratio, beside, cpu, cpu_ratio, waited, p95)
         feed.close()
     return reading_alone(source, envs), copied(engine, memory), found
+
+
+def median(values: NDArray[np.float64]) -> str:
+    """The median, and its 95 % interval by order statistics where there are enough values."""
+    below = int(binom.ppf(0.025, len(values), 0.5))
+    around = f" [{np.sort(values)[below - 1]:.2f}, {np.sort(values)[-below]:.2f}]" if below else ""
+    return f"{np.median(values):.2f}{around}"
 
 
 def reading_alone(source: Source, envs: int) -> float:
@@ -278,10 +289,7 @@ def page(arguments: argparse.Namespace, found: Mapping[str, tuple[float, float, 
         )
         for name, way in ways.items():
             waits = " | " if way.p95 is None else f"{way.waited:.2f} | {way.p95:.2f}"
-            text += (
-                f"| {name} | {way.batch:.1f} | {way.ratio:.2f} | {way.beside:.2f} | {waits} | {way.cpu:.1f} | "
-                f"{way.cpu_ratio:.2f} |\n"
-            )
+            text += f"| {name} | {way.batch:.1f} | {way.ratio} | {way.beside} | {waits} | {way.cpu:.1f} | {way.cpu_ratio} |\n"
     return text
 
 

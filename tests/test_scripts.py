@@ -324,7 +324,6 @@ def test_every_case_of_the_check_of_speed_has_a_recorded_ratio(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "intact", "data"), [("pruned_cnn", "cnn", "images"), ("quantised_transformer", "transformer", "rows")]
 )

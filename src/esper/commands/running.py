@@ -195,7 +195,8 @@ def resume(
     reward: Annotated[
         str | None,
         Option(
-            metavar="PLACE", help="path.py:function or module:function that makes the reward of a training, likewise."
+            metavar="PLACE",
+            help="path.py:function or module:function that makes the reward of a training, if it is your own.",
         ),
     ] = None,
     settings: Annotated[

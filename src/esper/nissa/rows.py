@@ -214,7 +214,8 @@ class DecisionRow(EnvRow, tag="decision", kw_only=True):
         ),
     ] = None
     entropies: Annotated[
-        Numbers | None, about("(6,) entropy of the policy's distribution of each head [nats]; null likewise")
+        Numbers | None,
+        about("(6,) entropy of the policy's distribution of each head [nats]; null where `probabilities` are"),
     ] = None
     value: Annotated[
         float | None, about("return that the policy expected from this step on; null for other controllers")

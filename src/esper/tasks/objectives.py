@@ -193,7 +193,7 @@ class StandardizedObjective(Objective):
 
     base: Regression | CustomObjective
     mean: tuple[float, ...]  # of each target of an example, in order [units of y]
-    deviation: tuple[float, ...]  # likewise [units of y]
+    deviation: tuple[float, ...]  # standard deviation of each, in the same order [units of y]
     metric: str = field(init=False)
     outputs: int = field(init=False)
 
