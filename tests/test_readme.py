@@ -27,7 +27,9 @@ def test_the_examples_of_the_readme_print_what_stands_below_them(tmp_path, monke
         for code, expected in pairs:
             exec(compile(code, "README.md", "exec"), namespace)
             printed = capsys.readouterr().out
-            assert re.sub(NUMBER, "#", printed) == re.sub(NUMBER, "#", expected)
+            # how wide a network is nearly free, the machine decides
+            shown, page = (re.sub(rf"{NUMBER}|[\d,]+(?= parameters, acc)", "#", text) for text in (printed, expected))
+            assert shown == page
             numbers = [list(map(float, re.findall(NUMBER, text))) for text in (printed, expected)]
             assert numbers[0] == pytest.approx(numbers[1], abs=LOOSE)
     finally:
@@ -35,12 +37,12 @@ def test_the_examples_of_the_readme_print_what_stands_below_them(tmp_path, monke
         BLUEPRINTS.update(known)
 
 
-@pytest.mark.parametrize(("units", "accuracy"), [(4, 0.80), (64, 0.98)])
+@pytest.mark.parametrize(("units", "accuracy"), [(4, 0.74), (64, 0.98)])
 def test_the_first_example_without_growth_ends_where_the_page_says(units, accuracy, capsys):
     text = README.read_text()
     assert f"{accuracy:.2f}".lstrip("0") in text
     code = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
-    code = re.sub(r"\b4\b(?=[,)])", str(units), code).replace("example=x[:2]", "example=x[:2], most_parameters=1")
+    code = re.sub(r"\b4\b(?=[,)])", str(units), code).replace('cost="seconds"', "most_parameters=1")
     exec(compile(code, "README.md", "exec"), {})
     assert float(capsys.readouterr().out.split()[-1]) == pytest.approx(accuracy, abs=LOOSE if units == 4 else 0.02)
 

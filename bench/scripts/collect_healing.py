@@ -66,6 +66,8 @@ from esper_bench.healing.data import FINAL, OTHER
 from esper_bench.healing.frozen import Repair, repaired
 from esper_bench.healing.hosts import BLOCKS, FULL, VECTORS, HostSet
 from esper_bench.healing.images import IMAGES
+from esper_bench.healing.unknown import KEYS as UNKNOWN_KEYS
+from esper_bench.healing.unknown import UNKNOWN_HOSTS
 from esper_bench.records import load_figures, load_record, run_script, save_figures, save_record
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
@@ -89,6 +91,8 @@ FIRST: Mapping[str, int] = {
 }
 """First key of each set. Nothing was chosen by the figures of those after `heldout`; `card` is for shipped controllers.
 `final` and `other` have hosts and problems of their own."""
+FIRST_UNKNOWN = {"training": UNKNOWN_KEYS["training"].start, "final": UNKNOWN_KEYS["heldout"].start + 1024}
+"""Those of the game; the instances of its page are the first held-out ones."""
 FIRST_BYTES = {
     "training": heal.RANGES["training"].start + 4096,
     "heldout": heal.RANGES["heldout"].start + 40_000,
@@ -235,6 +239,7 @@ SOURCES: Mapping[str, Source] = {
     "heal": VECTOR,
     "heal-full": _full(),
     "heal-images": healed(IMAGES, (*PLANS, Placed(UNIFORM_2)), rows=40),
+    "heal-unknown": healed(UNKNOWN_HOSTS, PLANS)._replace(wanted=every, first=FIRST_UNKNOWN),
     "heal-bytes": Source(
         heal_bytes.heal_bytes,
         heal_bytes.describe,

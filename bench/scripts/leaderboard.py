@@ -55,7 +55,11 @@ class Suite(NamedTuple):
         return [facts.key for facts in self.source.cases(self.part, self.cases, self.setting)]
 
 
-SUITES: Mapping[str, Suite] = {"heal": Suite("heal", "final", 96)}
+SUITES: Mapping[str, Suite] = {
+    "heal": Suite("heal", "final", 96),
+    "heal-unknown": Suite("heal-unknown", "final", 96),
+    "heal-images": Suite("heal-images", "final", 48),
+}
 
 
 class Row(NamedTuple):
@@ -148,7 +152,7 @@ def main() -> None:
     """Measure, write the rows, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=list(SUITES))
-    others = ", ".join(repr(name) for name in (*SOURCES["heal"].static, REPAIRS))
+    others = ", ".join(repr(name) for name in (*SOURCES["heal"].static, REPAIRS))  # the other suites have some of them
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"controllers to add, or {others}")
     parser.add_argument("--seconds", type=float, help="seconds of a core that making the controllers took; 0 for rules")
     parser.add_argument("--out", type=Path, help="folder of the rows; by default that of the leaderboard")

@@ -321,7 +321,7 @@ def train(
                 grown = growth.step(y)
             if grown:
                 if again is not None:
-                    growth.warmup = 3 * again
+                    growth.warmup = again
                 seconds += time.process_time() - begun
         x, y = data.test
         with torch.no_grad():

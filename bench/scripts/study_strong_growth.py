@@ -1,10 +1,11 @@
 """Growing networks beside what a person would do without growth, at equal steps, equal seconds and equal total compute.
 
-    python bench/scripts/study_strong_growth.py --out figures/strong          # 8 seeds of 11 settings, half an hour
+    python bench/scripts/study_strong_growth.py --out figures/strong          # 8 seeds of 12 settings, an hour
     python bench/scripts/study_strong_growth.py --out figures/strong digits letter
 
-A network grows in two ways, with the defaults of each: by seeds (`esper.Growth`), and as a whole (`esper.AnytimeGrowth`). The
-budget of the seeds is that of the setting, and there are 50 decisions in a training. Beside them, on the same data:
+A network grows in three ways, with the defaults of each: by seeds (`esper.Growth`), as a whole (`esper.AnytimeGrowth`), and as a
+whole where seconds count (the same with cost="seconds", which begins at the largest size that is nearly free on the machine).
+The budget of the seeds is that of the setting, and there are 50 decisions in a training. Beside them, on the same data:
 
 - untouched: the network as it is, for equal steps and for the seconds of the growing run
 - static: the smallest network with at least the parameters of the grown one, all hidden widths multiplied alike, for both
@@ -12,7 +13,7 @@ budget of the seeds is that of the setting, and there are 50 decisions in a trai
   lowest loss on the probe trains on with the other half
 
 AdamW at a constant rate; what is read is the average of the weights over about the last tenth of the steps, for every arm. Each
-arm and each size of the sweep has the best of three rates, by its loss on the probe with another seed, which counts for nothing
+arm and each size of the sweep has the best of four rates, by its loss on the probe with another seed, which counts for nothing
 else. So the sweep does not pay for rates out of its budget. Seconds are those of the processor, one thread, without those of
 measuring. In `frozen body` seeds are compared with LoRA and a bypass from the input around the body, of at least their size, and
 with training all of it. `letter` and `fashion` need the Debian packages r-cran-mlbench (with `rdata`) and
@@ -33,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from keyword import iskeyword
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -49,12 +50,13 @@ import esper
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import spread
 from esper.runs.healing.training import LowRankAdapter
-from esper.runs.live.anytime import WINDOW
+from esper.runs.live.anytime import WINDOW, Cost
 from esper_bench.records import load_record, run_script, save_record
 
-Way = Literal["seeds", "whole"]
+Way = Literal["seeds", "whole", "whole, by seconds"]
+WAYS = get_args(Way)
 Axis = Literal["steps", "seconds", "compute"]
-RATES = (1e-3, 3e-3, 1e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 TUNING = 400
 """The seed on which rates are chosen."""
 LOOKS = 12
@@ -212,11 +214,14 @@ SETTINGS: Mapping[str, Setting] = {
     "moons, 4-4": Setting(PROBLEMS["moons, 2-2"], lambda width, seed: mlp((2, width, width, 2)), 4, 400, 16.0),
     "diabetes, 1": Setting(PROBLEMS["diabetes, 1"], lambda width, seed: mlp((10, width, 1)), 1, 400, 64.0),
     "letter, 4-4": Setting(PROBLEMS["letter, 4-4"], lambda width, seed: mlp((16, width, width, 26)), 4, 1500, 16.0),
-    "fashion, CNN of 4": Setting(clothes, lambda width, seed: cnn(width, 10), 4, 150, 4.0, (1, 2, 4)),
+    "large batches of letter, 4-4": Setting(
+        PROBLEMS["letter, 4-4"], lambda width, seed: mlp((16, width, width, 26)), 4, 1500, 16.0, (1, 8, 32), batch=1024
+    ),
+    "fashion, CNN of 4": Setting(clothes, lambda width, seed: cnn(width, 10), 4, 400, 4.0, (1, 4, 8)),
     "GRU tagger, 4": Setting(gru_tagger, lambda width, seed: Tagger(width), 4, 150, 4.0, batch=16),
     "ViT on digits, 16": Setting(PROBLEMS["ViT"], lambda width, seed: ViT(width), 1, 400, 4.0, (1, 2, 4)),
     "U-Net 1-D, 2": Setting(signals, lambda width, seed: UNet(width), 2, 150, 4.0, (1, 4, 8), batch=32),
-    "bytes, 16": Setting(PROBLEMS["bytes"], byte_model, 16, 200, 4.0, (1, 2, 4), 16, 16),
+    "bytes, 16": Setting(PROBLEMS["bytes"], byte_model, 16, 1000, 4.0, (1, 2, 4), 16, 16),
     "narrow layer of unknown place": Setting(PROBLEMS["unknown place"], uneven, 3, 800, 0.5, (1, 2, 4)),
 }
 """All but the frozen body."""
@@ -272,7 +277,7 @@ class Training:
         example, loss = problem.probe[0][:8], problem.loss
         if way == "seeds":
             esper.graft(network, example=example)
-        self.average = None if way == "whole" else AveragedModel(network, multi_avg_fn=toward)
+        self.average = AveragedModel(network, multi_avg_fn=toward) if way in (None, "seeds") else None
         if way == "seeds":
             self.growth = esper.Growth(
                 network,
@@ -283,8 +288,10 @@ class Training:
                 budget=setting.budget,
                 every=setting.steps // DECISIONS,
             )
-        elif way == "whole":
-            self.growth = esper.AnytimeGrowth(network, self.optimizer, example=example, seed=seed)
+        elif way is not None:
+            cost: Cost = "parameters" if way == "whole" else "seconds"
+            batch = problem.train[0][: setting.batch]
+            self.growth = esper.AnytimeGrowth(network, self.optimizer, example=batch, cost=cost, seed=seed)
         self.batches = torch.Generator().manual_seed(seed)
         self.steps, self.compute, self.parameters = 0, 0.0, size(network)
         self.seconds = time.process_time() - begun
@@ -359,11 +366,11 @@ def grown(setting: Setting, way: Way, rate: float, seed: int) -> Training:
 def tuned(setting: Setting) -> dict[str, Any]:
     """The best of the rates by the loss on the probe at the last step, for each way and size; or why there is no such way."""
     found: dict[str, Any] = {}
-    for arm in ("seeds", "whole", *setting.sizes):
+    for arm in (*WAYS, *setting.sizes):
         losses = []
         try:
             for rate in RATES:
-                if isinstance(arm, str):
+                if arm in WAYS:
                     run = grown(setting, arm, rate, TUNING)
                 else:
                     run = static(setting, arm * setting.first, rate, TUNING)
@@ -406,7 +413,7 @@ def study(setting: Setting, rates: Mapping[str, Any], seed: int) -> dict[str, An
         return trainings[width]
 
     found: dict[str, Any] = {}
-    for way in ("seeds", "whole"):
+    for way in WAYS:
         if isinstance(rates[way], str):
             continue
         mine = grown(setting, way, rates[way], seed)
@@ -528,7 +535,7 @@ def report(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     ]
     gains: dict[tuple[str, str, bool], list[list[float]]] = {}
     for name, records in figures.items():
-        for way in ("seeds", "whole"):
+        for way in WAYS:
             mine = [record[way] for record in records if way in record]
             if not mine:
                 continue
@@ -557,7 +564,7 @@ def report(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         "|" + "---|" * (3 + len(ARMS)),
     ]
     for dear in (True, False):
-        for way in ("seeds", "whole"):
+        for way in WAYS:
             there = [gains[way, key, dear] for key in ARMS if (way, key, dear) in gains]
             if there:
                 shared = min(len(one) for one in there[0])
@@ -622,7 +629,7 @@ def main() -> None:
             print(f"{name} is left out: {error}")
             continue
         rates = kept(folder / "rates.json", partial(tuned, setting))
-        for way in ("seeds", "whole"):
+        for way in WAYS:
             if isinstance(rates[way], str):
                 print(f"{name} does not grow by {way}: {rates[way]}")
         figures[name] = [kept(folder / f"{seed}.json", partial(study, setting, rates, seed)) for seed in seeds]

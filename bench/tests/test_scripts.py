@@ -127,10 +127,10 @@ def test_the_study_of_the_growing_game_trains_once_and_compares_with_the_oracle(
 
 
 @pytest.mark.slow
-def test_the_study_of_strong_growth_compares_both_ways_to_grow_and_goes_on_where_it_was_left(tmp_path):
+def test_the_study_of_strong_growth_compares_all_ways_to_grow_and_goes_on_where_it_was_left(tmp_path):
     few = ["moons", "frozen body", "--out", "figures"]
     rows = [line.split(" | ") for line in run("study_strong_growth.py", *few, cwd=tmp_path).splitlines()]
-    assert [row[1] for row in rows if row[0] == "| moons, 4-4"] == ["seeds", "whole"]
+    assert [row[1] for row in rows if row[0] == "| moons, 4-4"] == ["seeds", "whole", "whole, by seconds"]
     assert {"| seeds", "| LoRA", "| bypass"} <= {row[0] for row in rows}
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "figures").rglob("*.json")}
     run("study_strong_growth.py", *few, cwd=tmp_path)

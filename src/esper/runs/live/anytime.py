@@ -57,7 +57,9 @@ SHORT, LONG = 2.0, 8.0
 BEND = 0.9
 """The network becomes wider when the late slope is below this share of the earlier one."""
 APART = 4.0
-"""Least factor of the compute between two growths, and from the end of twice the warm-up to the first."""
+"""Least factor of the compute between two growths, and to the first one from the first steps, which say little."""
+EARLY = 7
+"""These are so many times as many as those of the warm-up."""
 DOUBLED = 5000
 """Steps of the loop after which the batch is doubled, so that it is about in proportion to the examples seen."""
 GUARDED = 100
@@ -94,8 +96,8 @@ class AnytimeGrowth:
     (Ash and Adams, "On warm-starting neural network training", 2020), which changes what it computes.
 
     The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
-    know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up after the start and, of a third of
-    the steps, after each growth.
+    know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up after the start and after each
+    growth.
 
     `average` is a running average of the weights over about the last tenth of the compute, which needs no end to be known.
     Statistics of BatchNorm in it are the latest ones.
@@ -128,7 +130,7 @@ class AnytimeGrowth:
         sizes: in place of `factor`, the sizes that the network passes through, as multiples of the widths that it is given with:
             [1, 4, 8] makes it four times as wide, and then twice as wide again. Each is a whole multiple of the one before
         most_parameters: largest number of parameters; None where there is no limit
-        warmup: steps of the first linear warm-up of the learning rates; those behind growths have a third of them
+        warmup: steps of the linear warm-up of the learning rates, after the start and after each growth
         rate_power: the learning rates of a network with widths multiplied by r are scaled by r^-rate_power; None is 1/2, and 0
             where the loss on the probe decides
         fresh: share of freshly drawn weights in those of the network behind each growth, of layers with `reset_parameters`; None
@@ -166,7 +168,7 @@ class AnytimeGrowth:
         factor: int = 2,
         sizes: Sequence[int] | None = None,
         most_parameters: int | None = None,
-        warmup: int = 100,
+        warmup: int = 30,
         rate_power: float | None = None,
         fresh: float | None = None,
         probe: Batches | None = None,
@@ -253,7 +255,7 @@ class AnytimeGrowth:
         self._look_at, self._loss_before = 0.0, math.inf
         # where the loss on the probe decides: logarithms of compute and loss at its looks over the last factor of LONG
         self._by_slope, self._curve = by_slope, list[tuple[float, float]]()
-        self._grown_at = math.nan  # compute at the last growth, or at the end of twice the warm-up
+        self._grown_at = math.nan  # compute at the last growth, or of the first steps, which say little
         self._times: list[float] = []  # at the first steps, where seconds are measured
         self._rows = 0  # of the largest batch of targets; the last batch of an epoch may be smaller
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
@@ -583,7 +585,7 @@ class AnytimeGrowth:
 
     def _bent(self) -> bool:
         """Return whether the loss on the probe falls more slowly than it did; `why` says how it falls."""
-        settled = max(2 * self.warmup, 1)
+        settled = max(EARLY * self.warmup, 1)
         if self.steps <= settled:
             self._grown_at = self._compute
             self.why = f"the first {counted(settled, 'step')} say little of how the loss falls"
@@ -730,8 +732,7 @@ class AnytimeGrowth:
         return [min(each) for each in taken]
 
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        warmup = self.warmup // 3 if self.growths else self.warmup
-        scale = self._multiple**-self.rate_power * min(1.0, (self._since + 1) / (warmup + 1))
+        scale = self._multiple**-self.rate_power * min(1.0, (self._since + 1) / (self.warmup + 1))
         if self._cooling is not None:
             begun, length = self._cooling
             scale *= max(begun + length - self.steps, 0) / length
