@@ -38,8 +38,8 @@ FORMAT = 6
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
-TIMED = 7
-"""Passes of which the shortest is the seconds of a pass."""
+TIMED, FEW, LONG_ENOUGH = 7, 3, 0.02
+"""Passes of which the shortest is the seconds of a pass, and how many are enough where they take so long together [seconds]."""
 NAP = 1e-3
 """Wait before each of these passes [seconds]."""
 TARGETS = 30.0
@@ -260,6 +260,7 @@ class AnytimeGrowth:
         self._rows = 0  # of the largest batch of targets; the last batch of an epoch may be smaller
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
+        self._tried: tuple[Way | None] | None = None  # the way to a wider network that was tried at this step
         self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
         self._next_factor()
@@ -319,7 +320,7 @@ class AnytimeGrowth:
         self._average(min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
         if self._kept is None or self.steps % GUARDED == 0:
             self._guard()
-        self._loss, begun = None, time.perf_counter()
+        self._loss, self._tried, begun = None, None, time.perf_counter()
         grown = self._is_due(targets, size) and self._grow()
         if self._log is not None:
             self._write(self._log, time.perf_counter() - begun if grown else None)
@@ -617,11 +618,13 @@ class AnytimeGrowth:
     def _grow(self) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
         before, measured = self.parameters, math.inf
-        wider = self._wider()
-        if wider is None:
-            return False
-        way = wider[1]
-        del wider  # its memory
+        if self._tried is None:
+            wider = self._wider()
+            if wider is None:
+                return False
+            self._tried = (wider[1],)
+            del wider  # its memory
+        (way,) = self._tried
         if self._probe is not None:
             measured = self._measured()
             if not measured < (1 - WORTH) * self._loss_before:
@@ -708,6 +711,7 @@ class AnytimeGrowth:
         self._beside, self._slower = self._ranks.from_first((self._beside, self._slower))
         larger = sum(each.numel() for each in wider[0].parameters()) / self.parameters
         self._elasticity = min(math.log(self._slower) / math.log(larger), 1.0)
+        self._tried = (wider[1],)
         return True
 
     def _seconds(self, *networks: nn.Module) -> list[float]:
@@ -716,20 +720,20 @@ class AnytimeGrowth:
         device = next(networks[0].parameters()).device
         on_cuda = device.type == "cuda"
         with torch.random.fork_rng([device] if on_cuda else []):
-            for turn, (network, each) in itertools.product(range(TIMED + 2), zip(networks, taken, strict=True)):
-                if on_cuda:
-                    torch.cuda.synchronize(device)
-                # On a busy machine a process that never waits is interrupted at equal distances, which can fall into each
-                # pass of the same network; one that has just waited is not.
-                time.sleep(NAP)
-                begun = time.perf_counter()
-                parts = [part.float().sum() for part in floats(call(network, self._example)) if part.requires_grad]
-                torch.stack(parts).sum().backward()
-                if on_cuda:
-                    torch.cuda.synchronize(device)
-                if turn > 1:  # the first two warm up
+            while any(len(each) < 2 + (FEW if sum(each[2:]) > LONG_ENOUGH else TIMED) for each in taken):
+                for network, each in zip(networks, taken, strict=True):
+                    if on_cuda:
+                        torch.cuda.synchronize(device)
+                    # On a busy machine a process that never waits is interrupted at equal distances, which can fall into each
+                    # pass of the same network; one that has just waited is not.
+                    time.sleep(NAP)
+                    begun = time.perf_counter()
+                    parts = [part.float().sum() for part in floats(call(network, self._example)) if part.requires_grad]
+                    torch.stack(parts).sum().backward()
+                    if on_cuda:
+                        torch.cuda.synchronize(device)
                     each.append(time.perf_counter() - begun)
-        return [min(each) for each in taken]
+        return [min(each[2:]) for each in taken]  # the first two warm up
 
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         scale = self._multiple**-self.rate_power * min(1.0, (self._since + 1) / (self.warmup + 1))
