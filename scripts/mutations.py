@@ -133,7 +133,7 @@ MUTATIONS = (
     # Attribution
     Mutation(COALITIONS, "masks(live)[env] ^ (1 << slot)", "masks(live)[env] | (1 << slot)", "tolaria"),
     Mutation(COALITIONS, "worth = -values.loss if loss", "worth = values.loss if loss", "tolaria"),
-    Mutation(COALITIONS, "(real > 0)", "(real >= 0)", "tolaria"),
+    Mutation(COALITIONS, "(real > 0)", "(real >= 0)", "tolaria/test_coalitions.py"),
     # Optimizer
     Mutation(
         OPTIMIZER, "linalg.vector_norm(self.gradient, dim=1)", "linalg.vector_norm(self.gradient, dim=1) * 2", "tolaria"

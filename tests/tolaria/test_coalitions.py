@@ -48,6 +48,14 @@ def test_every_subset_of_up_to_four_live_seeds_is_asked_for_once(live):
     assert set(pairs) == expected
 
 
+def test_a_seed_that_blends_in_and_does_not_act_yet_is_in_no_coalition():
+    _, seeds = population([(0, 2), (1,)])
+    seeds.alpha[0, 2] = seeds.alpha[1, 1] = 0
+    asked = coalitions(seeds, SAMPLING, terminal=True)
+    assert asked.live.nonzero()[0].tolist() == asked.live.nonzero()[1].tolist() == [0]
+    assert (asked.env.tolist(), asked.mask.tolist()) == ([0], [0])
+
+
 def test_above_four_live_seeds_the_prefixes_of_sampled_orders_are_asked_for_once():
     _, seeds = population([(0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5), (0,), ()])
     asked = coalitions(seeds, SAMPLING, terminal=False)
