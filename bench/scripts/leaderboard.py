@@ -1,6 +1,7 @@
 """Measure controllers on a suite of the leaderboard, add their rows to it, and print its table.
 
     python bench/scripts/leaderboard.py heal NAME ...   # a controller, also of another package, a run folder, path.py:function
+    python bench/scripts/leaderboard.py heal-unknown NAME ...   # on the cases of another suite, which --help names
     python bench/scripts/leaderboard.py heal "from scratch" "frozen repairs"   # rows that are no controllers, which --help names
     python bench/scripts/leaderboard.py heal            # the table of the rows that are there
 
@@ -152,12 +153,14 @@ def main() -> None:
     """Measure, write the rows, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=list(SUITES))
-    others = ", ".join(repr(name) for name in (*SOURCES["heal"].static, REPAIRS))  # the other suites have some of them
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"controllers to add, or {others}")
+    others = ", ".join(repr(name) for name in (*SOURCES["heal"].static, REPAIRS))
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"controllers to add, or what is no controller: {others}"
+    )
     parser.add_argument("--seconds", type=float, help="seconds of a core that making the controllers took; 0 for rules")
     parser.add_argument("--out", type=Path, help="folder of the rows; by default that of the leaderboard")
     parser.add_argument(
-        "--figures", type=Path, default=Path("runs/leaderboard"), help="folder of what --anchors measures"
+        "--figures", type=Path, default=Path("runs/leaderboard"), help="folder of the figures of what is no controller"
     )
     parser.add_argument("--cases", type=int, help="fewer cases, to see that all runs; needs --out")
     options = parser.parse_args()

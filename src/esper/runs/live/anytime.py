@@ -57,9 +57,9 @@ SHORT, LONG = 2.0, 8.0
 BEND = 0.9
 """The network becomes wider when the late slope is below this share of the earlier one."""
 APART = 4.0
-"""Least factor of the compute between two growths, and to the first one from the first steps, which say little."""
+"""Least factor of the compute between two growths, and between the steps that `EARLY` counts and the first growth."""
 EARLY = 7
-"""These are so many times as many as those of the warm-up."""
+"""The first steps of the loop, which say little of how the loss falls, as a multiple of the steps of the warm-up."""
 DOUBLED = 5000
 """Steps of the loop after which the batch is doubled, so that it is about in proportion to the examples seen."""
 GUARDED = 100
@@ -255,12 +255,13 @@ class AnytimeGrowth:
         self._look_at, self._loss_before = 0.0, math.inf
         # where the loss on the probe decides: logarithms of compute and loss at its looks over the last factor of LONG
         self._by_slope, self._curve = by_slope, list[tuple[float, float]]()
-        self._grown_at = math.nan  # compute at the last growth, or of the first steps, which say little
+        self._grown_at = math.nan  # compute at the last growth, or of the first steps, which `EARLY` counts
         self._times: list[float] = []  # at the first steps, where seconds are measured
         self._rows = 0  # of the largest batch of targets; the last batch of an epoch may be smaller
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
-        self._tried: tuple[Way | None] | None = None  # the way to a wider network that was tried at this step
+        self._tried_at = 0  # the last step at which a wider network was tried
+        self._way: Way | None = None  # to that network
         self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
         self._next_factor()
@@ -320,7 +321,7 @@ class AnytimeGrowth:
         self._average(min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
         if self._kept is None or self.steps % GUARDED == 0:
             self._guard()
-        self._loss, self._tried, begun = None, None, time.perf_counter()
+        self._loss, begun = None, time.perf_counter()
         grown = self._is_due(targets, size) and self._grow()
         if self._log is not None:
             self._write(self._log, time.perf_counter() - begun if grown else None)
@@ -550,8 +551,8 @@ class AnytimeGrowth:
             self._end(f"sizes ends with {now} times the first widths")
         return factor
 
-    def _wider(self) -> tuple[nn.Module, Way | None] | None:
-        """Return a copy of the network as it would be behind the next growth, and the way to it; None where it cannot be."""
+    def _wider(self) -> nn.Module | None:
+        """Return a copy of the network as it would be behind the next growth, and note the way to it; None where it cannot be."""
         if not self._guard():  # what is not finite computes nothing by which a wider network could be compared
             return None
         wider, way, problem = copy.deepcopy(self.model), None, ""
@@ -562,7 +563,10 @@ class AnytimeGrowth:
         size = sum(parameter.numel() for parameter in wider.parameters())
         if self.most_parameters is not None and size > self.most_parameters:
             problem = f"{size:,} parameters would exceed most_parameters={self.most_parameters:,}"
-        return None if self._ended(problem) else (wider, self._ranks.from_first((way,))[0])
+        if self._ended(problem):
+            return None
+        self._tried_at, self._way = self.steps, self._ranks.from_first((way,))[0]
+        return wider
 
     def _ended(self, problem: str) -> bool:
         """Return whether a process has a problem with a wider network, which then stays as it is in all of them."""
@@ -618,13 +622,8 @@ class AnytimeGrowth:
     def _grow(self) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
         before, measured = self.parameters, math.inf
-        if self._tried is None:
-            wider = self._wider()
-            if wider is None:
-                return False
-            self._tried = (wider[1],)
-            del wider  # its memory
-        (way,) = self._tried
+        if self._tried_at != self.steps and self._wider() is None:
+            return False
         if self._probe is not None:
             measured = self._measured()
             if not measured < (1 - WORTH) * self._loss_before:
@@ -635,7 +634,7 @@ class AnytimeGrowth:
                 return False
         factor, seed = self._next_factor(), self.seed + len(self.growths)
         try:
-            widths = self._widen(factor, seed, way)
+            widths = self._widen(factor, seed, self._way)
         except Exception as error:
             if self._ranks.size > 1:  # the others are wider now
                 raise
@@ -652,7 +651,7 @@ class AnytimeGrowth:
                 "parameters": self.parameters,
                 "factor": factor,
                 "seed": seed,
-                "way": way,
+                "way": self._way,
                 "slower": slower,
                 "why": self._due,
                 "widths": widths,
@@ -695,7 +694,7 @@ class AnytimeGrowth:
             return False
         own = other = 0.0
         try:
-            own, other = self._seconds(copy.deepcopy(self.model), wider[0])
+            own, other = self._seconds(copy.deepcopy(self.model), wider)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -709,9 +708,8 @@ class AnytimeGrowth:
             self._beside, self._times = max(min(steps) - own, 0.0), []
         self._slower = max((self._beside + other) / (self._beside + own), 1.0)
         self._beside, self._slower = self._ranks.from_first((self._beside, self._slower))
-        larger = sum(each.numel() for each in wider[0].parameters()) / self.parameters
+        larger = sum(each.numel() for each in wider.parameters()) / self.parameters
         self._elasticity = min(math.log(self._slower) / math.log(larger), 1.0)
-        self._tried = (wider[1],)
         return True
 
     def _seconds(self, *networks: nn.Module) -> list[float]:
