@@ -1,4 +1,4 @@
-"""Repair a network that was pruned, without touching its weights, and compare that with the usual remedies.
+"""Repair a network that was pruned, which itself stays as it is, and compare that with the usual remedies.
 
 python examples/heal.py
 """

@@ -132,8 +132,8 @@ class Played(NamedTuple):
     kinds: list[str]  # (instances,) of damage
 
 
-def played(out: Path, folders: dict[str, list[Path]], instances: int, episodes: int) -> Played:
-    """Play the held-out instances from the first on, under the trained policies and every opponent.
+def played(out: Path, folders: dict[str, list[Path]], first: int, instances: int, episodes: int) -> Played:
+    """Play the held-out instances from the one with the number `first` on, under the trained policies and every opponent.
 
     episodes: of the search for the best fixed plan, and of fitting trees.
     """
@@ -141,6 +141,7 @@ def played(out: Path, folders: dict[str, list[Path]], instances: int, episodes: 
         [*(f"{arm}={','.join(map(str, own))}" for arm, own in folders.items()), *RULES, Once(ByOrder()), ByOrder()],
         "heal-unknown",
         opponents=("uniform", "collapse", "sites", "tree", FITTED, REDRAWN),
+        first=first,
         instances=instances,
         seeds=1,
         search_episodes=episodes,
@@ -157,12 +158,12 @@ def played(out: Path, folders: dict[str, list[Path]], instances: int, episodes: 
     return Played({**means, **worth}, trainings, episodes, kinds)
 
 
-def ceiling(out: Path, instances: int, placements: int) -> Floats:
+def ceiling(out: Path, first: int, instances: int, placements: int) -> Floats:
     """J (instances,) of the best of some placements of three small seeds in the first step, chosen by the other of two starts."""
     task, scores = heal(UNKNOWN_HOSTS), []
-    keys = np.array(task.keys("heldout")[:instances])
+    keys = np.array(task.keys("heldout")[first : first + instances])
     for seed, (at, placed) in itertools.product(range(2), enumerate(EVERY_THREE[:placements])):
-        path = out / "ceiling" / f"{at}-{instances}-{seed}.npy"
+        path = out / "ceiling" / f"{at}-{first}-{instances}-{seed}.npy"
         if not path.is_file():
             contender = Contender(CEILING, {"controller": CEILING, **UNMEASURED}, partial(planting, placed))
             worth_of_placed = grown(task, contender, keys, seed)
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--taught", type=int, default=1, metavar="N", help="trainings that imitate `regrow` first (1)")
     parser.add_argument("--rounds", type=int, default=20, metavar="R", help="rounds of 64 episodes of each (20)")
     parser.add_argument("--instances", type=int, default=128, metavar="I", help="fresh instances (128)")
+    parser.add_argument("--first", type=int, default=0, metavar="I", help="number of the first fresh instance (0)")
     parser.add_argument(
         "--quick", action="store_true", help="one training of two rounds and 2 instances, to see that all runs"
     )
@@ -249,15 +251,20 @@ def main() -> None:
         cost[arm] = int(curves[0, -1, 0])
     if not arguments.train_only:
         found = played(
-            arguments.out, {arm: own for arm, own in folders.items() if own}, arguments.instances, max(cost.values())
+            arguments.out,
+            {arm: own for arm, own in folders.items() if own},
+            arguments.first,
+            arguments.instances,
+            max(cost.values()),
         )
         few = 2 if arguments.quick else len(EVERY_THREE)
-        placed = None if arguments.no_ceiling else ceiling(arguments.out, arguments.instances, few)
+        placed = None if arguments.no_ceiling else ceiling(arguments.out, arguments.first, arguments.instances, few)
         lines += [*table(found, placed, cost), "", *later(arguments.instances)]
     print("\n".join(lines))
     if arguments.page:
-        command = (
-            f"    python bench/scripts/study_game.py OUT --trainings {arguments.trainings} --taught {arguments.taught}"
+        numbers = {name: getattr(arguments, name) for name in ("trainings", "taught", "rounds", "first", "instances")}
+        command = "    python bench/scripts/study_game.py OUT " + " ".join(
+            f"--{name} {n}" for name, n in numbers.items()
         )
         arguments.page.write_text("\n".join(["# The game", "", command, "", *lines]) + "\n", encoding="utf-8")
 

@@ -12,7 +12,7 @@ prints what is there.
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +21,12 @@ import torch
 from numpy.typing import NDArray
 
 import esper
-from esper.kasmina.graft.find_sites import find_sites
-from esper.kasmina.graft.grafted import free_sites
 from esper.leyline.errors import InputError
-from esper.runs.healing.heal import RATES, UNFROZEN, ranked
+from esper.runs.healing.heal import UNFROZEN
 from esper.runs.healing.healed import half_width
 from esper.runs.healing.training import (
     Case,
     HealingExamples,
-    TrainedNetwork,
-    adapters,
     examples_of,
     losses_of,
     probe_loss,
@@ -38,7 +34,6 @@ from esper.runs.healing.training import (
     split,
 )
 from esper_bench.packaged.networks import DAMAGES, NETWORKS, damaged
-from esper_bench.packaged.repairs import head, regrown
 from esper_bench.records import load_record, run_script, save_record
 
 Record = dict[str, Any]
@@ -53,19 +48,9 @@ OPPONENTS = (
     "refit",
     "distilled",
 )
-"""Frozen opponents; those of `esper heal` that others have named first."""
-OWN = (
-    "nothing",
-    "grown",
-    "uniform adapters",
-    "adapters where damaged",
-    "bias and scale",
-    "refit",
-    "refit and trained",
-    "distilled",
-    "distilled and trained",
-)
-"""What `esper heal` chooses from."""
+"""Frozen remedies that others have named first; `esper heal` chooses among these, its seeds and two of its own."""
+OWN = ("nothing", "grown", "refit and trained", "distilled and trained")
+"""The other rows of `esper heal` that keep the weights."""
 
 
 class Size(NamedTuple):
@@ -87,27 +72,14 @@ QUICK = Size(("structured 75 %",), 1, 1, (0.06,), 24, 8, 60, 40)
 
 
 def measure(name: str, kind: str, draw: int, seed: int, cap: float, size: Size) -> Record:
-    """Damage a network, repair it in every way, and measure all on test examples."""
+    """Damage a network, heal it, and measure every row on test examples."""
     begin, network = time.perf_counter(), NETWORKS[name]
     intact, data = network.build(), network.drawn(0, size.examples)
     model = damaged(intact, kind, draw)
-    room = int(cap * sum(parameter.numel() for parameter in model.parameters()))
     healed = esper.heal(model, data, intact, cap, loss=network.loss, steps=size.steps, batch_size=size.batch, seed=seed)
     parts = split(examples_of(data).like(model), seed)
     case = settled(Case(model, {}, parts, network.loss, size.steps, min(size.batch, len(parts.train)), seed))
-    few = parts.train.at(slice(2)).x
-    sites = {each: site for each, site in free_sites(model, find_sites(model, few)).items() if site.around}
-    falls = [sites[place.site].around for place in ranked(model, sites, parts.probe.at(slice(512)).x, None)]
-    repairs: Mapping[str, tuple[str, Callable[[float], TrainedNetwork | None]]] = {
-        "adapters where participation falls": ("adapters", lambda rate: adapters(case, rate, falls[:1], room)),
-        "head": ("adapters", lambda rate: head(case, rate, room)),
-        "regrown": ("adapters", lambda rate: regrown(case, rate, room, falls)),
-    }
     networks = {row.network: (healed.networks[row.network], row.trained) for row in healed.table}
-    for repair, (rates, train) in repairs.items():
-        if found := [each for rate in RATES[rates] if (each := train(rate)) is not None]:
-            best = min(found, key=lambda each: each.probe)
-            networks[repair] = best.network, best.learned
     networks["intact"] = intact, 0
     test = HealingExamples(*network.drawn(size.examples, size.test))
     rows = {
@@ -125,7 +97,7 @@ def measure(name: str, kind: str, draw: int, seed: int, cap: float, size: Size) 
         "draw": draw,
         "seed": seed,
         "cap": cap,
-        "room": room,
+        "room": int(cap * healed.host_params),
         "size": size._asdict(),
     }
     return {**facts, "best": healed.best, "rows": rows, "seconds": time.perf_counter() - begin}

@@ -28,7 +28,10 @@ from esper.runs.healing.training import (
     bias_and_scale,
     distilled,
     examples_of,
+    head,
     probe_loss,
+    redraw_dead,
+    regrown,
     split,
     usual_loss,
 )
@@ -75,7 +78,10 @@ REMEDIES = [
     "refit",
     "uniform adapters",
     "adapters where damaged",
+    "adapters where participation falls",
     "bias and scale",
+    "head",
+    "regrown",
     "refit and trained",
     "distilled",
     "distilled and trained",
@@ -197,10 +203,80 @@ def test_where_units_are_dead_all_weights_are_also_trained_after_these_were_draw
     assert result.best not in UNFROZEN
 
 
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+@pytest.fixture
+def small():
+    """A case of a small network."""
+    with drawn_with(0):
+        host, x = Small().eval(), torch.randn(120, 6)
+    return Case(host, {}, split(examples_of((x, x[:, :3].argmax(1))), 0), usual_loss, 20, 16, 0)
+
+
+def test_the_head_is_trained_alone_or_gets_lora_where_it_is_too_large(small):
+    tuned = head(small, 1e-2, 60)
+    assert tuned.learned == 51
+    own = dict(small.host.named_parameters())
+    assert [name for name, new in tuned.network.named_parameters() if not torch.equal(new, own[name])] == [
+        "last.weight",
+        "last.bias",
+    ]
+    assert head(small, 1e-2, 30).learned <= 30
+
+
+def test_pruned_units_are_regrown_within_the_size_and_the_others_stay(small):
+    assert regrown(small, 1e-2, 50, []) is None  # no weight is 0
+    with torch.no_grad():
+        small.host.second.weight[:12] = small.host.second.bias[:12] = 0
+    grown = regrown(small, 1e-2, 3 * 16 + 2, ["second"])
+    assert grown.learned == 3 * 16
+    assert grown.network.second.weight.any(1).sum() == 4 + 3
+    assert torch.equal(grown.network.second.weight[12:], small.host.second.weight[12:])
+
+
+def test_a_unit_is_regrown_where_one_weight_alone_is_left_to_be_as_wide_as(small):
+    host = nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 3)).eval()
+    with torch.no_grad():
+        host[0].weight[1:] = 0
+    x, y = small.parts.train
+    parts = split(examples_of((x[:, :1], y)), 0)
+    for network in (regrown(small._replace(host=host, parts=parts), 1e-2, 3, ["0"]).network, copy.deepcopy(host)):
+        redraw_dead(network)
+        assert network[0].weight.isfinite().all()
+        assert network[0].weight.all()
+
+
+def test_the_weights_that_read_a_regrown_unit_are_regrown_with_it_where_they_were_cut_too(small):
+    with torch.no_grad():
+        small.host.first.weight[:12], small.host.first.bias[:12], small.host.second.weight[:, :12] = 0, 0, 0
+    grown = regrown(small, 1e-2, 3 * (6 + 16), ["first"])
+    assert grown.learned == 3 * (6 + 16)
+    assert grown.network.first.weight.any(1).sum() == 7
+    assert grown.network.second.weight.any(0).sum() == 7
+    assert torch.equal(grown.network.second.weight[:, 12:], small.host.second.weight[:, 12:])
+
+
+def test_single_entries_are_regrown_where_their_gradients_are_largest(small):
+    prune.l1_unstructured(small.host.second, "weight", 0.5)
+    prune.remove(small.host.second, "weight")
+    entries = regrown(small, 1e-2, 10, [])
+    changed = entries.network.second.weight != small.host.second.weight
+    assert entries.learned == changed.sum() == 10
+    assert not small.host.second.weight[changed].any()
+
+
 def test_a_network_without_a_weight_for_lora_has_no_row_of_adapters():
     x, y = examples(60)
     result = esper.heal(Reader(), (x[:, None].repeat(1, 3, 1), torch.zeros_like(y)), budget=0.3, steps=24)
     assert [row.network for row in result.table] == ["nothing", "grown", "bias and scale", "all weights"]
+    assert "head: absent: no layer has a weight that LoRA can be added to" in result.explanations
     assert "uniform adapters: absent" in repr(result)
     assert "every target that was held back is 0" in repr(result)
 

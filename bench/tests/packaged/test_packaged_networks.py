@@ -1,7 +1,6 @@
 """Networks that come inside packages: what they compute, their data and errors, damage, and the opponents of `esper heal`."""
 
 import ast
-import copy
 import importlib
 import importlib.util
 import os
@@ -18,7 +17,6 @@ from torch import nn
 
 from esper.cli import main
 from esper.leyline.errors import InputError
-from esper.runs.healing.training import Case, examples_of, split, usual_loss
 from esper_bench.healing.damage import low_rank, unstructured
 from esper_bench.packaged import letters, pitch, speech
 from esper_bench.packaged.networks import (
@@ -30,7 +28,6 @@ from esper_bench.packaged.networks import (
     structured,
 )
 from esper_bench.packaged.package_files import package_file
-from esper_bench.packaged.repairs import head, maps, regrown
 
 ROOT = Path(__file__).parents[3]
 
@@ -192,68 +189,18 @@ class Small(nn.Module):
         return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
 
 
-@pytest.fixture
-def case():
-    """A case of a small network with pruned units, and the network before."""
+def test_half_of_the_layers_are_damaged_and_never_the_last():
     torch.manual_seed(0)
-    intact, x = Small().eval(), torch.randn(120, 6)
-    host = damaged(intact, "structured 75 %", 0)
-    with torch.no_grad():
-        y = intact(x).argmax(1)
-    return Case(host, {}, split(examples_of((x, y)), 0), usual_loss, 20, 16, 0), intact
-
-
-def test_half_of_the_layers_are_damaged_and_never_the_last(case):
-    intact = case[1]
+    intact = Small().eval()
     for draw in range(3):
         host = damaged(intact, "2 bits", draw)
         changed = [
-            name for name, layer in maps(host).items() if not torch.equal(layer.weight, maps(intact)[name].weight)
+            name
+            for name, layer in host.named_children()
+            if not torch.equal(layer.weight, intact.get_submodule(name).weight)
         ]
         assert len(changed) == 1
         assert "last" not in changed
-
-
-def test_opponents_train_what_they_say_within_their_size(case):
-    case, intact = case
-    own, (pruned,) = maps(case.host), [name for name, layer in maps(case.host).items() if not layer.weight.any(1).all()]
-    tuned = head(case, 1e-2, 60)
-    assert tuned.learned == 51
-    assert [name for name, layer in maps(tuned.network).items() if not torch.equal(layer.weight, own[name].weight)] == [
-        "last"
-    ]
-    assert head(case, 1e-2, 30).learned <= 30
-
-    grown = regrown(case, 1e-2, 3 * own[pruned].weight[0].numel() + 2, [pruned])
-    layer = maps(grown.network)[pruned]
-    assert grown.learned == 3 * own[pruned].weight[0].numel()
-    alive = own[pruned].weight.any(1)
-    assert (layer.weight.any(1)).sum() == alive.sum() + 3
-    assert torch.equal(layer.weight[alive], own[pruned].weight[alive])
-    assert regrown(case._replace(host=intact), 1e-2, 50, []) is None
-
-
-def test_the_weights_that_read_a_regrown_unit_are_regrown_with_it_where_they_were_cut_too(case):
-    case, intact = case
-    host = copy.deepcopy(intact)
-    with torch.no_grad():
-        host.first.weight[:12], host.first.bias[:12], host.second.weight[:, :12] = 0, 0, 0
-    grown = regrown(case._replace(host=host), 1e-2, 3 * (6 + 16), ["first"])
-    assert grown.learned == 3 * (6 + 16)
-    assert (grown.network.first.weight.any(1)).sum() == 7
-    assert (grown.network.second.weight.any(0)).sum() == 7
-    assert torch.equal(grown.network.second.weight[:, 12:], host.second.weight[:, 12:])
-
-
-def test_single_entries_are_regrown_where_their_gradients_are_largest(case):
-    case, intact = case
-    host = copy.deepcopy(intact)
-    with torch.no_grad():
-        host.second.weight.copy_(unstructured(host.second.weight, 0.5))
-    entries = regrown(case._replace(host=host), 1e-2, 10, [])
-    assert entries.learned == 10
-    assert (entries.network.second.weight != host.second.weight).sum() == 10
-    assert not host.second.weight[entries.network.second.weight != host.second.weight].any()
 
 
 @needs("torchcrepe")

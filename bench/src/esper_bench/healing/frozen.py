@@ -20,12 +20,13 @@ from esper.runs.healing.training import (
     adapters,
     bias_and_scale,
     distilled,
+    head,
     probe_loss,
+    regrown,
     settled,
     usual_loss,
 )
 from esper.tasks.objectives import Classification
-from esper_bench.packaged.repairs import head, regrown
 
 RATES = (3e-3, 1e-2, 3e-2)
 """Learning rates that are tried; the loss on the probe chooses."""

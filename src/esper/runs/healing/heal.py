@@ -39,7 +39,9 @@ from esper.runs.healing.training import (
     distilled,
     distilled_and_trained,
     examples_of,
+    head,
     probe_loss,
+    regrown,
     revived,
     settled,
     split,
@@ -88,13 +90,14 @@ def heal(
 ) -> Healed:
     """Repair a network that was pruned, quantised or truncated, by seeds in the places that were hurt.
 
-    The network itself stays bit for bit what it is. Places are ranked by how much the stream drifts from that of the intact
+    The model itself stays bit for bit what it is. Places are ranked by how much the stream drifts from that of the intact
     network, or without one by how many directions it loses; seeds are planted in that order until the budget is used, and kept
     where the gates of `esper.Growth` allow. The result is compared, on examples that were held back, with the network as it
-    is, with LoRA at every layer and where the damage is, with training biases and scales, with layers that are refitted to those
-    of the intact network or taught what those return, and with training all weights, where units are dead also after they were
-    drawn anew, each with the same updates and the better of two learning rates. The one with the least loss on the probe, of
-    those that keep the weights and the budget, is the network that is returned.
+    is, with LoRA at every layer and where the damage is, with training biases and scales, the last layer, or pruned weights that
+    are drawn anew, with layers that are refitted to those of the intact network or taught what those return, and with training
+    all weights, where units are dead also after they were drawn anew, each with the same updates and the better of two learning
+    rates. The one with the least loss on the probe, of those that train or add no more than the budget, is the network that is
+    returned.
 
     Args:
         model: the damaged module. It is not changed. Pruning by torch.nn.utils.prune is made permanent in the copies.
@@ -141,7 +144,8 @@ def heal(
     # Damage is found by comparing the two ends of a segment, which a whole network is not.
     sites = {name: site for name, site in found.items() if site.around}
     case = settled(Case(host, masks, parts, loss or usual_loss, steps, min(batch_size, len(parts.train)), seed))
-    places = ranked(host, sites, parts.probe.at(slice(512)).x, intact)
+    seen = parts.probe.at(slice(512)).x
+    places = ranked(host, sites, seen, intact)
 
     def rates(name: str, kind: str) -> Iterator[float]:
         for rate in RATES[kind]:
@@ -153,11 +157,17 @@ def heal(
     best, planted, explained, adapter = min(grown, key=lambda each: each[0].probe)
     room = int(budget * _size(host))
     corrected = None if intact is None else refit(case, intact, room)
+    # What the damaged network shows by itself ranks places too where the intact one is at hand.
+    falls = [sites[place.site].around for place in (places if intact is None else ranked(host, sites, seen, None))]
+    within = {"uniform adapters": "", "adapters where damaged": (first := sites[places[0].site].around)}
+    if falls[0] != first:
+        within["adapters where participation falls"] = falls[0]
     remedies: dict[str, tuple[str, Callable[[float], TrainedNetwork | None]]] = {
-        "uniform adapters": ("adapters", lambda rate: adapters(case, rate, [""], room)),
-        "adapters where damaged": ("adapters", lambda rate: adapters(case, rate, [sites[places[0].site].around], room)),
-        "bias and scale": ("adapters", partial(bias_and_scale, case)),
+        name: ("adapters", partial(adapters, case, within=[path], size=room)) for name, path in within.items()
     }
+    remedies["bias and scale"] = ("adapters", partial(bias_and_scale, case))
+    remedies["head"] = ("adapters", partial(head, case, size=room))
+    remedies["regrown"] = ("adapters", partial(regrown, case, size=room, places=falls))
     if intact is not None:
         remedies["refit and trained"] = ("adapters", partial(further, case, corrected))
         for name, way in (("distilled", distilled), ("distilled and trained", distilled_and_trained)):
@@ -174,11 +184,17 @@ def heal(
     chosen = min(frozen, key=lambda name: networks[name].probe)
     rows, losses = table(case, networks)
     remarks, y = few_examples({"what was held back for the table": len(parts.held)}), parts.held.y
-    reasons = {"uniform adapters": "no layer has a weight that LoRA can be added to"}
+    reasons = {
+        "uniform adapters": "no layer has a weight that LoRA can be added to",
+        "head": "no layer has a weight that LoRA can be added to",
+        "regrown": "no weight that is 0 has a gradient, and no dead unit fits into the budget",
+    }
     if intact is not None:
         reasons["refit"] = (
             "no nn.Linear or nn.Conv2d differs from that of its name and shape in intact, or the budget is too small"
         )
+        if falls[0] == first:
+            reasons["adapters where participation falls"] = f"that is at {first}, where the stream drifts most too"
         reasons["distilled"] = "no layer has the name and the number of outputs of one in intact"
     remarks += [f"{name}: absent: {reason}" for name, reason in reasons.items() if name not in networks]
     if isinstance(y, Tensor) and not y.is_floating_point() and len(y.unique()) == 1:

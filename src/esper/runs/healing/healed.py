@@ -106,7 +106,7 @@ class Healed:
 
     Attributes:
         networks (nn.Module by name): the network of each row of the table, in evaluation mode
-        best (str): the row with the least loss on the probe, of those that keep the weights and the budget
+        best (str): the row with the least loss on the probe, of those that train or add no more than the budget
         table (Contenders): every network on the examples that were held back
         planted (HealingSeeds): what was planted where and why
         explanations (sentences): why seeds were removed or not planted
@@ -129,12 +129,12 @@ class Healed:
 
     @property
     def network(self) -> nn.Module:
-        """The network of the best row, whose weights are those of the model."""
+        """The network of the best row. Its weights are those of the model, but for parameters that the row trains."""
         return self.networks[self.best]
 
     @property
     def verdict(self) -> str:
-        """One sentence: what growth brought, which remedy was better than it, and which is best where weights must stay."""
+        """One sentence: what growth brought, which remedy was better than it, and which is best within the budget."""
         own = self.row("grown")
         figures = f"({own.gain:+.4g} ± {own.half_width:.2g})"
         if not np.isfinite(own.gain):
@@ -160,7 +160,7 @@ class Healed:
         said += "".join(f"; {how}: {', '.join(names)}" for how, names in compared.items() if names)
         best = self.row(self.best)
         gain = "" if self.best == "nothing" else f" ({best.gain:+.4g} ± {best.half_width:.2g} over nothing)"
-        return f"{said}; best on the probe, with frozen weights and within the budget: {self.best}{gain}"
+        return f"{said}; best on the probe, within the budget: {self.best}{gain}"
 
     def row(self, name: str) -> ComparedNetwork:
         """Return the row of a network."""

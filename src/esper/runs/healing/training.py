@@ -4,7 +4,7 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -306,9 +306,8 @@ def redraw_dead(network: nn.Module, generator: torch.Generator | None = None) ->
         for _, weight in _matrices(part):
             alive = weight.flatten(1).any(1)
             if alive.any() and not alive.all():
-                drawn = torch.randn(weight[~alive].shape, generator=generator)
-                weight[~alive] = drawn.to(weight) * weight[alive].std()
-                count += int((~alive).sum())
+                weight[~alive] = _drawn(dead := int((~alive).sum()), weight[alive], generator)
+                count += dead
     return count
 
 
@@ -411,6 +410,83 @@ def bias_and_scale(case: Case, rate: float) -> TrainedNetwork:
     return trained(network, case, rate)
 
 
+def head(case: Case, rate: float, size: int) -> TrainedNetwork | None:
+    """Return a frozen copy of which the last layer is trained, or where it has more than `size` parameters LoRA there.
+
+    None if no layer has a weight that LoRA can be added to.
+    """
+    layers = [path for path, part in case.host.named_modules() if _matrices(part)]
+    if not layers:
+        return None
+    network = copy.deepcopy(case.host).requires_grad_(False)
+    last = network.get_submodule(layers[-1]).requires_grad_(True)
+    if sum(map(Tensor.numel, last.parameters())) > size:
+        return adapters(case, rate, layers[-1:], size)
+    return trained(network, case, rate)
+
+
+def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> TrainedNetwork | None:
+    """Return a frozen copy of which weights that were pruned are drawn anew and trained, dead units at the first places first.
+
+    A unit is an output whose weights are all 0; it is drawn as wide as the living ones, with its bias as it is. Where the next
+    layer's weights of it are all 0 too, these are trained from 0 on. Of the other entries that are 0, those with the largest
+    gradients are trained from 0 on, as RigL regrows them (Evci and others, arXiv 1911.11134, 2020, section 3). At most `size`
+    weights in all. None if no weight can be regrown.
+
+    places: submodules, the one to mend first in front; layers within none of them come last.
+    """
+    network, left = copy.deepcopy(case.host).requires_grad_(False), size
+    weights = {f"{path}.{name}": each for path, part in network.named_modules() for name, each in _matrices(part)}
+    inside = {path: [i for i, place in enumerate(places) if path.startswith(f"{place}.")] for path in weights}
+    masks = {path: torch.zeros_like(weight, dtype=torch.bool) for path, weight in weights.items()}
+    following = dict(itertools.pairwise(weights))
+    generator = torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))
+    for path in sorted(weights, key=lambda path: min(inside[path], default=len(places))):
+        weight, after = weights[path], following.get(path, path)
+        reads = weights[after].transpose(0, 1)  # by input; of the layer itself if it is the last one
+        alive = weight.flatten(1).any(1)
+        for unit in (~alive).nonzero()[:, 0].tolist() if alive.any() else []:
+            cut = after != path and len(reads) == len(weight) and not reads[unit].any()
+            cost = weight[unit].numel() + (reads[unit].numel() if cut else 0)
+            if cost > left:
+                break
+            weight[unit] = _drawn(1, weight[alive], generator)[0]
+            masks[path][unit] = True
+            if cut:
+                masks[after][:, unit] = True
+            left -= cost
+    slopes = _gradients(case, network, weights)
+    empty = {path: slopes[path].abs() * ((weight == 0) & ~masks[path]) for path, weight in weights.items()}
+    every = torch.cat([each.flatten() for each in empty.values()]) if empty else torch.zeros(0)
+    if left and (found := min(left, int((every > 0).sum()))):
+        least = every.topk(found).values[-1]
+        for path, each in empty.items():
+            masks[path] |= (each > 0) & (each >= least)
+    count = sum(int(mask.sum()) for mask in masks.values())
+    if not count:
+        return None
+    for path, mask in masks.items():
+        if mask.any():
+            weights[path].requires_grad_(True)
+            # An entry without a gradient does not move.
+            weights[path].register_hook(lambda slope, mask=mask: slope * mask)
+    return trained(network, case, rate)._replace(learned=count)
+
+
+def _gradients(case: Case, network: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return gradients of the loss on 256 training examples in some weights, 0 for a weight of no effect."""
+    x, y = case.parts.train.at(slice(BATCH))
+    for weight in weights.values():
+        weight.requires_grad_(True)
+    if weights:
+        with drawn_with(scalar(Purpose.DROPOUT, case.seed)):
+            case.loss(call(network.eval(), x), y).mean().backward()
+    found = {path: torch.zeros_like(each) if each.grad is None else each.grad for path, each in weights.items()}
+    network.requires_grad_(False)
+    network.zero_grad()
+    return found
+
+
 def settled(case: Case) -> Case:
     """Return the case with the way of computing an example's loss. InputError if the damaged network has no finite loss."""
     probe = _probe(case.host, case.parts.probe.batches(), case.loss)
@@ -488,6 +564,12 @@ def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the weights that a layer multiplies by, with their names; none for other modules."""
     own = {} if isinstance(part, nn.Embedding) else part._parameters
     return [(name, weight) for name in WEIGHTS if (weight := own.get(name)) is not None and weight.dim() > 1]
+
+
+def _drawn(count: int, living: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return units drawn as wide as living ones, of which there is at least one."""
+    drawn = torch.randn(count, *living.shape[1:], generator=generator).to(living)
+    return drawn * (living.std() if living.numel() > 1 else living.abs().squeeze())
 
 
 def _probe(network: nn.Module, batches: list[tuple[Any, Any]], loss: Loss) -> Probe:
