@@ -231,6 +231,19 @@ def test_the_head_is_trained_alone_or_gets_lora_where_it_is_too_large(small):
     assert head(small, 1e-2, 30).learned <= 30
 
 
+@pytest.mark.parametrize("norm", [None, nn.utils.parametrizations.weight_norm, nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_the_head_is_the_layer_that_is_called_last_wherever_it_is_defined_and_however_its_weight_is_computed(
+    small, norm
+):
+    last = small.host._modules.pop("last")
+    small.host._modules = {"last": last if norm is None else norm(last), **small.host._modules}
+    own, tuned = dict(small.host.named_parameters()), head(small, 1e-2, 60)
+    changed = {name for name, new in tuned.network.named_parameters() if not torch.equal(new, own[name])}
+    assert {name.split(".")[0] for name in changed} == {"last"}
+    assert tuned.learned == sum(each.numel() for each in last.parameters())
+
+
 def test_pruned_units_are_regrown_within_the_size_and_the_others_stay(small):
     assert regrown(small, 1e-2, 50, []) is None  # no weight is 0
     with torch.no_grad():
@@ -263,6 +276,47 @@ def test_the_weights_that_read_a_regrown_unit_are_regrown_with_it_where_they_wer
     assert torch.equal(grown.network.second.weight[:, 12:], small.host.second.weight[:, 12:])
 
 
+def test_units_of_a_weight_that_two_layers_share_are_trained_and_counted_once(small):
+    layers = [nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
+    layers[4].weight = layers[2].weight
+    with torch.no_grad():
+        layers[2].weight[:4] = 0
+    case = small._replace(host=nn.Sequential(*layers).eval())
+    slow, fast = regrown(case, 1e-9, 4 * 16, []), regrown(case, 1e-2, 4 * 16, [])
+    apart = slow.network[2].weight != fast.network[2].weight
+    assert fast.learned == 4 * 16
+    assert apart[:4].any(1).all()
+    assert not apart[4:].any()
+
+
+def test_units_of_a_transposed_convolution_are_its_outputs(small):
+    host = nn.Sequential(
+        nn.Unflatten(1, (6, 1)), nn.ConvTranspose1d(6, 8, 1), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
+    ).eval()
+    with torch.no_grad():
+        host[1].weight[:, :3] = 0
+    grown = regrown(small._replace(host=host), 1e-2, 3 * 6, [])
+    assert grown.learned == 3 * 6
+    assert grown.network[1].weight[:, :3].all()
+    assert redraw_dead(copy.deepcopy(host)) == 3
+
+
+def test_no_more_entries_are_regrown_than_the_size_allows_where_gradients_are_equal(small):
+    x, y = small.parts.train
+    with torch.no_grad():
+        small.host.first.weight[:, 1:] = 0
+    case = small._replace(parts=split(examples_of((x[:, :1].repeat(1, 6), y)), 0))
+    assert regrown(case, 1e-2, 7, []).learned == 7
+
+
+def test_all_entries_of_a_layer_that_regrew_move_in_a_later_training(small):
+    with torch.no_grad():
+        small.host.second.weight[:12] = 0
+    network = regrown(small, 1e-2, 3 * 16, []).network.requires_grad_(True)
+    network(torch.randn(64, 6)).square().sum().backward()
+    assert network.second.weight.grad[12:].any(1).all()
+
+
 def test_single_entries_are_regrown_where_their_gradients_are_largest(small):
     prune.l1_unstructured(small.host.second, "weight", 0.5)
     prune.remove(small.host.second, "weight")
@@ -275,8 +329,12 @@ def test_single_entries_are_regrown_where_their_gradients_are_largest(small):
 def test_a_network_without_a_weight_for_lora_has_no_row_of_adapters():
     x, y = examples(60)
     result = esper.heal(Reader(), (x[:, None].repeat(1, 3, 1), torch.zeros_like(y)), budget=0.3, steps=24)
-    assert [row.network for row in result.table] == ["nothing", "grown", "bias and scale", "all weights"]
-    assert "head: absent: no layer has a weight that LoRA can be added to" in result.explanations
+    assert [row.network for row in result.table] == ["nothing", "grown", "bias and scale", "head", "all weights"]
+    assert result.row("head").trained == sum(each.numel() for each in Reader().head.parameters())
+    smaller = esper.heal(Reader(), (x[:, None].repeat(1, 3, 1), torch.zeros_like(y)), budget=0.2, steps=24)
+    assert any(
+        sentence.startswith("head: absent: no layer has a weight, or the last") for sentence in smaller.explanations
+    )
     assert "uniform adapters: absent" in repr(result)
     assert "every target that was held back is 0" in repr(result)
 

@@ -186,8 +186,9 @@ def heal(
     remarks, y = few_examples({"what was held back for the table": len(parts.held)}), parts.held.y
     reasons = {
         "uniform adapters": "no layer has a weight that LoRA can be added to",
-        "head": "no layer has a weight that LoRA can be added to",
-        "regrown": "no weight that is 0 has a gradient, and no dead unit fits into the budget",
+        "head": "no layer has a weight, or the last one has more parameters than the budget and none that LoRA can be added to",
+        "regrown": "no weight is 0, or none of these can be trained within the budget: a single one needs a gradient, and a dead "
+        "unit a living one in its layer",
     }
     if intact is not None:
         reasons["refit"] = (

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
@@ -304,9 +305,10 @@ def redraw_dead(network: nn.Module, generator: torch.Generator | None = None) ->
     count = 0
     for part in network.modules():
         for _, weight in _matrices(part):
-            alive = weight.flatten(1).any(1)
+            units = _by_output(part, weight)
+            alive = units.flatten(1).any(1)
             if alive.any() and not alive.all():
-                weight[~alive] = _drawn(dead := int((~alive).sum()), weight[alive], generator)
+                units[~alive] = _drawn(dead := int((~alive).sum()), units[alive], generator)
                 count += dead
     return count
 
@@ -413,9 +415,10 @@ def bias_and_scale(case: Case, rate: float) -> TrainedNetwork:
 def head(case: Case, rate: float, size: int) -> TrainedNetwork | None:
     """Return a frozen copy of which the last layer is trained, or where it has more than `size` parameters LoRA there.
 
-    None if no layer has a weight that LoRA can be added to.
+    The last layer is the one that the network calls last. None if no layer has a weight, or if the last one has too many
+    parameters and none that LoRA can be added to.
     """
-    layers = [path for path, part in case.host.named_modules() if _matrices(part)]
+    layers = _layers(case)
     if not layers:
         return None
     network = copy.deepcopy(case.host).requires_grad_(False)
@@ -436,41 +439,76 @@ def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> Traine
     places: submodules, the one to mend first in front; layers within none of them come last.
     """
     network, left = copy.deepcopy(case.host).requires_grad_(False), size
-    weights = {f"{path}.{name}": each for path, part in network.named_modules() for name, each in _matrices(part)}
+    weights, units, masks, grown = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+    for layer in _layers(case):
+        part = network.get_submodule(layer)
+        for name, weight in _matrices(part):
+            if all(weight is not other for other in weights.values()):  # two layers may share one
+                path = f"{layer}.{name}"
+                weights[path], masks[path] = weight, torch.zeros_like(weight, dtype=torch.bool)
+                units[path], grown[path] = _by_output(part, weight), _by_output(part, masks[path])
     inside = {path: [i for i, place in enumerate(places) if path.startswith(f"{place}.")] for path in weights}
-    masks = {path: torch.zeros_like(weight, dtype=torch.bool) for path, weight in weights.items()}
     following = dict(itertools.pairwise(weights))
     generator = torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))
     for path in sorted(weights, key=lambda path: min(inside[path], default=len(places))):
-        weight, after = weights[path], following.get(path, path)
-        reads = weights[after].transpose(0, 1)  # by input; of the layer itself if it is the last one
-        alive = weight.flatten(1).any(1)
+        own, after = units[path], following.get(path, path)
+        reads = units[after].transpose(0, 1)  # by input; of the layer itself if it is the last one
+        alive = own.flatten(1).any(1)
         for unit in (~alive).nonzero()[:, 0].tolist() if alive.any() else []:
-            cut = after != path and len(reads) == len(weight) and not reads[unit].any()
-            cost = weight[unit].numel() + (reads[unit].numel() if cut else 0)
+            cut = after != path and len(reads) == len(own) and not reads[unit].any()
+            cost = own[unit].numel() + (reads[unit].numel() if cut else 0)
             if cost > left:
                 break
-            weight[unit] = _drawn(1, weight[alive], generator)[0]
-            masks[path][unit] = True
+            own[unit] = _drawn(1, own[alive], generator)[0]
+            grown[path][unit] = True
             if cut:
-                masks[after][:, unit] = True
+                grown[after][:, unit] = True
             left -= cost
     slopes = _gradients(case, network, weights)
-    empty = {path: slopes[path].abs() * ((weight == 0) & ~masks[path]) for path, weight in weights.items()}
-    every = torch.cat([each.flatten() for each in empty.values()]) if empty else torch.zeros(0)
-    if left and (found := min(left, int((every > 0).sum()))):
-        least = every.topk(found).values[-1]
-        for path, each in empty.items():
-            masks[path] |= (each > 0) & (each >= least)
-    count = sum(int(mask.sum()) for mask in masks.values())
-    if not count:
+    sizes = [slopes[path].abs() * ((weight == 0) & ~masks[path]) for path, weight in weights.items()]
+    if sizes:
+        every = torch.cat([each.flatten() for each in sizes])
+        largest = every.topk(min(left, int((every > 0).sum()))).indices
+        chosen = torch.zeros_like(every, dtype=torch.bool).index_fill(0, largest, value=True)
+        for mask, part_of in zip(masks.values(), chosen.split([each.numel() for each in sizes]), strict=True):
+            mask |= part_of.view_as(mask)
+    # An entry without a gradient does not move.
+    trains = [(weights[path].requires_grad_(True), mask) for path, mask in masks.items() if mask.any()]
+    if not trains:
         return None
-    for path, mask in masks.items():
-        if mask.any():
-            weights[path].requires_grad_(True)
-            # An entry without a gradient does not move.
-            weights[path].register_hook(lambda slope, mask=mask: slope * mask)
-    return trained(network, case, rate)._replace(learned=count)
+    handles = [weight.register_hook(lambda slope, mask=mask: slope * mask) for weight, mask in trains]
+    try:
+        return trained(network, case, rate)._replace(learned=sum(int(mask.sum()) for _, mask in trains))
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def _layers(case: Case) -> list[str]:
+    """Return the paths of the layers with a weight in the order in which the network last calls them, uncalled ones first."""
+    found = [
+        path
+        for path, part in case.host.named_modules()
+        if _matrices(part)
+        or isinstance(part, nn.RNNBase)
+        # of torch.nn.utils.parametrizations, and of the older weight_norm
+        or any(name in getattr(part, "parametrizations", ()) for name in WEIGHTS)
+        or "weight_v" in part._parameters
+    ]
+    handles = [
+        case.host.get_submodule(path).register_forward_hook(
+            lambda _, a, output, path=path: found.append(found.pop(found.index(path)))
+        )
+        for path in found
+    ]
+    try:
+        with undisturbed(case.host):
+            call(case.host, case.parts.train.at(slice(2)).x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 def _gradients(case: Case, network: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -564,6 +602,11 @@ def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
     """Return the weights that a layer multiplies by, with their names; none for other modules."""
     own = {} if isinstance(part, nn.Embedding) else part._parameters
     return [(name, weight) for name in WEIGHTS if (weight := own.get(name)) is not None and weight.dim() > 1]
+
+
+def _by_output(part: nn.Module, weight: Tensor) -> Tensor:
+    """View a weight by output, (out, in, ...). That of a transposed convolution is (in, out, ...)."""
+    return weight.transpose(0, 1) if isinstance(part, _ConvTransposeNd) else weight
 
 
 def _drawn(count: int, living: Tensor, generator: torch.Generator | None) -> Tensor:
