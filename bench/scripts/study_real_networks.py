@@ -50,7 +50,7 @@ OPPONENTS = (
 )
 """Frozen remedies that others have named first; `esper heal` chooses among these, its seeds and two of its own."""
 OWN = ("nothing", "grown", "refit and trained", "distilled and trained")
-"""The other rows of `esper heal` that keep the weights."""
+"""The other rows that `esper heal` may choose."""
 
 
 class Size(NamedTuple):

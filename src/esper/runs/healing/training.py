@@ -438,50 +438,61 @@ def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> Traine
 
     places: submodules, the one to mend first in front; layers within none of them come last.
     """
-    network, left = copy.deepcopy(case.host).requires_grad_(False), size
-    weights, units, masks, grown = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+    network, left, found = copy.deepcopy(case.host).requires_grad_(False), size, dict[str, _Regrowing]()
     for layer in _layers(case):
         part = network.get_submodule(layer)
         for name, weight in _matrices(part):
-            if all(weight is not other for other in weights.values()):  # two layers may share one
-                path = f"{layer}.{name}"
-                weights[path], masks[path] = weight, torch.zeros_like(weight, dtype=torch.bool)
-                units[path], grown[path] = _by_output(part, weight), _by_output(part, masks[path])
-    inside = {path: [i for i, place in enumerate(places) if path.startswith(f"{place}.")] for path in weights}
-    following = dict(itertools.pairwise(weights))
+            if all(weight is not other.weight for other in found.values()):  # two layers may share one
+                mask = torch.zeros_like(weight, dtype=torch.bool)
+                found[f"{layer}.{name}"] = _Regrowing(weight, mask, _by_output(part, weight), _by_output(part, mask))
+    inside = {path: [i for i, place in enumerate(places) if path.startswith(f"{place}.")] for path in found}
+    following = dict(itertools.pairwise(found))
     generator = torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))
-    for path in sorted(weights, key=lambda path: min(inside[path], default=len(places))):
-        own, after = units[path], following.get(path, path)
-        reads = units[after].transpose(0, 1)  # by input; of the layer itself if it is the last one
-        alive = own.flatten(1).any(1)
+    for path in sorted(found, key=lambda path: min(inside[path], default=len(places))):
+        own, after = found[path], following.get(path, path)
+        reads = found[after].units.transpose(0, 1)  # by input; of the layer itself if it is the last one
+        alive = own.units.flatten(1).any(1)
         for unit in (~alive).nonzero()[:, 0].tolist() if alive.any() else []:
-            cut = after != path and len(reads) == len(own) and not reads[unit].any()
-            cost = own[unit].numel() + (reads[unit].numel() if cut else 0)
+            cut = after != path and len(reads) == len(own.units) and not reads[unit].any()
+            cost = own.units[unit].numel() + (reads[unit].numel() if cut else 0)
             if cost > left:
                 break
-            own[unit] = _drawn(1, own[alive], generator)[0]
-            grown[path][unit] = True
+            own.units[unit] = _drawn(1, own.units[alive], generator)[0]
+            own.learning[unit] = True
             if cut:
-                grown[after][:, unit] = True
+                found[after].learning[:, unit] = True
             left -= cost
-    slopes = _gradients(case, network, weights)
-    sizes = [slopes[path].abs() * ((weight == 0) & ~masks[path]) for path, weight in weights.items()]
-    if sizes:
-        every = torch.cat([each.flatten() for each in sizes])
+    slopes = _gradients(case, network, [each.weight for each in found.values()])
+    if slopes:
+        useful = [
+            slope.abs() * ((each.weight == 0) & ~each.mask) for slope, each in zip(slopes, found.values(), strict=True)
+        ]
+        every = torch.cat([each.flatten() for each in useful])
         largest = every.topk(min(left, int((every > 0).sum()))).indices
         chosen = torch.zeros_like(every, dtype=torch.bool).index_fill(0, largest, value=True)
-        for mask, part_of in zip(masks.values(), chosen.split([each.numel() for each in sizes]), strict=True):
-            mask |= part_of.view_as(mask)
-    # An entry without a gradient does not move.
-    trains = [(weights[path].requires_grad_(True), mask) for path, mask in masks.items() if mask.any()]
-    if not trains:
+        for each, own_part in zip(found.values(), chosen.split([each.numel() for each in useful]), strict=True):
+            each.mask.logical_or_(own_part.view_as(each.mask))
+    learning = [each for each in found.values() if each.mask.any()]
+    if not learning:
         return None
-    handles = [weight.register_hook(lambda slope, mask=mask: slope * mask) for weight, mask in trains]
+    # An entry without a gradient does not move.
+    handles = [
+        each.weight.requires_grad_(True).register_hook(lambda slope, mask=each.mask: slope * mask) for each in learning
+    ]
     try:
-        return trained(network, case, rate)._replace(learned=sum(int(mask.sum()) for _, mask in trains))
+        return trained(network, case, rate)._replace(learned=sum(int(each.mask.sum()) for each in learning))
     finally:
         for handle in handles:
             handle.remove()
+
+
+class _Regrowing(NamedTuple):
+    """Holds a weight, which of its entries are trained, and views of both by output."""
+
+    weight: Tensor
+    mask: Tensor
+    units: Tensor
+    learning: Tensor
 
 
 @torch.no_grad()
@@ -511,15 +522,15 @@ def _layers(case: Case) -> list[str]:
     return found
 
 
-def _gradients(case: Case, network: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(case: Case, network: nn.Module, weights: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients of the loss on 256 training examples in some weights, 0 for a weight of no effect."""
     x, y = case.parts.train.at(slice(BATCH))
-    for weight in weights.values():
+    for weight in weights:
         weight.requires_grad_(True)
     if weights:
         with drawn_with(scalar(Purpose.DROPOUT, case.seed)):
             case.loss(call(network.eval(), x), y).mean().backward()
-    found = {path: torch.zeros_like(each) if each.grad is None else each.grad for path, each in weights.items()}
+    found = [torch.zeros_like(each) if each.grad is None else each.grad for each in weights]
     network.requires_grad_(False)
     network.zero_grad()
     return found
