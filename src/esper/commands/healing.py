@@ -35,7 +35,9 @@ def heal(
             help="The network before the damage, given like MODEL: layers are refitted to it, and taught what its layers return.",
         ),
     ] = None,
-    budget: Annotated[float, Option(help="Most parameters that a remedy adds / parameters of the model.")] = 0.06,
+    budget: Annotated[
+        float, Option(help="Most parameters that a remedy adds or trains / parameters of the model.")
+    ] = 0.06,
     steps: Annotated[int, Option(help="Steps of the optimizer for each network that is trained.")] = 480,
     batch_size: Annotated[int, Option(help="Examples in a step.")] = 64,
     seed: Annotated[int, Option(help="Seed of the split, the batches and the seeds.")] = 0,
