@@ -616,7 +616,7 @@ def _matrices(part: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _by_output(part: nn.Module, weight: Tensor) -> Tensor:
-    """View a weight by output, (out, in, ...). That of a transposed convolution is (in, out, ...)."""
+    """Return a view of a weight by output, (out, in, ...). That of a transposed convolution is (in, out, ...)."""
     return weight.transpose(0, 1) if isinstance(part, _ConvTransposeNd) else weight
 
 
