@@ -280,13 +280,13 @@ def test_units_of_a_weight_that_two_layers_share_are_trained_and_counted_once(sm
     layers = [nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)]
     layers[4].weight = layers[2].weight
     with torch.no_grad():
-        layers[2].weight[:4] = 0
+        layers[2].weight[:4] = layers[2].weight[:, :3] = 0
     case = small._replace(host=nn.Sequential(*layers).eval())
-    slow, fast = regrown(case, 1e-9, 4 * 16, []), regrown(case, 1e-2, 4 * 16, [])
+    slow, fast = regrown(case, 1e-9, 400, []), regrown(case, 1e-2, 400, [])
     apart = slow.network[2].weight != fast.network[2].weight
-    assert fast.learned == 4 * 16
+    assert fast.learned == 4 * 16 + 12 * 3
     assert apart[:4].any(1).all()
-    assert not apart[4:].any()
+    assert not apart[4:, 3:].any()
 
 
 def test_units_of_a_transposed_convolution_are_its_outputs(small):
