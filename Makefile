@@ -13,6 +13,8 @@ export OMP_NUM_THREADS ?= 1
 PARALLEL := -n auto --dist loadscope
 # in the order of tests/collecting.py, and not the modules of most tests first
 ORDERED := $(PARALLEL) --no-loadscope-reorder
+# Campaigns wait a third of their time, for processes that they stop or kill.
+WAITING := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 3 / 2) --dist loadscope --no-loadscope-reorder
 
 .PHONY: demo test test-campaigns test-bench test-third-party test-browser test-all docs
 .PHONY: install install-dev install-bench install-third-party install-browser install-docs
@@ -25,7 +27,7 @@ test: install-dev
 	$(VENV)/bin/python -m pytest $(ORDERED) --durations=20
 
 test-campaigns: install-dev
-	$(VENV)/bin/python -m pytest $(ORDERED) -m "campaign and not slow" --durations=20 $$(grep -rl --include="test_*.py" mark.campaign tests)
+	$(VENV)/bin/python -m pytest $(WAITING) -m "campaign and not slow" --durations=20 $$(grep -rl --include="test_*.py" mark.campaign tests)
 
 test-bench: install-bench
 	cd bench && $(abspath $(VENV))/bin/python -m pytest $(PARALLEL) --durations=20

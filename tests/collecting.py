@@ -6,6 +6,9 @@ gc.set_threshold(20_000, 20, 20)
 
 LONGEST = (
     "tests/runs/test_workers.py",
+    "tests/runs/test_anytime_ranks.py",
+    "tests/test_scripts.py",
+    "tests/test_cli_resume.py",
     "tests/runs/test_grow_workers.py",
     "tests/test_examples.py",
     "tests/third_party/test_export_targets.py",
@@ -20,7 +23,7 @@ LONGEST = (
     "tests/kasmina/test_export.py",
     "tests/test_printing_pages.py",
 )
-"""Modules of 10 to 100 s. A worker has a whole module at a time, so that one which begins last leaves the others idle."""
+"""Modules of 10 to 200 s. A worker has a whole module at a time, so that one which begins last leaves the others idle."""
 
 
 def pytest_collection_modifyitems(items):
