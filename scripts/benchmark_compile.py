@@ -48,9 +48,8 @@ def main() -> None:
 
 def measure_all(asked: argparse.Namespace) -> None:
     """Measure the tasks that were asked for."""
-    compiled(
-        torch.fx.symbolic_trace(lambda x: (x.sin(),)), [torch.zeros(8)]
-    )  # looks for the instructions of the processor
+    # looks for the instructions of the processor
+    compiled(torch.fx.symbolic_trace(lambda x: (x.sin(),)), [torch.zeros(8)])
     for text in asked.tasks.split(","):
         name, envs = text.split(":")
         engine = engine_of(name, int(envs))

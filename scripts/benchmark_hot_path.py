@@ -335,9 +335,8 @@ def main() -> None:
                 print("\n".join(benchmark_training.show([result])[2 * (len(report["results"]) > 1) :]), flush=True)
             else:
                 show(result)
-    report["copy_gib_per_second"] = (
-        copy_gib_per_second()
-    )  # last, because a process begins with the peak memory of its parent
+    # last, because a process begins with the peak memory of its parent
+    report["copy_gib_per_second"] = copy_gib_per_second()
     report["load_average_after"] = os.getloadavg()[0]
     if arguments.page is not None:
         arguments.page.write_text(benchmark_training.page(report), encoding="utf-8")

@@ -204,9 +204,8 @@ class Replay:
         folder.mkdir()
         for name in (CONFIG, ENVIRONMENT):
             shutil.copy(run / name, folder)
-        (folder / LOCK).write_text(
-            json.dumps(describe_process())
-        )  # this process passes for the one that writes the run
+        # this process passes for the one that writes the run
+        (folder / LOCK).write_text(json.dumps(describe_process()))
         self.events = folder / EVENTS
         lines = (run / EVENTS).read_bytes().splitlines(keepends=True)[:-1]  # the last row says that the run has ended
         times = [decode(line).time for line in lines]

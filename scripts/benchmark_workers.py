@@ -468,9 +468,8 @@ def commanded(asked: argparse.Namespace, workers: int) -> tuple[float, float, An
 
 def commands(asked: argparse.Namespace) -> None:
     """Print what evaluations or growths take with no, one and two workers, in turns."""
-    ctypes.CDLL(None).prctl(
-        36, 1
-    )  # PR_SET_CHILD_SUBREAPER: the fork server of a command becomes a child of this process
+    # PR_SET_CHILD_SUBREAPER: the fork server of a command becomes a child of this process
+    ctypes.CDLL(None).prctl(36, 1)
     names = {1: "one worker", 2: "two workers"} if asked.command == "eval" else {0: "no worker", 2: "two workers"}
     ratios, processors, runs = list[float](), list[float](), list[Any]()
     for turn in range(asked.turns):

@@ -49,9 +49,8 @@ def test_the_reference_shows_docstrings_with_fields_and_parameters(site):
     text = (site / "reference.html").read_text(encoding="utf-8")
     assert 'id="esper.grow"' in text
     assert "evaluate it on the test split, and write a run folder" in text
-    assert (
-        "<li><code>added_params</code> ((E,) int64): parameters of the seeds in BLENDING" in text
-    )  # a field of a record
+    # a field of a record
+    assert "<li><code>added_params</code> ((E,) int64): parameters of the seeds in BLENDING" in text
     assert "<li><code>width</code>: features of the stream" in text  # a line of the docstring of `mlp`
 
 

@@ -296,9 +296,8 @@ def test_names_that_a_user_gave_can_neither_run_nor_turn_the_text(runs, browser)
         parsed = Page(answer.text)
         assert parsed.tags.count("script") == 2 + ('id="data"' in answer.text), address
         assert "onload" not in {name for name, _ in parsed.attributes}
-        assert "\x1b" not in re.sub(
-            r'value="[^"]*"', "", answer.text
-        )  # a field of a form gives the text back as it came
+        # a field of a form gives the text back as it came
+        assert "\x1b" not in re.sub(r'value="[^"]*"', "", answer.text)
         assert "\u202e" not in re.sub(r'value="[^"]*"', "", answer.text)
         assert "alert(1)" in parsed.said or "?" in address
     name = browser.get(f"/runs/{key}/files/config.yaml").headers["content-disposition"]

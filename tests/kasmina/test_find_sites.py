@@ -576,11 +576,8 @@ def test_two_layers_are_no_pair_if_something_else_enters_between_them():
         def forward(self, x):
             return self.head(torch.relu(self.up(self.join(torch.relu(self.down(x)), x[:, :3]))))
 
-    for join in (
-        torch.add,
-        torch.mul,
-        torch.sub,
-    ):  # x needs no gradient, so that the graph does not show where it enters
+    # x needs no gradient, so that the graph does not show where it enters
+    for join in (torch.add, torch.mul, torch.sub):
         assert spanned(Skip(join), torch.randn(4, 8)) == {}
 
 
@@ -729,10 +726,9 @@ def test_every_site_of_a_random_tree_runs_has_its_width_and_a_gradient(data, kin
         assert name == site.name == site.after
         if site.around != name:
             assert narrower(module, site, x)
+        # a hook that returns changes
         module.get_submodule(site.after).register_forward_hook(
-            lambda _, __, y, name=name: outputs.update(
-                {name: outputs.get(name, y.clone())}
-            )  # a hook that returns changes
+            lambda _, __, y, name=name: outputs.update({name: outputs.get(name, y.clone())})
         )
     twins = {name: copy.deepcopy(module) for name in sites}
     module(x)

@@ -444,9 +444,8 @@ def test_a_run_that_cools_down_lets_its_rates_fall_to_zero_grows_no_further_and_
         max(float((new - old).abs().max()) for new, old in zip(*pair, strict=True))
         for pair in itertools.pairwise([before, *ends[0]])
     ]
-    assert (
-        0 < lengths[1] < 0.7 * lengths[0]
-    )  # steps of Adam are about as long as their rate, here 2/4 and 1/4 of the loop's
+    # steps of Adam are about as long as their rate, here 2/4 and 1/4 of the loop's
+    assert 0 < lengths[1] < 0.7 * lengths[0]
     assert lengths[2:] == [0, 0]
 
 

@@ -59,9 +59,8 @@ def is_free(folder):
 
 @pytest.mark.parametrize("there", [True, False], ids=["a folder that is there", "a new folder"])
 def test_a_lock_is_free_behind_a_keyboard_interrupt_at_any_line(tmp_path, there):
-    with ThreadPoolExecutor(
-        1
-    ) as pool:  # an error out of a trace leaves "the exception being handled" behind in its thread
+    # an error out of a trace leaves "the exception being handled" behind in its thread
+    with ThreadPoolExecutor(1) as pool:
         held, lines = pool.submit(interrupted_at_every_line, tmp_path / "run", there).result()
     assert held == []
     assert lines > 60, "or this shows little"

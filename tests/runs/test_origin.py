@@ -171,9 +171,8 @@ def test_a_training_compares_the_data_of_all_its_tasks(tmp_path):
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(InputError, match="validation of task others"):
         train([tasks[0], other(tasks[1], "validation")], configs, tmp_path / "run", opening=Opening(resume=True))
-    train(
-        [tasks[0], other(tasks[1], "test")], configs, tmp_path / "run", opening=Opening(resume=True)
-    )  # which no training reads
+    # which no training reads
+    train([tasks[0], other(tasks[1], "test")], configs, tmp_path / "run", opening=Opening(resume=True))
 
 
 def test_a_mixture_is_known_by_an_instance_of_each_part():

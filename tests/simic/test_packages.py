@@ -44,9 +44,8 @@ def policy_of(engine, keen=True, decisions=1, packages=RANK_1) -> Policy:
     if keen:
         policy.network.bias_ops({Op.GERMINATE: 50.0})
         network = policy.network
-        with (
-            torch.no_grad()
-        ):  # a unit of the pair and one of the head read one number of the embedding, which the package has
+        # a unit of the pair and one of the head read one number of the embedding, which the package has
+        with torch.no_grad():
             network.blueprint.weight[:, 0] = 0
             network.blueprint.weight[-1, 0] = 100
             network.pair[0].weight[0] = 0

@@ -116,9 +116,8 @@ def test_kind_makes_classes_of_one_hot_rows(dtype: type) -> None:
 
 
 def test_floating_point_targets_that_are_whole_but_many_are_a_regression() -> None:
-    assert made(np.arange(N).astype(float), 1, standardize="features").objective == Regression(
-        1
-    )  # as the targets of diabetes are
+    # as the targets of diabetes are
+    assert made(np.arange(N).astype(float), 1, standardize="features").objective == Regression(1)
 
 
 def test_an_example_without_a_label_is_skipped_where_the_defaults_say_so() -> None:

@@ -243,9 +243,8 @@ def test_an_export_afterwards_equals_the_one_while_the_run_went_on(resumed, targ
 def test_an_exporter_that_was_killed_at_work_loses_no_point_and_writes_none_twice(
     resumed, target, place, tmp_path, monkeypatch
 ):
-    monkeypatch.delenv(
-        "WANDB_SERVICE", raising=False
-    )  # a process of wandb that outlives the killed one would hold its run
+    # a process of wandb that outlives the killed one would hold its run
+    monkeypatch.delenv("WANDB_SERVICE", raising=False)
     command = [sys.executable, "-c", KILLED_AT_WORK, str(resumed), target, str(tmp_path / "store"), place]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr

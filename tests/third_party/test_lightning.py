@@ -29,9 +29,8 @@ from esper.callbacks import LightningAnytimeGrowth, LightningGrowth  # noqa: E40
 pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]
 
 EVERY, BATCHES, EPOCHS = 2, 2, 15  # one decision an epoch
-PLAIN = SETTINGS | {
-    "lifecycle": {"embargo": 2, "proximal": 0.0}
-}  # |c|^2 / |h|^2 of a batch is not a mean over its parts
+# |c|^2 / |h|^2 of a batch is not a mean over its parts
+PLAIN = SETTINGS | {"lifecycle": {"embargo": 2, "proximal": 0.0}}
 
 
 def examples(key, count):

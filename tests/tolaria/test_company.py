@@ -57,10 +57,8 @@ def grown(keys, **top):
             record = view.measurements, view.seeds, view.masks, outcome.after, view.added_params, outcome.accepted
             found += [leaf for part in record for leaf in leaves(take(part, here))]
             for name, column in engine.population.body.host.columns.items():
-                if name not in (
-                    "gradient",
-                    "fixed",
-                ):  # what is left over from a step, and there only where some row needs it
+                # what is left over from a step, and there only where some row needs it
+                if name not in ("gradient", "fixed"):
                     found.append(column[env].cpu().numpy().copy())
             for slot in np.flatnonzero(among(view.seeds.stage[env], IN_BUDGET)).tolist():
                 module = engine.population.body.seed_module(view.seeds, env, slot)

@@ -425,9 +425,8 @@ def test_a_population_that_does_not_fit_into_memory_is_refused_before_anything_i
 def test_memory_is_counted_by_rows_parameters_and_moments():
     task, config = get_task("digits-narrow"), build_config({"envs": 10, "data": {"batch_size": 64}})
     parameters = sum(p.numel() for p in task.largest().parameters())
-    needed = 20 * (
-        parameters * 4 * (4 + 3) + 64 * 64 * 4
-    )  # value, gradient, moments; the snapshot of all but gradients
+    # value, gradient, moments; the snapshot of all but gradients
+    needed = 20 * (parameters * 4 * (4 + 3) + 64 * 64 * 4)
     needed += sum((len(split.y) * (64 * 4 + 8)) for split in (task.train, task.probe))
     check_memory(task, config, needed)
     with pytest.raises(InputError, match="lower envs"):

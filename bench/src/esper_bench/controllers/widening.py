@@ -106,9 +106,8 @@ class Narrowest(Planting):
     def __init__(self, blueprint: str) -> None:
         super().__init__()
         self.blueprint = blueprint
-        self._left: Floats = np.zeros(
-            (0, 0)
-        )  # (E, S) share of the directions that a block leaves, before the first step
+        # (E, S) share of the directions that a block leaves, before the first step
+        self._left: Floats = np.zeros((0, 0))
 
     @abstractmethod
     def due(self, view: View) -> Bools:

@@ -188,9 +188,8 @@ def rungs(candidates: int, episodes: int, instances: int, last: int = 1) -> list
     steps, left = [], episodes
     for rung, count in enumerate(sizes):
         cost = _cost(sizes[rung:])
-        share = (2 * left + cost) // (
-            2 * cost
-        )  # rounded, because a first rung of 2 instances in place of 2.7 is a bad one
+        # rounded, because a first rung of 2 instances in place of 2.7 is a bad one
+        share = (2 * left + cost) // (2 * cost)
         more = min(share, max(left - sum(sizes[rung + 1 :]), 0) // count, instances)
         steps.append((count, more))
         left, instances = left - count * more, instances - more

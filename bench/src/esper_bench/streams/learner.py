@@ -162,9 +162,8 @@ class NetworkLearner:
         self.price = np.zeros((count, len(Price)), np.int64)
         weights = [(place.shape.numel(), place.start) for place in self.rows.stack.places if len(place.shape) == 2]
         self.head_cost = module.head.weight.numel()
-        self.seed_cost = sum(
-            size for size, start in weights if start > self.rows.trunk
-        )  # those of a stored one that acts too
+        # those of a stored one that acts too
+        self.seed_cost = sum(size for size, start in weights if start > self.rows.trunk)
         self.cost = sum(size for size, _ in weights)  # multiply-adds of a forward pass of one example
         self.features: Tensor
         self.logits: Tensor

@@ -317,9 +317,8 @@ class Candidates:
         if call.entered is None or call.left is None:
             return None
         stream = self.stream(path)
-        known = (
-            isinstance(stream, str) or not stream.permutation
-        )  # whether the network's input has its axes in that order
+        # whether the network's input has its axes in that order
+        known = isinstance(stream, str) or not stream.permutation
         axis, rank = self._features(path, len(call.left)), len(call.left)
         between, after, at, found = call.entered[axis], call.left[axis], path, None
         while (first := self._pair(at)) is not None or head:

@@ -51,9 +51,8 @@ def axes_of(path: str, layer: nn.Module) -> Axes:
         if layer.groups != 1:
             raise InputError(f"{path!r} is a convolution with {layer.groups} groups")
         return Axes(0, 1, "out_channels", "in_channels")
-    if kind.__name__ == "Conv1D" and hasattr(
-        layer, "nf"
-    ):  # of transformers: a Linear with its weight the other way around
+    # of transformers: a Linear with its weight the other way around
+    if kind.__name__ == "Conv1D" and hasattr(layer, "nf"):
         return Axes(1, 0, "nf", "nx")
     raise InputError(
         f"{path!r} is {with_article(kind.__name__)}, and only widths of Linear, Conv1d, Conv2d and Conv3d can change"

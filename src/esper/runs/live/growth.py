@@ -201,9 +201,8 @@ class Growth:
         self.every, self.calls, self.finished = _optimizer_steps("every", every), 0, False
         self.model, self.mode = network, mode
         self.folded: list[str] = []  # sites whose seeds became part of layers
-        self.beside: dict[
-            str, str
-        ] = {}  # the blueprint of each kept seed that `finish` could not make part of layers, by site
+        # the blueprint of each kept seed that `finish` could not make part of layers, by site
+        self.beside: dict[str, str] = {}
         self.widened: dict[str, tuple[int, int]] = {}  # layers that got units by that: their widths before and after
         self._tried: set[int] = set()  # slots of kept seeds that are not units of layers
         self._first_shapes = {name: parameter.shape for name, parameter in network.named_parameters()}

@@ -200,9 +200,8 @@ def serve(connection: Connection, make: Callable[[], Work]) -> None:
     """Answer the messages of a connection until it ends."""
     torch.set_num_threads(1)
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # the process that started the workers gets them too, and ends the workers
+        # the process that started the workers gets them too, and ends the workers
+        signal.signal(number, signal.SIG_IGN)
     attached = StarterWatch(connection)
     answers = MessageAnswers(make)
     with suppress(EOFError, OSError, StarterGone):

@@ -139,9 +139,8 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
     problem = InputError(f"{path!r} has no layer that writes what a new block adds; give another stack by at=")
     try:
         expected = [value.clone() for value in floats(call(networks[0], example))]
-        as_it_is = (
-            [list[str]()] if blank_inside else []
-        )  # a factor that is 0 may be enough, as in ReZero before training
+        # a factor that is 0 may be enough, as in ReZero before training
+        as_it_is = [list[str]()] if blank_inside else []
         for silenced in chain(
             as_it_is, _silenced(networks[0], f"{path}.{place - 1}" if path else str(place - 1), example)
         ):

@@ -172,11 +172,8 @@ class _Reading:
     """Reads batches one after the other, in one thread at a time."""
 
     def __init__(self, batches: Generator[SourceBatch, None, None], first: int) -> None:
-        self.batches, self.first, self.next = (
-            batches,
-            first,
-            first,
-        )  # `next` is the number of the batch that is taken next
+        # `next` is the number of the batch that is taken next
+        self.batches, self.first, self.next = batches, first, first
         self.begun, self.seconds = perf_counter(), 0.0  # of the processor, in the thread that reads
         self.jobs: deque[Future[SourceBatch]] = deque()
         self.stopped = False
