@@ -96,6 +96,12 @@ def test_the_table_holds_means_with_standard_errors_and_sizes():
     assert cells(text, "same-size").split()[-4:] == ["1,333", "±", "167", "2.5"]
 
 
+def test_a_run_slower_than_a_step_a_second_has_its_seconds():
+    text = told(SUMMARY, env_steps_per_second=0.0123, rows=3, steps_done=2)
+    assert "487.8 of them for 2 steps of 3 networks (0.012 environment steps per second)" in text
+    assert "(1,234 environment steps per second)" in told(SUMMARY)
+
+
 def test_the_difference_to_every_static_network_is_paired_with_a_t_interval_over_environments():
     # grown - twin: .1, .1, 0; mean .0667, standard error .0333, t quantile of two degrees of freedom 4.303
     assert "+0.067 [-0.077, +0.210]" in cells(printed(SUMMARY), "twin")

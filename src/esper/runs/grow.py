@@ -240,7 +240,7 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
         "explanations": explained,
         **({} if episode.pool is None else {"workers": episode.pool.summary()}),
         "seconds": round(seconds, 3),
-        "env_steps_per_second": round(engine.rows * episode.steps / episode.seconds, 1) if episode.steps else None,
+        "env_steps_per_second": digits(engine.rows * episode.steps / episode.seconds) if episode.steps else None,
         "phase_seconds": {name: round(seconds, 4) for name, seconds in phases.items()},
         **({} if waits is None or not episode.steps else {"reading_p95": digits(Waits.p95(waits.counts))}),
     }

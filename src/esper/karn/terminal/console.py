@@ -407,8 +407,9 @@ def time_line(summary: Mapping[str, Any]) -> str:
     if growing is not None:
         twins = ", twins included" if summary["rows"] > summary["envs"] else ""
         took += f", {growing:.1f} of them for {counted(summary['steps_done'], 'step')} of {counted(summary['rows'], 'network')}"
+        speed = f"{eps:,.0f}" if eps >= 10 else f"{eps:.2g}"
         took += (
-            f"{twins} ({eps:,.0f} environment steps per second), the rest for setting up, evaluating and exporting them"
+            f"{twins} ({speed} environment steps per second), the rest for setting up, evaluating and exporting them"
         )
     return took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")
 
