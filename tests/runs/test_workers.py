@@ -478,6 +478,14 @@ def test_a_port_that_is_none_is_refused(monkeypatch):
         transports._store()
 
 
+def test_an_address_that_is_none_is_refused_before_torch_looks_for_it(monkeypatch):
+    # a name with a space is none, so that nothing is asked of a network
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "no host", "MASTER_PORT": "29511"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=r"^MASTER_ADDR is 'no host', which is no address of a machine \("):
+        transports._store()
+
+
 def test_one_worker_is_asked_for_by_each_device():
     assert worker_options(devices="cpu,cpu").size == 2
     assert worker_options(workers="3", devices=("cpu",)).size == 3

@@ -11,6 +11,7 @@ import pickle
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -327,6 +328,13 @@ def _store() -> Any:
         raise InputError(
             f"MASTER_PORT is {port!r}; give the number of a port that no other program uses, below {2**16:,}"
         )
+    address = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, int(port))
+    except OSError as error:  # torch would look for it for minutes, and no signal would end that
+        raise InputError(
+            f"MASTER_ADDR is {address!r}, which is no address of a machine ({typed_line(error)}); give that of rank 0"
+        ) from None
     try:
         return next(iter(rendezvous("env://")))[0]
     except dist.DistNetworkError as error:
