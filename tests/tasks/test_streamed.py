@@ -1,5 +1,6 @@
 """A Dataset that is read batch by batch: the same numbers as in memory, bounded memory, and one sentence for what is wrong."""
 
+import threading
 import weakref
 
 import numpy as np
@@ -10,10 +11,11 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import esper
 from esper.leyline.data.task import SENSED
-from esper.leyline.errors import InputError, UserCodeError
+from esper.leyline.errors import InputError, RunWarning, UserCodeError
 from esper.store.checkpoint import flatten, unflatten
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tasks.hosts.factories import MLP, Transformer
+from esper.tasks.own import dataset
 from esper.tasks.own.examples import HELD
 from esper.tasks.splits import Splits
 from esper.tolaria.engine import VectorizedEngine
@@ -161,6 +163,29 @@ def test_a_run_on_a_streamed_dataset_is_resumed_and_other_examples_are_refused(t
     resumed = esper.resume(tmp_path / "run", task=task(PARTS), settings={"steps": 5}, progress=False)
     assert resumed["test_accuracy"] == straight["test_accuracy"]
     assert resumed["test_loss"] == straight["test_loss"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dataset_that_blocks_before_anything_is_trained_is_named(stream, monkeypatch):
+    told = threading.Event()
+
+    class Blocks(TensorDataset):
+        def __getitem__(self, index):
+            assert told.wait(60), "a warning comes while it blocks"
+            return super().__getitem__(index)
+
+    def warn(*arguments, of=dataset.warn):
+        of(*arguments)
+        told.set()
+
+    monkeypatch.setattr(dataset, "SLOW", 0.0)
+    monkeypatch.setattr(dataset, "warn", warn)
+    held = 700 if stream else 1000  # with stream, the first 256 of train, and the three other splits
+    examples = Blocks(torch.randn(1000, 6), torch.arange(1000) % 3)
+    splits = {"train": range(544), "probe": range(544, 700), "validation": range(700, 850), "test": range(850, 988)}
+    words = rf"^reading {held} examples of the Blocks into memory has taken 0 seconds so far and goes on; nothing is trained"
+    with pytest.warns(RunWarning, match=words if stream else words.replace("1000", "1,000")):
+        esper.task("t", examples, host=HOST, classes=3, stream=stream, splits=splits)
 
 
 def test_splits_by_fractions_hold_a_bounded_number_of_examples():

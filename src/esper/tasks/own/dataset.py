@@ -1,8 +1,10 @@
 """Read datasets: a user's, once in full or batch by batch, and windows of tokens. N examples, L positions of a window."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -15,14 +17,16 @@ from esper.leyline.data.arrays import as_tensor, real
 from esper.leyline.data.batches import Batch, leaf_names, leaves, map_leaves, shapes
 from esper.leyline.data.task import Label, Split, nonfinite
 from esper.leyline.data.workers import read_by_workers
-from esper.leyline.errors import InputError, UserCodeError, typed_line
-from esper.leyline.text import kind_of
+from esper.leyline.errors import InputError, RunWarning, UserCodeError, typed_line, warn
+from esper.leyline.text import counted, kind_of
 from esper.tasks.hosts.factories import GRU, Transformer
 from esper.tasks.hosts.feedforward import is_size
 from esper.tasks.own.labels import Kind, read_target, read_y
 
 CHUNK = 64
 """Number of examples that a worker sends at a time."""
+SLOW = 10.0
+"""How long examples may be read before anything is trained, until a warning says so [seconds]."""
 LOGITS, LEAST = 2**28, 16
 """Most logits of all positions of a split that networks are measured on, which are held at once, and its fewest windows."""
 
@@ -38,7 +42,28 @@ def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Batch, Tensor]:
     """
     count = length_of(dataset)
     examples = _by_workers(dataset, count, workers) if workers else _here(dataset, range(count))
-    return _stacked(range(count), examples)
+    with told_where_slow(type(dataset).__name__, count):
+        return _stacked(range(count), examples)
+
+
+@contextmanager
+def told_where_slow(name: str, count: int) -> Iterator[None]:
+    """Warn once where the block, which reads so many examples of a Dataset before anything is trained, takes long."""
+
+    def tell() -> None:
+        warn(
+            f"reading {counted(count, 'example')} of the {name} into memory has taken {SLOW:.0f} seconds so far and goes on; "
+            "nothing is trained before. If it should not take so long, see what its __getitem__ waits for",
+            RunWarning,
+        )
+
+    timer = Timer(SLOW, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def length_of(dataset: Dataset[Any]) -> int:

@@ -25,6 +25,7 @@ from esper.tasks.own.dataset import (
     length_of,
     numbers_as_kept,
     read_dataset,
+    told_where_slow,
     windows_of,
 )
 from esper.tasks.own.labels import Kind, class_names, concatenate_y, read_target, read_y
@@ -315,9 +316,11 @@ def _streamed(given: Given) -> Examples:
     for name, source in zip(Splits._fields, sources, strict=True):
         if len(source) < 2:
             raise InputError(f"the {name} split holds {counted(len(source), 'example')}; give it at least 2")
-    train = sources[0].read(np.arange(min(SENSED, len(sources[0]))))
-    sources = [replace(source, like=train) for source in sources]
-    splits = Splits(train, *(source.read(np.arange(len(source))) for source in sources[1:]))
+    sensed = min(SENSED, len(sources[0]))
+    with told_where_slow(sources[0].name, sensed + sum(map(len, sources[1:]))):
+        train = sources[0].read(np.arange(sensed))
+        sources = [replace(source, like=train) for source in sources]
+        splits = Splits(train, *(source.read(np.arange(len(source))) for source in sources[1:]))
     for split in splits:
         check_examples(split.x, split.y, None if names is None else len(names))
     source = replace(sources[0], workers=given.workers)
