@@ -333,6 +333,8 @@ def test_devices_may_follow_the_option_or_have_commas_and_take_no_other_argument
     assert arguments[-5:] == ["digits", "cpu.py:task", "--envs", "8", "cpu"]
     given = [argument.removeprefix("--devices=") for argument in arguments[2:-5] if argument != "--devices"]
     assert given == devices
+    # a device that Esper does not know is refused as one, and no task
+    assert spread_devices(["grow", "--devices", "cpu", "mps:0"]) == ["grow", "--devices", "cpu", "--devices", "mps:0"]
     assert spread_devices(["grow", "--", "--devices", "cpu", "cpu"]) == ["grow", "--", "--devices", "cpu", "cpu"]
 
 

@@ -96,8 +96,9 @@ NOT_BY_SET: Mapping[str, Mapping[str, str]] = {
 """Config keys that a command refuses in --set, each with the reason and what to do instead."""
 
 
-# one or more, as `resolve_device` names them
-_DEVICES = re.compile(r"(auto|cpu|cuda(:\d+)?)(,(auto|cpu|cuda(:\d+)?))*,?")
+_DEVICE = r"(auto|cpu|cuda|mps|xpu|hpu|mtia|xla|tpu|meta)(:\d+)?"
+# one or more; those that `resolve_device` does not know are for it to refuse, and no tasks
+_DEVICES = re.compile(rf"{_DEVICE}(,{_DEVICE})*,?")
 
 
 def spread_devices(arguments: Sequence[str]) -> list[str]:
