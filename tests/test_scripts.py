@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -284,6 +285,14 @@ def test_golden_runs_name_what_differs(tmp_path):
     (tmp_path / "golden.json").write_text(json.dumps(recorded))
     checked = golden("check", run)
     assert (checked.returncode, checked.stdout.split(": ", 1)[1].strip()) == (1, "summary.json: test_accuracy")
+
+
+@pytest.mark.campaign
+def test_a_network_alone_is_timed_with_the_copy_beside_it_and_without(tmp_path):
+    printed = run("benchmark_ghost.py", cwd=tmp_path)
+    number = r"\d+\.\d+"
+    line = rf"(digits-narrow|repair): {number} ms with the copy, {number} ms without, {number} times"
+    assert [re.fullmatch(line, each) is not None for each in printed.splitlines()] == [True, True]
 
 
 @pytest.mark.slow
