@@ -222,6 +222,8 @@ def main() -> None:
         "--part", action="store_true", help="three draws, one seed and one cap, for a page: two hours of a core"
     )
     sizes.add_argument("--quick", action="store_true", help="one small case of each network")
+    parser.add_argument("--caps", type=float, nargs="+", help="caps on the parameters, in place of those of the study")
+    parser.add_argument("--draws", type=int, help="draws of the damaged layers, in place of those of the study")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS], help="networks to measure")
     parser.add_argument("--tables", action="store_true", help="print the tables of what is there, and measure nothing")
     parser.add_argument("--damage", action="store_true", help="print what the damage does to each network, and end")
@@ -233,6 +235,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.tables:
         size = PART if arguments.part else QUICK if arguments.quick else WHOLE
+        size = size._replace(caps=tuple(arguments.caps or size.caps), draws=arguments.draws or size.draws)
         measure_all(arguments.out, size, arguments.networks)
     records = [load_record(path) for path in sorted(arguments.out.glob("*.json"))]
     if not records:
