@@ -370,7 +370,7 @@ def test_what_cannot_be_is_refused_in_a_sentence_before_anything_changes():
         ({"optimizer": torch.optim.AdamW(other.parameters())}, "the optimizer holds no parameter of the model"),
         ({"ema": other}, "ema is a Sequential that has not the parameters of the model"),
         ({"ema": model}, "ema is the model itself, or shares parameters with it"),
-        ({"optimizer": Blocks(model.parameters())}, "Blocks keeps parameters in 'blocks' beside its groups"),
+        ({"optimizer": Blocks(model.parameters())}, "Blocks keeps parameters, or tensors of their shapes, in 'blocks'"),
         ({"ema": [model]}, "ema is a list that has not the parameters of the model"),
         ({"seed": "a"}, "seed is 'a'; give a whole number"),
         ({"seed": None}, "seed is None; give a whole number"),

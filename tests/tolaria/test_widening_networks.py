@@ -405,3 +405,58 @@ def test_what_takes_no_part_on_the_example_and_is_as_wide_is_named():
     assert {"mask_token", "other.weight", "other.bias"} <= set(widened.left_out)
     assert "took no part on the example and has 8 features" in widened.left_out["mask_token"]
     assert "mask_token stays: it took no part" in repr(widened)
+
+
+class Scaled(nn.Module):
+    """Divides what a layer without a bias returns by its length."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(F.normalize(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", ["group", "layer", "scaled"])
+def test_an_example_of_zeros_does_not_hide_what_norms_do(kind):
+    torch.manual_seed(0)
+    if kind == "scaled":
+        model, shape = Scaled(), (4, 8)
+    else:
+        norm = nn.GroupNorm(4, 8) if kind == "group" else nn.LayerNorm([8, 6, 6])
+        model = nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), norm, nn.ReLU(), nn.Conv2d(8, 4, 3))
+        shape = (2, 1, 8, 8)
+    x = torch.randn(shape)
+    before = model(x)
+    try:
+        esper.widen(model, 2, example=torch.zeros(shape))
+    except InputError:
+        assert kind != "group", "its channels can be copied"
+    assert torch.allclose(model(x), before, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", [lambda m, x: esper.widen(m, 2, example=x), lambda m, x: esper.deepen(m, example=x)])
+def test_an_example_without_a_finite_output_is_refused(change):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)) for _ in range(2)))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(InputError, match="no output on the example is finite"):
+        change(model, torch.full((4, 8), torch.nan))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("ways", ["zeros", [], ["zero"]])
+def test_ways_that_are_none_are_refused(ways):
+    with pytest.raises(InputError, match=r"^ways is .*; give a list of one or more of zeros, means, copies"):
+        esper.widen(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 2, example=torch.ones(1, 2), ways=ways)
+
+
+def test_an_optimizer_that_keeps_its_memory_in_a_list_is_refused():
+    class Momentum(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, 0.1)
+            self.kept = [torch.zeros_like(each) for each in self.param_groups[0]["params"]]
+
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    with pytest.raises(InputError, match=r"^Momentum keeps parameters, or tensors of their shapes, in 'kept' beside"):
+        esper.widen(model, 2, example=torch.ones(1, 8), optimizer=Momentum(model.parameters()))

@@ -33,7 +33,8 @@ def check_trainer(trainer: Trainer, pl_module: LightningModule) -> None:
     """Raise InputError if a network cannot grow under a trainer."""
     if not pl_module.automatic_optimization:
         raise InputError(
-            "the LightningModule optimizes by hand; make an esper.Growth in it and call its step after optimizer.step()"
+            "the LightningModule optimizes by hand; make an esper.Growth or esper.AnytimeGrowth in it, and call its step after "
+            "optimizer.step()"
         )
     if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         raise InputError(

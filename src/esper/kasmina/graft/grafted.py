@@ -1,5 +1,6 @@
 """Make sites in any module: its submodules get classes that run a seed behind them, in place (`graft/grown.py`). B examples."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -7,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.find_sites import UNKNOWN_STREAM, FoundSites, NoSiteError, find_sites, is_quantised
 from esper.kasmina.graft.grown import (
@@ -348,6 +350,21 @@ def call(network: Callable[..., Any], given: Any) -> Any:
     if isinstance(given, Mapping):
         return network(**given)
     return network(*given) if isinstance(given, tuple | list) else network(given)
+
+
+def copied(network: M) -> M:
+    """Return a deep copy of a network, also where modules hold what they computed in a pass, such as attention maps.
+
+    torch copies no tensor with a gradient function; in the copy these are without one.
+    """
+    held = (each for part in network.modules() for each in pytree.tree_leaves(_attributes(part)))
+    return copy.deepcopy(
+        network, {id(each): each.detach() for each in held if isinstance(each, Tensor) and not each.is_leaf}
+    )
+
+
+def _attributes(part: nn.Module) -> list[Any]:
+    return [value for name, value in vars(part).items() if name not in ("_parameters", "_modules")]
 
 
 @contextmanager

@@ -24,15 +24,13 @@ from torch.autograd.graph import Node
 from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
 from esper.kasmina.graft.flow import CONVOLUTIONS, Flow, Reach, before
 from esper.kasmina.graft.folding import successor
-from esper.kasmina.graft.grafted import call
 from esper.kasmina.graft.recording import (
     PRODUCT,
     Recording,
-    floats,
     on_aliases,
     record,
 )
-from esper.kasmina.graft.widening import axes_of, unchanged
+from esper.kasmina.graft.widening import Outputs, axes_of
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -503,7 +501,7 @@ class Multiplication:
         network, generator = networks[0], torch.Generator().manual_seed(key)
         blank = [parameter for parameter in network.parameters() if parameter.numel() and not parameter.any()]
         before = saved(networks)
-        problem = InputError(f"ways is {ways!r}; give one or more of {', '.join(WAYS)}")
+        problem: InputError | None = None
         attempts = (
             [(way, True) for way in ways]
             if not self.shares
@@ -513,10 +511,9 @@ class Multiplication:
             try:
                 for parameter in blank:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-                expected = [value.clone() for value in floats(call(network, example))]
+                expected = Outputs(network, example)
                 self._change(network, way, factor, key, share)
-                output = list(floats(call(network, example)))
-                kept = len(output) == len(expected) and all(map(unchanged, expected, output))
+                kept = expected.are_of(network)
                 if not kept:
                     problem = InputError(
                         "the outputs of the wider network are others; something depends on the number of features"
@@ -533,6 +530,7 @@ class Multiplication:
                 for each in networks:
                     self._change(each, way, factor, key, share)
                 return way
+        assert problem is not None, "there is a way to try"
         raise problem
 
     def size(self, factor: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
@@ -139,6 +140,58 @@ def unchanged(one: Tensor, other: Tensor) -> bool:
     return bool((near | (one == other) | (one.isnan() & other.isnan())).all())
 
 
+class Outputs:
+    """Holds what a network computes, to compare it with what it computes after a change.
+
+    It runs on the example. Where floating-point tensors of that have one value throughout, as those of `torch.zeros`, it runs on
+    draws in their place too, if it can, because equal inputs hide what layers do. Raises InputError where no output is finite, to
+    which anything would be equal.
+    """
+
+    def __init__(self, network: nn.Module, example: Any) -> None:
+        self._examples = [example]
+        self._before = self._of(network)
+        if not any(value.isfinite().any() for value in self._before if not value.is_nested):
+            raise InputError(
+                "no output on the example is finite, so that a change of the network would not be seen; give another example"
+            )
+        drawn = _drawn_where_equal(example)
+        if drawn is not None:
+            try:
+                more = [value.clone() for value in floats(call(network, drawn))]
+            except Exception as error:  # the network may ask for what the draws are not
+                if is_out_of_memory(error):
+                    raise
+                return
+            self._examples.append(drawn)
+            self._before += more
+
+    def are_of(self, network: nn.Module) -> bool:
+        """Return whether a network computes the same, to rounding."""
+        now = self._of(network)
+        return len(now) == len(self._before) and all(map(unchanged, self._before, now))
+
+    def _of(self, network: nn.Module) -> list[Tensor]:
+        return [value.clone() for example in self._examples for value in floats(call(network, example))]
+
+
+def _drawn_where_equal(example: Any) -> Any:
+    """Return an example with draws in place of each floating-point tensor that has one value throughout; None without any."""
+    generator, found = torch.Generator().manual_seed(0), False
+
+    def drawn(leaf: Any) -> Any:
+        nonlocal found
+        if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.layout != torch.strided or not leaf.numel():
+            return leaf
+        if not leaf.is_floating_point() or not ((leaf == leaf.flatten()[0]) | leaf.isnan()).all():
+            return leaf
+        found = True
+        return torch.randn(leaf.shape, generator=generator).to(leaf)
+
+    other = pytree.tree_map(drawn, example)
+    return other if found else None
+
+
 def _zeros(like: Tensor, axis: int, size: int) -> Tensor:
     """Return zeros in the shape of a tensor, but for one axis."""
     return like.detach().new_zeros([size if at == axis else own for at, own in enumerate(like.shape)])
@@ -176,9 +229,9 @@ class WideningTrial:
 
     def __init__(self, networks: Sequence[nn.Module], example: Any) -> None:
         """The networks are in evaluation mode until the last call here."""
-        self.networks, self._example = networks, example
+        self.networks = networks
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._expected = [value.clone() for value in floats(call(networks[0], example))]
+        self._expected = Outputs(networks[0], example)
 
     def append(self, found: Sequence[AppendedValues]) -> int:
         """Append values to the layers; return the number of changes before, for `take_back`.
@@ -216,7 +269,7 @@ class WideningTrial:
                 tail.mul_(_LARGE)  # the weights of the next layers stay 0
                 tail.add_(sign * _LARGE if name == "bias" else 0)
             try:
-                output = list(floats(call(network, self._example)))
+                same = self._expected.are_of(network)
             except Exception as error:  # the network is the user's
                 if is_out_of_memory(error):
                     raise
@@ -224,8 +277,7 @@ class WideningTrial:
             finally:
                 for tail, values in zip(tails, drawn, strict=True):
                     tail.copy_(values)
-            same = len(output) == len(self._expected)
-            if not (same and all(unchanged(*pair) for pair in zip(self._expected, output, strict=True))):
+            if not same:
                 raise InputError(
                     "the network depends on the number of these features, as a normalisation over them does"
                 )

@@ -1,6 +1,5 @@
 """Add blocks to a stack of equal blocks in a person's own loop, in place and with an unchanged function."""
 
-import copy
 import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.flow import Flow
-from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.grafted import call, copied, undisturbed
 from esper.kasmina.graft.multiplying import configs, restore, saved
 from esper.kasmina.graft.recording import floats, on_aliases, record
-from esper.kasmina.graft.widening import unchanged
+from esper.kasmina.graft.widening import Outputs
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.text import counted
 from esper.tolaria.live.groups import unwrapped
@@ -138,7 +137,7 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
         each.copy_(torch.randn(each.shape, generator=generator).mul_(0.1))
     problem = InputError(f"{path!r} has no layer that writes what a new block adds; give another stack by at=")
     try:
-        expected = [value.clone() for value in floats(call(networks[0], example))]
+        expected = Outputs(networks[0], example)
         # a factor that is 0 may be enough, as in ReZero before training
         as_it_is = [list[str]()] if blank_inside else []
         for silenced in chain(
@@ -152,15 +151,15 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
                 for each in container[place : place + blocks]
             ]
             try:
-                output = list(floats(call(networks[0], example)))
+                same = expected.are_of(networks[0])
             except Exception as error:  # the network is the user's
                 if is_out_of_memory(error):
                     raise
                 problem = InputError(f"the deeper network fails on the example: {typed_line(error)}")
             else:
-                if len(ran) < blocks:
+                if len({*ran}) < blocks:
                     problem = InputError(f"the forward pass of the network does not run a new block of {path!r}")
-                elif len(output) == len(expected) and all(map(unchanged, expected, output)):
+                elif same:
                     if _learns(networks[0], container[place : place + blocks], example):
                         restore(before)
                         for parameter in blank.values():
@@ -230,7 +229,7 @@ def _insert(network: nn.Module, path: str, place: int, blocks: int, silenced: li
     container: Any = network.get_submodule(path)
     made = []
     for number in range(blocks):
-        block = copy.deepcopy(container[place - 1])
+        block = copied(container[place - 1])
         for name in silenced:
             block.get_parameter(name).zero_()
         for part in block.modules():

@@ -104,6 +104,8 @@ def widen(
     check_growable(model, "widen")
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**62:
         raise InputError(f"seed is {seed!r}; give a whole number from 0 on")
+    if not isinstance(ways, list | tuple) or not ways or any(way not in WAYS for way in ways):
+        raise InputError(f"ways is {ways!r}; give a list of one or more of {', '.join(WAYS)}")
     found_hidden, idle = find_hidden(model, example)
     unused = _unused(model, example)
     groups = {min(hidden.writers): hidden for hidden in found_hidden}
@@ -280,27 +282,28 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> N
     own = {id(parameter) for parameter in parameters.values()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise InputError("the optimizer holds no parameter of the model; make it with model.parameters()")
-    storages = {each.untyped_storage().data_ptr() for each in parameters.values()}
+    shapes = {each.shape for each in parameters.values() if each.numel() > 1}
     for name, value in vars(optimizer).items():
-        if name not in ("param_groups", "state") and _holds(value, storages, set()):
+        if name not in ("param_groups", "state") and _holds(value, shapes, set()):
             raise InputError(
-                f"{type(optimizer).__name__} keeps parameters in {name!r} beside its groups, where new ones would not be found; "
-                "use an optimizer that keeps what it knows of a parameter in its state, as those of torch.optim do"
+                f"{type(optimizer).__name__} keeps parameters, or tensors of their shapes, in {name!r} beside its groups and its "
+                "state, where they would not follow; use an optimizer that keeps what it knows of a parameter in its state, as "
+                "those of torch.optim do"
             )
 
 
-def _holds(value: Any, storages: set[int], seen: set[int]) -> bool:
-    """Return whether an object holds a tensor of one of these storages, in containers or attributes."""
+def _holds(value: Any, shapes: set[torch.Size], seen: set[int]) -> bool:
+    """Return whether an object holds a tensor of one of these shapes, in containers or attributes."""
     if isinstance(value, Tensor):
-        return value.layout == torch.strided and value.untyped_storage().data_ptr() in storages
+        return value.shape in shapes
     if id(value) in seen or callable(value) or isinstance(value, torch.optim.Optimizer):
         return False
     seen.add(id(value))
     if isinstance(value, Mapping):
-        return any(_holds(each, storages, seen) for pair in value.items() for each in pair)
+        return any(_holds(each, shapes, seen) for pair in value.items() for each in pair)
     if isinstance(value, list | tuple | set):
-        return any(_holds(each, storages, seen) for each in value)
-    return _holds(getattr(value, "__dict__", {}), storages, seen)
+        return any(_holds(each, shapes, seen) for each in value)
+    return _holds(getattr(value, "__dict__", {}), shapes, seen)
 
 
 def _unused(model: nn.Module, example: Any) -> dict[str, nn.Parameter]:
