@@ -25,6 +25,7 @@ accuracy, or 1 % of the loss), with paired 95 % t intervals, and above 0 where t
 import argparse
 import copy
 import io
+import itertools
 import math
 import sysconfig
 import time
@@ -35,6 +36,7 @@ from functools import cache, partial
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -50,7 +52,8 @@ import esper
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import spread
 from esper.runs.healing.training import LowRankAdapter
-from esper.runs.live.anytime import WINDOW, Cost
+from esper.runs.live import anytime
+from esper.runs.live.anytime import BEGINNING, WINDOW, Cost
 from esper_bench.records import load_record, run_script, save_record
 
 Way = Literal["seeds", "whole", "whole, by seconds"]
@@ -363,10 +366,10 @@ def grown(setting: Setting, way: Way, rate: float, seed: int) -> Training:
     return training
 
 
-def tuned(setting: Setting) -> dict[str, Any]:
+def tuned(setting: Setting, ways: Sequence[Way]) -> dict[str, Any]:
     """The best of the rates by the loss on the probe at the last step, for each way and size; or why there is no such way."""
     found: dict[str, Any] = {}
-    for arm in (*WAYS, *setting.sizes):
+    for arm in (*ways, *setting.sizes):
         losses = []
         try:
             for rate in RATES:
@@ -403,7 +406,7 @@ def as_large(setting: Setting, parameters: int, seed: int) -> int:
 
 
 def study(setting: Setting, rates: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Run all arms of a seed; returns the scores by way and arm, with seconds and sizes."""
+    """Run all arms of a seed for each way that has a rate; returns the scores by way and arm, with seconds and sizes."""
     trainings: dict[int, Training] = {}
 
     def of(width: int) -> Training:
@@ -414,7 +417,7 @@ def study(setting: Setting, rates: Mapping[str, Any], seed: int) -> dict[str, An
 
     found: dict[str, Any] = {}
     for way in WAYS:
-        if isinstance(rates[way], str):
+        if not isinstance(rates.get(way), float):
             continue
         mine = grown(setting, way, rates[way], seed)
         untouched, width = of(setting.first), as_large(setting, mine.parameters, seed)
@@ -446,6 +449,33 @@ def study(setting: Setting, rates: Mapping[str, Any], seed: int) -> dict[str, An
             record |= {"says": [mine.growth.why], "kept": len(mine.growth.growths)}
         found[way] = record
     return found
+
+
+def untuned(setting: Setting, seeds: Sequence[int]) -> dict[str, Any]:
+    """Scores of growth by seconds at each rate, by seed, where growths in the first steps leave the rate as it is or scale it."""
+    found: dict[str, Any] = {}
+    for rate, seed in itertools.product(RATES, seeds):
+        for kept, beginning in (("kept", BEGINNING), ("scaled", 0)):
+            with patch.object(anytime, "BEGINNING", beginning):
+                score = grown(setting, "whole, by seconds", rate, seed).looks[-1].score
+            found.setdefault(f"{rate:g}", {}).setdefault(kept, []).append(score)
+    return found
+
+
+def report_untuned(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table of scores at rates that were not tuned."""
+    lines = [f"| setting | {' | '.join(f'rate {rate:g}: scaled | kept | better by' for rate in RATES)} |"]
+    lines.append("|---|" + "---|---|---|" * len(RATES))
+    gains: dict[str, list[list[float]]] = {}
+    for name, found in figures.items():
+        cells = [name]
+        for rate, ways in found.items():
+            gain = [points(one, other) for one, other in zip(ways["kept"], ways["scaled"], strict=True)]
+            gains.setdefault(rate, []).append(gain)
+            cells += [f"{np.mean(ways['scaled']):.3f}", f"{np.mean(ways['kept']):.3f}", spread(gain, "+.1f")]
+        lines.append(f"| {' | '.join(cells)} |")
+    means = [f" | | {spread(np.mean(each, 0).tolist(), '+.1f')}" for each in gains.values()]
+    return "\n".join([*lines, f"| mean |{' |'.join(means)} |"])
 
 
 class Bypass(nn.Module):
@@ -602,13 +632,18 @@ def main() -> None:
     names = (*SETTINGS, FROZEN)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"part of a name: {', '.join(names)}; all")
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures of each seed")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways to grow in a new folder; all")
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=500)
+    parser.add_argument(
+        "--untuned", action="store_true", help="growth by seconds at each rate, with it kept or scaled at first"
+    )
     parser.add_argument("--quick", action="store_true", help="50 steps and two seeds, to see that it runs")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     figures, frozen = dict[str, list[dict[str, Any]]](), list[dict[str, Any]]()
+    given = dict[str, dict[str, Any]]()
     seeds = range(asked.first_seed, asked.first_seed + (2 if asked.quick else asked.seeds))
     for name in names:
         if asked.settings and not any(part in name for part in asked.settings):
@@ -619,6 +654,8 @@ def main() -> None:
         setting = FROZEN_SETTING if name == FROZEN else SETTINGS[name]
         if asked.quick:
             setting = setting._replace(steps=DECISIONS)
+        if name == FROZEN and asked.untuned:
+            continue
         if name == FROZEN:
             rates = kept(folder / "rates.json", partial(tuned_frozen, setting))
             frozen = [kept(folder / f"{seed}.json", partial(study_frozen, setting, rates, seed)) for seed in seeds]
@@ -628,11 +665,17 @@ def main() -> None:
         except InputError as error:
             print(f"{name} is left out: {error}")
             continue
-        rates = kept(folder / "rates.json", partial(tuned, setting))
+        if asked.untuned:
+            given[name] = kept(folder / "untuned.json", partial(untuned, setting, seeds))
+            continue
+        rates = kept(folder / "rates.json", partial(tuned, setting, asked.ways))
         for way in WAYS:
-            if isinstance(rates[way], str):
+            if isinstance(rates.get(way), str):
                 print(f"{name} does not grow by {way}: {rates[way]}")
         figures[name] = [kept(folder / f"{seed}.json", partial(study, setting, rates, seed)) for seed in seeds]
+    if asked.untuned:
+        print(report_untuned(given))
+        return
     print("\n\n".join(([report(figures)] if figures else []) + ([report_frozen(frozen)] if frozen else [])))
 
 

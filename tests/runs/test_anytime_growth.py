@@ -84,7 +84,9 @@ def test_each_growth_waits_for_targets_in_proportion_to_the_widths_so_far():
     assert growth.why == "82 parameters would exceed most_parameters=50"
 
 
-def test_rates_are_scaled_within_a_step_alone():
+@pytest.mark.parametrize("beginning", [0, 10, 30])
+def test_rates_are_scaled_within_a_step_alone_and_not_by_growths_with_which_the_training_begins(beginning, monkeypatch):
+    monkeypatch.setattr(anytime, "BEGINNING", beginning)
     run = _, optimizer, schedule, growth = made(rate_power=0.5)
     seen = []
     optimizer.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
@@ -99,10 +101,9 @@ def test_rates_are_scaled_within_a_step_alone():
         other.step()
     assert schedule.get_last_lr() == [pytest.approx(1e-2 * 0.9**8)]
     assert optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
-    last = growth.growths[-1]
-    assert seen[last["step"]] == pytest.approx(
-        1e-2 * 0.9 ** (last["step"] // 5) * 2 ** (-0.5 * len(growth.growths)) / 5
-    )
+    last, later = growth.growths[-1], [each for each in growth.growths if each["step"] > beginning]
+    assert len(later) == {0: 2, 10: 1, 30: 0}[beginning]
+    assert seen[last["step"]] == pytest.approx(1e-2 * 0.9 ** (last["step"] // 5) * 2 ** (-0.5 * len(later)) / 5)
     growth.finish()
     optimizer.step()
     assert seen[-1] == pytest.approx(schedule.get_last_lr()[0])
@@ -467,3 +468,37 @@ def test_a_layer_that_cannot_draw_its_weights_is_named():
     with pytest.raises(InputError, match=said):
         esper.AnytimeGrowth(network, optimizer, example=torch.randn(2, 3), fresh=0.1)
     esper.AnytimeGrowth(network, optimizer, example=torch.randn(2, 3))
+
+
+def test_an_optimizer_has_one_growth_at_a_time():
+    model, optimizer, _, growth = made()
+    with pytest.raises(InputError, match=r"^the AdamW is used by another esper.AnytimeGrowth, which scales its rates"):
+        esper.AnytimeGrowth(model, optimizer, example=texts(0)[:, :-1])
+    growth.finish()
+    esper.AnytimeGrowth(model, optimizer, example=texts(0)[:, :-1])
+
+
+def test_a_network_that_keeps_what_it_computed_becomes_wider():
+    class Keeps(nn.Sequential):
+        def forward(self, x):
+            self.seen = [self[0](x)]
+            return self[2](self[1](self.seen[0]))
+
+    torch.manual_seed(0)
+    model = Keeps(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4, 8)
+    growth = esper.AnytimeGrowth(model, optimizer, example=x, ratio=1.0)
+    for _ in range(20):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if growth.step(4):
+            break
+    assert model[0].out_features == 8
+    assert growth.snapshot()(x).shape == (4, 2)
+
+
+@pytest.mark.parametrize("most", [0, -5])
+def test_a_limit_of_parameters_below_one_is_refused(most):
+    with pytest.raises(InputError, match=rf"^most_parameters is {most}; give a whole number from 1 on"):
+        made(most_parameters=most)

@@ -5,6 +5,7 @@ import itertools
 import math
 import operator
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, get_args
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import check_module
-from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.grafted import call, copied, undisturbed
 from esper.kasmina.graft.grown import check_tensors
 from esper.kasmina.graft.multiplying import Way
 from esper.kasmina.graft.recording import floats, tensors
@@ -34,10 +36,12 @@ from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 6
+FORMAT = 7
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
+BEGINNING = 30
+"""Steps of the loop in which growths decide the size with which the training begins, so that rates are not scaled by them."""
 TIMED, FEW, LONG_ENOUGH = 7, 3, 0.02
 """Passes of which the shortest is the seconds of a pass, and how many are enough where they take so long together [seconds]."""
 NAP = 1e-3
@@ -71,6 +75,9 @@ _SHARDED = (
 WINDOW = 8.0
 """The running average weighs a step at compute C by (C / total)^8, so that about the last tenth of the compute counts."""
 
+_UNFINISHED: "weakref.WeakSet[AnytimeGrowth]" = weakref.WeakSet()
+"""Growths whose hooks are at an optimizer."""
+
 
 class AnytimeGrowth:
     """Widens a whole network while a loop trains it, so that it is as good at each stop as a network chosen for that stop.
@@ -96,8 +103,8 @@ class AnytimeGrowth:
     (Ash and Adams, "On warm-starting neural network training", 2020), which changes what it computes.
 
     The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
-    know nothing of it: by factor^-rate_power for all growths so far, and by a linear warm-up after the start and after each
-    growth.
+    know nothing of it: by factor^-rate_power for each growth behind the first 30 steps, and by a linear warm-up after the start
+    and after each growth. Growths in the first 30 steps decide the size with which the training begins; rates are meant for it.
 
     `average` is a running average of the weights over about the last tenth of the compute, which needs no end to be known.
     Statistics of BatchNorm in it are the latest ones.
@@ -131,8 +138,8 @@ class AnytimeGrowth:
             [1, 4, 8] makes it four times as wide, and then twice as wide again. Each is a whole multiple of the one before
         most_parameters: largest number of parameters; None where there is no limit
         warmup: steps of the linear warm-up of the learning rates, after the start and after each growth
-        rate_power: the learning rates of a network with widths multiplied by r are scaled by r^-rate_power; None is 1/2, and 0
-            where the loss on the probe decides
+        rate_power: the learning rates of a network whose widths were multiplied by r behind the first 30 steps are scaled by
+            r^-rate_power; None is 1/2, and 0 where the loss on the probe decides
         fresh: share of freshly drawn weights in those of the network behind each growth, of layers with `reset_parameters`; None
             is 0, and .2 where the loss on the probe decides
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one. With it a network waits
@@ -190,8 +197,12 @@ class AnytimeGrowth:
         for name, value, least in (("factor", factor, 2), ("warmup", warmup, 0), ("seed", seed, 0)):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InputError(f"{name} is {value!r}; give a whole number from {least} on")
-        if most_parameters is not None and (isinstance(most_parameters, bool) or not isinstance(most_parameters, int)):
-            raise InputError(f"most_parameters is {most_parameters!r}; give a whole number, or None for no limit")
+        if most_parameters is not None and (
+            isinstance(most_parameters, bool) or not isinstance(most_parameters, int) or most_parameters < 1
+        ):
+            raise InputError(
+                f"most_parameters is {most_parameters!r}; give a whole number from 1 on, or None for no limit"
+            )
         by_slope = ratio is None and probe is not None and cost == "parameters"
         if rate_power is None:
             rate_power = 0.0 if by_slope else 0.5
@@ -212,8 +223,14 @@ class AnytimeGrowth:
         check_switch(overwrite, "overwrite")
         self.model, self._optimizer, self._example = model, unwrapped(optimizer), example
         check_optimizer(self._optimizer, dict(model.named_parameters()))
+        self._handles: list[RemovableHandle] = []
+        if any(other._optimizer is self._optimizer for other in _UNFINISHED if other._handles):
+            raise InputError(
+                f"the {type(self._optimizer).__name__} is used by another esper.AnytimeGrowth, which scales its rates until its "
+                "finish(); call that first, or make the optimizer anew"
+            )
         _check_sizes(sizes, factor)
-        tried = copy.deepcopy(model)
+        tried = copied(model)
         for factor_of_growth in (
             [factor] if sizes is None else [wider // size for size, wider in itertools.pairwise(sizes)]
         ):
@@ -240,7 +257,7 @@ class AnytimeGrowth:
         if self._probe is not None:
             with undisturbed(model), torch.no_grad():
                 self._probe.first_output(model)
-        self.average = copy.deepcopy(model).requires_grad_(False)
+        self.average = copied(model).requires_grad_(False)
         self._scales = _first_scales(model, seed) if self.fresh else {}
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
@@ -270,6 +287,7 @@ class AnytimeGrowth:
             self._optimizer.register_step_pre_hook(self._scale_rates),
             self._optimizer.register_step_post_hook(self._restore_rates),
         ]
+        _UNFINISHED.add(self)
 
     @property
     def parameters(self) -> int:
@@ -347,7 +365,7 @@ class AnytimeGrowth:
 
     def snapshot(self) -> nn.Module:
         """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed."""
-        found = copy.deepcopy(self.average).train(self.model.training)
+        found = copied(self.average).train(self.model.training)
         for mine, own in zip(found.parameters(), self.model.parameters(), strict=True):
             mine.requires_grad_(own.requires_grad)
         return found
@@ -430,7 +448,7 @@ class AnytimeGrowth:
             raise InputError(
                 f"the state is of sizes={state['sizes']}, and this run has sizes={self.sizes and list(self.sizes)}; give the same"
             )
-        model, average = copy.deepcopy(self.model), copy.deepcopy(self.average)  # a refusal changes nothing
+        model, average = copied(self.model), copied(self.average)  # a refusal changes nothing
         for each in state["growths"]:
             size = sum(parameter.numel() for parameter in model.parameters())
             if each["before"] != size:
@@ -555,7 +573,7 @@ class AnytimeGrowth:
         """Return a copy of the network as it would be behind the next growth, and note the way to it; None where it cannot be."""
         if not self._guard():  # what is not finite computes nothing by which a wider network could be compared
             return None
-        wider, way, problem = copy.deepcopy(self.model), None, ""
+        wider, way, problem = copied(self.model), None, ""
         try:
             way = widen(wider, self._next_factor(), example=self._example).way
         except Exception as error:
@@ -694,7 +712,7 @@ class AnytimeGrowth:
             return False
         own = other = 0.0
         try:
-            own, other = self._seconds(copy.deepcopy(self.model), wider)
+            own, other = self._seconds(copied(self.model), wider)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -734,7 +752,8 @@ class AnytimeGrowth:
         return [min(each[2:]) for each in taken]  # the first two warm up
 
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        scale = self._multiple**-self.rate_power * min(1.0, (self._since + 1) / (self.warmup + 1))
+        later = math.prod(each["factor"] for each in self.growths if each["step"] > BEGINNING)
+        scale = later**-self.rate_power * min(1.0, (self._since + 1) / (self.warmup + 1))
         if self._cooling is not None:
             begun, length = self._cooling
             scale *= max(begun + length - self.steps, 0) / length
@@ -751,7 +770,7 @@ class AnytimeGrowth:
 
 def _drawn_anew(model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Return the parameters of all layers with `reset_parameters` as these draw them. InputError if one fails."""
-    drawn, found = copy.deepcopy(model), {}
+    drawn, found = copied(model), {}
     with drawn_with(seed):
         for path, module in drawn.named_modules():
             if callable(reset := getattr(module, "reset_parameters", None)):
