@@ -231,6 +231,27 @@ def test_a_model_of_twice_the_width_is_one_of_its_config(build, tmp_path):
     assert torch.equal(loaded(**given).logits, model(**given).logits)
 
 
+@pytest.mark.parametrize("kind", ["ResNet", "ResNet of bottlenecks", "ConvNeXt"])
+def test_lists_of_widths_in_a_config_follow(kind, tmp_path):
+    torch.manual_seed(0)
+    if kind == "ConvNeXt":
+        config, build = (
+            tf.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2),
+            tf.ConvNextForImageClassification,
+        )
+    else:
+        wide, layer = ([8, 16], "basic") if kind == "ResNet" else ([16, 32], "bottleneck")
+        config = tf.ResNetConfig(embedding_size=8, hidden_sizes=wide, depths=[1, 1], layer_type=layer)
+        build = tf.ResNetForImageClassification
+    model, given, listed = build(config).eval(), {"pixel_values": torch.randn(2, 3, 64, 64)}, [*config.hidden_sizes]
+    before = model(**given).logits
+    assert not esper.widen(model, 2, example=given).left_out
+    assert torch.allclose(model(**given).logits, before, atol=1e-5)
+    assert model.config.hidden_sizes == [2 * own for own in listed]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(build.from_pretrained(tmp_path).eval()(**given).logits, model(**given).logits)
+
+
 @pytest.mark.parametrize("build", [gpt2, lambda: llama(20), vit], ids=["GPT-2", "Llama", "ViT"])
 def test_a_model_with_more_blocks_is_one_of_its_config(build, tmp_path):
     torch.manual_seed(0)

@@ -1,6 +1,8 @@
 """Whole networks of many kinds become twice as wide, compute what they did, and learn on in every part that is new."""
 
 import copy
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -460,3 +462,25 @@ def test_an_optimizer_that_keeps_its_memory_in_a_list_is_refused():
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     with pytest.raises(InputError, match=r"^Momentum keeps parameters, or tensors of their shapes, in 'kept' beside"):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=Momentum(model.parameters()))
+
+
+def test_counts_of_hidden_features_follow_where_no_stream_is_wider():
+    class Net(nn.Module):
+        def __init__(self, config):
+            super().__init__()
+            self.config = config
+            widths = [config.embedding_size, *config.hidden_sizes]
+            pairs = itertools.pairwise(widths)
+            self.layers = nn.ModuleList([nn.Linear(3, widths[0]), *(nn.Linear(*pair) for pair in pairs)])
+            self.last = nn.Linear(widths[-1], 2)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.relu(layer(x))
+            return self.last(x)
+
+    torch.manual_seed(0)
+    model = Net(SimpleNamespace(embedding_size=4, hidden_sizes=(8, 6), classes=2))
+    assert not esper.widen(model, 3, example=torch.ones(2, 3)).left_out
+    assert vars(model.config) == {"embedding_size": 12, "hidden_sizes": (24, 18), "classes": 2}
+    Net(model.config).load_state_dict(model.state_dict())

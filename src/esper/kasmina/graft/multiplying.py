@@ -102,6 +102,7 @@ class Multiplication:
             their weights, of those of the norm, and of its bias
         counts (dict[str, dict[str, int]]): attributes that are multiplied, with their values, by the path of the submodule, or by
             `path:name` of its config
+        lists (dict[str, dict[str, list[int] | tuple[int, ...]]]): those that are lists of widths, such as `hidden_sizes`
         epsilons (dict[str, dict[str, float]]): by the same paths, what such norms add to the mean square
     """
 
@@ -127,6 +128,7 @@ class Multiplication:
         self.normalising: set[str] = set()
         self.shares: dict[str, float] = {}
         self.counts: dict[str, dict[str, int]] = {}
+        self.lists: dict[str, dict[str, list[int] | tuple[int, ...]]] = {}
         self.epsilons: dict[str, dict[str, float]] = {}
         self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
         check_module(module)
@@ -488,6 +490,11 @@ class Multiplication:
                         continue
                     if (self._heads and _HEADS.search(name)) or (own in widths and own > 1 and _WIDTHS.search(name)):
                         self.counts.setdefault(where, {})[name] = own
+                for name, listed in vars(holder).items():
+                    if not isinstance(listed, list | tuple) or _NO_WIDTHS.search(name) or not _WIDTHS.search(name):
+                        continue
+                    if listed and all(type(own) is int and own > 1 and own in widths for own in listed):
+                        self.lists.setdefault(where, {})[name] = listed
 
     @torch.no_grad()
     def apply(
@@ -555,6 +562,14 @@ class Multiplication:
                         done.add((id(holder), name))
                         product = number * factor**power
                         vars(holder)[name] = (product,) if name == "normalized_shape" else product
+        for where, lists in self.lists.items():
+            path, _, config = where.partition(":")
+            holder = vars(parts[path])[config] if config else parts[path]
+            for (
+                name,
+                listed,
+            ) in lists.items():  # of the first network, so that a config that modules share is multiplied once
+                vars(holder)[name] = type(listed)(factor * own for own in listed)
         made: dict[int, nn.Parameter] = {}
         for name, axes in self.axes.items():
             path, _, entry = name.rpartition(".")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -213,6 +213,9 @@ def _multiply(
                 left_out[first] = str(error)
             continue
         if not multiplication.widths:
+            if multiplication.counts or multiplication.lists:  # of the hidden features that are wider
+                with suppress(InputError):  # then they count something else
+                    multiplication.apply(networks, example, factor, seed)
             break
         first = next(iter(multiplication.widths))
         check_memory(networks, multiplication.size(factor), "to more features", "give a smaller factor or size")
