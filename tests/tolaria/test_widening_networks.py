@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import esper
 from esper.kasmina.graft.multiplying import WAYS, Multiplication
-from esper.leyline.errors import InputError
+from esper.leyline.errors import GrowthWarning, InputError
 
 
 class RMSNorm(nn.Module):
@@ -484,3 +484,12 @@ def test_counts_of_hidden_features_follow_where_no_stream_is_wider():
     assert not esper.widen(model, 3, example=torch.ones(2, 3)).left_out
     assert vars(model.config) == {"embedding_size": 12, "hidden_sizes": (24, 18), "classes": 2}
     Net(model.config).load_state_dict(model.state_dict())
+
+
+def test_a_second_optimizer_that_would_go_on_with_old_parameters_is_named():
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
+    muon = torch.optim.Muon([each for each in model.parameters() if each.dim() == 2])
+    with pytest.warns(
+        GrowthWarning, match=r"^'0\.bias' is another parameter now, and was none of the Muon's; if a second"
+    ):
+        esper.widen(model, 2, example=torch.ones(1, 8), optimizer=muon)

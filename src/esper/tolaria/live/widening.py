@@ -15,7 +15,7 @@ from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
 from esper.kasmina.graft.recording import floats, on_aliases
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
-from esper.leyline.errors import InputError
+from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.text import did_you_mean, kind_of
 from esper.tolaria.live.groups import begin_state, unwrapped
 from esper.tolaria.runtime import available_memory
@@ -357,6 +357,14 @@ def follow(
 ) -> None:
     """Put the new parameters of layers, by name, in the places of the old ones, of which the optimizer remembers nothing more."""
     new = {id(old): after[name] for name, old in before.items() if after[name] is not old}
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    left = [name for name, old in before.items() if id(old) in new.keys() - held and old.requires_grad]
+    if left and held & new.keys():
+        warn(
+            f"{left[0]!r} is another parameter now, and was none of the {type(optimizer).__name__}'s; if a second optimizer held "
+            "it, as beside Muon, make that one anew, because it would go on with the old parameter",
+            GrowthWarning,
+        )
     for group in optimizer.param_groups:
         for index, old in enumerate(group["params"]):
             if id(old) in new:
