@@ -28,6 +28,7 @@ def alone(name: str, *, ghost: bool) -> VectorizedEngine:
     """An engine of one network of a task, with a copy of it or without."""
     task = esper.get_task(name)
     settings = {"envs": 1, "twin": False, "baselines": [], "steps": 10**6}
+    # There is no setting for it: a network whose bits depend on what it runs beside is of no use but to be timed.
     with patch.object(population, "needs_ghost", lambda task, config: ghost):
         engine = VectorizedEngine(task, build_config(task.defaults, settings))
         engine.reset()

@@ -565,10 +565,7 @@ class Multiplication:
         for where, lists in self.lists.items():
             path, _, config = where.partition(":")
             holder = vars(parts[path])[config] if config else parts[path]
-            for (
-                name,
-                listed,
-            ) in lists.items():  # of the first network, so that a config that modules share is multiplied once
+            for name, listed in lists.items():  # of the first network: a config that modules share is multiplied once
                 vars(holder)[name] = type(listed)(factor * own for own in listed)
         made: dict[int, nn.Parameter] = {}
         for name, axes in self.axes.items():
