@@ -30,6 +30,7 @@ STOPS = [15, 33]
 
 PROGRAM = textwrap.dedent(
     """
+    import os
     import sys
     sys.path[:0] = [{tests!r}, {tests!r} + "/.."]
     import torch
@@ -92,7 +93,9 @@ PROGRAM = textwrap.dedent(
               "seen": growth.seen, "why": growth.why, "refused": refused}}
     torch.save(found, f"{{folder}}/{{name}}-{{size}}-{{start}}-{{rank}}.pt")
     if size > 1:
+        dist.barrier()
         dist.destroy_process_group()
+        os._exit(0)
     """
 )
 

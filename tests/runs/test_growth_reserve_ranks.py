@@ -12,6 +12,7 @@ pytestmark = pytest.mark.campaign
 
 PROGRAM = textwrap.dedent(
     """
+    import os
     import sys
     sys.path.insert(0, {tests!r})
     import torch
@@ -54,7 +55,9 @@ PROGRAM = textwrap.dedent(
     assert [len(growth.summary()[name]) for name in ("keeps", "prunes")] == [1, 1]
     torch.save(growth.finish().state_dict(), f"{{folder}}/{{size}}-{{rank}}.pt")
     if size > 1:
+        dist.barrier()
         dist.destroy_process_group()
+        os._exit(0)
     """
 ).format(tests=str(Path(__file__).parents[1]))
 
