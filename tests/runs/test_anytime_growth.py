@@ -196,14 +196,14 @@ def test_a_limit_and_a_loss_that_does_not_fall_keep_a_network_small_and_are_name
     assert growth.why.startswith("the loss on the probe is 3, and was 3 at the last growth")
 
 
-def falling(bend):
-    """A run whose loss on the probe falls as compute^-.3, and as compute^-.15 from `bend` on, whatever it learns."""
+def falling(bend, power=0.15, warmup=1):
+    """A run whose loss on the probe falls as compute^-.3, and as compute^-power from `bend` on, whatever it learns."""
 
     def loss(output, target):
         compute = run[3]._compute
-        return 1e3 * min(compute, bend) ** -0.3 * max(compute / bend, 1.0) ** -0.15 + 0 * output.mean((1, 2))
+        return 1e3 * min(compute, bend) ** -0.3 * max(compute / bend, 1.0) ** -power + 0 * output.mean((1, 2))
 
-    run = made(probe=[(texts(99)[:, :-1], texts(99)[:, 1:])], loss=loss, ratio=None, warmup=1)
+    run = made(probe=[(texts(99)[:, :-1], texts(99)[:, 1:])], loss=loss, ratio=None, warmup=warmup)
     return run
 
 
@@ -233,6 +233,28 @@ def test_a_loss_on_the_probe_that_falls_more_slowly_than_it_did_makes_a_network_
     (only,) = run[3].growths
     assert 60 < only["step"] < 80
     assert run[3].why == "the next growth waits until the compute is 4 times that at the last growth"
+
+
+def test_a_verdict_says_whether_the_loss_on_the_probe_is_lower_since_the_network_is_larger():
+    compute = trained(made(), 0, 1)[3]._compute
+    run = trained(falling(60 * compute, power=0.5), 0, 90)
+    assert (run[3].growths, run[3].verdict, run[3].summary()["verdict"]) == ([], "", "")
+    for power, begin in ((0.15, "the lowest loss on"), (0.0, "size does not matter here: the lowest loss on")):
+        run = trained(falling(60 * compute, power=power), 0, 80)
+        (only,) = run[3].growths
+        assert run[3].verdict == ""  # too early
+        growth = trained(run, 80, 160)[3]
+        assert growth.growths == [only]
+        assert growth.verdict.startswith(f"{begin} the probe was ")
+        assert f" with {only['before']:,} parameters, and is " in growth.verdict
+        assert growth.verdict.endswith(f" since it has {only['parameters']:,}")
+        assert repr(growth).endswith(f"; {growth.verdict}")
+        again = falling(60 * compute, power=power)[3]
+        again.load_state_dict(copy.deepcopy(growth.state_dict()))
+        assert again.summary() == growth.summary()
+    run = trained(falling(20 * compute, power=-0.5, warmup=10), 0, 60)
+    assert run[3].verdict.startswith("size does not matter here: the loss on the probe was lowest, ")
+    assert run[3].verdict.endswith("has not fallen since, before the network was due to be wider")
 
 
 def test_a_run_that_watches_its_loss_is_resumed_to_the_same_bits():

@@ -36,7 +36,7 @@ from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 7
+FORMAT = 8
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
@@ -159,6 +159,7 @@ class AnytimeGrowth:
             not measured)
         rollbacks (list[dict]): where parameters were not finite: `step`, and the step whose network was `restored`
         why (str): why the network is not larger
+        verdict (str): whether a larger network had a lower loss on the probe, in a sentence; '' while that is not known
 
     Raises:
         InputError: in one sentence, if the network cannot be wider as a whole, or an argument cannot be
@@ -273,6 +274,8 @@ class AnytimeGrowth:
         # where the loss on the probe decides: logarithms of compute and loss at its looks over the last factor of LONG
         self._by_slope, self._curve = by_slope, list[tuple[float, float]]()
         self._grown_at = math.nan  # compute at the last growth, or of the first steps, which `EARLY` counts
+        # of each size so far: parameters, the lowest loss on the probe, and the steps and the compute then
+        self._lowest: list[tuple[int, float, int, float]] = []
         self._times: list[float] = []  # at the first steps, where seconds are measured
         self._rows = 0  # of the largest batch of targets; the last batch of an epoch may be smaller
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
@@ -403,15 +406,39 @@ class AnytimeGrowth:
             "growths": list(self.growths),
             "rollbacks": list(self.rollbacks),
             "why": self.why,
+            "verdict": self.verdict,
         }
+
+    @property
+    def verdict(self) -> str:
+        """Whether a larger network had a lower loss on the probe, in a sentence; '' while that is not known.
+
+        It is known once the compute has doubled since the last growth, or, before any, since the lowest loss.
+        """
+        if not self._lowest or self._lowest[-1][0] != self.parameters:
+            return ""
+        size, lowest, step, compute = self._lowest[-1]
+        if self._compute < 2 * (self._grown_at if self.growths else compute):
+            return ""
+        if not self.growths:
+            return (
+                f"size does not matter here: the loss on the probe was lowest, {lowest:.4g}, after {counted(step, 'step')}, and "
+                "has not fallen since, before the network was due to be wider"
+            )
+        before, smaller = min((each[1], each[0]) for each in self._lowest[:-1])
+        figures = (
+            f"the lowest loss on the probe was {before:.4g} with {smaller:,} parameters, and is {lowest:.4g} since it has "
+            f"{size:,}"
+        )
+        return figures if lowest < (1 - WORTH) * before else f"size does not matter here: {figures}"
 
     def __repr__(self) -> str:
         sizes = " -> ".join(f"{number:,}" for number in [*(each["before"] for each in self.growths), self.parameters])
         restored = f"; restored {counted(len(self.rollbacks), 'time')}, as parameters were not finite" * bool(
             self.rollbacks
         )
-        steps = counted(self.steps, "step")
-        return f"{type(self.model).__name__} of {sizes} parameters after {steps}; not more, as {self.why}{restored}"
+        steps, verdict = counted(self.steps, "step"), f"; {self.verdict}" * bool(self.verdict)
+        return f"{type(self.model).__name__} of {sizes} parameters after {steps}; not more, as {self.why}{restored}{verdict}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest."""
@@ -421,6 +448,7 @@ class AnytimeGrowth:
             "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
             "seconds": [self._beside, self._slower, self._elasticity],
             "slope": [self._grown_at, *self._curve],
+            "lowest": list(self._lowest),
             "scales": dict(self._scales),
             "cooling": self._cooling,
             "growths": [dict(each) for each in self.growths],
@@ -466,6 +494,7 @@ class AnytimeGrowth:
         self._beside, self._slower, self._elasticity = state["seconds"]
         self._grown_at, *curve = state["slope"]
         self._curve = [(compute, loss) for compute, loss in curve]
+        self._lowest = [tuple(each) for each in state["lowest"]]
         self._scales = dict(state["scales"])
         self._cooling = None if state["cooling"] is None else tuple(state["cooling"])
         self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
@@ -604,6 +633,10 @@ class AnytimeGrowth:
             loss = float(self._probe.see(self.average)[0].mean()) if self._ranks.first else None
         loss = self._ranks.from_first(loss)
         self._loss = loss if math.isfinite(loss) else None
+        size = self.parameters
+        if not self._lowest or self._lowest[-1][0] != size or loss < self._lowest[-1][1]:
+            others = [each for each in self._lowest if each[0] != size]
+            self._lowest = [*others, (size, loss, self.steps, self._compute)]
         return loss
 
     def _bent(self) -> bool:
