@@ -342,7 +342,7 @@ def test_what_cannot_be_is_refused_in_a_sentence():
             esper.AnytimeGrowth(model, optimizer, example=TOKENS, **settings)
         assert sentence in str(caught.value)
     own = Own()
-    with pytest.raises(InputError, match="'Own' multiplies by a weight of its own"):
+    with pytest.raises(InputError, match="the model is an Own, which multiplies by a weight"):
         esper.AnytimeGrowth(own, torch.optim.AdamW(own.parameters()), example=torch.randn(2, 5))
     growth = esper.AnytimeGrowth(model, optimizer, example=TOKENS)
     for given in (0, "32", None, True):

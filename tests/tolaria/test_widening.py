@@ -209,7 +209,7 @@ def normed():
     [
         (tied, (2, 4), "0.weight is shared with another module"),
         (frozen, (2, 4), "0.weight is frozen"),
-        (lambda: nn.Sequential(*normed()), (2, 4), "'0' is a ParametrizedLinear, and only widths of Linear"),
+        (lambda: nn.Sequential(*normed()), (2, 4), "0.weight is computed from other parameters before each pass"),
         (Interleaved, (2, 1, 2, 2), "the outputs of the wider network are others"),
         (lambda: nn.Sequential(nn.Linear(4, 3)), (2, 4), "has no hidden features that one layer returns"),
     ],

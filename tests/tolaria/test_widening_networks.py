@@ -2,12 +2,14 @@
 
 import copy
 import itertools
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 import esper
@@ -325,13 +327,25 @@ class Skipping(Own):
         return self.leave(self.norm(self.enter(x) + F.pad(x, (0, 3))))
 
 
+WEIGHT_NORMS = (parametrizations.spectral_norm, parametrizations.weight_norm, nn.utils.spectral_norm)
+
+
+def normed(norm):
+    return nn.Sequential(norm(nn.Linear(5, 6)), nn.ReLU(), nn.Linear(6, 3)).eval()
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (Own, "'Own' multiplies by a weight of its own, as a Own that is not known"),
+        (Own, "the model is an Own, which multiplies by a weight that it holds itself"),
         (Counted, "the outputs of the wider network are others"),
         (Remembering, "the outputs of the wider network are others"),
         (Skipping, "the wider network fails on the example"),
+        (lambda: nn.Linear(5, 3), "the Linear holds no layers"),
+        *(
+            (partial(normed, norm), "0.weight is computed from other parameters before each pass")
+            for norm in WEIGHT_NORMS
+        ),
     ],
 )
 def test_a_network_that_cannot_be_wider_stays_and_the_reason_is_said(build, reason):

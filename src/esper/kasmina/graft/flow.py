@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 from esper.kasmina.graft.find_sites import EMBEDDINGS
 from esper.kasmina.graft.recording import PRODUCT, Recording, factors, inputs_first, submodules
 from esper.leyline.errors import InputError
+from esper.leyline.text import with_article
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -72,10 +73,15 @@ class Flow:
                 named = holders.get(weight, [])
                 fitting = [path for path in named if isinstance(self.parts[path], EMBEDDINGS) == embeds]
                 if named and not set(fitting) & self.layers:
-                    kind = type(self.parts[named[0]]).__name__
-                    raise InputError(
-                        f"{named[0] or kind!r} multiplies by a weight of its own, as a {kind} that is not known"
+                    kind = type(self.parts[named[0]])
+                    known = kind.__module__.startswith("torch.nn.")
+                    why = (
+                        "whose"
+                        if known
+                        else "which multiplies by a weight that it holds itself, and not in a Linear, so that its"
                     )
+                    where = repr(named[0]) if named[0] else "the model"
+                    raise InputError(f"{where} is {with_article(kind.__name__)}, {why} widths cannot change")
                 if fitting:
                     found[node] = fitting[0]
         return found

@@ -30,7 +30,7 @@ from esper.kasmina.graft.recording import (
     on_aliases,
     record,
 )
-from esper.kasmina.graft.widening import Outputs, axes_of
+from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 
 TABLES = ("_parameters", "_buffers", "_modules")
@@ -138,6 +138,8 @@ class Multiplication:
 
     def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
         self._flow = flow = Flow(self._module, recording, weights)
+        for path in sorted(flow.layers):
+            check_own_weight(path, flow.parts[path])
         outer = flow.reach(before(recording.loss.grad_fn), "")
         reads = {
             path: flow.reach(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import drawn_with
@@ -45,6 +46,7 @@ class Axes(NamedTuple):
 
 def axes_of(path: str, layer: nn.Module) -> Axes:
     """Return where the features of a layer are. InputError if the layer is of a kind that is not known."""
+    check_own_weight(path, layer)
     kind = getattr(type(layer), "_esper_original", type(layer))
     if kind in (nn.Linear, Linear):
         return Axes(0, 1, "out_features", "in_features")
@@ -58,6 +60,15 @@ def axes_of(path: str, layer: nn.Module) -> Axes:
     raise InputError(
         f"{path!r} is {with_article(kind.__name__)}, and only widths of Linear, Conv1d, Conv2d and Conv3d can change"
     )
+
+
+def check_own_weight(path: str, layer: nn.Module) -> None:
+    """Raise InputError if the weight of a layer is computed from other parameters before each pass."""
+    if is_parametrized(layer) or ("weight" not in layer._parameters and isinstance(vars(layer).get("weight"), Tensor)):
+        raise InputError(
+            f"{path}.weight is computed from other parameters before each pass, as spectral and weight norms do; remove that, "
+            "and add it again to the wider network"
+        )
 
 
 def width_of(path: str, layer: nn.Module) -> int:

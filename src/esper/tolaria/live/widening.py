@@ -106,6 +106,10 @@ def widen(
         raise InputError(f"seed is {seed!r}; give a whole number from 0 on")
     if not isinstance(ways, list | tuple) or not ways or any(way not in WAYS for way in ways):
         raise InputError(f"ways is {ways!r}; give a list of one or more of {', '.join(WAYS)}")
+    if isinstance(model, nn.Module) and not list(model.children()):
+        raise InputError(
+            f"the {type(model).__name__} holds no layers, so that it has no features between them that could be more"
+        )
     found_hidden, idle = find_hidden(model, example)
     unused = _unused(model, example)
     groups = {min(hidden.writers): hidden for hidden in found_hidden}
@@ -140,10 +144,9 @@ def widen(
         if left_out and (isinstance(to, Mapping) or not widths):
             name, reason = next(iter(left_out.items()))
             whole = "" if name == type(model).__name__ else left_out.get(type(model).__name__, "")
-            also = f", and the network as a whole cannot be wider: {whole}" if whole else ""
-            raise InputError(
-                f"the features of {name!r} cannot be more: {reason}{also}; leave that layer out, and nothing was changed"
-            )
+            also = f", and the network as a whole cannot be wider: {whole}" if whole not in ("", reason) else ""
+            mend = "leave that layer out; " if isinstance(to, Mapping) else ""
+            raise InputError(f"the features of {name!r} cannot be more: {reason}{also}; {mend}nothing was changed")
         undone.pop_all()
     old_widths = {old for old, _ in widths.values()}
     for name, parameter in unused.items():
