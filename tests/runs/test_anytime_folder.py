@@ -192,7 +192,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(folder, tmp_path):
         made(tmp_path / "run", overwrite=1)
     with pytest.raises(InputError, match=re.escape("is a run of esper.AnytimeGrowth, whose loop")):
         read_config(folder[0])
-    with pytest.raises(InputError, match="parameters of Sequential are not finite after step 1"):
+    with pytest.raises(InputError, match="parameters or moments of Sequential are not finite after step 1"):
         trained(made(None), 0, 1, spoilt=0)
     run = made(None)
     trained(run, 0, 1).finish()

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import esper
-from esper.leyline.errors import InputError
+from esper.leyline.errors import GrowthWarning, InputError
 from esper.runs.live import anytime
 
 RATIO = 0.1
@@ -198,9 +198,10 @@ def test_a_limit_and_a_loss_that_does_not_fall_keep_a_network_small_and_are_name
 
 def falling(bend, power=0.15, warmup=1):
     """A run whose loss on the probe falls as compute^-.3, and as compute^-power from `bend` on, whatever it learns."""
+    run = None
 
     def loss(output, target):
-        compute = run[3]._compute
+        compute = run[3]._compute if run else 1.0  # the probe is tried before there is a run
         return 1e3 * min(compute, bend) ** -0.3 * max(compute / bend, 1.0) ** -power + 0 * output.mean((1, 2))
 
     run = made(probe=[(texts(99)[:, :-1], texts(99)[:, 1:])], loss=loss, ratio=None, warmup=warmup)
@@ -220,6 +221,9 @@ def test_a_network_passes_through_the_sizes_it_is_given_and_says_that_they_end()
     *_, other = made(sizes=[1, 4], ratio=0.05)
     with pytest.raises(InputError, match=r"of sizes=\[1, 4, 8\], and this run has sizes=\[1, 4\]; give the same"):
         other.load_state_dict(whole[3].state_dict())
+    *_, other = made(sizes=[1, 4, 8], ratio=0.06)
+    with pytest.raises(InputError, match=r"is of ratio=0\.05, and this run has ratio=0\.06; give the same"):
+        other.load_state_dict(whole[3].state_dict())
     *_, still = trained(made(sizes=[1], ratio=0.05), 0, 30)
     assert (still.growths, still.why) == ([], "sizes ends with 1 times the first widths")
 
@@ -233,6 +237,32 @@ def test_a_loss_on_the_probe_that_falls_more_slowly_than_it_did_makes_a_network_
     (only,) = run[3].growths
     assert 60 < only["step"] < 80
     assert run[3].why == "the next growth waits until the compute is 4 times that at the last growth"
+
+
+def test_targets_of_the_probe_that_the_loss_cannot_take_are_refused_before_the_training():
+    batch = texts(99)
+    probe = [(batch[:, :-1], batch[:, 1:]), (batch[:, :-1], batch[:2, 1:])]
+    with pytest.raises(InputError, match="the loss cannot take an output and a target of the probe: ValueError"):
+        made(probe=probe, loss=lambda output, y: F.cross_entropy(output.flatten(0, 1), y.flatten()))
+
+
+def test_moments_of_a_norm_that_are_not_finite_are_restored():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(8, 4)
+    growth = esper.AnytimeGrowth(model, optimizer, example=x)
+    for step in range(100):
+        if step == 50:
+            model(x * math.nan)  # whose loss a loop may leave out
+        if step == 99:
+            with pytest.warns(
+                GrowthWarning, match="moments of BatchNorm are not finite after step 100; .* of step 1 again"
+            ):
+                growth.step(8)
+        else:
+            growth.step(8)
+    assert growth.rollbacks == [{"step": 100, "restored": 1}]
+    assert bool(model[1].running_mean.isfinite().all())
 
 
 def test_a_verdict_says_whether_the_loss_on_the_probe_is_lower_since_the_network_is_larger():
@@ -364,7 +394,7 @@ def test_what_cannot_be_is_refused_in_a_sentence():
         run[3].load_state_dict(run[3].state_dict())
     torch.manual_seed(0)
     wide = GPT(width=16)
-    other = esper.AnytimeGrowth(wide, torch.optim.AdamW(wide.parameters()), example=TOKENS)
+    other = esper.AnytimeGrowth(wide, torch.optim.AdamW(wide.parameters()), example=TOKENS, ratio=RATIO, warmup=4)
     with pytest.raises(InputError, match="build the same model at its first size"):
         other.load_state_dict(run[3].state_dict())
 

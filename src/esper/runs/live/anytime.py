@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -257,7 +258,7 @@ class AnytimeGrowth:
         self._probe = None if probe is None or loss is None else Probe(probe, loss, device)
         if self._probe is not None:
             with undisturbed(model), torch.no_grad():
-                self._probe.first_output(model)
+                self._probe.try_all(model)
         self.average = copied(model).requires_grad_(False)
         self._scales = _first_scales(model, seed) if self.fresh else {}
         self.growths: list[dict[str, Any]] = []
@@ -322,8 +323,9 @@ class AnytimeGrowth:
     def step(self, targets: Tensor | int) -> bool:
         """Take note of a step of the optimizer, on these targets or so many; returns whether the network became wider.
 
-        Call it behind `optimizer.zero_grad()`: the parameters of a network that becomes wider are new objects. With shared=True
-        every process calls it, with its own targets.
+        Targets that the loss leaves out, as padding, count where a tensor is given: give the number of the others then. Call it
+        behind `optimizer.zero_grad()`: the parameters of a network that becomes wider are new objects. With shared=True every
+        process calls it, with its own targets.
         """
         count = targets.numel() if isinstance(targets, Tensor) else targets
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -444,7 +446,7 @@ class AnytimeGrowth:
         """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest."""
         return {
             "format": FORMAT,
-            "sizes": self.sizes and list(self.sizes),
+            "settings": self._settings(),
             "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
             "seconds": [self._beside, self._slower, self._elasticity],
             "slope": [self._grown_at, *self._curve],
@@ -472,10 +474,9 @@ class AnytimeGrowth:
             raise InputError(
                 "this run has begun already; load the state into a fresh model, optimizer and AnytimeGrowth"
             )
-        if state["sizes"] != (self.sizes and list(self.sizes)):
-            raise InputError(
-                f"the state is of sizes={state['sizes']}, and this run has sizes={self.sizes and list(self.sizes)}; give the same"
-            )
+        for name, own in self._settings().items():
+            if (there := state["settings"][name]) != own and name != "most_parameters":  # a limit may be another one
+                raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
         model, average = copied(self.model), copied(self.average)  # a refusal changes nothing
         for each in state["growths"]:
             size = sum(parameter.numel() for parameter in model.parameters())
@@ -512,20 +513,27 @@ class AnytimeGrowth:
 
     @torch.no_grad()
     def _guard(self) -> bool:
-        """Keep the network as it is if its parameters are finite, or else restore the last one that was kept; return which.
+        """Keep the network as it is if it is finite, or else restore the last one that was kept; return which.
 
         InputError if none was.
         """
         own = [each for network in (self.model, self.average) for each in (*network.parameters(), *network.buffers())]
         memory = self._optimizer.state
-        if bool(total(self.model).isfinite()):
+        moments = [
+            each.sum(dtype=torch.float32)
+            for part in self.model.modules()
+            if isinstance(part, _BatchNorm)
+            for each in (part.running_mean, part.running_var)
+            if each is not None
+        ]
+        if bool(torch.stack([total(self.model).float(), *moments]).isfinite().all()):
             remembered = {key: copy.deepcopy(value) for key, value in memory.items()}
             self._kept = self.steps, [each.detach().clone() for each in own], remembered
             return True
         if self._kept is None:
             raise InputError(
-                f"parameters of {type(self.model).__name__} are not finite after step {self.steps:,}, the first that growth "
-                "looks at; begin again with finite weights, or a smaller rate"
+                f"parameters or moments of {type(self.model).__name__} are not finite after step {self.steps:,}, the first that "
+                "growth looks at; begin again with finite weights and inputs, or a smaller rate"
             )
         step, tensors, remembered = self._kept
         for mine, value in zip(own, tensors, strict=True):
@@ -534,8 +542,8 @@ class AnytimeGrowth:
         memory.update({key: copy.deepcopy(value) for key, value in remembered.items()})
         self.rollbacks.append({"step": self.steps, "restored": step})
         warn(
-            f"parameters are not finite after step {self.steps:,}; the network, its average and the optimizer are those of step "
-            f"{step:,} again",
+            f"parameters or moments of BatchNorm are not finite after step {self.steps:,}; the network, its average and the "
+            f"optimizer are those of step {step:,} again",
             GrowthWarning,
         )
         if self._log is not None and self._log.begun:
@@ -554,13 +562,15 @@ class AnytimeGrowth:
             )
         return False
 
+    def _settings(self) -> dict[str, Any]:
+        names = ("ratio", "cost", "factor", "most_parameters", "warmup", "rate_power", "fresh")
+        return {name: getattr(self, name) for name in names} | {"sizes": self.sizes and list(self.sizes)}
+
     def _write(self, log: SizeLog, seconds: float | None) -> None:
         """Write a row, if the network grew, its loss was looked at, or the compute has risen enough since the last one."""
         if not log.begun:
-            names = ("ratio", "cost", "factor", "most_parameters", "warmup", "rate_power", "fresh")
-            settings = {name: getattr(self, name) for name in names} | {"sizes": self.sizes and list(self.sizes)}
             device, task = next(self.model.parameters()).device, type(self.model).__name__
-            log.begin(device, settings, task=task, seed=self.seed, host_param_counts=[self._first])
+            log.begin(device, self._settings(), task=task, seed=self.seed, host_param_counts=[self._first])
         if seconds is None and self._loss is None and self._compute < LOOK * log.noted:
             return
         log.noted = self._compute

@@ -20,6 +20,8 @@ Batches = Sequence[tuple[Any, Any]] | Callable[[], Sequence[tuple[Any, Any]]]
 
 Way = Literal["given", "mapped", "whole"]
 
+_NO_LOSS, _GIVE_LOSS = "the loss cannot take {}", "give loss(output, target) and targets that go with it"
+
 
 class Probe:
     """Measures the loss of a network on batches of (input, target).
@@ -96,6 +98,12 @@ class Probe:
         ):
             return call(network, self.first)
 
+    def try_all(self, network: nn.Module) -> None:
+        """Raise InputError if the network does not take the inputs of the probe, or the loss its outputs with the targets."""
+        self.first_output(network)
+        with in_words(_NO_LOSS.format("an output and a target of the probe"), _GIVE_LOSS):
+            self.see(network)
+
     def settle(self, network: nn.Module) -> None:
         """Find out how to compute the loss of an example. InputError if there is none, or if it has no standard error."""
         batches = self.batches()
@@ -118,10 +126,7 @@ class Probe:
             )
 
     def _way(self, output: Any, target: Any) -> Way:
-        with in_words(
-            "the loss cannot take the output and the target of the probe's first batch",
-            "give loss(output, target) and targets that go with it",
-        ):
+        with in_words(_NO_LOSS.format("the output and the target of the probe's first batch"), _GIVE_LOSS):
             value, examples = self.loss(output, target), examples_in(target, output)
         _check_loss(value, examples)
         if value.dim():
