@@ -126,6 +126,59 @@ def test_a_resumed_run_goes_on_to_the_same_bits(stop):
     assert growth.summary() == whole[3].summary()
 
 
+def test_a_list_of_optimizers_follows_is_resumed_to_the_same_bits_and_gets_back_its_memory():
+    class Both(list):
+        """Two optimizers in the place of one."""
+
+        def step(self):
+            for each in self:
+                each.step()
+
+        def zero_grad(self):
+            for each in self:
+                each.zero_grad()
+
+        def state_dict(self):
+            return [each.state_dict() for each in self]
+
+        def load_state_dict(self, states):
+            for each, state in zip(self, states, strict=True):
+                each.load_state_dict(state)
+
+    def begun():
+        torch.manual_seed(0)
+        model = GPT()
+        split = [[each for each in model.parameters() if (each.dim() == 2) == matrix] for matrix in (True, False)]
+        both = Both([torch.optim.Muon(split[0], lr=1e-2), torch.optim.AdamW(split[1], lr=1e-2)])
+        schedule = torch.optim.lr_scheduler.StepLR(both[0], 5, 0.9)
+        return model, both, schedule, esper.AnytimeGrowth(model, both, example=texts(0)[:, :-1], ratio=RATIO, warmup=4)
+
+    straight = trained(begun(), 0, 40)
+    assert len(straight[3].growths) == 2
+    held = [id(each) for optimizer in straight[1] for group in optimizer.param_groups for each in group["params"]]
+    assert sorted(held) == sorted(map(id, straight[0].parameters()))
+    half, again = trained(begun(), 0, 20), begun()
+    again[3].load_state_dict(copy.deepcopy(half[3].state_dict()))
+    for each, other in zip(again[:3], half[:3], strict=True):
+        each.load_state_dict(copy.deepcopy(other.state_dict()))
+    trained(again, 20, 40)
+    assert all(torch.equal(*pair) for pair in zip(straight[0].parameters(), again[0].parameters(), strict=True))
+    assert [group["lr"] for each in again[1] for group in each.param_groups] == pytest.approx([1e-2 * 0.9**8, 1e-2])
+    before = copy.deepcopy(straight[1].state_dict())
+    straight[3]._guard()
+    trained((straight[0], *straight[1:]), 40, 41)
+    with torch.no_grad():
+        straight[0].wte.weight.fill_(math.nan)
+    with pytest.warns(GrowthWarning, match="of step 40 again"):
+        straight[3]._guard()
+    for one, other in zip(straight[1].state_dict(), before, strict=True):
+        for key, values in other["state"].items():
+            assert all(
+                torch.equal(torch.as_tensor(one["state"][key][name]), torch.as_tensor(own))
+                for name, own in values.items()
+            )
+
+
 def test_small_batches_come_first_and_a_resumed_run_goes_on_with_the_same(monkeypatch):
     monkeypatch.setattr(anytime, "DOUBLED", 8)
 

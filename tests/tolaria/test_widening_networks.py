@@ -504,6 +504,37 @@ def test_a_second_optimizer_that_would_go_on_with_old_parameters_is_named():
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     muon = torch.optim.Muon([each for each in model.parameters() if each.dim() == 2])
     with pytest.warns(
-        GrowthWarning, match=r"^'0\.bias' is another parameter now, and was none of the Muon's; if a second"
+        GrowthWarning, match=r"^'0\.bias' is another parameter now, and was none of the Muon; if a further"
     ):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=muon)
+
+
+class Stack(nn.Module):
+    """A stack of two blocks with a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(8, 4), nn.Linear(4, 2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)) for _ in range(2))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+def test_all_optimizers_of_a_list_follow_a_wider_and_a_deeper_network(recwarn):
+    model = Stack()
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    rest = [each for each in model.parameters() if each.dim() < 2]
+    both = [torch.optim.Muon(matrices), torch.optim.AdamW(rest)]
+    esper.widen(model, 2, example=torch.ones(1, 8), optimizer=both)
+    assert esper.deepen(model, 1, example=torch.ones(1, 8), optimizer=tuple(both)) == {"blocks": (2, 3)}
+    assert not recwarn.list
+    for optimizer, matrix in zip(both, (True, False), strict=True):
+        (group,) = optimizer.param_groups
+        own = [each for each in model.parameters() if (each.dim() == 2) == matrix]
+        assert sorted(map(id, group["params"])) == sorted(map(id, own))
+    with pytest.raises(InputError, match="the optimizer is an int"):
+        esper.widen(model, 2, example=torch.ones(1, 8), optimizer=[both[0], 3])

@@ -29,7 +29,7 @@ from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, ty
 from esper.leyline.text import counted
 from esper.nissa.rows import RollbackRow, SizeRow
 from esper.runs.live.size_log import SizeLog
-from esper.tolaria.live.groups import unwrapped
+from esper.tolaria.live.groups import each_of
 from esper.tolaria.live.population import total
 from esper.tolaria.live.probe import Batches, Loss, Probe
 from esper.tolaria.live.ranks import Ranks
@@ -127,7 +127,7 @@ class AnytimeGrowth:
 
     Args:
         model: the network at its first size, before DistributedDataParallel and torch.compile
-        optimizer: that of the loop
+        optimizer: that of the loop, or a list of all of them, as Muon for matrices and AdamW for the rest
         example: an input of the model on which every layer runs; a tuple or list holds its arguments, a mapping its named ones.
             With cost='seconds', a batch as large as those of the loop
         ratio: targets seen, such as tokens or labels, for each parameter, when the network becomes wider. None lets the loss on
@@ -169,7 +169,7 @@ class AnytimeGrowth:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         example: Any,
         ratio: float | None = None,
@@ -223,14 +223,16 @@ class AnytimeGrowth:
         if (probe is None) != (loss is None):
             raise InputError("probe is given without loss, or loss without probe; give both or none")
         check_switch(overwrite, "overwrite")
-        self.model, self._optimizer, self._example = model, unwrapped(optimizer), example
-        check_optimizer(self._optimizer, dict(model.named_parameters()))
+        self.model, self._optimizers, self._example = model, each_of(optimizer), example
+        for own in self._optimizers or (None,):
+            check_optimizer(own, dict(model.named_parameters()))
         self._handles: list[RemovableHandle] = []
-        if any(other._optimizer is self._optimizer for other in _UNFINISHED if other._handles):
-            raise InputError(
-                f"the {type(self._optimizer).__name__} is used by another esper.AnytimeGrowth, which scales its rates until its "
-                "finish(); call that first, or make the optimizer anew"
-            )
+        for own in self._optimizers:
+            if any(each is own for other in _UNFINISHED if other._handles for each in other._optimizers):
+                raise InputError(
+                    f"the {type(own).__name__} is used by another esper.AnytimeGrowth, which scales its rates until its "
+                    "finish(); call that first, or make the optimizer anew"
+                )
         _check_sizes(sizes, factor)
         tried = copied(model)
         for factor_of_growth in (
@@ -263,8 +265,8 @@ class AnytimeGrowth:
         self._scales = _first_scales(model, seed) if self.fresh else {}
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
-        # of the last snapshot: its step, the tensors of the network and its average, and what the optimizer remembered
-        self._kept: tuple[int, list[Tensor], dict[Any, Any]] | None = None
+        # of the last snapshot: its step, the tensors of the network and its average, and what each optimizer remembered
+        self._kept: tuple[int, list[Tensor], list[dict[Any, Any]]] | None = None
         self._due = ""  # why the network becomes wider, once it does
         self._loss: float | None = None  # on the probe, where it was looked at in this step
         self._first, self._begun = self.parameters, time.perf_counter()
@@ -286,11 +288,10 @@ class AnytimeGrowth:
         self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
         self._next_factor()
-        self._rates: list[Any] = []
-        self._handles = [
-            self._optimizer.register_step_pre_hook(self._scale_rates),
-            self._optimizer.register_step_post_hook(self._restore_rates),
-        ]
+        self._rates: dict[int, list[Any]] = {}  # of the groups of each optimizer by its id, within its step
+        for own in self._optimizers:
+            self._handles.append(own.register_step_pre_hook(self._scale_rates))
+            self._handles.append(own.register_step_post_hook(self._restore_rates))
         _UNFINISHED.add(self)
 
     @property
@@ -518,7 +519,7 @@ class AnytimeGrowth:
         InputError if none was.
         """
         own = [each for network in (self.model, self.average) for each in (*network.parameters(), *network.buffers())]
-        memory = self._optimizer.state
+        memories = [each.state for each in self._optimizers]
         moments = [
             each.sum(dtype=torch.float32)
             for part in self.model.modules()
@@ -527,7 +528,7 @@ class AnytimeGrowth:
             if each is not None
         ]
         if bool(torch.stack([total(self.model).float(), *moments]).isfinite().all()):
-            remembered = {key: copy.deepcopy(value) for key, value in memory.items()}
+            remembered = [{key: copy.deepcopy(value) for key, value in memory.items()} for memory in memories]
             self._kept = self.steps, [each.detach().clone() for each in own], remembered
             return True
         if self._kept is None:
@@ -538,8 +539,9 @@ class AnytimeGrowth:
         step, tensors, remembered = self._kept
         for mine, value in zip(own, tensors, strict=True):
             mine.copy_(value)
-        memory.clear()
-        memory.update({key: copy.deepcopy(value) for key, value in remembered.items()})
+        for memory, values in zip(memories, remembered, strict=True):
+            memory.clear()
+            memory.update({key: copy.deepcopy(value) for key, value in values.items()})
         self.rollbacks.append({"step": self.steps, "restored": step})
         warn(
             f"parameters or moments of BatchNorm are not finite after step {self.steps:,}; the network, its average and the "
@@ -588,7 +590,7 @@ class AnytimeGrowth:
         )
 
     def _widen(self, factor: int, seed: int, way: Way | None) -> dict[str, list[int]]:
-        settings = {"example": self._example, "optimizer": self._optimizer, "ema": self.average, "seed": seed}
+        settings = {"example": self._example, "optimizer": self._optimizers, "ema": self.average, "seed": seed}
         found = widen(self.model, factor, **settings, **_ways(way))
         self._kept = None  # it is of another size
         return {layer: list(widths) for layer, widths in found.items()}
@@ -801,14 +803,13 @@ class AnytimeGrowth:
             begun, length = self._cooling
             scale *= max(begun + length - self.steps, 0) / length
         self._restore_rates(optimizer)  # those of a step that raised
-        self._rates = [group["lr"] for group in optimizer.param_groups]
+        self._rates[id(optimizer)] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["lr"] = group["lr"] * scale
 
     def _restore_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
+        for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), []), strict=False):
             group["lr"] = rate
-        self._rates = []
 
 
 def _drawn_anew(model: nn.Module, seed: int) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Add blocks to a stack of equal blocks in a person's own loop, in place and with an unchanged function."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ from esper.kasmina.graft.recording import floats, on_aliases, record
 from esper.kasmina.graft.widening import Outputs
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.text import counted
-from esper.tolaria.live.groups import unwrapped
+from esper.tolaria.live.groups import each_of
 from esper.tolaria.live.widening import averages, check_growable, check_memory, check_optimizer
 
 _DEPTHS = re.compile(r"(layer|depth|block)(?!.*(size|idx|index|id$|norm|drop|width|dim|scale|decay))", re.I)
@@ -31,7 +31,7 @@ def deepen(
     *,
     example: Any,
     at: str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ema: nn.Module | None = None,
 ) -> dict[str, tuple[int, int]]:
     """Add blocks behind a stack of equal blocks, in place; the network computes what it did.
@@ -52,7 +52,7 @@ def deepen(
         blocks: how many blocks are added
         example: an input of the network; a tuple or list holds its arguments, a mapping its named arguments
         at: dotted path of the stack; by default that with the most parameters
-        optimizer: that of the loop, if there is one
+        optimizer: that of the loop, if there is one, or a list of all of them
         ema: a moving average of the model, which gets copies of its own last block
 
     Returns:
@@ -74,9 +74,9 @@ def deepen(
             "which one could be added"
         )
     parameters = dict(model.named_parameters())
-    networks, optimizer = (model, *averages(ema, parameters)), unwrapped(optimizer)
-    if optimizer is not None:
-        check_optimizer(optimizer, parameters)
+    networks, optimizers = (model, *averages(ema, parameters)), each_of(optimizer)
+    for own in optimizers:
+        check_optimizer(own, parameters)
     path = at if at is not None else max(stacks, key=lambda each: _size(model.get_submodule(each)))
     start, stop = stacks[path]
     last = f"{path}.{stop - 1}" if path else str(stop - 1)
@@ -88,9 +88,9 @@ def deepen(
     check_memory(networks, blocks * each, f"by {counted(blocks, 'block')}", "give fewer blocks")
     with undisturbed(*networks), torch.no_grad():
         _add(networks, path, stop, blocks, example, stop - start)
-    if optimizer is not None:
-        prefix = f"{path}." if path else ""
-        _join(optimizer, model, [f"{prefix}{stop + number}." for number in range(blocks)], f"{prefix}{stop - 1}.")
+    prefix = f"{path}." if path else ""
+    for own in optimizers:
+        _join(own, model, [f"{prefix}{stop + number}." for number in range(blocks)], f"{prefix}{stop - 1}.")
     return {path: (stop - start, stop - start + blocks)}
 
 

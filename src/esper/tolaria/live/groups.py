@@ -307,6 +307,12 @@ def unwrapped(optimizer: Any) -> Any:
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
+def each_of(optimizer: Any) -> tuple[Any, ...]:
+    """Return an optimizer, or each of a list of them, inside of what other libraries wrapped around it; none of None."""
+    given = optimizer if isinstance(optimizer, list | tuple) else () if optimizer is None else (optimizer,)
+    return tuple(map(unwrapped, given))
+
+
 def _flat(scheduler: Any) -> Iterator[Any]:
     if isinstance(scheduler, list | tuple):
         for each in scheduler:

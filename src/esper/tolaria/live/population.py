@@ -242,7 +242,7 @@ class LivePopulation:
         before = dict(self.network.named_parameters())
         pairs = self.ranks.size == 1 and self.shared.wrapper is None and not is_sharded(self.network)
         folded = fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed, pairs=pairs)
-        follow(self.groups.optimizer, before, dict(self.network.named_parameters()))
+        follow([self.groups.optimizer], before, dict(self.network.named_parameters()))
         return folded
 
     def absorb(self, slot: int) -> bool:
@@ -300,11 +300,11 @@ class LivePopulation:
                     own = {name.removeprefix(first): each for name, each in tensors.items() if name.startswith(first)}
                     wider.enter_context(resized(network, shapes, own))
                 after = dict(self.network.named_parameters())
-                follow(optimizer, before, after)
+                follow([optimizer], before, after)
                 self.resurvey()
                 yield
         except BaseException:
-            follow(optimizer, after, before)
+            follow([optimizer], after, before)
             optimizer.state.update(moments)
             for network in networks:
                 root_of(network).sites = sites

@@ -17,7 +17,7 @@ from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.text import did_you_mean, kind_of
-from esper.tolaria.live.groups import begin_state, unwrapped
+from esper.tolaria.live.groups import begin_state, each_of
 from esper.tolaria.runtime import available_memory
 
 
@@ -55,7 +55,7 @@ def widen(
     to: float | Mapping[str, int] = 2.0,
     *,
     example: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ema: nn.Module | None = None,
     seed: int = 0,
     ways: Sequence[Way] = WAYS,
@@ -90,7 +90,7 @@ def widen(
         model: the network, before DistributedDataParallel, `fully_shard` and torch.compile, and without an unfinished growth
         to: a factor above 1, a whole one for all inner widths, or new widths by the dotted paths of layers
         example: an input of the network; a tuple or list holds its arguments, a mapping its named arguments
-        optimizer: that of the loop, if there is one
+        optimizer: that of the loop, if there is one, or a list of all of them
         ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, which is widened alike
         seed: of the new weights; torch's own generators are not used
         ways: which ways to keep the function are tried, in this order, where norms count features
@@ -115,9 +115,9 @@ def widen(
     groups = {min(hidden.writers): hidden for hidden in found_hidden}
     asked = _asked(model, groups, to)
     before = dict(model.named_parameters())
-    networks, optimizer = (model, *averages(ema, before)), unwrapped(optimizer)
-    if optimizer is not None:
-        check_optimizer(optimizer, before)
+    networks, optimizers = (model, *averages(ema, before)), each_of(optimizer)
+    for own in optimizers:
+        check_optimizer(own, before)
     check_memory(networks, _least_size(model, groups, asked), "to more features", "give smaller widths")
     widths, left_out, way = dict[str, tuple[int, int]](), dict[str, str](), None
     with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
@@ -154,8 +154,7 @@ def widen(
             left_out[name] = (
                 f"it took no part on the example and has {min(same)} features; give an example on which it does"
             )
-    if optimizer is not None:
-        follow(optimizer, before, dict(model.named_parameters()))
+    follow(optimizers, before, dict(model.named_parameters()))
     return Widened(widths, left_out, way)
 
 
@@ -356,21 +355,23 @@ def _times(layer: nn.Module, name: str, factor: float) -> int:
 
 
 def follow(
-    optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
+    optimizers: Sequence[torch.optim.Optimizer], before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
 ) -> None:
-    """Put the new parameters of layers, by name, in the places of the old ones, of which the optimizer remembers nothing more."""
+    """Put the new parameters of layers, by name, in the places of the old ones, of which optimizers remember nothing more."""
     new = {id(old): after[name] for name, old in before.items() if after[name] is not old}
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     left = [name for name, old in before.items() if id(old) in new.keys() - held and old.requires_grad]
     if left and held & new.keys():
+        names = " and ".join(f"the {type(optimizer).__name__}" for optimizer in optimizers)
         warn(
-            f"{left[0]!r} is another parameter now, and was none of the {type(optimizer).__name__}'s; if a second optimizer held "
-            "it, as beside Muon, make that one anew, because it would go on with the old parameter",
+            f"{left[0]!r} is another parameter now, and was none of {names}; if a further optimizer held it, as beside Muon, "
+            "that one goes on with the old parameter: make it anew, and give all optimizers as a list, optimizer=[...]",
             GrowthWarning,
         )
-    for group in optimizer.param_groups:
-        for index, old in enumerate(group["params"]):
-            if id(old) in new:
-                group["params"][index] = new[id(old)]
-                optimizer.state.pop(old, None)
-                begin_state(optimizer, group, [new[id(old)]])
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for index, old in enumerate(group["params"]):
+                if id(old) in new:
+                    group["params"][index] = new[id(old)]
+                    optimizer.state.pop(old, None)
+                    begin_state(optimizer, group, [new[id(old)]])
