@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -325,6 +326,31 @@ class Skipping(Own):
 
     def forward(self, x):
         return self.leave(self.norm(self.enter(x) + F.pad(x, (0, 3))))
+
+
+class ByWidth(nn.Module):
+    """Attention whose logits are scaled by the width of the model, and not by that of a head."""
+
+    def __init__(self, dim=8, heads=2):
+        super().__init__()
+        self.dim, self.heads = dim, heads
+        self.enter, self.norm, self.qkv = nn.Embedding(10, dim), nn.LayerNorm(dim), nn.Linear(dim, 3 * dim)
+        self.out, self.leave = nn.Linear(dim, dim), nn.Linear(dim, 10)
+
+    def forward(self, tokens):
+        x = self.enter(tokens)
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        weights = (q @ k.transpose(-1, -2) / math.sqrt(self.dim)).softmax(-1)
+        return self.leave(x + self.out((weights @ v).transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (3, 1), (1, 1)])
+def test_what_attention_does_between_positions_is_seen_on_an_example_of_one(shape):
+    torch.manual_seed(0)
+    model, example = ByWidth(), torch.randint(1, 10, shape)
+    with pytest.raises(InputError, match="the outputs of the wider network are others"):
+        esper.widen(model, 2, example=example)
 
 
 WEIGHT_NORMS = (parametrizations.spectral_norm, parametrizations.weight_norm, nn.utils.spectral_norm)

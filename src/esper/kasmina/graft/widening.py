@@ -154,9 +154,9 @@ def unchanged(one: Tensor, other: Tensor) -> bool:
 class Outputs:
     """Holds what a network computes, to compare it with what it computes after a change.
 
-    It runs on the example. Where floating-point tensors of that have one value throughout, as those of `torch.zeros`, it runs on
-    draws in their place too, if it can, because equal inputs hide what layers do. Raises InputError where no output is finite, to
-    which anything would be equal.
+    It runs on the example, and on variants of it, if it can, because there is much that an example can hide: draws in the place
+    of floating-point tensors that have one value throughout, as those of `torch.zeros`, and two positions where there is one,
+    over which attention has nothing to weigh. Raises InputError where no output is finite, to which anything would be equal.
     """
 
     def __init__(self, network: nn.Module, example: Any) -> None:
@@ -166,15 +166,16 @@ class Outputs:
             raise InputError(
                 "no output on the example is finite, so that a change of the network would not be seen; give another example"
             )
-        drawn = _drawn_where_equal(example)
-        if drawn is not None:
+        for variant in (_drawn_where_equal(example), _twice_as_long(example)):
+            if variant is None:
+                continue
             try:
-                more = [value.clone() for value in floats(call(network, drawn))]
-            except Exception as error:  # the network may ask for what the draws are not
+                more = [value.clone() for value in floats(call(network, variant))]
+            except Exception as error:  # the network may ask for what the variant is not
                 if is_out_of_memory(error):
                     raise
-                return
-            self._examples.append(drawn)
+                continue
+            self._examples.append(variant)
             self._before += more
 
     def are_of(self, network: nn.Module) -> bool:
@@ -200,6 +201,23 @@ def _drawn_where_equal(example: Any) -> Any:
         return torch.randn(leaf.shape, generator=generator).to(leaf)
 
     other = pytree.tree_map(drawn, example)
+    return other if found else None
+
+
+def _twice_as_long(example: Any) -> Any:
+    """Return an example with a second position, that of the next row or 0, in each tensor (B, 1, ...); None without any."""
+    found = False
+
+    def longer(leaf: Any) -> Any:
+        nonlocal found
+        if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.layout != torch.strided:
+            return leaf
+        if leaf.dim() < 2 or leaf.shape[1] != 1 or not leaf.numel():
+            return leaf
+        found = True
+        return torch.cat([leaf, leaf.roll(1, 0) if len(leaf) > 1 else torch.zeros_like(leaf)], 1)
+
+    other = pytree.tree_map(longer, example)
     return other if found else None
 
 
