@@ -9,7 +9,7 @@ these controllers is evaluated on fresh instances beside the trees and the rules
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +153,7 @@ def curve_table(curves: np.ndarray) -> list[str]:
     return lines
 
 
-def opponents_table(found: dict[str, Any], episodes: int) -> list[str]:
+def opponents_table(found: dict[str, Any], episodes: int, opponents: Sequence[str] = OPPONENTS) -> list[str]:
     """J on fresh instances, and the difference of PPO to each opponent, paired by instance, of the mean over trainings."""
     worth = {name: np.array(runs["objective"]) for name, runs in found["runs"].items()}
     trainings = [values for name, values in worth.items() if name.startswith("ppo: ")]
@@ -164,7 +164,7 @@ def opponents_table(found: dict[str, Any], episodes: int) -> list[str]:
         "|---|---|---|---|",
     ]
     lines.append(f"| PPO alone, {counted(len(trainings), 'training')} | {episodes:,} | {mine.mean():.3f} | |")
-    for name in OPPONENTS:
+    for name in opponents:
         theirs = worth[name].mean(-1)
         gain = t_interval((100 * (mine - theirs)).tolist())
         lines.append(f"| {name} | {COST.get(name, 0)} | {theirs.mean():.3f} | {gain:+.1f} |")

@@ -101,6 +101,8 @@ def test_the_study_of_ppo_alone_trains_once_and_writes_its_page(tmp_path):
     assert "| PPO alone, 1 training | 128 |" in page
     run("study_heal_ppo.py", "out", cwd=tmp_path)
     assert (tmp_path / "out" / "ppo-s0" / "curve.json").stat().st_mtime_ns == before
+    run("study_repair_ppo.py", "repair", "--page", "repair.md", cwd=tmp_path)
+    assert "| PPO alone, 1 training | 16 |" in (tmp_path / "repair.md").read_text()
 
 
 @pytest.mark.slow
