@@ -154,7 +154,7 @@ def test_a_network_whose_parameters_are_not_finite_is_restored_and_grows_on(firs
     tensors += [value for state in optimizer.state.values() for value in state.values()]
     assert all(bool(each.isfinite().all()) for each in tensors)
     assert model[0].out_features == 8
-    assert "restored 1 time, as parameters were not finite" in repr(growth)
+    assert "restored 1 time, as values were not finite" in repr(growth)
     growth.finish()
     (row,) = esper.open_run(tmp_path / "spoilt").rows("rollback")
     assert (row.step, row.reason) == (only["step"], "parameter")

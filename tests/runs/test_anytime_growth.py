@@ -309,7 +309,7 @@ def test_moments_of_a_norm_that_are_not_finite_are_restored():
             model(x * math.nan)  # whose loss a loop may leave out
         if step == 99:
             with pytest.warns(
-                GrowthWarning, match="moments of BatchNorm are not finite after step 100; .* of step 1 again"
+                GrowthWarning, match="moments of norms are not finite after step 100; .* of step 1 again"
             ):
                 growth.step(8)
         else:
@@ -318,24 +318,57 @@ def test_moments_of_a_norm_that_are_not_finite_are_restored():
     assert bool(model[1].running_mean.isfinite().all())
 
 
+def test_a_verdict_goes_on_where_growth_has_ended():
+    compute = trained(made(), 0, 1)[3]._compute
+    run = trained(falling(60 * compute), 0, 40)
+    run[3].cool_down(1000)
+    growth = trained(run, 40, 100)[3]
+    assert (growth.growths, growth.verdict) == ([], "")  # the loss falls on
+    growth = trained(falling(20 * compute, power=-0.5, warmup=10), 0, 30)
+    growth[3].cool_down(1000)
+    assert trained(growth, 30, 90)[3].verdict.endswith("has not fallen since")
+
+
+def test_a_state_keeps_its_probe_and_a_higher_limit_lets_a_network_grow_on():
+    run = trained(falling(math.inf), 0, 10)
+    with pytest.raises(
+        InputError, match="this run has no probe, unlike that of the state; give probe= and loss= as there"
+    ):
+        made(ratio=None, warmup=1)[3].load_state_dict(run[3].state_dict())
+    run = trained(made(most_parameters=10_000), 0, 60)
+    assert run[3]._look_at == math.inf
+    again = made(most_parameters=100_000)
+    again[3].load_state_dict(copy.deepcopy(run[3].state_dict()))
+    for each, other in zip(again[:3], run[:3], strict=True):
+        each.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert len(trained(again, 60, 62)[3].growths) == len(run[3].growths) + 1
+    with pytest.raises(InputError, match="parameters, above most_parameters=3,000; raise the limit"):
+        made(most_parameters=3000)[3].load_state_dict(run[3].state_dict())
+    with pytest.raises(InputError, match=r"cannot be copied, as its optimizer would not know the copy"):
+        copy.deepcopy(again[3])
+
+
 def test_a_verdict_says_whether_the_loss_on_the_probe_is_lower_since_the_network_is_larger():
     compute = trained(made(), 0, 1)[3]._compute
     run = trained(falling(60 * compute, power=0.5), 0, 90)
     assert (run[3].growths, run[3].verdict, run[3].summary()["verdict"]) == ([], "", "")
-    for power, begin in ((0.15, "the lowest loss on"), (0.0, "size does not matter here: the lowest loss on")):
+    for power, begin, end in (
+        (0.15, "the lowest loss on", ", and is {:.4g} since it has {:,}"),
+        (0.0, "size does not matter here: the lowest loss on", ", and {:.4g} with {:,}"),
+    ):
         run = trained(falling(60 * compute, power=power), 0, 80)
         (only,) = run[3].growths
         assert run[3].verdict == ""  # too early
-        growth = trained(run, 80, 160)[3]
+        growth = trained(run, 80, 180)[3]
         assert growth.growths == [only]
         assert growth.verdict.startswith(f"{begin} the probe was ")
-        assert f" with {only['before']:,} parameters, and is " in growth.verdict
-        assert growth.verdict.endswith(f" since it has {only['parameters']:,}")
+        assert f" with {only['before']:,} parameters, and " in growth.verdict
+        assert growth.verdict.endswith(end.format(growth._lowest[-1][1], only["parameters"]))
         assert repr(growth).endswith(f"; {growth.verdict}")
         again = falling(60 * compute, power=power)[3]
         again.load_state_dict(copy.deepcopy(growth.state_dict()))
         assert again.summary() == growth.summary()
-    run = trained(falling(20 * compute, power=-0.5, warmup=10), 0, 60)
+    run = trained(falling(15 * compute, power=-0.5, warmup=10), 0, 65)
     assert run[3].verdict.startswith("size does not matter here: the loss on the probe was lowest, ")
     assert run[3].verdict.endswith("has not fallen since, before the network was due to be wider")
 
@@ -408,7 +441,11 @@ def test_what_cannot_be_is_refused_in_a_sentence():
         ({"probe": [(TOKENS, TOKENS)]}, "probe is given without loss"),
         (
             {"probe": [(torch.randn(2, 3), TOKENS)], "loss": F.cross_entropy},
-            "cannot run on the first input of the probe",
+            "cannot run on an input of the probe",
+        ),
+        (
+            {"probe": [(TOKENS, TOKENS)], "loss": lambda output, y: output.mean() * math.nan},
+            "on the probe is nan before",
         ),
         ({"sizes": 4}, "sizes is 4; give a list of whole numbers, as [1, 2, 4]"),
         ({"sizes": []}, "sizes is []; give a list of whole numbers"),

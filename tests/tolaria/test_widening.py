@@ -367,7 +367,7 @@ def test_what_cannot_be_is_refused_in_a_sentence_before_anything_changes():
     for given, sentence in (
         ({"optimizer": "adam"}, "the optimizer is a str; give a torch.optim.Optimizer"),
         ({"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS takes one group of parameters"),
-        ({"optimizer": torch.optim.AdamW(other.parameters())}, "the optimizer holds no parameter of the model"),
+        ({"optimizer": torch.optim.AdamW(other.parameters())}, "the AdamW holds no parameter of the model"),
         ({"ema": other}, "ema is a Sequential that has not the parameters of the model"),
         ({"ema": model}, "ema is the model itself, or shares parameters with it"),
         ({"optimizer": Blocks(model.parameters())}, "Blocks keeps parameters, or tensors of their shapes, in 'blocks'"),

@@ -356,6 +356,42 @@ def test_what_attention_does_between_positions_is_seen_on_an_example_of_one(shap
 WEIGHT_NORMS = (parametrizations.spectral_norm, parametrizations.weight_norm, nn.utils.spectral_norm)
 
 
+class FunctionallyTied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.table = nn.Linear(5, 6), nn.Embedding(3, 6)
+
+    def forward(self, x):
+        return F.linear(self.enter(x) + self.table(torch.zeros(len(x), dtype=torch.long)), self.table.weight)
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.enter, self.own = nn.Linear(5, 6), nn.ParameterList([torch.randn(6, 3)])
+
+    def forward(self, x):
+        return self.enter(x).relu() @ self.own[0]
+
+
+class NormedSkip(nn.Module):
+    """A layer with a norm of its weight, whose widths are those of the network."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(5, 6), nn.Linear(6, 3)
+        self.skip = parametrizations.spectral_norm(nn.Linear(5, 3))
+
+    def forward(self, x):
+        return self.leave(self.enter(x).relu()) + self.skip(x)
+
+
+def test_a_computed_weight_whose_widths_stay_is_no_obstacle():
+    torch.manual_seed(0)
+    model = NormedSkip().eval()
+    assert dict(esper.widen(model, 2, example=torch.randn(2, 5))) == {"enter": (6, 12)}
+
+
 def normed(norm):
     return nn.Sequential(norm(nn.Linear(5, 6)), nn.ReLU(), nn.Linear(6, 3)).eval()
 
@@ -363,11 +399,16 @@ def normed(norm):
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (Own, "the model is an Own, which multiplies by a weight that it holds itself"),
+        (Own, "the model is an Own, which multiplies by a weight of its own, and not by a Linear"),
         (Counted, "the outputs of the wider network are others"),
         (Remembering, "the outputs of the wider network are others"),
         (Skipping, "the wider network fails on the example"),
         (lambda: nn.Linear(5, 3), "the Linear holds no layers"),
+        (
+            FunctionallyTied,
+            "the weight of 'table' is multiplied outside of it too; let a Linear that has the same weight",
+        ),
+        (Listed, "'own' is a ParameterList, whose widths cannot change"),
         *(
             (partial(normed, norm), "0.weight is computed from other parameters before each pass")
             for norm in WEIGHT_NORMS
@@ -530,7 +571,7 @@ def test_a_second_optimizer_that_would_go_on_with_old_parameters_is_named():
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     muon = torch.optim.Muon([each for each in model.parameters() if each.dim() == 2])
     with pytest.warns(
-        GrowthWarning, match=r"^'0\.bias' is another parameter now, and was none of the Muon; if a further"
+        GrowthWarning, match=r"^'0\.bias' is another parameter now, and none of the Muon's; if a further"
     ):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=muon)
 
@@ -562,5 +603,21 @@ def test_all_optimizers_of_a_list_follow_a_wider_and_a_deeper_network(recwarn):
         (group,) = optimizer.param_groups
         own = [each for each in model.parameters() if (each.dim() == 2) == matrix]
         assert sorted(map(id, group["params"])) == sorted(map(id, own))
+    with pytest.warns(GrowthWarning, match=r"^'blocks.3.0.bias' is new, and none of the Muon's; if a further"):
+        esper.deepen(model, 1, example=torch.ones(1, 8), optimizer=[both[0], both[0]])
+    (group,) = both[0].param_groups
+    assert len(group["params"]) == len({id(each) for each in group["params"]}) == 2 + 2 * 4
+
+    class Combined(torch.optim.Optimizer):
+        """Steps two optimizers of its own."""
+
+        def __init__(self, parts):
+            super().__init__([each for part in parts for group in part.param_groups for each in group["params"]], {})
+            self.parts = parts
+
+    with pytest.raises(InputError, match=r"the Combined holds optimizers of its own, .*; give these as a list"):
+        esper.widen(model, 2, example=torch.ones(1, 8), optimizer=Combined(both))
+    with pytest.raises(InputError, match="optimizer is an empty list"):
+        esper.widen(model, 2, example=torch.ones(1, 8), optimizer=[])
     with pytest.raises(InputError, match="the optimizer is an int"):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=[both[0], 3])

@@ -45,6 +45,8 @@ class Flow:
         inside = {path for path in held if any(path.startswith(f"{layer}.") for layer in known)}
         self.layers = set(known) - inside
         for path in held:
+            if isinstance(self.parts[path], nn.ParameterList | nn.ParameterDict):
+                raise InputError(self._why_unknown(path))
             if path and path not in self.calls and path not in inside:
                 raise InputError(f"{path!r} did not run on the example; give an example on which every layer runs")
         self.order = inputs_first(recording.loss.grad_fn)
@@ -73,18 +75,25 @@ class Flow:
                 named = holders.get(weight, [])
                 fitting = [path for path in named if isinstance(self.parts[path], EMBEDDINGS) == embeds]
                 if named and not set(fitting) & self.layers:
-                    kind = type(self.parts[named[0]])
-                    known = kind.__module__.startswith("torch.nn.")
-                    why = (
-                        "whose"
-                        if known
-                        else "which multiplies by a weight that it holds itself, and not in a Linear, so that its"
-                    )
-                    where = repr(named[0]) if named[0] else "the model"
-                    raise InputError(f"{where} is {with_article(kind.__name__)}, {why} widths cannot change")
+                    raise InputError(self._why_unknown(named[0]))
                 if fitting:
                     found[node] = fitting[0]
         return found
+
+    def _why_unknown(self, path: str) -> str:
+        """Say why the widths of a submodule cannot change by whose weight something is multiplied."""
+        kind = type(self.parts[path])
+        if path in self.layers:
+            return (
+                f"the weight of {path!r} is multiplied outside of it too; let a Linear that has the same weight do that, as in "
+                "head.weight = embedding.weight"
+            )
+        where = f"{repr(path) if path else 'the model'} is {with_article(kind.__name__)}"
+        if kind.__module__.startswith("torch.nn."):
+            return f"{where}, whose widths cannot change"
+        return (
+            f"{where}, which multiplies by a weight of its own, and not by a Linear, so that its widths cannot change"
+        )
 
     def reach(self, starts: Sequence[Node], path: str) -> Reach:
         """Follow nodes towards the inputs of the network up to the next layers; those of the layer `path` itself are passed."""

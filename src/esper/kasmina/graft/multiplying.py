@@ -138,8 +138,6 @@ class Multiplication:
 
     def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
         self._flow = flow = Flow(self._module, recording, weights)
-        for path in sorted(flow.layers):
-            check_own_weight(path, flow.parts[path])
         outer = flow.reach(before(recording.loss.grad_fn), "")
         reads = {
             path: flow.reach(
@@ -190,7 +188,12 @@ class Multiplication:
                     found |= {each: _Heads(size, inner // size, self._width(each) < inner) for each in writers}
                     break
             else:
-                raise InputError(f"no module around {path!r} has an attribute that counts the heads of its attention")
+                for each in (path, *writers):
+                    check_own_weight(each, self._flow.parts[each])
+                raise InputError(
+                    f"{path!r} reads a product of what layers return, as attention is, and no module around it has an attribute "
+                    "that counts its heads"
+                )
         return found
 
     def _normalises(self, path: str) -> bool:
@@ -234,6 +237,7 @@ class Multiplication:
         part: Any = self._flow.parts[path]
         if not (reading or writing):
             return
+        check_own_weight(path, part)
         prefix, counts = _prefix(path), self.counts.setdefault(path, {})
         heads = self._heads.get(path)
         into, out = (

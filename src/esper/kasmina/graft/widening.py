@@ -63,11 +63,16 @@ def axes_of(path: str, layer: nn.Module) -> Axes:
 
 
 def check_own_weight(path: str, layer: nn.Module) -> None:
-    """Raise InputError if the weight of a layer is computed from other parameters before each pass."""
-    if is_parametrized(layer) or ("weight" not in layer._parameters and isinstance(vars(layer).get("weight"), Tensor)):
+    """Raise InputError if parameters of a layer are computed from others before each pass."""
+    values = [name for name, value in vars(layer).items() if isinstance(value, Tensor)]
+    computed = [name for name in values if name.startswith(("weight", "bias"))]  # by hooks, of old norms
+    if is_parametrized(layer):
+        computed = list(cast("nn.ModuleDict", layer.parametrizations))
+    if computed:
+        name = f"{path}.{computed[0]}".lstrip(".")
         raise InputError(
-            f"{path}.weight is computed from other parameters before each pass, as spectral and weight norms do; remove that, "
-            "and add it again to the wider network"
+            f"{name} is computed from other parameters before each pass, as spectral and weight norms do; remove that, and add "
+            "it again to the wider network"
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -224,7 +224,7 @@ class AnytimeGrowth:
             raise InputError("probe is given without loss, or loss without probe; give both or none")
         check_switch(overwrite, "overwrite")
         self.model, self._optimizers, self._example = model, each_of(optimizer), example
-        for own in self._optimizers or (None,):
+        for own in self._optimizers:
             check_optimizer(own, dict(model.named_parameters()))
         self._handles: list[RemovableHandle] = []
         for own in self._optimizers:
@@ -251,7 +251,8 @@ class AnytimeGrowth:
                 f"most_parameters={most_parameters:,}; leave that size out, or raise the limit"
             )
         self.sizes = None if sizes is None else tuple(sizes)
-        self.ratio, self.factor, self.most_parameters, self.cost = ratio, factor, most_parameters, cost
+        self.ratio = None if ratio is None else float(ratio)
+        self.factor, self.most_parameters, self.cost = factor, most_parameters, cost
         self.warmup, self.rate_power, self.fresh, self.seed = warmup, float(rate_power), float(fresh), seed
         self._ranks = Ranks(shared)
         folder = None if run is None else to_path(run, "run")
@@ -353,7 +354,11 @@ class AnytimeGrowth:
 
     def _is_due(self, targets: Tensor | int, size: int) -> bool:
         """Return whether the network should become wider at this step; `why` and `_due` say why."""
-        if self._look_at == math.inf or (self.cost == "seconds" and not self._timed(targets)):
+        if self._look_at == math.inf:
+            if self._by_slope:
+                self._look()  # `verdict` goes on
+            return False
+        if self.cost == "seconds" and not self._timed(targets):
             return False
         if self._by_slope:
             return self._bent()
@@ -416,28 +421,33 @@ class AnytimeGrowth:
     def verdict(self) -> str:
         """Whether a larger network had a lower loss on the probe, in a sentence; '' while that is not known.
 
-        It is known once the compute has doubled since the last growth, or, before any, since the lowest loss.
+        It is known where this loss decides, once the compute is four times that at the last growth, or, before any, at the lowest
+        loss.
         """
-        if not self._lowest or self._lowest[-1][0] != self.parameters:
+        sizes = self._lowest
+        if not self._by_slope or not sizes or sizes[-1][0] != self.parameters:
             return ""
-        size, lowest, step, compute = self._lowest[-1]
-        if self._compute < 2 * (self._grown_at if self.growths else compute):
+        size, last, step, compute = sizes[-1]
+        if self._compute < APART * (self._grown_at if self.growths else compute):
             return ""
         if not self.growths:
-            return (
-                f"size does not matter here: the loss on the probe was lowest, {lowest:.4g}, after {counted(step, 'step')}, and "
-                "has not fallen since, before the network was due to be wider"
-            )
-        before, smaller = min((each[1], each[0]) for each in self._lowest[:-1])
-        figures = (
-            f"the lowest loss on the probe was {before:.4g} with {smaller:,} parameters, and is {lowest:.4g} since it has "
-            f"{size:,}"
-        )
-        return figures if lowest < (1 - WORTH) * before else f"size does not matter here: {figures}"
+            due = "" if self._look_at == math.inf else ", before the network was due to be wider"
+            found = f"lowest, {last:.4g}, after {counted(step, 'step')}, and has not fallen since"
+            return f"size does not matter here: the loss on the probe was {found}{due}"
+        if len(sizes) < 2:
+            return ""
+        (smallest, first, *_), (own, best, *_) = sizes[0], min(sizes[1:], key=operator.itemgetter(1))
+        if not _is_lower(best, first):
+            found = f"{first:.4g} with {smallest:,} parameters, and {best:.4g} with {own:,}"
+            return f"size does not matter here: the lowest loss on the probe was {found}"
+        before, smaller = min((each[1], each[0]) for each in sizes[:-1])
+        found = f"{before:.4g} with {smaller:,} parameters, and is {last:.4g} since it has {size:,}"
+        pays = "" if _is_lower(last, before) else "the last growth did not pay: "
+        return f"{pays}the lowest loss on the probe was {found}"
 
     def __repr__(self) -> str:
         sizes = " -> ".join(f"{number:,}" for number in [*(each["before"] for each in self.growths), self.parameters])
-        restored = f"; restored {counted(len(self.rollbacks), 'time')}, as parameters were not finite" * bool(
+        restored = f"; restored {counted(len(self.rollbacks), 'time')}, as values were not finite" * bool(
             self.rollbacks
         )
         steps, verdict = counted(self.steps, "step"), f"; {self.verdict}" * bool(self.verdict)
@@ -475,7 +485,13 @@ class AnytimeGrowth:
             raise InputError(
                 "this run has begun already; load the state into a fresh model, optimizer and AnytimeGrowth"
             )
-        for name, own in self._settings().items():
+        settings = self._settings()
+        if state["settings"]["probe"] != settings["probe"]:
+            has = ("no probe", "a probe")[settings["probe"]]
+            raise InputError(
+                f"this run has {has}, unlike that of the state; give probe= and loss= as there, or leave them out"
+            )
+        for name, own in settings.items():
             if (there := state["settings"][name]) != own and name != "most_parameters":  # a limit may be another one
                 raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
         model, average = copied(self.model), copied(self.average)  # a refusal changes nothing
@@ -489,6 +505,12 @@ class AnytimeGrowth:
             widen(model, each["factor"], example=self._example, ema=average, seed=each["seed"], **_ways(each["way"]))
         mend = "build the same model at its first size"
         check_tensors(state["average"], average.state_dict(), "the average of the state", "the network", mend)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        if self.most_parameters is not None and size > self.most_parameters:
+            raise InputError(
+                f"the network of the state has {size:,} parameters, above most_parameters={self.most_parameters:,}; raise the "
+                "limit"
+            )
         for each in state["growths"]:
             self._widen(each["factor"], each["seed"], each["way"])
         self.average.load_state_dict(state["average"])
@@ -501,8 +523,17 @@ class AnytimeGrowth:
         self._cooling = None if state["cooling"] is None else tuple(state["cooling"])
         self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
         self.rollbacks = [dict(each) for each in state["rollbacks"]]
+        if state["settings"]["most_parameters"] != self.most_parameters and self._cooling is None:
+            self._look_at = 0.0  # what else ended growth ends it again
+            self._next_factor()
         if self._log is not None:
             self._log.resumed = state["log"]
+
+    def __deepcopy__(self, memo: Any) -> "AnytimeGrowth":
+        raise InputError(
+            "esper.AnytimeGrowth cannot be copied, as its optimizer would not know the copy; make another one, and give it "
+            "growth.state_dict()"
+        )
 
     @torch.no_grad()
     def _average(self, weight: float) -> None:
@@ -523,7 +554,7 @@ class AnytimeGrowth:
         moments = [
             each.sum(dtype=torch.float32)
             for part in self.model.modules()
-            if isinstance(part, _BatchNorm)
+            if isinstance(part, _NormBase)
             for each in (part.running_mean, part.running_var)
             if each is not None
         ]
@@ -544,7 +575,7 @@ class AnytimeGrowth:
             memory.update({key: copy.deepcopy(value) for key, value in values.items()})
         self.rollbacks.append({"step": self.steps, "restored": step})
         warn(
-            f"parameters or moments of BatchNorm are not finite after step {self.steps:,}; the network, its average and the "
+            f"parameters or moments of norms are not finite after step {self.steps:,}; the network, its average and the "
             f"optimizer are those of step {step:,} again",
             GrowthWarning,
         )
@@ -565,8 +596,9 @@ class AnytimeGrowth:
         return False
 
     def _settings(self) -> dict[str, Any]:
-        names = ("ratio", "cost", "factor", "most_parameters", "warmup", "rate_power", "fresh")
-        return {name: getattr(self, name) for name in names} | {"sizes": self.sizes and list(self.sizes)}
+        names = ("ratio", "cost", "factor", "most_parameters", "warmup", "rate_power", "fresh", "seed")
+        sizes = self.sizes and list(self.sizes)
+        return {"probe": self._probe is not None, **{name: getattr(self, name) for name in names}, "sizes": sizes}
 
     def _write(self, log: SizeLog, seconds: float | None) -> None:
         """Write a row, if the network grew, its loss was looked at, or the compute has risen enough since the last one."""
@@ -645,11 +677,25 @@ class AnytimeGrowth:
             loss = float(self._probe.see(self.average)[0].mean()) if self._ranks.first else None
         loss = self._ranks.from_first(loss)
         self._loss = loss if math.isfinite(loss) else None
-        size = self.parameters
-        if not self._lowest or self._lowest[-1][0] != size or loss < self._lowest[-1][1]:
-            others = [each for each in self._lowest if each[0] != size]
-            self._lowest = [*others, (size, loss, self.steps, self._compute)]
+        own = (self.parameters, loss, self.steps, self._compute)
+        if self._loss is not None and (not self._lowest or self._lowest[-1][0] != own[0] or loss < self._lowest[-1][1]):
+            self._lowest = [*(each for each in self._lowest if each[0] != own[0]), own]
         return loss
+
+    def _look(self) -> bool:
+        """Measure the loss on the probe, if the compute has risen enough since then; return whether it has a logarithm."""
+        if self.steps <= self.warmup:
+            return False
+        now = math.log(self._compute)
+        if self._curve and now < self._curve[-1][0] + math.log(LOOK):
+            return False
+        loss = self._measured()
+        if not 0 < loss < math.inf:
+            if self._look_at < math.inf:
+                self.why = f"the loss on the probe is {loss}"
+            return False
+        self._curve = [each for each in self._curve if each[0] >= now - math.log(LONG)] + [(now, math.log(loss))]
+        return True
 
     def _bent(self) -> bool:
         """Return whether the loss on the probe falls more slowly than it did; `why` says how it falls."""
@@ -657,17 +703,10 @@ class AnytimeGrowth:
         if self.steps <= settled:
             self._grown_at = self._compute
             self.why = f"the first {counted(settled, 'step')} say little of how the loss falls"
-        if self.steps <= self.warmup or self.seen < self._look_at:
+        if self.seen < self._look_at or not self._look():
             return False
-        now = math.log(self._compute)
-        if self._curve and now < self._curve[-1][0] + math.log(LOOK):
-            return False
-        loss = self._measured()
-        if not 0 < loss < math.inf:
-            self.why = f"the loss on the probe is {loss}"
-            return False
+        now = self._curve[-1][0]
         first = now - math.log(LONG)
-        self._curve = [each for each in self._curve if each[0] >= first] + [(now, math.log(loss))]
         compute, losses = np.array(self._curve).T
         late = compute >= now - math.log(SHORT)
         if self._compute < APART * self._grown_at or late.sum() < 3:
@@ -689,7 +728,7 @@ class AnytimeGrowth:
             return False
         if self._probe is not None:
             measured = self._measured()
-            if not measured < (1 - WORTH) * self._loss_before:
+            if not _is_lower(measured, self._loss_before):
                 self.why = (
                     f"the loss on the probe is {measured:.4g}, and was {self._loss_before:.4g} at the last growth"
                 )
@@ -810,6 +849,11 @@ class AnytimeGrowth:
     def _restore_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), []), strict=False):
             group["lr"] = rate
+
+
+def _is_lower(loss: float, before: float) -> bool:
+    """Return whether a loss has fallen by `WORTH`."""
+    return loss < before - WORTH * abs(before) if math.isfinite(before) else loss < before
 
 
 def _drawn_anew(model: nn.Module, seed: int) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from esper.kasmina.graft.widening import Outputs
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.text import counted
 from esper.tolaria.live.groups import each_of
-from esper.tolaria.live.widening import averages, check_growable, check_memory, check_optimizer
+from esper.tolaria.live.widening import averages, check_growable, check_memory, check_optimizer, warn_left
 
 _DEPTHS = re.compile(r"(layer|depth|block)(?!.*(size|idx|index|id$|norm|drop|width|dim|scale|decay))", re.I)
 """Names of attributes that count blocks."""
@@ -74,7 +74,7 @@ def deepen(
             "which one could be added"
         )
     parameters = dict(model.named_parameters())
-    networks, optimizers = (model, *averages(ema, parameters)), each_of(optimizer)
+    networks, optimizers = (model, *averages(ema, parameters)), () if optimizer is None else each_of(optimizer)
     for own in optimizers:
         check_optimizer(own, parameters)
     path = at if at is not None else max(stacks, key=lambda each: _size(model.get_submodule(each)))
@@ -89,8 +89,14 @@ def deepen(
     with undisturbed(*networks), torch.no_grad():
         _add(networks, path, stop, blocks, example, stop - start)
     prefix = f"{path}." if path else ""
+    made = [f"{prefix}{stop + number}." for number in range(blocks)]
     for own in optimizers:
-        _join(own, model, [f"{prefix}{stop + number}." for number in range(blocks)], f"{prefix}{stop - 1}.")
+        _join(own, model, made, f"{prefix}{stop - 1}.")
+    held = {id(parameter) for own in optimizers for group in own.param_groups for parameter in group["params"]}
+    new = {name: parameter for name, parameter in model.named_parameters() if name.startswith(tuple(made))}
+    if any(id(parameter) in held for parameter in new.values()):
+        left = [name for name, parameter in new.items() if parameter.requires_grad and id(parameter) not in held]
+        warn_left(left, "is new", optimizers)
     return {path: (stop - start, stop - start + blocks)}
 
 

@@ -308,9 +308,11 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def each_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return an optimizer, or each of a list of them, inside of what other libraries wrapped around it; none of None."""
-    given = optimizer if isinstance(optimizer, list | tuple) else () if optimizer is None else (optimizer,)
-    return tuple(map(unwrapped, given))
+    """Return an optimizer, or each of a list of them, inside of what other libraries wrapped around it. InputError for none."""
+    given = optimizer if isinstance(optimizer, list | tuple) else (optimizer,)
+    if not given:
+        raise InputError("optimizer is an empty list; give the optimizers of the loop")
+    return tuple({id(each): each for each in map(unwrapped, given)}.values())
 
 
 def _flat(scheduler: Any) -> Iterator[Any]:

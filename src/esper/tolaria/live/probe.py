@@ -20,6 +20,7 @@ Batches = Sequence[tuple[Any, Any]] | Callable[[], Sequence[tuple[Any, Any]]]
 
 Way = Literal["given", "mapped", "whole"]
 
+_GIVE_PAIRS = "give (input, target) pairs as the loop has them"
 _NO_LOSS, _GIVE_LOSS = "the loss cannot take {}", "give loss(output, target) and targets that go with it"
 
 
@@ -93,16 +94,18 @@ class Probe:
 
     def first_output(self, network: nn.Module) -> Any:
         """Return the output for the first input of the probe. InputError if the network does not take it."""
-        with in_words(
-            "the model cannot run on the first input of the probe", "give (input, target) pairs as the loop has them"
-        ):
+        with in_words("the model cannot run on the first input of the probe", _GIVE_PAIRS):
             return call(network, self.first)
 
     def try_all(self, network: nn.Module) -> None:
         """Raise InputError if the network does not take the inputs of the probe, or the loss its outputs with the targets."""
-        self.first_output(network)
-        with in_words(_NO_LOSS.format("an output and a target of the probe"), _GIVE_LOSS):
-            self.see(network)
+        losses = []
+        for x, y in self.batches():
+            with in_words("the model cannot run on an input of the probe", _GIVE_PAIRS):
+                output = call(network, x)
+            with in_words(_NO_LOSS.format("an output and a target of the probe"), _GIVE_LOSS):
+                losses.append(self._losses(output, y))
+        _check_finite(torch.cat(losses).mean())
 
     def settle(self, network: nn.Module) -> None:
         """Find out how to compute the loss of an example. InputError if there is none, or if it has no standard error."""
@@ -110,11 +113,7 @@ class Probe:
         with torch.no_grad():
             self.way = self._way(self.first_output(network), batches[0][1])
             losses, _ = self.see(network, batches)
-        if not bool(losses.mean().isfinite()):
-            raise InputError(
-                f"the loss of the model on the probe is {float(losses.mean())} before it grows; give a probe, a loss and a model "
-                "whose loss is finite"
-            )
+        _check_finite(losses.mean())
         if sum(examples_in(*batch) for batch in batches) == 1:
             raise InputError(
                 "probe holds one example, so that no standard error is known; give two at least, better 30 or more"
@@ -168,6 +167,14 @@ def in_words(what: str, mend: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise InputError(f"{what}: {typed_line(error).rstrip('.')}; {mend}") from error
+
+
+def _check_finite(loss: Tensor) -> None:
+    if not bool(loss.isfinite()):
+        raise InputError(
+            f"the loss of the model on the probe is {float(loss)} before it grows; give a probe, a loss and a model whose loss "
+            "is finite"
+        )
 
 
 def _mapped(loss: Loss, output: Any, target: Any, examples: int, out_dims: int | None = 0) -> Tensor:

@@ -115,7 +115,7 @@ def widen(
     groups = {min(hidden.writers): hidden for hidden in found_hidden}
     asked = _asked(model, groups, to)
     before = dict(model.named_parameters())
-    networks, optimizers = (model, *averages(ema, before)), each_of(optimizer)
+    networks, optimizers = (model, *averages(ema, before)), () if optimizer is None else each_of(optimizer)
     for own in optimizers:
         check_optimizer(own, before)
     check_memory(networks, _least_size(model, groups, asked), "to more features", "give smaller widths")
@@ -286,7 +286,15 @@ def check_optimizer(optimizer: Any, parameters: Mapping[str, nn.Parameter]) -> N
         raise InputError("LBFGS takes one group of parameters that never changes; use another optimizer")
     own = {id(parameter) for parameter in parameters.values()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise InputError("the optimizer holds no parameter of the model; make it with model.parameters()")
+        raise InputError(
+            f"the {type(optimizer).__name__} holds no parameter of the model; make it with model.parameters()"
+        )
+    for value in vars(optimizer).values():
+        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(each, torch.optim.Optimizer) for each in parts):
+            raise InputError(
+                f"the {type(optimizer).__name__} holds optimizers of its own, which would not follow; give these as a list"
+            )
     shapes = {each.shape for each in parameters.values() if each.numel() > 1}
     for name, value in vars(optimizer).items():
         if name not in ("param_groups", "state") and _holds(value, shapes, set()):
@@ -361,13 +369,8 @@ def follow(
     new = {id(old): after[name] for name, old in before.items() if after[name] is not old}
     held = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     left = [name for name, old in before.items() if id(old) in new.keys() - held and old.requires_grad]
-    if left and held & new.keys():
-        names = " and ".join(f"the {type(optimizer).__name__}" for optimizer in optimizers)
-        warn(
-            f"{left[0]!r} is another parameter now, and was none of {names}; if a further optimizer held it, as beside Muon, "
-            "that one goes on with the old parameter: make it anew, and give all optimizers as a list, optimizer=[...]",
-            GrowthWarning,
-        )
+    if held & new.keys():
+        warn_left(left, "is another parameter now", optimizers)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for index, old in enumerate(group["params"]):
@@ -375,3 +378,14 @@ def follow(
                     group["params"][index] = new[id(old)]
                     optimizer.state.pop(old, None)
                     begin_state(optimizer, group, [new[id(old)]])
+
+
+def warn_left(names: Sequence[str], what: str, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn that a further optimizer, if there is one, would have to take parameters; nothing if there are none."""
+    if names:
+        own = " and ".join(f"the {type(optimizer).__name__}'s" for optimizer in optimizers)
+        warn(
+            f"{names[0]!r} {what}, and none of {own}; if a further optimizer trains such parameters, as beside Muon, make "
+            "that one anew, and give all optimizers as a list, optimizer=[...]",
+            GrowthWarning,
+        )
