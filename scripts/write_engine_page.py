@@ -252,8 +252,8 @@ as low as is known.
 The aims: .92 of the bare stack, and .9 with one environment, which came out at {min(bare):.2f} to {max(bare):.2f}; ten times the
 plain loop, which came out at {min(plain):.1f} to {max(plain):.1f} times; 900 EPS without seeds and 600 with two live ones.
 On two free cores of an AMD EPYC, `--table states`, run twice, gave .91 to 1.02 of the bare stack (with two live seeds .91 and .94
-on `digits-narrow`, .94 and .91 on `repair`; all or a quarter incubating .91 to 1.02), and `--table envs` 1.01 with one environment
-and with eight, .99 with 64 and .94 with 256.
+on `digits-narrow`, .94 and .91 on `repair`; all or a quarter incubating .91 to 1.02), and `--table envs` 1.01 with one
+environment and with eight, .99 with 64 and .94 with 256.
 
 """
     parts = [states(seeds), envs(of("envs")), shapes(of("slots", "parameters")), coalitions(of("coalitions"))]
