@@ -619,5 +619,7 @@ def test_all_optimizers_of_a_list_follow_a_wider_and_a_deeper_network(recwarn):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=Combined(both))
     with pytest.raises(InputError, match="optimizer is an empty list"):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=[])
+    with pytest.raises(InputError, match="the optimizer is a StepLR"):
+        esper.widen(model, 2, example=torch.ones(1, 8), optimizer=torch.optim.lr_scheduler.StepLR(both[0], 5))
     with pytest.raises(InputError, match="the optimizer is an int"):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=[both[0], 3])

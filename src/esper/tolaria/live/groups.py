@@ -303,6 +303,8 @@ def _entries(scheduler: Mapping[str, Any], own: Sequence[bool]) -> dict[str, Any
 
 def unwrapped(optimizer: Any) -> Any:
     """Return the optimizer inside of one that another library has wrapped, such as the AcceleratedOptimizer of Hugging Face."""
+    if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):  # which has an optimizer, and is none
+        return optimizer
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
 
