@@ -103,13 +103,16 @@ def train(
     return rows
 
 
-def main() -> None:
-    """Train, evaluate and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_arguments(about: str | None, seeds: int, rounds: int, instances: int) -> argparse.Namespace:
+    """Return the arguments of a study of PPO alone, with these defaults; with --quick there is little of everything."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the trainings and of the evaluation")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="trainings (5)")
-    parser.add_argument("--rounds", type=int, default=60, metavar="R", help="rounds of 64 episodes of each (60)")
-    parser.add_argument("--instances", type=int, default=96, metavar="I", help="fresh instances (96)")
+    for name, default, what in (
+        ("--seeds", seeds, "trainings"),
+        ("--rounds", rounds, "rounds of 64 episodes of each"),
+        ("--instances", instances, "fresh instances"),
+    ):
+        parser.add_argument(name, type=int, default=default, metavar="N", help=f"{what} ({default})")
     parser.add_argument(
         "--quick", action="store_true", help="one training of two rounds and 4 instances, to see that all runs"
     )
@@ -117,6 +120,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.seeds, arguments.rounds, arguments.instances = 1, 2, 4
+    return arguments
+
+
+def main() -> None:
+    """Train, evaluate and print the tables."""
+    arguments = read_arguments(__doc__, 5, 60, 96)
     torch.set_num_threads(1)
     task = few_hosts()
     folders = [arguments.out / f"ppo-s{seed}" for seed in range(arguments.seeds)]

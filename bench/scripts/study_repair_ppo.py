@@ -7,13 +7,11 @@ round and validates on 96 instances every ten rounds; the best of these controll
 rule `heuristic`. Trainings that are in OUT are not made again.
 """
 
-import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from study_heal_ppo import curve_table, opponents_table, train
+from study_heal_ppo import curve_table, opponents_table, read_arguments, train
 
 import esper
 from esper.tasks.repair import repair
@@ -40,19 +38,8 @@ OPPONENTS = ("heuristic", "never")
 
 def main() -> None:
     """Train, evaluate and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the trainings and of the evaluation")
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="trainings (1)")
-    parser.add_argument("--rounds", type=int, default=400, metavar="R", help="rounds of 64 episodes of each (400)")
-    parser.add_argument("--instances", type=int, default=200, metavar="I", help="fresh instances (200)")
-    parser.add_argument(
-        "--quick", action="store_true", help="one training of two rounds and 2 instances, to see that all runs"
-    )
-    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the tables to a Markdown file")
-    arguments = parser.parse_args()
-    settings = SETTINGS
+    arguments, settings = read_arguments(__doc__, 1, 400, 200), SETTINGS
     if arguments.quick:
-        arguments.seeds, arguments.rounds, arguments.instances = 1, 2, 2
         settings = {**SETTINGS, "envs": 8, "ppo": {**SETTINGS["ppo"], "validate_envs": 4}}
     torch.set_num_threads(1)
     folders = [arguments.out / f"ppo-s{seed}" for seed in range(arguments.seeds)]
