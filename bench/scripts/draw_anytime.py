@@ -1,6 +1,6 @@
 """Draw what growth and each width are above the width that hindsight picks for each stop, from the figures of a study.
 
-    python bench/scripts/study_anytime.py NAME --equal-batches --json FILE    # other figures than those of docs/widening.md
+    python bench/scripts/study_anytime.py NAME --equal-batches --json FILE    # other figures than those of bench/docs/anytime.md
     python bench/scripts/draw_anytime.py docs/benchmarks/anytime.json --out docs/assets/anytime.svg
 
 Lines are medians over seeds, bands go from the 10th to the 90th percentile. Where the median is more than .3 bits or 3 % of error

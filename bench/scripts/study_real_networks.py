@@ -58,7 +58,7 @@ class Size(NamedTuple):
 
     kinds: tuple[str, ...]
     draws: int
-    seeds: int
+    seeds: tuple[int, ...]
     caps: tuple[float, ...]
     steps: int
     batch: int
@@ -66,9 +66,9 @@ class Size(NamedTuple):
     test: int
 
 
-WHOLE = Size(tuple(DAMAGES), 3, 5, (0.01, 0.03, 0.06), 480, 64, 3000, 1000)
-PART = Size(("structured 75 %", "2 bits", "unstructured 90 %", "truncated", "4 bits"), 3, 1, (0.03,), 48, 16, 600, 300)
-QUICK = Size(("structured 75 %",), 1, 1, (0.06,), 24, 8, 60, 40)
+WHOLE = Size(tuple(DAMAGES), 3, (0, 1, 2, 3, 4), (0.01, 0.03, 0.06), 480, 64, 3000, 1000)
+PART = Size(("structured 75 %", "2 bits", "unstructured 90 %", "truncated", "4 bits"), 3, (0,), (0.03,), 48, 16, 600, 300)
+QUICK = Size(("structured 75 %",), 1, (0,), (0.06,), 24, 8, 60, 40)
 
 
 def measure(name: str, kind: str, draw: int, seed: int, cap: float, size: Size) -> Record:
@@ -113,7 +113,7 @@ def measure_all(out: Path, size: Size, names: Iterable[str]) -> None:
             there.append(name)
         except InputError as error:
             print(f"{name} is left out: {error}", flush=True)
-    every = itertools.product(range(size.seeds), range(size.draws), size.caps, size.kinds, there)
+    every = itertools.product(size.seeds, range(size.draws), size.caps, size.kinds, there)
     for seed, draw, cap, kind, name in every:
         path = out / f"{name}, {kind}, draw {draw}, seed {seed}, cap {cap:g}.json"
         if not path.is_file():
@@ -224,6 +224,7 @@ def main() -> None:
     sizes.add_argument("--quick", action="store_true", help="one small case of each network")
     parser.add_argument("--caps", type=float, nargs="+", help="caps on the parameters, in place of those of the study")
     parser.add_argument("--draws", type=int, help="draws of the damaged layers, in place of those of the study")
+    parser.add_argument("--seeds", type=int, nargs="+", help="seeds of the repairs, in place of those of the study")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS], help="networks to measure")
     parser.add_argument("--tables", action="store_true", help="print the tables of what is there, and measure nothing")
     parser.add_argument("--damage", action="store_true", help="print what the damage does to each network, and end")
@@ -235,7 +236,11 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     if not arguments.tables:
         size = PART if arguments.part else QUICK if arguments.quick else WHOLE
-        size = size._replace(caps=tuple(arguments.caps or size.caps), draws=arguments.draws or size.draws)
+        size = size._replace(
+            caps=tuple(arguments.caps or size.caps),
+            draws=arguments.draws or size.draws,
+            seeds=tuple(arguments.seeds or size.seeds),
+        )
         measure_all(arguments.out, size, arguments.networks)
     records = [load_record(path) for path in sorted(arguments.out.glob("*.json"))]
     if not records:
