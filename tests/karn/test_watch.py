@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 from textual.widgets import Static
@@ -104,6 +105,21 @@ def test_a_question_mark_explains_what_is_under_the_cursor(run):
     screen = " ".join(" ".join(driven(run, ["question_mark"], size=(120, 40))).split())
     assert "environment 0, slot block0: " in screen
     assert "F FOSSILIZED: the seed is a permanent part of the network" in screen
+
+
+def constant(config):
+    return lambda outcome: {"constant": np.zeros(len(outcome.before.metric))}
+
+
+def test_what_is_wrong_with_a_learner_stands_in_the_window_on_the_page_and_at_the_end(tmp_path, capsys):
+    settings = {"envs": 8, "steps": 2, "ppo": {"rounds": 2, "imitation_rounds": 0, "validate_envs": 2}}
+    summary = esper.train("iris", settings, reward=constant, run=tmp_path / "t", progress=False)
+    sentence = "the mean return was 0 in each of 2 rounds, 16 episodes"
+    assert summary["anomalies"]["return_unchanged"]["sentence"] == sentence
+    assert f"round 1: {sentence}" in " ".join("".join(driven(tmp_path / "t")).split())
+    assert sentence in (tmp_path / "t" / "report.html").read_text()
+    esper.show(summary)
+    assert sentence in " ".join(capsys.readouterr().out.split())
 
 
 def test_without_colour_the_letters_say_the_stages(run, monkeypatch):

@@ -64,3 +64,11 @@ def test_an_entropy_that_fell_after_a_reward_is_no_anomaly():
 def test_a_critic_that_is_left_out_is_not_blamed():
     rows = rounds(value_loss=37.0, explained_variance=-0.2)
     assert learning_anomalies(rows, 3.0, PPOConfig(value_weight=0)) == {}
+
+
+def test_a_constant_return_is_said_at_the_end_of_a_training_of_few_rounds():
+    rows = rounds(**{"return": 0.25})[:3]
+    said = {"return_unchanged": "the mean return was 0.25 in each of 3 rounds, 192 episodes"}
+    assert learning_anomalies(rows, 3.0, PPOConfig(rounds=3)) == said
+    assert learning_anomalies(rows, 3.0, PPOConfig(rounds=4)) == {}
+    assert learning_anomalies(rows[:1], 3.0, PPOConfig(rounds=1)) == {}

@@ -45,6 +45,14 @@ def learning_anomalies(
             f"the probability of {clipped:.0%} of the decisions was changed beyond ppo.clip_range, {config.clip_range:g}"
         )
     last = rounds[-ROUNDS:]
+    returns = [each["return"] for each in last]
+    # A training may be shorter than that; of a single round nothing can be said.
+    enough = len(last) >= max(min(ROUNDS, config.rounds), 2)
+    if enough and all(map(math.isfinite, returns)) and max(returns) - min(returns) <= 1e-6:
+        episodes = int(sum(each["episodes"] for each in last))
+        found["return_unchanged"] = (
+            f"the mean return was {returns[-1]:.4g} in each of {len(last)} rounds, {episodes:,} episodes"
+        )
     if len(last) < ROUNDS:
         return found
     if config.update_epochs > 1 and all(each["epochs"] == 1 for each in last):
@@ -56,10 +64,4 @@ def learning_anomalies(
         found["critic_blind"] = f"the critic has explained none of the variance of returns in {ROUNDS} rounds"
     if all(each["kept"] == 0 for each in last):
         found["nothing_kept"] = f"no seed was kept in {ROUNDS} rounds, so that no network grew"
-    returns = [each["return"] for each in last]
-    if all(map(math.isfinite, returns)) and max(returns) - min(returns) <= 1e-6:
-        episodes = int(sum(each["episodes"] for each in last))
-        found["return_unchanged"] = (
-            f"the mean return was {returns[-1]:.4g} in each of {ROUNDS} rounds, {episodes:,} episodes"
-        )
     return found

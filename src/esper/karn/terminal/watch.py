@@ -42,6 +42,7 @@ SIGNS: Mapping[Stage, tuple[str, str, str]] = {
 CELL = 3  # width of a cell of the grid: the letter of the stage, the dose in tenths, a space [characters]
 PART = 2**22  # events that are read at once [bytes]
 MARGIN = 5  # width of the numbers of the environments in front of the grid [characters]
+_FIRST = "validation objective", "return"  # curves of a training that come before its others
 
 
 def text_of(stage: Stage, dose: str) -> Text:
@@ -240,7 +241,7 @@ class Watch(App[None]):
         )
 
     def curve(self, width: int, height: int) -> str:
-        names = list(self.model.curves)
+        names = sorted(self.model.curves, key=lambda name: name not in _FIRST)
         if not names:
             return "no figures yet"
         self.figure %= len(names)
