@@ -180,8 +180,8 @@ def heal(
     for name, (kind, remedy) in remedies.items():
         if there := [network for rate in rates(name, kind) if (network := remedy(rate)) is not None]:
             networks[name] = min(there, key=lambda each: each.probe)
-    frozen = [name for name, each in networks.items() if each.learned <= room and name not in UNFROZEN]
-    chosen = min(frozen, key=lambda name: networks[name].probe)
+    within_budget = [name for name, each in networks.items() if each.learned <= room and name not in UNFROZEN]
+    best_first = tuple(sorted(within_budget, key=lambda name: networks[name].probe))
     rows, losses = table(case, networks)
     remarks, y = few_examples({"what was held back for the table": len(parts.held)}), parts.held.y
     reasons = {
@@ -202,7 +202,7 @@ def heal(
         label = int(y.flatten()[0])
         remarks.append(f"every target that was held back is {label}: the table says nothing about other labels")
     modules, shown = {name: each.network for name, each in networks.items()}, parts.held.at(slice(2)).x
-    return Healed(modules, chosen, rows, planted, (*explained, *remarks), adapter, losses, _size(host), shown)
+    return Healed(modules, best_first, rows, planted, (*explained, *remarks), adapter, losses, _size(host), shown)
 
 
 def further(case: Case, corrected: TrainedNetwork | None, rate: float) -> TrainedNetwork | None:

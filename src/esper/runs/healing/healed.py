@@ -106,7 +106,7 @@ class Healed:
 
     Attributes:
         networks (nn.Module by name): the network of each row of the table, in evaluation mode
-        best (str): the row with the least loss on the probe, of those that train or add no more than the budget
+        ranked (names): the rows that train or add no more than the budget, that with the least loss on the probe first
         table (Contenders): every network on the examples that were held back
         planted (HealingSeeds): what was planted where and why
         explanations (sentences): why seeds were removed or not planted
@@ -118,7 +118,7 @@ class Healed:
     """
 
     networks: Mapping[str, nn.Module]
-    best: str
+    ranked: tuple[str, ...]
     table: tuple[ComparedNetwork, ...]
     planted: tuple[HealingSeed, ...]
     explanations: tuple[str, ...]
@@ -128,39 +128,46 @@ class Healed:
     example: Any
 
     @property
+    def best(self) -> str:
+        """The first of `ranked`."""
+        return self.ranked[0]
+
+    @property
     def network(self) -> nn.Module:
         """The network of the best row. Its weights are those of the model, but for parameters that the row trains."""
         return self.networks[self.best]
 
     @property
     def verdict(self) -> str:
-        """One sentence: what growth brought, which remedy was better than it, and which is best within the budget."""
-        own = self.row("grown")
-        figures = f"({own.gain:+.4g} ± {own.half_width:.2g})"
-        if not np.isfinite(own.gain):
-            said = "growth diverged"
-        elif abs(own.gain) <= own.half_width:
-            said = f"growth: within chance of the network as it was {figures}"
-        else:
-            said = f"growth {'lowers' if own.gain > 0 else 'raises'} the loss {figures}"
+        """Says which remedy is best within the budget, and how its held-out loss compares with others.
+
+        Those are nothing, the next best remedy on the probe, what grew, and the best network beyond the budget.
+        """
+        others = {"nothing": "that of nothing"}
+        if len(self.ranked) > 1:
+            others[self.ranked[1]] = f"that of {self.ranked[1]}, the next on the probe"
+        if self.planted:
+            others.setdefault("grown", "that of what grew")
+        others.pop(self.best, None)
+        said = [self._beside(self.best, name, words) for name, words in others.items()]
+        listed = f"{', '.join(said[:-1])}, and {said[-1]}" if len(said) > 1 else said[0]
+        sentences = [f"best on the probe, within the budget: {self.best}. Its held-out loss is {listed}."]
         if not self.planted:
-            said = "no seed was kept, so growth left the network as it was"
-        compared: dict[str, list[str]] = {
-            "better than growth": [],
-            "within chance of growth": [],
-            "worse than growth": [],
-        }
-        for name in [row.network for row in self.table if row.network not in ("nothing", "grown")]:
-            difference = self.losses["grown"] - self.losses[name]
-            mean, half = float(difference.mean()), half_width(difference)
-            better, level, worse = compared.values()
-            (better if mean > half else level if abs(mean) <= half else worse).append(
-                f"{name} ({mean:+.4g} ± {half:.2g})"
-            )
-        said += "".join(f"; {how}: {', '.join(names)}" for how, names in compared.items() if names)
-        best = self.row(self.best)
-        gain = "" if self.best == "nothing" else f" ({best.gain:+.4g} ± {best.half_width:.2g} over nothing)"
-        return f"{said}; best on the probe, within the budget: {self.best}{gain}"
+            sentences.append("No seed was kept, so growth left the network as it was.")
+        if beyond := [row for row in self.table if row.network not in self.ranked and np.isfinite(row.loss)]:
+            least = min(beyond, key=lambda row: row.loss).network
+            sentences.append(f"Beyond the budget, that of {least} is {self._beside(least, self.best, 'it')}.")
+        return " ".join(sentences)
+
+    def _beside(self, name: str, other: str, words: str) -> str:
+        """Say how the held-out loss of a network compares with that of another one, which `words` name."""
+        difference = self.losses[other] - self.losses[name]
+        mean, half = float(difference.mean()), half_width(difference)
+        if not np.isfinite(mean):
+            return f"not comparable with {words}, which is not finite"
+        how = "lower" if mean > 0 else "higher"
+        figures = f"by {abs(mean):.4g} ± {half:.2g}"
+        return f"within chance of {words} ({how} {figures})" if abs(mean) <= half else f"{how} than {words} ({figures})"
 
     def row(self, name: str) -> ComparedNetwork:
         """Return the row of a network."""
