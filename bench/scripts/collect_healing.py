@@ -82,7 +82,7 @@ FIRST: Mapping[str, int] = {
     "learners": heal.RANGES["heldout"].start + 46080,
     "ends": heal.RANGES["heldout"].start + 21888,
     "menu": heal.RANGES["heldout"].start + 27648,
-    "places": heal.RANGES["heldout"].start + 53248,
+    "places": FINAL.start + 8192,
     "further": heal.RANGES["heldout"].start + 57344,
     "decisions": heal.RANGES["heldout"].start + 61440,
     "packages": heal.RANGES["heldout"].start + 63488,
@@ -90,7 +90,7 @@ FIRST: Mapping[str, int] = {
     "other": OTHER.start,
 }
 """First key of each set. Nothing was chosen by the figures of those after `heldout`; `card` is for shipped controllers.
-`final` and `other` have hosts and problems of their own."""
+`final`, `places` and `other` have hosts and problems of their own."""
 FIRST_UNKNOWN = {"training": UNKNOWN_KEYS["training"].start, "final": UNKNOWN_KEYS["heldout"].start + 1024}
 """Those of the game; the instances of its page are the first held-out ones."""
 FIRST_BYTES = {

@@ -29,6 +29,7 @@ from esper.runs.training.train import Trainer
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper_bench.healing import heal
+from esper_bench.healing.data import FINAL
 from esper_bench.healing.hosts import VECTORS
 from esper_bench.records import load_record, run_script, save_record
 
@@ -50,8 +51,8 @@ LEARNER: dict[str, Any] = {
 SETTINGS: dict[str, Any] = {**SHORT, **LEARNER}
 HOSTS = 128
 """Training hosts that the instances have; more of them take longer to train than the policy."""
-FIRST = 36_864
-"""First held-out instance of the evaluation, of a range that no other study uses."""
+FRESH = FINAL[16_384:]
+"""Keys of the evaluation, with hosts and problems of their own, of which no other study uses any."""
 OPPONENTS = ("tree", "collapse", "uniform", "heuristic", "never")
 COST = {"tree": "7,200"}
 """Episodes that fitting a controller took."""
@@ -132,10 +133,9 @@ def main() -> None:
     curves = np.array([train(folder, task, seed, arguments.rounds) for seed, folder in enumerate(folders)])
     record = esper.evaluate(
         [f"ppo={','.join(map(str, folders))}", *OPPONENTS[:3]],
-        "heal",
+        replace(heal.heal(), ranges={**heal.RANGES, "heldout": FRESH}),
         instances=arguments.instances,
         seeds=1,
-        first=FIRST,
         settings=SHORT,
         baselines=(),
         out=arguments.out / "evaluation",

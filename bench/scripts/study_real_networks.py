@@ -67,7 +67,9 @@ class Size(NamedTuple):
 
 
 WHOLE = Size(tuple(DAMAGES), 3, (0, 1, 2, 3, 4), (0.01, 0.03, 0.06), 480, 64, 3000, 1000)
-PART = Size(("structured 75 %", "2 bits", "unstructured 90 %", "truncated", "4 bits"), 3, (0,), (0.03,), 48, 16, 600, 300)
+PART = Size(
+    ("structured 75 %", "2 bits", "unstructured 90 %", "truncated", "4 bits"), 3, (0,), (0.03,), 48, 16, 600, 300
+)
 QUICK = Size(("structured 75 %",), 1, (0,), (0.06,), 24, 8, 60, 40)
 
 
