@@ -252,6 +252,23 @@ def test_lists_of_widths_in_a_config_follow(kind, tmp_path):
     assert torch.equal(build.from_pretrained(tmp_path).eval()(**given).logits, model(**given).logits)
 
 
+def test_a_resnet_gets_blocks_within_a_stage_that_its_config_counts_and_no_stages(tmp_path):
+    torch.manual_seed(0)
+    config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[2], layer_type="basic")
+    model, given = tf.ResNetModel(config).eval(), {"pixel_values": torch.randn(2, 3, 32, 32)}
+    with pytest.raises(
+        InputError, match=r"'encoder.stages' has 1 block, and the config counts blocks by stage, depths=\[2\]"
+    ):
+        esper.deepen(model, 1, example=given, at="encoder.stages")
+    before = model(**given)[0]
+    assert esper.deepen(model, 1, example=given, at="encoder.stages.0.layers") == {"encoder.stages.0.layers": (2, 3)}
+    assert torch.equal(model(**given)[0], before)
+    model.save_pretrained(tmp_path)
+    loaded = tf.ResNetModel.from_pretrained(tmp_path).eval()
+    assert loaded.config.depths == [3]
+    assert torch.equal(loaded(**given)[0], before)
+
+
 @pytest.mark.parametrize("build", [gpt2, lambda: llama(20), vit], ids=["GPT-2", "Llama", "ViT"])
 def test_a_model_with_more_blocks_is_one_of_its_config(build, tmp_path):
     torch.manual_seed(0)

@@ -74,7 +74,7 @@ def deepen(
             "which one could be added"
         )
     parameters = dict(model.named_parameters())
-    networks, optimizers = (model, *averages(ema, parameters)), () if optimizer is None else each_of(optimizer)
+    networks, optimizers = (model, *averages(ema, model)), () if optimizer is None else each_of(optimizer)
     for own in optimizers:
         check_optimizer(own, parameters)
     path = at if at is not None else max(stacks, key=lambda each: _size(model.get_submodule(each)))
@@ -256,8 +256,22 @@ def _insert(network: nn.Module, path: str, place: int, blocks: int, silenced: li
                     continue
                 if type(value) is int and value == count and _DEPTHS.search(name) and not _PLACES.search(name):
                     vars(holder)[name] = count + blocks
-                elif isinstance(value, list) and len(value) == count and _DEPTHS.search(name):
-                    vars(holder)[name] = [*value, *(value[-1:] * blocks)]
+                elif isinstance(value, list) and _DEPTHS.search(name):
+                    if holder is not part and value and all(type(each) is int for each in value):
+                        vars(holder)[name] = _of_stage(path, name, value, len(own) - blocks, blocks)
+                    elif len(value) == count:
+                        vars(holder)[name] = [*value, *(value[-1:] * blocks)]
+
+
+def _of_stage(path: str, name: str, counted_blocks: list[int], count: int, blocks: int) -> list[int]:
+    """Return what a config has for the blocks of each stage, with those that one stage gets. InputError if that is none of it."""
+    stage = next((int(each) for each in reversed(path.split(".")) if each.isdecimal()), len(counted_blocks))
+    if counted_blocks[stage : stage + 1] != [count]:
+        raise InputError(
+            f"{path!r} has {counted(count, 'block')}, and the config counts blocks by stage, {name}={counted_blocks}, so that a "
+            "network that is built from it would not have the new ones; give at= the blocks of one stage"
+        )
+    return [own + blocks * (index == stage) for index, own in enumerate(counted_blocks)]
 
 
 def _join(optimizer: torch.optim.Optimizer, model: nn.Module, made: list[str], copied: str) -> None:
