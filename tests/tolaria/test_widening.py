@@ -364,11 +364,13 @@ def test_a_weight_that_is_used_where_no_module_holds_it_is_refused():
 def test_what_cannot_be_is_refused_in_a_sentence_before_anything_changes():
     model, x = mlp(5, 2, 3, 4), torch.randn(7, 5)
     optimizer, other = torch.optim.AdamW(model.parameters()), mlp(5, 2, 4)
+    bent = nn.Sequential(*[nn.Tanh() if isinstance(part, nn.ReLU) else copy.deepcopy(part) for part in model])
     for given, sentence in (
         ({"optimizer": "adam"}, "the optimizer is a str; give a torch.optim.Optimizer"),
         ({"optimizer": torch.optim.LBFGS(model.parameters())}, "LBFGS takes one group of parameters"),
         ({"optimizer": torch.optim.AdamW(other.parameters())}, "the AdamW holds no parameter of the model"),
         ({"ema": other}, "ema is a Sequential that has not the parameters of the model"),
+        ({"ema": bent}, "ema has a Tanh at '1', where the model has a ReLU; give an average of this model"),
         ({"ema": model}, "ema is the model itself, or shares parameters with it"),
         ({"optimizer": Blocks(model.parameters())}, "Blocks keeps parameters, or tensors of their shapes, in 'blocks'"),
         ({"ema": [model]}, "ema is a list that has not the parameters of the model"),

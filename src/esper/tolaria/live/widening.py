@@ -115,7 +115,7 @@ def widen(
     groups = {min(hidden.writers): hidden for hidden in found_hidden}
     asked = _asked(model, groups, to)
     before = dict(model.named_parameters())
-    networks, optimizers = (model, *averages(ema, before)), () if optimizer is None else each_of(optimizer)
+    networks, optimizers = (model, *averages(ema, model)), () if optimizer is None else each_of(optimizer)
     for own in optimizers:
         check_optimizer(own, before)
     check_memory(networks, _least_size(model, groups, asked), "to more features", "give smaller widths")
@@ -260,17 +260,23 @@ def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[s
     return asked
 
 
-def averages(ema: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[nn.Module, ...]:
+def averages(ema: Any, model: nn.Module) -> tuple[nn.Module, ...]:
     """Return the module of a moving average, in a tuple; none where there is no average. InputError if it is of another model."""
     if ema is None:
         return ()
-    module = getattr(ema, "module", ema)
+    module, parameters = getattr(ema, "module", ema), dict(model.named_parameters())
     own = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
     if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in parameters.items()}:
         raise InputError(
             f"ema is {kind_of(ema)} that has not the parameters of the model; give a module with them, or an object "
             "whose attribute `module` is one, such as torch.optim.swa_utils.AveragedModel"
         )
+    kinds = {name: kind_of(part) for name, part in model.named_modules()}
+    for name, part in module.named_modules():
+        if name in kinds and kind_of(part) != kinds[name]:
+            raise InputError(
+                f"ema has {kind_of(part)} at {name!r}, where the model has {kinds[name]}; give an average of this model"
+            )
     if any(own[name] is each for name, each in parameters.items()):
         raise InputError(
             "ema is the model itself, or shares parameters with it; give a copy, as AveragedModel makes one"
