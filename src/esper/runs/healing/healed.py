@@ -145,7 +145,8 @@ class Healed:
         """
         others = {"nothing": "that of nothing"}
         if len(self.ranked) > 1:
-            others[self.ranked[1]] = f"that of {self.ranked[1]}, the next on the probe"
+            following = "what grew" if self.ranked[1] == "grown" else self.ranked[1]
+            others[self.ranked[1]] = f"that of {following}, the next on the probe"
         if self.planted:
             others.setdefault("grown", "that of what grew")
         others.pop(self.best, None)
