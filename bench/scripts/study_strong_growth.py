@@ -79,7 +79,8 @@ class Setting(NamedTuple):
     """Data and networks of any width.
 
     build: a network by width and seed. first: the width at which networks grow; sizes: widths of the sweep, as multiples of it.
-    unit: widths are multiples of it. budget: of `esper.Growth`.
+    unit: widths are multiples of it. budget: of `esper.Growth`. keeps: whether a training counts as the network with its lowest
+    loss on the probe.
     """
 
     problem: Callable[[int], Problem]
@@ -90,6 +91,7 @@ class Setting(NamedTuple):
     sizes: tuple[int, ...] = (1, 4, 16)
     unit: int = 1
     batch: int = 64
+    keeps: bool = False
 
 
 class Tagger(nn.Module):
@@ -331,11 +333,16 @@ class Training:
         self.seconds += time.process_time() - begun
 
     def at(self, axis: Axis, value: float) -> tuple[float, float]:
-        """The loss on the probe and the score after so many steps, seconds or parameter-steps, between two looks by a line."""
+        """The loss on the probe and the score after so many steps, seconds or parameter-steps, between two looks by a line; of
+        the look with the lowest loss on the probe until then where the setting `keeps` it.
+        """
         while getattr(self, axis) < value:
             self.train(max(self.setting.steps // LOOKS, 1))
             self.look()
         along = [getattr(look, axis) for look in self.looks]
+        if self.setting.keeps:
+            best = min((look for look in self.looks if getattr(look, axis) <= value), key=lambda look: look.probe)
+            return best.probe, best.score
         probe, score = (
             np.interp(value, along, [getattr(look, name) for look in self.looks]) for name in ("probe", "score")
         )
@@ -377,7 +384,7 @@ def tuned(setting: Setting, ways: Sequence[Way]) -> dict[str, Any]:
                     run = grown(setting, arm, rate, TUNING)
                 else:
                     run = static(setting, arm * setting.first, rate, TUNING)
-                losses.append(least_finite(run.looks[-1].probe))
+                losses.append(least_finite(run.at("steps", setting.steps)[0] if setting.keeps else run.looks[-1].probe))
         except InputError as error:
             found[str(arm)] = str(error)
         else:
@@ -421,7 +428,8 @@ def study(setting: Setting, rates: Mapping[str, Any], seed: int) -> dict[str, An
             continue
         mine = grown(setting, way, rates[way], seed)
         untouched, width = of(setting.first), as_large(setting, mine.parameters, seed)
-        record: dict[str, Any] = {"grown": mine.looks[-1].score, "parameters": mine.parameters, "width": width}
+        score = mine.at("steps", mine.steps)[1] if setting.keeps else mine.looks[-1].score
+        record: dict[str, Any] = {"grown": score, "parameters": mine.parameters, "width": width}
         record["untouched, steps"] = untouched.at("steps", setting.steps)[1]
         record["untouched, seconds"] = untouched.at("seconds", mine.seconds)[1]
         large = of(width)
@@ -633,10 +641,16 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"part of a name: {', '.join(names)}; all")
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures of each seed")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways to grow in a new folder; all")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", help="sizes of the sweep, as multiples of the first width; 1 4 16"
+    )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first-seed", type=int, default=500)
     parser.add_argument(
         "--untuned", action="store_true", help="growth by seconds at each rate, with it kept or scaled at first"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="take of each training the network with the lowest loss on the probe"
     )
     parser.add_argument("--quick", action="store_true", help="50 steps and two seeds, to see that it runs")
     asked = parser.parse_args()
@@ -654,6 +668,7 @@ def main() -> None:
         setting = FROZEN_SETTING if name == FROZEN else SETTINGS[name]
         if asked.quick:
             setting = setting._replace(steps=DECISIONS)
+        setting = setting._replace(keeps=asked.keep, sizes=tuple(asked.sizes or setting.sizes))
         if name == FROZEN and asked.untuned:
             continue
         if name == FROZEN:

@@ -326,7 +326,7 @@ def test_a_verdict_goes_on_where_growth_has_ended():
     assert (growth.growths, growth.verdict) == ([], "")  # the loss falls on
     growth = trained(falling(20 * compute, power=-0.5, warmup=10), 0, 30)
     growth[3].cool_down(1000)
-    assert trained(growth, 30, 90)[3].verdict.endswith("has not fallen since")
+    assert "has not fallen since; the loss there is " in trained(growth, 30, 90)[3].verdict
 
 
 def test_a_state_keeps_its_probe_and_a_higher_limit_lets_a_network_grow_on():
@@ -369,8 +369,41 @@ def test_a_verdict_says_whether_the_loss_on_the_probe_is_lower_since_the_network
         again.load_state_dict(copy.deepcopy(growth.state_dict()))
         assert again.summary() == growth.summary()
     run = trained(falling(15 * compute, power=-0.5, warmup=10), 0, 65)
-    assert run[3].verdict.startswith("size does not matter here: the loss on the probe was lowest, ")
-    assert run[3].verdict.endswith("has not fallen since, before the network was due to be wider")
+    assert run[3].verdict.startswith("no larger size was tried: the loss on the probe was lowest, ")
+    assert "has not fallen since, before the network was due to be wider; the loss there is " in run[3].verdict
+
+
+def test_a_parameter_that_no_optimizer_holds_is_named_before_the_first_step():
+    model = made()[0]
+    own = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    with pytest.warns(
+        GrowthWarning, match=r"requires gradients, and is none of the SGD's; if a further optimizer trains it"
+    ):
+        esper.AnytimeGrowth(model, torch.optim.SGD(own, 0.1), example=texts(0)[:, :-1])
+
+
+def test_a_loop_keeps_the_network_with_the_lowest_loss_on_the_probe_where_data_are_few():
+    losses: list[float] = []
+
+    def loss(output, y):  # falls until the tenth look, and rises from then on
+        losses.append(abs(len(losses) - 9) + 1.0)
+        return torch.full((len(output),), losses[-1]) + 0 * output.mean((1, 2))
+
+    run = made(probe=[(texts(99)[:, :-1], texts(99)[:, 1:])], loss=loss, ratio=1e9)
+    losses.clear()  # the probe is tried when the object is made
+    improved = []
+    for step in range(150):
+        trained(run, step, step + 1)
+        if run[3].improved:
+            improved.append(step + 1)
+    assert len(improved) == 10
+    assert len(losses) > 15
+    said = f"the loss on the probe was lowest, 1, after {improved[-1]} steps with {run[3].parameters:,} parameters"
+    assert (
+        run[3].verdict
+        == f"{said}; the loss there is {losses[-1]:.4g} now: keep growth.snapshot() where growth.improved"
+    )
+    assert run[3].verdict in repr(run[3])
 
 
 def test_a_run_that_watches_its_loss_is_resumed_to_the_same_bits():

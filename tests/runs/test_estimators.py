@@ -113,7 +113,7 @@ def test_an_anytime_plan_says_that_size_does_not_matter_where_the_loss_stops_fal
     model.fit(x, y)
     assert {look.units for look in model.looks_} == {16}
     assert (
-        "has 16: size does not matter here, as the loss on examples that are held back stopped falling" in model.growth_
+        "has 16: no larger size was tried, as the loss on examples that are held back stopped falling" in model.growth_
     )
     assert ", and it learns by heart, as the loss is " in model.growth_
 

@@ -134,7 +134,7 @@ class _Growing(BaseEstimator):
                         "the loss on examples that are held back stopped falling before the network was due to be wider"
                     )
                     if by_heart := _by_heart(found, _mean_loss(average, inputs[seen], target[seen], loss)):
-                        why = f"size does not matter here, as {why}, and {by_heart}"
+                        why = f"no larger size was tried, as {why}, and {by_heart}"
                 break
             if math.ceil(units * self.factor) > self.most_units:
                 why = f"more would exceed most_units={self.most_units:,}"
@@ -236,7 +236,7 @@ class GrowingClassifier(ClassifierMixin, _Growing):
 
     With plan='anytime' it grows as `esper.AnytimeGrowth` does, whose probe are the examples that are held back: when the loss on
     them begins to fall more slowly, with its average of the weights and its rates by size. Where that loss stops falling before
-    the first growth, and the network learns by heart, `growth_` says that size does not matter.
+    the first growth, and the network learns by heart, `growth_` says that no larger size was tried, and why.
 
     Args:
         layers: hidden layers

@@ -160,7 +160,8 @@ class AnytimeGrowth:
             not measured)
         rollbacks (list[dict]): where parameters were not finite: `step`, and the step whose network was `restored`
         why (str): why the network is not larger
-        verdict (str): whether a larger network had a lower loss on the probe, in a sentence; '' while that is not known
+        improved (bool): whether the loss on the probe was looked at in this step, and is the lowest so far
+        verdict (str): what the probe says of the sizes so far, in a sentence; '' while that is not known
 
     Raises:
         InputError: in one sentence, if the network cannot be wider as a whole, or an argument cannot be
@@ -226,6 +227,15 @@ class AnytimeGrowth:
         self.model, self._optimizers, self._example = model, each_of(optimizer), example
         for own in self._optimizers:
             check_optimizer(own, dict(model.named_parameters()))
+        held = {id(each) for own in self._optimizers for group in own.param_groups for each in group["params"]}
+        left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
+        if left:
+            own_of = " and ".join(f"the {type(own).__name__}'s" for own in self._optimizers)
+            warn(
+                f"{left[0]!r} requires gradients, and is none of {own_of}; if a further optimizer trains it, as beside Muon, "
+                "give all optimizers as a list, [muon, adamw], so that they follow growth",
+                GrowthWarning,
+            )
         self._handles: list[RemovableHandle] = []
         for own in self._optimizers:
             if any(each is own for other in _UNFINISHED if other._handles for each in other._optimizers):
@@ -270,6 +280,7 @@ class AnytimeGrowth:
         self._kept: tuple[int, list[Tensor], list[dict[Any, Any]]] | None = None
         self._due = ""  # why the network becomes wider, once it does
         self._loss: float | None = None  # on the probe, where it was looked at in this step
+        self._last_loss = -math.inf  # on the probe, at the last look since this object was made
         self._first, self._begun = self.parameters, time.perf_counter()
         self.steps = self.seen = self._since = 0
         self._cooling: tuple[int, int] | None = None  # since which step the rates fall, and in how many
@@ -348,6 +359,8 @@ class AnytimeGrowth:
             self._guard()
         self._loss, begun = None, time.perf_counter()
         grown = self._is_due(targets, size) and self._grow()
+        if self._probe is not None and self._loss is None and (not self._by_slope or self._look_at == math.inf):
+            self._look()  # for `improved` and `verdict` alone
         if self._log is not None:
             self._write(self._log, time.perf_counter() - begun if grown else None)
         return grown
@@ -355,8 +368,6 @@ class AnytimeGrowth:
     def _is_due(self, targets: Tensor | int, size: int) -> bool:
         """Return whether the network should become wider at this step; `why` and `_due` say why."""
         if self._look_at == math.inf:
-            if self._by_slope:
-                self._look()  # `verdict` goes on
             return False
         if self.cost == "seconds" and not self._timed(targets):
             return False
@@ -418,14 +429,39 @@ class AnytimeGrowth:
         }
 
     @property
-    def verdict(self) -> str:
-        """Whether a larger network had a lower loss on the probe, in a sentence; '' while that is not known.
+    def improved(self) -> bool:
+        """Whether the loss on the probe was looked at in this step, and is the lowest so far.
 
-        It is known where this loss decides, once the compute is four times that at the last growth, or, before any, at the lowest
-        loss.
+        It is looked at whenever the compute has risen by 8 %. Keep `snapshot()` then where data are few.
         """
+        return self._loss is not None and self._best()[2] == self.steps
+
+    def _best(self) -> tuple[int, float, int, float]:
+        """Return the parameters, the loss on the probe, the steps and the compute of the look with the lowest loss."""
+        return min(self._lowest, key=operator.itemgetter(1))
+
+    @property
+    def verdict(self) -> str:
+        """What the probe says of the sizes so far, in a sentence; '' while that is not known.
+
+        Where the loss on it decides, that is whether a larger network had a lower one, once the compute is four times that at the
+        last growth, or, before any, at the lowest loss. Everywhere it is whether that loss has risen since it was lowest.
+        """
+        if not self._lowest:
+            return ""
+        said = self._sizes_compared()
+        size, best, step, _ = self._best()
+        if _is_lower(best, self._last_loss):
+            where = (
+                f"the loss on the probe was lowest, {best:.4g}, after {counted(step, 'step')} with {size:,} parameters"
+            )
+            said = f"{said or where}; the loss there is {self._last_loss:.4g} now: keep growth.snapshot() where growth.improved"
+        return said
+
+    def _sizes_compared(self) -> str:
+        """Say whether a larger network had a lower loss on the probe; '' while that is not known."""
         sizes = self._lowest
-        if not self._by_slope or not sizes or sizes[-1][0] != self.parameters:
+        if not self._by_slope or sizes[-1][0] != self.parameters:
             return ""
         size, last, step, compute = sizes[-1]
         if self._compute < APART * (self._grown_at if self.growths else compute):
@@ -433,7 +469,7 @@ class AnytimeGrowth:
         if not self.growths:
             due = "" if self._look_at == math.inf else ", before the network was due to be wider"
             found = f"lowest, {last:.4g}, after {counted(step, 'step')}, and has not fallen since"
-            return f"size does not matter here: the loss on the probe was {found}{due}"
+            return f"no larger size was tried: the loss on the probe was {found}{due}"
         if len(sizes) < 2:
             return ""
         (smallest, first, *_), (own, best, *_) = sizes[0], min(sizes[1:], key=operator.itemgetter(1))
@@ -676,7 +712,7 @@ class AnytimeGrowth:
         with undisturbed(self.average):
             loss = float(self._probe.see(self.average)[0].mean()) if self._ranks.first else None
         loss = self._ranks.from_first(loss)
-        self._loss = loss if math.isfinite(loss) else None
+        self._loss, self._last_loss = (loss if math.isfinite(loss) else None), loss
         own = (self.parameters, loss, self.steps, self._compute)
         if self._loss is not None and (not self._lowest or self._lowest[-1][0] != own[0] or loss < self._lowest[-1][1]):
             self._lowest = [*(each for each in self._lowest if each[0] != own[0]), own]
