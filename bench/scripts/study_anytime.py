@@ -1,6 +1,6 @@
 """One growing network at every stop, beside the static width that hindsight would choose for that stop.
 
-    python bench/scripts/study_anytime.py                      # 8 seeds, four settings: three hours on two cores
+    python bench/scripts/study_anytime.py --page               # the tables of bench/docs/anytime.md: three hours of a core
     python bench/scripts/study_anytime.py --seeds 2 stdlib
 
 Texts: a byte transformer with one block (RMSNorm, heads of 16, a squared ReLU) on the sources of the standard library, on the
@@ -74,6 +74,9 @@ TARGETS = {f"{times:g} times the targets": {"sooner": 1 / times} for times in (1
 EARLY = (1 / 8, 1 / 4, 1 / 2)
 """Shares of the first stop at which networks are looked at too, for the comparison in seconds."""
 RATES = (4e-3, 8e-3, 1.6e-2)
+_TEXT = ((8e-3, 8e-3, 8e-3, 4e-3), 800, 8)
+PAGE = {"stdlib": _TEXT, "headers": _TEXT, "python": _TEXT, "letter": ((4e-3,) * 5, 600, 5)}
+"""The rates, the first seed and the number of seeds of each setting in the tables of bench/docs/anytime.md."""
 
 
 class Block(nn.Module):
@@ -529,6 +532,9 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"{', '.join(SETTINGS)}; all")
+    parser.add_argument(
+        "--page", action="store_true", help="settings, rates and seeds of bench/docs/anytime.md, batches of one size"
+    )
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--first", type=int, default=100, help="the first seed")
     parser.add_argument(
@@ -544,8 +550,11 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     results = {}
-    for name in asked.settings or ("stdlib", "headers", "python", "letter", "fashion"):
+    for name in asked.settings or (PAGE if asked.page else ("stdlib", "headers", "python", "letter", "fashion")):
         setting = SETTINGS[name]
+        if asked.page:
+            asked.rates, asked.first, asked.seeds = PAGE[name]
+            asked.equal_batches = True
         setting = setting._replace(stops=setting.stops[setting.stops < asked.most * 1e9])
         given = asked.rates and dict(zip((0, *setting.widths), asked.rates, strict=True))
         rates = given or tuned(name if setting.unit == "% error" else "stdlib")
