@@ -372,6 +372,7 @@ class Episode(Observer):
             "device": str(self.engine.device),
             "rows": self.engine.rows,
             **({} if (waits := self.run.hub.waits()) is None else {"outputs": waits}),
+            **({} if (waits := self.watch.waits()) is None else {"progress": waits}),
         }
 
 

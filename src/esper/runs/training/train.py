@@ -154,7 +154,8 @@ def train(
         timer = trainer.cohorts[0].engine.timer
 
         def summary(status: Status) -> Summary:
-            return {**trainer.summary(status), **({} if peers is None else {"workers": peers.summary()})}
+            shown = {} if (waits := watch.waits()) is None else {"progress": waits}
+            return {**trainer.summary(status), **({} if peers is None else {"workers": peers.summary()}), **shown}
 
         try:
             with run.recorded(row, lambda: summary("failed")), timer.memory("between steps", users=False):
