@@ -217,7 +217,8 @@ def begun(
 ) -> Turn:
     """A population of a task at the start of an episode. outputs: beside the file of the events."""
     task = esper.get_task(name)
-    asked = {"envs": envs, "steps": steps, "baselines": [], "telemetry": {"level": level}}
+    # on the CPU, also beside a GPU: the seconds of the processor are those of the whole step there
+    asked = {"envs": envs, "steps": steps, "device": "cpu", "baselines": [], "telemetry": {"level": level}}
     config = esper.build_config(task.defaults, asked)
     client = get_controller(controller, config)
     engine = VectorizedEngine(task, with_sensors(config, client))
@@ -273,7 +274,8 @@ def sizes(names: Sequence[str], steps: int = 1000, envs: int = 8) -> list[str]:
     for name in names:
         kinds, count = Counter[str](), 0
         with tempfile.TemporaryDirectory() as folder:
-            settings = {"envs": envs, "steps": steps, "baselines": [], "models": "none", "telemetry": {"level": "step"}}
+            settings: dict[str, Any] = {"envs": envs, "steps": steps, "device": "cpu", "telemetry": {"level": "step"}}
+            settings |= {"baselines": [], "models": "none"}
             esper.grow(name, settings, controller="heuristic", run=Path(folder) / "run", progress=False)
             for line in (Path(folder) / "run" / "events.jsonl").open("rb"):
                 kinds[msgspec.json.decode(line)["kind"]] += len(line)

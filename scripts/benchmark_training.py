@@ -9,8 +9,8 @@ included; *p95* is that of a whole step from one decision to the next. Shares ar
 step of all environments, *acting* a forward pass of the policy and the sampling, *storing* rewards and rollout, *updating* PPO,
 and *rows* making and writing them. *of the engine* is the time of a loop that waits in every step, over that of this loop.
 
-Cases: by E, with levels of telemetry; 100 episodes of E = 4 as a standard run; E = 8 by parameters and live seeds, which
-neither come nor go where there are any; and with products in bfloat16 or compiled passes.
+Cases: by E, with levels of telemetry; 25 rounds of four environments, 100 episodes in all, as a standard run; E = 8 by parameters
+and live seeds, which neither come nor go where there are any; and with products in bfloat16 or compiled passes.
 """
 
 import statistics
@@ -75,12 +75,11 @@ def cases(quick: bool) -> list[TrainingCase]:
         ]
     ways = ("eager", "bf16", "compiled")
     return [
-        TrainingCase(4, levels=("off", "step")),
-        TrainingCase(64, levels=LEVELS),
-        TrainingCase(256, levels=("off", "step")),
+        *(TrainingCase(envs, levels=LEVELS) for envs in (4, 64, 256)),
         TrainingCase(4, episodes=25),
         *(TrainingCase(8, width=width, live=live, steps=8) for width in (12, 74, 245) for live in (0, 1, 3)),
         TrainingCase(64, live=2, ways=ways, steps=8),
+        TrainingCase(8, width=74, live=3, ways=ways, steps=8),
         TrainingCase(8, width=245, live=3, ways=ways[:2], steps=8),
     ]
 
@@ -259,7 +258,9 @@ def findings(rows: Sequence[Mapping[str, Any]]) -> str:
     return (
         "The time of a loop in which a policy plants, over that of one that waits in every step: "
         f"{costs}. It goes to seeds of many kinds, each in a stack of its own, and not to the policy, its rollout or the rows. "
-        f"The time at level `step` over that at level `off`, by the clock: {step or 'not measured'}."
+        f"The time at level `step` over that at level `off`, by the clock: {step or 'not measured'}. Such ratios hold the noise "
+        "of the other processes, so the bound of 2 % in `scripts/check_speed.py` is on another figure: the seconds of the "
+        "processor in which rows are made and written, as a share of those of the steps at level `off`."
     )
 
 

@@ -6,6 +6,8 @@
     python scripts/benchmark_workers.py eval [--task repair] [--instances 8] [--seeds 2] [--turns 3]
     python scripts/benchmark_workers.py grow [--task digits-image] [--envs 64] [--steps 20] [--turns 3]
 
+Everything is computed on the CPU, also where there is a GPU.
+
 `ratio` trains with one worker and with two in turns, on the same shards, and prints the median seconds of a round of each,
 without the first round of a training, in which populations are made, and without the last, which validates. On a machine that
 other programs use, the processor seconds of the first worker say more: their ratio is what two free cores would come to.
@@ -116,7 +118,8 @@ def trained(asked: argparse.Namespace, envs: int, shards: int, workers: int) -> 
     """Train for a few rounds."""
     clock, task = Clock(), get_task(asked.task)
     ppo = {"rounds": asked.rounds, "imitation_rounds": 0, "validate_every": 10**6}
-    over = {"envs": envs, "shards": shards, "ppo": ppo, "telemetry": {"level": "off"}}
+    # on the CPU, also beside a GPU, which the workers would share: each is to have a core of its own
+    over = {"envs": envs, "shards": shards, "device": "cpu", "ppo": ppo, "telemetry": {"level": "off"}}
     if asked.steps is not None:
         over["steps"] = asked.steps
     config = training_configs([task], "quick", over)[0]
@@ -272,7 +275,7 @@ def patched(kind: type, **methods: Any) -> Iterator[None]:
 def gradient_bytes(asked: argparse.Namespace) -> int:
     """Return the bytes of a message of gradients: two numbers for each weight of the policy."""
     task = get_task(asked.task).sealed()
-    config = training_configs([task], "quick", {"envs": asked.envs_of_shard})[0]
+    config = training_configs([task], "quick", {"envs": asked.envs_of_shard, "device": "cpu"})[0]
     policy = Policy.fresh(Language.of([VectorizedEngine(task, config).space]), 0)
     return 8 * sum(parameter.numel() for parameter in policy.network.parameters())
 
@@ -445,9 +448,10 @@ def commanded(asked: argparse.Namespace, workers: int) -> tuple[float, float, An
         command = [sys.executable, "-m", "esper", asked.command]
         if asked.command == "eval":
             command += ["--tasks", asked.task, "--out", f"{folder}/out", "--baselines", "none"]
-            command += ["--instances", str(asked.instances), "--seeds", str(asked.seeds)]
+            command += ["--instances", str(asked.instances), "--seeds", str(asked.seeds), "--set", "device=cpu"]
         else:
             command += [asked.task, "--run", f"{folder}/out", "--envs", str(asked.envs), "--baselines", "none"]
+            command += ["--device", "cpu"]
             command += [] if asked.steps is None else ["--steps", str(asked.steps)]
         command += ["--workers", str(workers)] if workers else []
         begin = time.perf_counter()

@@ -130,7 +130,7 @@ def test_the_benchmark_of_reading_compares_examples_in_memory_with_those_that_ar
     run("benchmark_reading.py", "--workers", "1", "--kinds", "waits", "windows", "--out", "page.md", cwd=tmp_path)
     text = (tmp_path / "page.md").read_text()
     assert text.count("## Examples: ") == 2
-    assert text.count("| in memory | ") == text.count("| read ahead by 1 workers | ") == 2
+    assert text.count("| in memory | ") == text.count("| read ahead by 1 worker | ") == 2
 
 
 @pytest.mark.slow

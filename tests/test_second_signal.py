@@ -94,17 +94,22 @@ def task():
 """
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("grow", 0), ("grow", 2), pytest.param("train", 0, marks=pytest.mark.slow)]
+)
 def test_a_second_signal_while_an_example_is_read_saves_the_last_whole_step_and_leaves_no_worker(
-    tmp_path, monkeypatch, workers
+    tmp_path, monkeypatch, kind, workers
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORKERS", str(workers))
     Path("blocked.py").write_text(BLOCKED)
-    settings = ["--envs", "2", "--steps", "40", "--models", "none", "--baselines", "none"]
+    settings = {
+        "grow": ["--envs", "2", "--steps", "40", "--models", "none", "--baselines", "none"],
+        "train": ["--envs", "8", "--steps", "40", "--rounds", "1", "--set", "ppo.imitation_rounds=0"],
+    }[kind]
     settings += ["--set", "data.batch_size=32", "--set", "data.batches_per_step=4"]
     esper = [sys.executable, "-m", "esper"]
-    with begun([*esper, "grow", "blocked.py:task", *settings, "--run", "run"]) as process:
+    with begun([*esper, kind, "blocked.py:task", *settings, "--run", "run"]) as process:
         while not Path("stuck").exists():
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.01)
@@ -120,11 +125,11 @@ def test_a_second_signal_while_an_example_is_read_saves_the_last_whole_step_and_
     assert checkpoint is not None
     assert checkpoint.number > 1
     Path("mended").touch()
-    for command in (["resume", "run", "--task", "blocked.py:task"], ["grow", "blocked.py:task", *settings]):
+    for command in (["resume", "run", "--task", "blocked.py:task"], [kind, "blocked.py:task", *settings]):
         command += [] if command[0] == "resume" else ["--run", "straight"]
         with begun([*esper, *command]) as process:
             _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
     ends = [json.loads((Path(name) / "summary.json").read_text()) for name in ("run", "straight")]
-    assert ends[0]["test_loss"] == ends[1]["test_loss"]
-    assert ends[0]["steps_done"] == ends[1]["steps_done"]
+    for name in {"grow": ("test_loss", "steps_done"), "train": ("best_validation_objective", "rounds_done")}[kind]:
+        assert ends[0][name] == ends[1][name]

@@ -1,6 +1,7 @@
 import io
 import math
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from esper.karn.terminal.progress import Aside, Bar, Lines, figures, live
 from esper.leyline.intervals import mean_and_error
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Measurements, Seeds, View
+from esper.runs.grow import grow
+from esper.tamiyo.rules.baselines import Never
+from populations import blobs, small_config
 
 SUMMARY = {
     "status": "finished",
@@ -301,6 +305,24 @@ def test_progress_that_is_slow_holds_no_step_and_shows_the_first_the_last_and_ev
         file.goes_on.set()
     shown = [line.split()[1] if line.startswith("step") else line for line in file.getvalue().splitlines()]
     assert shown == ["1/40", "21/40", "exporting", "40/40"]
+    assert progress.waits() is None
+
+
+def test_waits_for_a_terminal_that_is_slower_than_its_lines_are_counted(monkeypatch, tmp_path):
+    class Slow(io.StringIO):
+        """A terminal that takes nothing until the run waits for it."""
+
+        def write(self, text):
+            while progress.waits() is None:
+                time.sleep(0.001)
+            return super().write(text)
+
+    monkeypatch.setattr(Aside, "LINES", 0)
+    config = small_config({"envs": 2, "steps": 3, "models": "none"})
+    with Aside(Lines(Console(file=Slow()), 3, "accuracy", seconds=0.0)) as progress:
+        summary = grow(blobs(), config, Never(), tmp_path / "run", progress)
+    assert summary["progress"]["waits"] >= 1
+    assert summary["progress"]["waiting_seconds"] >= 0
 
 
 def test_waits_for_outputs_are_mentioned_where_they_are_long():

@@ -25,6 +25,7 @@ from esper.store.checkpoint import Checkpoints
 from esper.store.lock import Lock
 from esper.tamiyo.rules.baselines import Never, RandomValid
 from esper.tasks.hosts.factories import MLP
+from journals import events
 from populations import blobs, small_config
 
 ENVS, STEPS = 3, 6
@@ -353,6 +354,41 @@ def test_an_error_of_a_reward_ends_the_training_as_failed_and_it_can_be_resumed(
     assert_failed(tmp_path / "run", "Broken", "the reward is broken")
     resumed = train(tasks, configs, tmp_path / "run", opening=Opening(resume=True), reward=Payer(10**9))
     assert (resumed["status"], resumed["rounds_done"]) == ("finished", 2)
+
+
+def streamed_training(folder, left=None, **opening):
+    """A training of one round of imitation and two of learning, each with a validation; reading fails after so many examples."""
+    data = Lost()
+    data.left = left
+    tasks, ppo = [streamed(data)], {**SHORT["ppo"], "imitation_rounds": 1}
+    over = {"ppo": ppo, "data": {**SHORT["data"], "read_ahead": 0}, "checkpoint": {"every_seconds": 0}}
+    return train(tasks, training_configs(tasks, "quick", SHORT, over), folder, opening=Opening(**opening))
+
+
+@pytest.fixture(scope="module")
+def streamed_straight(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streamed") / "run"
+    streamed_training(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("left", "step"),
+    [
+        pytest.param(366, 1, id="imitating"),
+        pytest.param(498, 3, id="validating imitation", marks=pytest.mark.slow),
+        pytest.param(630, 6, id="learning"),
+        pytest.param(696, 7, id="validating", marks=pytest.mark.slow),
+        pytest.param(894, 11, id="validating at the end", marks=pytest.mark.slow),
+    ],
+)
+def test_a_training_goes_on_behind_its_last_whole_step_where_reading_failed(streamed_straight, tmp_path, left, step):
+    with pytest.raises(UserCodeError, match=f"continues after step {step}, that of the last checkpoint"):
+        streamed_training(tmp_path / "run", left)
+    streamed_training(tmp_path / "run", resume=True)
+    for path in (streamed_straight / "controller").iterdir():
+        assert (tmp_path / "run" / "controller" / path.name).read_bytes() == path.read_bytes()
+    assert events(tmp_path / "run") == events(streamed_straight)
 
 
 def test_a_training_in_which_every_row_was_rolled_back_in_every_step_ends_behind_its_first_round(tmp_path):

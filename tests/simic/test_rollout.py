@@ -1,4 +1,4 @@
-"""The memory of a round: what was written is what is read, and only what is unfinished is bootstrapped."""
+"""The memory of a round: what was written is what is read, in whole sequences, and a full or an empty one says so."""
 
 import numpy as np
 import pytest

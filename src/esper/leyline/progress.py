@@ -1,7 +1,7 @@
 """Show the progress of a run or of other work: the protocols that show it, and an estimate of how long it takes."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from esper.leyline.lifecycle.view import View
 from esper.leyline.text import duration
@@ -19,6 +19,9 @@ class ProgressWatch(Protocol):
     def answer(self, text: str) -> None:
         """Show the answer to Ctrl-C, even if progress is not shown."""
 
+    def waits(self) -> dict[str, Any] | None:
+        """Return how often and how long the run has waited because progress was shown more slowly; None if it never has."""
+
 
 class Progress(Protocol):
     """Shows the progress of a training."""
@@ -28,6 +31,9 @@ class Progress(Protocol):
 
     def note(self, text: str) -> None:
         """Show a line, such as the name of the next phase."""
+
+    def waits(self) -> dict[str, Any] | None:
+        """Return how often and how long the run has waited because progress was shown more slowly; None if it never has."""
 
 
 class Silent:
@@ -40,6 +46,9 @@ class Silent:
     def note(self, text: str) -> None: ...
 
     def answer(self, text: str) -> None: ...
+
+    def waits(self) -> dict[str, Any] | None:
+        return None
 
 
 class Pace:

@@ -50,7 +50,7 @@ from esper.runs.figures import (
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
-from esper.runs.folder.run_folder import RunFolder, run_row, save_checkpoint
+from esper.runs.folder.run_folder import LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.verdict import compared_networks, verdict
 from esper.runs.workers.shard import Derive
 from esper.runs.workers.sharded import ShardedEngine, check_workers, start_shards
@@ -58,7 +58,6 @@ from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions
 from esper.store.checkpoint import Checkpoints
 from esper.store.disk import write_folder
 from esper.store.files import BEST, MODELS
-from esper.store.tensors import StateCopy
 from esper.tamiyo.catalog import with_sensors
 from esper.tolaria.early_stopping import UNDER_WAY, stopping_figures
 from esper.tolaria.engine import TaskEngine, VectorizedEngine
@@ -164,7 +163,7 @@ def grow(
                 summary = _close(episode, journal, interrupt, status)
         except KeyboardInterrupt:
             # a further SIGINT, which ends the process at once
-            if episode.unsaved:
+            if episode.last.unsaved(episode.store):
                 watch.answer("interrupted again: the last whole step is saved; another Ctrl-C leaves that out")
                 episode.broken()
             run.hub.emit(row("interrupted"))
@@ -272,10 +271,7 @@ class Episode(Observer):
     steps: int = 0
     seconds: float = 0.0  # duration of the steps alone
     before: float = 0.0  # duration of the run before it was resumed [seconds]
-    # a copy of the state, and the steps after which it was taken, if this process reads examples by batch: reading may fail
-    # within a step
-    copy: StateCopy = field(default_factory=StateCopy)
-    whole: int | None = None
+    last: LastWholeStep = field(default_factory=LastWholeStep)  # kept if this process reads examples by batch
 
     def begin(self) -> None:
         """Begin a new episode with its first decision, or restore that of the checkpoint from which the run continues."""
@@ -308,9 +304,7 @@ class Episode(Observer):
         population = self.engine.population
         reads = isinstance(population, StackedPopulation) and population.data.problems[0].source is not None
         if store is not None and reads:
-            self.whole = None  # the copy is no whole state while it is written over
-            self.copy.take({**self.run.hub.state(), **self._state()})
-            self.whole = self.steps
+            self.last.take(self.run.hub, self.steps, self._state())
         return True
 
     def stepped(self, step: Step) -> None:
@@ -329,22 +323,9 @@ class Episode(Observer):
         rollbacks = int(self.engine.governor.record.found.sum())
         self.watch.step(step.after, self.engine.rows * self.steps / self.seconds, rollbacks)
 
-    @property
-    def unsaved(self) -> bool:
-        """Whether the last whole step is known and no checkpoint has it."""
-        return self.whole is not None and self.store is not None and self.whole > self.store.last
-
     def broken(self) -> None:
         """Write a checkpoint of the last whole step, if it is known."""
-        if not self.unsaved:
-            return
-        assert self.whole is not None, "it is not saved"
-        assert self.store is not None, "nothing is saved without"
-        try:
-            self.run.hub.flush()
-            self.store.write(self.whole, self.copy.tree())
-        except Exception as error:
-            self.watch.note(f"no checkpoint could be written after a step failed: {error}")
+        self.last.save(self.run.hub, self.store, self.watch.note)
 
     def failed(self, view: View) -> None:
         """Write a checkpoint of the steps so far; the controller's error is raised again afterwards."""
@@ -391,6 +372,7 @@ class Episode(Observer):
             "device": str(self.engine.device),
             "rows": self.engine.rows,
             **({} if (waits := self.run.hub.waits()) is None else {"outputs": waits}),
+            **({} if (waits := self.watch.waits()) is None else {"progress": waits}),
         }
 
 

@@ -54,7 +54,11 @@ def training_progress(shown: Any) -> AbstractContextManager[Progress]:
 
 
 def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
-    """Return a function that prints a line of an evaluation; None if nothing is shown."""
+    """Return a function that prints a line of an evaluation; None if nothing is shown.
+
+    It prints in the thread of the caller and not in one aside: there is a line for a population and not for a step, and all
+    of them are to be there before the record is printed.
+    """
     if not is_shown(shown, Console(stderr=True)) or sys.stderr is None:
         return None
     stream = steady(sys.stderr)
@@ -169,7 +173,7 @@ class Aside:
     """Shows progress in a thread, so that a step does not wait for a terminal that is slow or stopped.
 
     Of the steps that come while another is shown, the thread shows the newest. It shows every line and every round; where more
-    than `LINES` of them are not shown yet, the run waits.
+    than `LINES` of them are not shown yet, the run waits, which its summary says.
     """
 
     LINES = 1000
@@ -199,6 +203,10 @@ class Aside:
         self._show(partial(self.shown.note, text))
 
     answer = note
+
+    def waits(self) -> dict[str, Any] | None:
+        known = self._backlog
+        return {"waits": known.waits, "waiting_seconds": round(known.waited, 3)} if known.waits else None
 
     def _show(self, *jobs: Callable[[], None]) -> None:
         with self._lock:

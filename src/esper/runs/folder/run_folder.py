@@ -50,6 +50,7 @@ from esper.store.files import (
     to_json,
 )
 from esper.store.lock import LOCK, Lock, is_lock
+from esper.store.tensors import StateCopy
 from esper.tolaria.runtime import resolve_device
 
 _OWN = re.compile(
@@ -418,3 +419,31 @@ def save_checkpoint(
     emit_checkpoints(hub, store)
     hub.flush()
     store.begin(steps, {**hub.state(), **state()}, best)
+
+
+class LastWholeStep:
+    """Keeps a copy of the state before each step, for a run that reads examples by batch: reading may fail within a step."""
+
+    def __init__(self) -> None:
+        self._copy = StateCopy()
+        self._steps: int | None = None  # steps after which the copy was taken; None where there is none
+
+    def take(self, hub: Hub, steps: int, state: Mapping[str, Any]) -> None:
+        """Copy the state of the hub and of the run after some steps, in place of the copy before."""
+        self._steps = None  # an interrupt may end the copying
+        self._copy.take({**hub.state(), **state})
+        self._steps = steps
+
+    def unsaved(self, store: Checkpoints | None) -> bool:
+        """Return whether there is a copy that is newer than the last checkpoint."""
+        return store is not None and self._steps is not None and self._steps > store.last
+
+    def save(self, hub: Hub, store: Checkpoints | None, note: Callable[[str], None]) -> None:
+        """Write the copy as a checkpoint if it is newer than the last one, and tell `note` if that fails."""
+        if store is None or self._steps is None or self._steps <= store.last:
+            return
+        try:
+            hub.flush()
+            store.write(self._steps, self._copy.tree())
+        except Exception as error:  # the error that ended the step is raised again, and not this one
+            note(f"no checkpoint could be written after a step failed: {error}")

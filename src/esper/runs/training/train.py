@@ -34,7 +34,7 @@ from esper.runs.figures import Status, Summary
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, PAID, Opening, fitting, with_cohorts
-from esper.runs.folder.run_folder import RunFolder, run_row, save_checkpoint
+from esper.runs.folder.run_folder import LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.training.cohort import (
     LED,
     Cohort,
@@ -154,12 +154,16 @@ def train(
         timer = trainer.cohorts[0].engine.timer
 
         def summary(status: Status) -> Summary:
-            return {**trainer.summary(status), **({} if peers is None else {"workers": peers.summary()})}
+            shown = {} if (waits := watch.waits()) is None else {"progress": waits}
+            return {**trainer.summary(status), **({} if peers is None else {"workers": peers.summary()}), **shown}
 
         try:
             with run.recorded(row, lambda: summary("failed")), timer.memory("between steps", users=False):
                 status = _rounds(trainer, peers, run, interrupt, watch)
         except KeyboardInterrupt:
+            if trainer.last.unsaved(run.store):
+                watch.note("interrupted again: the last whole step is saved; another Ctrl-C leaves that out")
+                trainer.last.save(run.hub, run.store, watch.note)
             run.end(row("interrupted"), summary("interrupted"), at_once=True)
             raise
         whole = summary(status)
@@ -223,6 +227,9 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
             assert peers is not None, "a worker that is alone exchanges nothing"
             trainer.use(alone)  # ends the connections to the workers that are left
             peers.restart()
+        except Exception:  # of a Dataset, whose code can raise any error, in a step, a new episode or a validation
+            trainer.last.save(run.hub, run.store, watch.note)
+            raise
 
 
 class RoundHistory:
@@ -278,16 +285,21 @@ class RoundHistory:
 class Pause(Observer):
     """Counts the steps of a training, writes checkpoints that are due or end it, and stops it on an interrupt.
 
-    Several workers stop only between rounds, and write no checkpoint within a round.
+    Several workers stop only between rounds, and write no checkpoint within a round. One that is alone and reads examples by
+    batch also copies its state before each step.
     """
 
     def __init__(self, trainer: "Trainer", interrupt: Interrupt) -> None:
         self.trainer, self.interrupt, self.asked = trainer, interrupt, False
 
     def going(self, view: View) -> bool:
-        self.asked, store = self.interrupt.asked, self.trainer.store
-        if store is not None and self.trainer.exchange.size == 1 and (store.due(self.trainer.steps) or self.asked):
-            self.trainer.save()
+        trainer = self.trainer
+        self.asked, store = self.interrupt.asked, trainer.store
+        if store is not None and trainer.exchange.size == 1:
+            if store.due(trainer.steps) or self.asked:
+                trainer.save()
+            if trainer.reads:
+                trainer.last.take(trainer.hub, trainer.steps, trainer.whole_state())
         return not self.asked
 
     def stepped(self, step: Step) -> None:
@@ -332,6 +344,7 @@ class Trainer:
         self.cohorts, self.policy, self.config = cohorts, policy, config
         self.hub = hub or Hub()
         self.store: Checkpoints | None = None  # without it no checkpoint is written
+        self.last = LastWholeStep()
         self.started = time.perf_counter()  # start of the run, as if it had never been interrupted [seconds]
         self.round_begun = self.started  # [seconds]
         self.learner = learner_of(policy, config)
@@ -512,11 +525,16 @@ class Trainer:
 
     def save(self, best: bool = False) -> None:
         """Write a checkpoint, unless no step was taken since the last. best: whether its validation score is the best so far."""
+        save_checkpoint(self.hub, self.store, self.steps, self.whole_state, best)
 
-        def state() -> dict[str, Any]:
-            return {"seconds": time.perf_counter() - self.started, "trainer": self.state()}
+    def whole_state(self) -> dict[str, Any]:
+        """Return the state of the run, without that of its hub; the tensors share memory."""
+        return {"seconds": time.perf_counter() - self.started, "trainer": self.state()}
 
-        save_checkpoint(self.hub, self.store, self.steps, state, best)
+    @property
+    def reads(self) -> bool:
+        """Whether the episode that has begun reads its examples by batch."""
+        return self.cohorts[self._unfinished].engine.population.waits is not None
 
     def summary(self, status: Status) -> Summary:
         """Return the settings, the best round, the figures of the last rounds, and the numbers of rollbacks and refusals."""
