@@ -638,7 +638,9 @@ def main() -> None:
     """Measure what is not there yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = (*SETTINGS, FROZEN)
-    parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"part of a name: {', '.join(names)}; all")
+    parser.add_argument(
+        "settings", nargs="*", metavar="SETTING", help=f"a name, or a part of names: {', '.join(names)}; all"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the figures of each seed")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways to grow in a new folder; all")
     parser.add_argument(
@@ -660,7 +662,7 @@ def main() -> None:
     given = dict[str, dict[str, Any]]()
     seeds = range(asked.first_seed, asked.first_seed + (2 if asked.quick else asked.seeds))
     for name in names:
-        if asked.settings and not any(part in name for part in asked.settings):
+        if asked.settings and not any(part == name if part in names else part in name for part in asked.settings):
             continue
         folder = (
             asked.out / ("quick" if asked.quick else "") / name.replace(" ", "-").replace("/", "-").replace(",", "")
