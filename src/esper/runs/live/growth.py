@@ -443,13 +443,14 @@ class Growth:
     def summary(self) -> dict[str, Any]:
         """Return what became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
-        `verdict` says in one line what is known of whether growth paid. `stopped` says since which step nothing was measured, and
-        why; None while something can happen. `outlook` says what training on and another seed promise. `loss` is that on the
-        probe at the last decision, and `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for
+        `verdict` says in one line what is known of whether growth paid. `stopped` says since which step nothing was measured,
+        and why; None while something can happen. `outlook` says what training on and another seed promise. `loss` is that on
+        the probe at the last decision, and `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for
         `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient, seats that are free
-        left out. `widened` maps the layers that got the units of seeds to their widths before and after, and `beside` the sites
-        whose seeds are part of no layer after `finish` to their blueprints; `architecture` says both in one line, with the reason
-        why a seed is beside. Each list has its last 500 entries, and `unlisted` counts the earlier ones.
+        left out. `seconds` says what growing cost, by part; they differ between two runs that are equal otherwise. `widened`
+        maps the layers that got the units of seeds to their widths before and after, and `beside` the sites whose seeds are
+        part of no layer after `finish` to their blueprints; `architecture` says both in one line, with the reason why a seed is
+        beside. Each list has its last 500 entries, and `unlisted` counts the earlier ones.
         """
         state, population = self.engine.state, self.population
         host = int(population.host_params[0])
@@ -490,6 +491,7 @@ class Growth:
             "host_params": host,
             "added_params": added,
             "trained_params": population.grafts.trained_params(),
+            "seconds": self.seconds,
             "architecture": self.architecture,
             "beside": dict(self.beside),
             "widened": {name: list(widths) for name, widths in self.widened.items()},
