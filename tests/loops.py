@@ -33,6 +33,11 @@ def stages(growth):
     return [Stage(int(stage)).name for stage in growth.engine.state.seeds.stage[0]]
 
 
+def repeatable(growth):
+    """The summary of a growth without its seconds, which differ between two runs that are equal otherwise."""
+    return {name: value for name, value in growth.summary().items() if name != "seconds"}
+
+
 def equal(one, other):
     """Whether two trees hold the same, bit for bit; modules are compared by their tensors."""
     if isinstance(one, dict):

@@ -21,7 +21,7 @@ from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth
-from loops import stages
+from loops import repeatable, stages
 from populations import Script
 
 EVERY, STEPS = 2, 26
@@ -285,7 +285,7 @@ def train(name, rank=0, size=1, folder=None, cases=CASES):
             state = growth.state_dict()  # every process takes part
             if rank == 0 and folder is not None:
                 torch.save(state, folder / f"{name} from {step + 1}.pt")
-    summary = growth.summary()
+    summary = repeatable(growth)
     trained = {key: gather(value).clone() for key, value in model.state_dict().items()}
     if case.wrap in ("before", "after", "bare") and folder is not None:
         growth.save_adapter(folder / f"adapter of {name}")

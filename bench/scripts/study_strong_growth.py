@@ -14,12 +14,13 @@ The budget of the seeds is that of the setting, and there are 50 decisions in a 
 
 AdamW at a constant rate; what is read is the average of the weights over about the last tenth of the steps, for every arm. Each
 arm and each size of the sweep has the best of four rates, by its loss on the probe with another seed, which counts for nothing
-else. So the sweep does not pay for rates out of its budget. Seconds are those of the processor, one thread, without those of
-measuring. In `frozen body` seeds are compared with LoRA and a bypass from the input around the body, of at least their size, and
-with training all of it. `letter` and `fashion` need the Debian packages r-cran-mlbench (with `rdata`) and
-dataset-fashion-mnist; they are left out, with a sentence, where these are not installed. Figures of each seed are kept in the
-folder, so that a run that is broken off goes on. Prints the tables in Markdown; differences are in points (a hundredth of the
-accuracy, or 1 % of the loss), with paired 95 % t intervals, and above 0 where the grown network is better.
+else; static has the rate of the nearest size of the sweep. So the sweep does not pay for rates out of its budget. Seconds are
+those of the processor, one thread, without those of measuring. In `frozen body` seeds are compared with LoRA and a bypass from
+the input around the body, of at least their size, and with training all of it. `letter` and `fashion` need the Debian packages
+r-cran-mlbench (with `rdata`) and dataset-fashion-mnist; they are left out, with a sentence, where these are not installed.
+Figures of each seed are kept in the folder, so that a run that is broken off goes on. Prints the tables in Markdown;
+differences are in points (a hundredth of the accuracy, or 1 % of the loss), with paired 95 % t intervals, and above 0 where the
+grown network is better.
 """
 
 import argparse
@@ -564,14 +565,21 @@ def points(mine: float, other: float) -> float:
     return 100 * (mine - other) / (-other if other < 0 else 1)
 
 
-def report(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """The tables, of all settings whose figures are there."""
+def report(
+    figures: Mapping[str, Sequence[Mapping[str, Any]]], ratios: Sequence[float] = (2.0,), without: str | None = None
+) -> str:
+    """The tables, of all settings whose figures are there.
+
+    ratios: the settings in which a step takes at least so many times as long at the end have means of their own.
+    without: part of the names of settings that one more mean leaves out.
+    """
     lines = [
         "| setting | grows | untouched | grown | over untouched, steps | seconds | times its seconds | over static, steps "
         "| seconds | times its seconds | over sweep, compute | seconds | parameters | a step, last to first |",
         "|" + "---|" * 14,
     ]
-    gains: dict[tuple[str, str, bool], list[list[float]]] = {}
+    gains: dict[tuple[str, str], dict[str, list[float]]] = {}  # by way and arm: those of each seed, by setting
+    lasts = dict[tuple[str, str], float]()  # by way and setting
     for name, records in figures.items():
         for way in WAYS:
             mine = [record[way] for record in records if way in record]
@@ -584,12 +592,12 @@ def report(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             }
             times = {key: float(np.median([one[key] for one in mine])) for key in ("times untouched", "times static")}
             cells = [name, way, f"{mean['untouched, steps']:.3f}", f"{mean['grown']:.3f}"]
-            last = float(np.median([one["step, last to first"] for one in mine]))
+            lasts[way, name] = last = float(np.median([one["step, last to first"] for one in mine]))
             for arm in ("untouched", "static", "sweep"):
                 for axis in ("compute" if arm == "sweep" else "steps", "seconds"):
                     key = f"{arm}, {axis}"
                     gain = [points(one["grown"], one[key]) for one in mine]
-                    gains.setdefault((way, key, last >= 2), []).append(gain)
+                    gains.setdefault((way, key), {})[name] = gain
                     cells.append(spread(gain, "+.1f"))
                 if arm != "sweep":
                     cells.append(f"{times[f'times {arm}']:.2f}")
@@ -601,14 +609,22 @@ def report(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         "| mean over settings | grows | settings | " + " | ".join(ARMS) + " |",
         "|" + "---|" * (3 + len(ARMS)),
     ]
-    for dear in (True, False):
-        for way in WAYS:
-            there = [gains[way, key, dear] for key in ARMS if (way, key, dear) in gains]
-            if there:
-                shared = min(len(one) for one in there[0])
-                cells = [spread(np.mean([one[:shared] for one in each], 0).tolist(), "+.1f") for each in there]
-                kind = "a step costs at least twice as much at the end" if dear else "others"
-                lines.append(f"| {kind} | {way} | {len(there[0])} | {' | '.join(cells)} |")
+    kinds: dict[str, Callable[[str, str], bool]] = {
+        f"a step takes at least {ratio:g} times as long at the end": lambda way, name, ratio=ratio: (
+            lasts[way, name] >= ratio
+        )
+        for ratio in ratios
+    }
+    kinds["the others"] = lambda way, name: lasts[way, name] < min(ratios)
+    if without is not None:
+        kinds[f"all but {without}"] = lambda way, name: without not in name
+    kinds["all"] = lambda way, name: True
+    for (kind, holds), way in itertools.product(kinds.items(), WAYS):
+        there = [[one for name, one in gains.get((way, key), {}).items() if holds(way, name)] for key in ARMS]
+        if there[0]:
+            shared = min(len(one) for one in there[0])
+            cells = [spread(np.mean([one[:shared] for one in each], 0).tolist(), "+.1f") for each in there]
+            lines.append(f"| {kind} | {way} | {len(there[0])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -654,6 +670,14 @@ def main() -> None:
     parser.add_argument(
         "--keep", action="store_true", help="take of each training the network with the lowest loss on the probe"
     )
+    parser.add_argument(
+        "--ratios",
+        nargs="+",
+        type=float,
+        default=(2.0,),
+        help="means over the settings in which a step takes at least so many times as long at the end; 2",
+    )
+    parser.add_argument("--without", metavar="SETTING", help="part of the names that one more mean leaves out; none")
     parser.add_argument("--quick", action="store_true", help="50 steps and two seeds, to see that it runs")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -693,7 +717,8 @@ def main() -> None:
     if asked.untuned:
         print(report_untuned(given))
         return
-    print("\n\n".join(([report(figures)] if figures else []) + ([report_frozen(frozen)] if frozen else [])))
+    tables = [report(figures, asked.ratios, asked.without)] if figures else []
+    print("\n\n".join([*tables, *([report_frozen(frozen)] if frozen else [])]))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ READS, WRITES = 5, 8
 
 
 def fold(model, x, *averages, agree=bool):
-    """Fold the seed at the one site, with one pass on an input."""
-    return fold_all((model, *averages), "a", [lambda network: network(x)], agree)
+    """Fold the seed at the one site, with one pass on an input; returns whether."""
+    return fold_all((model, *averages), "a", [lambda network: network(x)], agree) is None
 
 
 KINDS = (Kind.VECTOR, Kind.SEQUENCE)
@@ -273,7 +273,7 @@ def test_a_seed_that_changes_less_than_the_rounding_of_a_weight_stays_beside():
 def test_outputs_of_infinities_are_compared_as_what_they_are():
     model = behind_layer(built())
     masked = [lambda network: {"logits": network(inputs()).masked_fill(inputs()[:, :1] > 0, -torch.inf)}]
-    assert fold_all((model,), "a", masked)
+    assert fold_all((model,), "a", masked) is None
 
 
 CONVOLUTIONS = {1: (nn.Conv1d, Sequence(WRITES, "BCL")), 2: (nn.Conv2d, Map(WRITES)), 3: (nn.Conv3d, Volume(WRITES))}

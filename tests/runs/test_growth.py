@@ -23,7 +23,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth
 from loops import LIFE as KEPT_AND_REMOVED
-from loops import equal, stages
+from loops import equal, repeatable, stages
 from populations import Script
 
 WIDTH, EVERY = 6, 2
@@ -195,6 +195,8 @@ def test_a_life_passes_through_its_stages_at_the_decisions_of_the_script():
     assert [entry["site"] for entry in summary["keeps"]] == ["stem"]
     assert [entry["site"] for entry in summary["prunes"]] == ["one"]
     assert summary["status"] == "growing"
+    assert list(summary["seconds"]) == ["incubation", "probe", "decisions", "rest"]
+    assert min(summary["seconds"].values()) > 0
     params = sum(parameter.numel() for parameter in planted_at(growing.model, "stem").parameters())
     assert summary["verdict"].startswith(f"Not resolved whether growth paid: 1 seed with {params:,} parameters, ")
     assert "no network without growth was trained beside this one" in summary["verdict"]
@@ -289,7 +291,7 @@ def test_a_training_resumed_in_any_stage_is_the_one_that_was_never_stopped(stop,
     assert equal(resumed.model.state_dict(), straight.model.state_dict())
     assert equal(resumed.ema.state_dict(), straight.ema.state_dict())
     assert equal(resumed.growth.state_dict(), straight.growth.state_dict())
-    assert resumed.growth.summary() == straight.growth.summary()
+    assert repeatable(resumed.growth) == repeatable(straight.growth)
 
 
 class Warm(nn.Module):

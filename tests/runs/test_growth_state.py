@@ -18,7 +18,7 @@ from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Sequence, Vector
 from esper.runs.live.growth import Growth
 from esper.runs.live.growth_state import describe
-from loops import equal, stages
+from loops import equal, repeatable, stages
 from populations import Script
 
 WIDTH, EVERY = 4, 2
@@ -239,12 +239,12 @@ def test_a_state_stays_as_large_as_it_is_however_many_seeds_come_and_go(monkeypa
     for _ in range(2):
         train(grown, EVERY * 24)
         sizes.append(sum(1 for _ in entries(grown[0].state_dict())))
-    summary = grown[0].summary()
+    summary = repeatable(grown[0])
     assert sizes[0] == sizes[1]
     assert (len(summary["plantings"]), len(summary["prunes"]), len(summary["keeps"])) == (4, 4, 0)
     again, _ = growth(controller=Script(script), settings=settings)
     again.load_state_dict(grown[0].state_dict())
-    assert again.summary() == summary
+    assert repeatable(again) == summary
     assert summary["unlisted"] == {"plantings": 8, "keeps": 0, "prunes": 8}
 
 

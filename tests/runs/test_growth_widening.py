@@ -83,6 +83,10 @@ def test_a_kept_seed_around_a_pair_becomes_units_of_its_layers_and_the_network_l
     assert (growth.folded, growth.widened) == (["pair"], {"0": (2, 18)})
     assert growth.summary()["widened"] == {"0": [2, 18]}
     assert growth.summary()["beside"] == {}
+    assert (
+        growth.architecture == growth.summary()["architecture"] == "0: 5 -> 2 became 5 -> 18; 2: 2 -> 6 became 18 -> 6"
+    )
+    assert repr(growth).endswith(f"): {growth.architecture}")
     assert repr(network) == repr(host(18))
     assert not is_grafted(network)
     for one, other in zip(before, outputs(network, average.module), strict=True):
@@ -111,24 +115,25 @@ class Read(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("build", "freeze"),
+    ("build", "freeze", "why"),
     [
-        (lambda: host(between=nn.GELU), "none"),
-        (lambda: host(extra=nn.BatchNorm1d), "none"),
-        (lambda: host(extra=nn.LayerNorm), "none"),
-        (lambda: host(extra=Read), "none"),
-        (lambda: host(bias=False), "none"),
-        (host, "host"),
+        (lambda: host(between=nn.GELU), "none", "a GELU runs between '0' and '2'"),
+        (lambda: host(extra=nn.BatchNorm1d), "none", "a BatchNorm1d runs between '0' and '3'"),
+        (lambda: host(extra=nn.LayerNorm), "none", "a LayerNorm runs between '0' and '3'"),
+        (lambda: host(extra=Read), "none", "a Read runs between '0' and '3'"),
+        (lambda: host(bias=False), "none", "'0' has no bias that could take that of the seed"),
+        (host, "host", "a weight that it would change is frozen"),
     ],
     ids=["another function", "BatchNorm", "LayerNorm", "another reader", "no bias", "frozen"],
 )
-def test_a_pair_that_cannot_be_wider_keeps_its_seed_beside_and_its_bits(build, freeze):
+def test_a_pair_that_cannot_be_wider_keeps_its_seed_beside_and_its_bits(build, freeze, why):
     model = build()
     growth, optimizer, average = grown(model, freeze=freeze)
     before, state = outputs(model, average.module), copy.deepcopy(model.state_dict())
     network = growth.finish()
     assert (growth.folded, growth.widened) == ([], {})
     assert growth.summary()["beside"] == growth.beside == {"pair": "bypass-mlp"}
+    assert growth.architecture == f"bypass-mlp at 'pair' stays beside: {why}"
     assert all(torch.equal(one, other) for one, other in zip(before, outputs(network, average.module), strict=True))
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
     train(network, optimizer, average, 0)

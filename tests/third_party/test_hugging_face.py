@@ -9,7 +9,7 @@ import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import InputError
 from esper.tolaria.live.groups import OWNER
-from loops import LIFE, SETTINGS, STAGES, equal, stages
+from loops import LIFE, SETTINGS, STAGES, equal, repeatable, stages
 from populations import Script
 
 tf = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
@@ -82,7 +82,7 @@ def training(folder, *, arguments=None, watched=False, **options):
 def test_a_training_resumed_by_the_trainer_in_any_stage_is_the_one_that_was_never_stopped(tmp_path):
     trainer, growing, watch = training(tmp_path / "straight", watched=True)
     trainer.train()
-    state, summary = growing.growth.state_dict(), growing.growth.summary()
+    state, summary = growing.growth.state_dict(), repeatable(growing.growth)
     assert growing.growth.calls == STEPS
     sites = list(growing.growth.population.network.sites)
     assert [entry["site"] for entry in summary["keeps"]] == [sites[0]]
@@ -94,7 +94,7 @@ def test_a_training_resumed_by_the_trainer_in_any_stage_is_the_one_that_was_neve
         again.train(resume_from_checkpoint=str(tmp_path / stage / f"checkpoint-{step}"))
         assert equal(again.model.state_dict(), trainer.model.state_dict()), stage
         assert equal(resumed.growth.state_dict(), state), stage
-        assert resumed.growth.summary() == summary
+        assert repeatable(resumed.growth) == summary
         assert equal(again.optimizer.state_dict(), trainer.optimizer.state_dict()), stage
 
 

@@ -20,7 +20,7 @@ from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth import Growth
-from loops import LIFE, SETTINGS, STAGES, equal, stages
+from loops import LIFE, SETTINGS, STAGES, equal, repeatable, stages
 from populations import Script
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed: pip install -e '.[lightning]'")
@@ -161,7 +161,7 @@ def test_a_training_resumed_by_the_trainer_in_any_stage_is_the_one_that_was_neve
     watch = Watch(growing)
     trainer.callbacks.insert(1, watch)
     trainer.fit(module, loader)
-    state, summary = growing.growth.state_dict(), growing.growth.summary()
+    state, summary = growing.growth.state_dict(), repeatable(growing.growth)
     assert trainer.global_step == EPOCHS * BATCHES == growing.growth.calls
     assert [entry["site"] for entry in summary["keeps"]] == ["0"]
     assert [entry["site"] for entry in summary["prunes"]] == ["2"]
@@ -172,7 +172,7 @@ def test_a_training_resumed_by_the_trainer_in_any_stage_is_the_one_that_was_neve
         assert other.losses == module.losses[(epoch + 1) * BATCHES * 2 :], stage
         assert equal(other.state_dict(), module.state_dict()), stage
         assert equal(resumed.growth.state_dict(), state), stage
-        assert resumed.growth.summary() == summary
+        assert repeatable(resumed.growth) == summary
         mine, theirs = (each.optimizers[0].state_dict() for each in (again, trainer))
         assert equal(mine, theirs), stage
         frozen = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
@@ -206,7 +206,7 @@ def test_the_trainer_grows_as_a_loop_of_ones_own_does(tmp_path):
             scheduler.step()
             growth.step()
     assert equal(plain.state_dict(), module.state_dict())
-    assert growth.summary() == growing.growth.summary()
+    assert repeatable(growth) == repeatable(growing.growth)
     finished = growing.growth.finish()
     assert finished is module is growing.network
     assert any(".esper." in name for name in finished.state_dict())

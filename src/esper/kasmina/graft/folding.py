@@ -19,12 +19,16 @@ from esper.kasmina.graft.sharding import fill, gather, gather_module, reshard
 from esper.leyline.errors import is_out_of_memory
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.text import with_article
 
 LINEAR = (Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows)
 """Modules whose change is W u + b at every position."""
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 """Layers that a seed folds into: the weight has the features written, those read, and the sides of a kernel."""
+
+_ALIKE = (nn.ReLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity)
+"""Modules between two layers that treat further units as a seed does."""
 
 Pass = Callable[[nn.Module], Any]
 """A forward pass of a network on a batch; returns the output."""
@@ -38,7 +42,7 @@ def fold(
     agree: Callable[[bool], bool] = bool,
     *,
     pairs: bool = True,
-) -> bool:
+) -> str | None:
     """Fold the seed at a site into weights and biases of linear layers: in a network and its moving averages, or in none.
 
         before:  W x + b + alpha (V x + c)                     becomes  (W + alpha V) x + b + alpha c
@@ -54,20 +58,25 @@ def fold(
     other parameters, which are larger.
 
     networks: the network, then its moving averages. agree: makes one decision of those of several processes, which all
-    call this. pairs: whether layers may become wider. Returns whether the seed was folded. The seed itself is not removed.
+    call this. pairs: whether layers may become wider. Returns None if the seed was folded, otherwise why
+    it was not, to be read behind a colon. The seed itself is not removed.
     """
     changes = []
     with undisturbed(*networks):
         for network in networks:
             reshard(network)
-            changed = _changes(network, name) or (_wider(network, name) if pairs else None)
-            if changed is None:
-                return False
+            changed = _changes(network, name)
+            if isinstance(changed, str) and (as_units := _wider(network, name, pairs)) is not None:
+                changed = as_units
+            if isinstance(changed, str):
+                return changed
             changes.append(changed)
         holders = [parameter for part in networks[0].modules() for parameter in part._parameters.values()]
         for change in changes[0]:
-            if not change.held.requires_grad or sum(each is change.held for each in holders) > 1:
-                return False
+            if not change.held.requires_grad:
+                return f"a {change.name} that it would change is frozen"
+            if sum(each is change.held for each in holders) > 1:
+                return f"a {change.name} that it would change belongs to two modules"
         # every process makes every pass, because those of a sharded network wait for each other
         same = [
             _same_output(network, name, changed, run)
@@ -75,13 +84,13 @@ def fold(
             for run in passes
         ]
     if not agree(all(same)):
-        return False
+        return _difference(networks[0], name, changes[0], passes)
     for changed in changes:
         for change in changed:
             change.carry_out()
             if change.width is not None:
                 setattr(change.part, *change.width)
-    return True
+    return None
 
 
 class _Change(NamedTuple):
@@ -124,56 +133,97 @@ def successor(held: nn.Parameter, value: Tensor) -> nn.Parameter:
     return made
 
 
-def _changes(network: nn.Module, name: str) -> list[_Change] | None:
-    """Return the weight of a site's layer, and its bias where that changes, each with its folded value; None if there is none."""
+def _difference(network: nn.Module, name: str, changes: Sequence[_Change], passes: Sequence[Pass]) -> str:
+    """Return why outputs differ: what stands between the two layers that a site spans, as far as that is a module."""
+    other = "the outputs would differ, as where a weight is also used elsewhere or is computed before each pass"
+    if not passes or not any(change.width for change in changes):
+        return other
+    site, runs = sites_of(network)[name], list[nn.Module]()
+    leaves = [part for part in network.modules() if not any(True for _ in part.children())]
+    spanned = [network.get_submodule(path) for path in (site.around, site.after)]
+    handles = [leaf.register_forward_pre_hook(lambda leaf, _: runs.append(leaf)) for leaf in {*leaves, *spanned}]
+    with undisturbed(network):
+        passes[0](network)
+    for handle in handles:
+        handle.remove()
+    first, second = (runs.index(layer) for layer in spanned)
+    kinds = dict.fromkeys(type(part).__name__ for part in runs[first + 1 : second] if not isinstance(part, _ALIKE))
+    if not kinds:
+        return other
+    run = "runs" if len(kinds) == 1 else "run"
+    return f"{' and '.join(map(with_article, kinds))} {run} between {site.around!r} and {site.after!r}"
+
+
+def _changes(network: nn.Module, name: str) -> list[_Change] | str:
+    """Return the weight of a site's layer, and its bias where that changes, each with its folded value, or why there is none."""
     site, planted = sites_of(network)[name], planted_at(network, name)
     layer = network.get_submodule(site.after)
     assert planted is not None, "there must be a seed to fold"
     reads_input = planted.tap == Tap.BEFORE and site.around == site.after
-    if not (_is_layer(layer) and planted.blend == Blend.ADD and (reads_input or planted.tap == Tap.HERE)):
-        return None
+    if planted.blend != Blend.ADD:
+        return f"by the blend {planted.blend.name} what it adds depends on the stream"
+    if not is_layer(layer):
+        return _no_layer(site.after)
+    if not reads_input and planted.tap != Tap.HERE:
+        return f"it reads neither what {site.after!r} reads nor what it returns"
     linear = _linear(planted.seed.delta, layer.weight.shape[1 if reads_input else 0], layer.weight.device)
     if linear is None:
-        return None
+        return "its change is not linear"
     kernel, shift = linear
     weight, alpha = gather(layer.weight).double(), planted.alpha.double()
     bias = None if layer.bias is None else gather(layer.bias).double()
     if reads_input:
         centred = _centred(kernel, layer)
         if centred is None:
-            return None
+            return _other_kernel(site.after)
         more, moved = centred, shift
     elif kernel.dim() > 2:
-        return None
+        return f"it reads several positions of what {site.after!r} returns"
     else:
         more, moved = torch.tensordot(kernel, weight, 1), shift if bias is None else kernel @ bias + shift
     changed = [_Change(layer, "weight", (weight + alpha * more).to(layer.weight.dtype))]
     if moved.count_nonzero():
         if bias is None or layer.bias is None:
-            return None
+            return _no_bias(site.after)
         changed.append(_Change(layer, "bias", (bias + alpha * moved).to(layer.bias.dtype)))
     return changed
 
 
-def _wider(network: nn.Module, name: str) -> list[_Change] | None:
-    """Return the parameters of the two layers that a site spans, with the hidden units of its seed; None if they cannot grow."""
+def _no_layer(path: str) -> str:
+    return f"{path!r} is no Linear and no convolution without groups, or computes its weights before each pass"
+
+
+def _other_kernel(path: str) -> str:
+    return f"the kernel, stride or padding of {path!r} reads other positions"
+
+
+def _no_bias(path: str) -> str:
+    return f"{path!r} has no bias that could take that of the seed"
+
+
+def _wider(network: nn.Module, name: str, pairs: bool) -> list[_Change] | str | None:
+    """Return the parameters of the two layers that a site spans, with the hidden units of its seed, or why they cannot grow.
+
+    None if the seed has no hidden units of the kind that layers have. pairs: whether layers may become wider.
+    """
     site, planted = sites_of(network)[name], planted_at(network, name)
     first, second = network.get_submodule(site.around), network.get_submodule(site.after)
     assert planted is not None, "there must be a seed to fold"
     delta = planted.seed.delta.seed if isinstance(planted.seed.delta, Channelwise) else planted.seed.delta
-    if not (
-        first is not second
-        and _is_layer(first)
-        and _is_layer(second)
-        and isinstance(delta, MLPSeed)
-        and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD)
-        and first.weight.shape[0] == second.weight.shape[1]
-    ):
+    if not isinstance(delta, MLPSeed) or (planted.tap, planted.blend) != (Tap.BEFORE, Blend.ADD):
         return None
+    if first is second:
+        return "it has hidden units, and spans one layer and not two"
+    if not pairs:
+        return "layers become wider in one process alone"
+    if not (is_layer(first) and is_layer(second)):
+        return _no_layer(site.after if is_layer(first) else site.around)
+    if first.weight.shape[0] != second.weight.shape[1]:
+        return f"{site.after!r} does not read the features that {site.around!r} writes"
     alpha, units = planted.alpha, first.weight.shape[0] + len(delta.inner.weight)
     inner, out = _centred(delta.inner.weight, first), _centred(alpha * delta.out.weight, second)
     if inner is None or out is None:
-        return None
+        return _other_kernel(site.around if inner is None else site.after)
     writes, reads = (
         ("out_features" if isinstance(first, nn.Linear) else "out_channels"),
         ("in_features" if isinstance(second, nn.Linear) else "in_channels"),
@@ -182,15 +232,18 @@ def _wider(network: nn.Module, name: str) -> list[_Change] | None:
         _Change(first, "weight", torch.cat([first.weight, inner]), (writes, units)),
         _Change(second, "weight", torch.cat([second.weight, out], 1), (reads, units)),
     ]
-    for layer, more, own in ((first, delta.inner.bias, True), (second, alpha * delta.out.bias, False)):
+    for path, layer, more, own in (
+        (site.around, first, delta.inner.bias, True),
+        (site.after, second, alpha * delta.out.bias, False),
+    ):
         if layer.bias is not None:
             changed.append(_Change(layer, "bias", torch.cat([layer.bias, more]) if own else layer.bias + more))
         elif more.count_nonzero():
-            return None
+            return _no_bias(path)
     return changed
 
 
-def _is_layer(layer: nn.Module) -> TypeGuard[Layer]:
+def is_layer(layer: nn.Module) -> TypeGuard[Layer]:
     """Return whether a seed can fold into a layer: its weight and bias are parameters, not computed before each pass."""
     own = layer._parameters
     if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or getattr(layer, "groups", 1) != 1:

@@ -379,7 +379,8 @@ class HeuristicConfig(Section):
     weak_blueprints: tuple[str, ...] = ("bypass-mlp", "bypass-conv-3x3")
     """blueprints for any other slot, and where inner features are not measured; the first that fits is planted"""
     nominated: int = Field(2, ge=1)
-    """most seeds that incubate at once where it is measured what is missing at the sites, as in esper.Growth [seeds]"""
+    """most seeds that incubate at once where it is measured what is missing at the sites, as in esper.Growth; of this and
+    lifecycle.max_training_seeds, the smaller holds [seeds]"""
     missing_ratio: float = Field(0.3, ge=0, le=1)
     """of these sites, one is nominated where at least this share is missing of what is missing at the one that lacks most"""
     spare_steps: int = Field(0, ge=0)

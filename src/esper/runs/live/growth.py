@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS, Blueprint, get_blueprint
+from esper.kasmina.graft.folding import is_layer
 from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
@@ -201,8 +202,9 @@ class Growth:
         self.every, self.calls, self.finished = _optimizer_steps("every", every), 0, False
         self.model, self.mode = network, mode
         self.folded: list[str] = []  # sites whose seeds became part of layers
-        # the blueprint of each kept seed that `finish` could not make part of layers, by site
+        # the blueprint of each kept seed that `finish` could not make part of layers, by site, and why it could not
         self.beside: dict[str, str] = {}
+        self.why_beside: dict[str, str] = {}
         self.widened: dict[str, tuple[int, int]] = {}  # layers that got units by that: their widths before and after
         self._tried: set[int] = set()  # slots of kept seeds that are not units of layers
         self._first_shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
@@ -348,11 +350,13 @@ class Growth:
             if planted_at(self.model, site.name) is not None and seeds.stage[0, slot] != Stage.FOSSILIZED:
                 population.free(site.name)
         for site in population.sites:
-            if planted_at(self.model, site.name) is not None and population.fold(site.name):
+            if (seed := planted_at(self.model, site.name)) is None:
+                continue
+            if (why_not := population.fold(site.name)) is None:
                 self.folded.append(site.name)
                 population.free(site.name)
-            elif (seed := planted_at(self.model, site.name)) is not None and seed.recipe is not None:
-                self.beside[site.name] = seed.recipe.blueprint
+            elif seed.recipe is not None:
+                self.beside[site.name], self.why_beside[site.name] = seed.recipe.blueprint, why_not
         self._note_widths()
         population.grafts.settle()
         self.frozen.release()
@@ -439,13 +443,14 @@ class Growth:
     def summary(self) -> dict[str, Any]:
         """Return what became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
 
-        `verdict` says in one line what is known of whether growth paid. `stopped` says since which step nothing was measured, and
-        why; None while something can happen. `outlook` says what training on and another seed promise. `loss` is that on the
-        probe at the last decision, and `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for
+        `verdict` says in one line what is known of whether growth paid. `stopped` says since which step nothing was measured,
+        and why; None while something can happen. `outlook` says what training on and another seed promise. `loss` is that on
+        the probe at the last decision, and `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for
         `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient, seats that are free
-        left out. `widened` maps the layers that got the units of seeds to their widths before and after, and `beside` the sites
-        whose seeds are part of no layer after `finish` to their blueprints. Each list has its last 500 entries, and `unlisted`
-        counts the earlier ones.
+        left out. `seconds` says what growing cost, by part; they differ between two runs that are equal otherwise. `widened`
+        maps the layers that got the units of seeds to their widths before and after, and `beside` the sites whose seeds are
+        part of no layer after `finish` to their blueprints; `architecture` says both in one line, with the reason why a seed is
+        beside. Each list has its last 500 entries, and `unlisted` counts the earlier ones.
         """
         state, population = self.engine.state, self.population
         host = int(population.host_params[0])
@@ -486,6 +491,8 @@ class Growth:
             "host_params": host,
             "added_params": added,
             "trained_params": population.grafts.trained_params(),
+            "seconds": self.seconds,
+            "architecture": self.architecture,
             "beside": dict(self.beside),
             "widened": {name: list(widths) for name, widths in self.widened.items()},
             "rollbacks": self.engine.governor.record.counts()["rollbacks"],
@@ -493,6 +500,26 @@ class Growth:
             "unlisted": dict(self.engine.seed_history.unlisted),
             "explanations": sentences,
         }
+
+    @property
+    def architecture(self) -> str:
+        """How the network differs from the one that was given, in one line: the layers that have other widths, and after
+        `finish` the seeds that stay beside their layers, each with the reason (`why_beside`). Empty while nothing differs.
+
+            0: 64 -> 4 became 64 -> 20; 2: 4 -> 32 became 20 -> 32
+            bypass-mlp at '2' stays beside: a GELU runs between '0' and '2'
+
+        Widths are the features that a layer reads and those that it writes.
+        """
+        changes = []
+        for name, before in self._resized().items():
+            path, _, entry = name.rpartition(".")
+            if entry == "weight" and is_layer(layer := self.model.get_submodule(path)):
+                now = layer.weight.shape
+                changes.append(f"{path}: {before[1]} -> {before[0]} became {now[1]} -> {now[0]}")
+        for site, blueprint in self.beside.items():
+            changes.append(f"{blueprint} at {site!r} stays beside: {self.why_beside[site]}")
+        return "; ".join(changes)
 
     @property
     def stopped(self) -> str | None:
@@ -658,9 +685,9 @@ class Growth:
     def __repr__(self) -> str:
         name, state = type(self.model).__name__, self.engine.state
         stopped = "" if self._stopped is None else f", stopped={self._stopped[0]}"
-        return (
-            f"Growth({name}, sites={len(self.population.sites)}, steps={self.calls}, decisions={state.step}{stopped})"
-        )
+        changed = f": {self.architecture}" if self.architecture else ""
+        sites = len(self.population.sites)
+        return f"Growth({name}, sites={sites}, steps={self.calls}, decisions={state.step}{stopped}){changed}"
 
     def _resized(self) -> dict[str, torch.Size]:
         """Return the parameters of the host that have other shapes than when growth began, by name: their shapes then."""

@@ -233,17 +233,18 @@ class LivePopulation:
             twin.forget(self._prefix(name))
         self.grafts.free(name)
 
-    def fold(self, name: str) -> bool:
-        """Fold a seed into its layers, in the network and its averages, if their outputs on the probe allow it; return whether.
+    def fold(self, name: str) -> str | None:
+        """Fold a seed into its layers, in the network and its averages, if their outputs on the probe allow it.
 
+        Returns None if it was folded, otherwise why it was not.
         Layers become wider in one process alone: DistributedDataParallel and `fully_shard` know the sizes of parameters.
         """
         passes = self.probe_batches.passes() if self.ranks.first or self.ranks.together else []
         before = dict(self.network.named_parameters())
         pairs = self.ranks.size == 1 and self.shared.wrapper is None and not is_sharded(self.network)
-        folded = fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed, pairs=pairs)
+        why_not = fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed, pairs=pairs)
         follow([self.groups.optimizer], before, dict(self.network.named_parameters()))
-        return folded
+        return why_not
 
     def absorb(self, slot: int) -> bool:
         """Make a kept seed further units of the two layers that its site spans, if the outputs on the probe stay; return whether.
@@ -257,7 +258,7 @@ class LivePopulation:
         seed = sum(
             parameter.numel() for parameter in self.network.get_submodule(site.after).get_submodule(CHILD).parameters()
         )
-        if not self.fold(site.name):
+        if self.fold(site.name) is not None:
             return False
         self.free(site.name)
         self.twins = dict.fromkeys(self.twins)
