@@ -39,19 +39,21 @@ def blocks(page, language):
 
 RUN_ELSEWHERE = [
     "README.md",
+    "add-a-layer.md",
     "duckdb.md",
     "exporters.md",
     "gym.md",
     "how-wide.md",
     "lora-ranks.md",
     "more-data.md",
+    "pruned-or-quantised.md",
     "saving.md",
     "sites.md",
     "trainers.md",
     "widening.md",
     *(page.name for page in WALKTHROUGHS),
 ]
-"""Pages whose own test runs their python: it compares what they print, takes fewer steps, or needs an extra."""
+"""Pages whose own test runs their python: it compares what they print, takes fewer steps, needs an extra, or is not slow."""
 
 
 @pytest.mark.slow

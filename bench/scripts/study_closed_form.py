@@ -1,4 +1,4 @@
-"""The correction in closed form on the held-out cases of `docs/benchmarks/heal-images.md`, beside the damaged hosts.
+"""The correction in closed form on the held-out cases of `bench/docs/heal-images.md`, beside the damaged hosts.
 
     python bench/scripts/study_closed_form.py
 

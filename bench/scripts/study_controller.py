@@ -64,7 +64,7 @@ Record = dict[str, Any]
 Job = tuple[Callable[..., str], tuple[Any, ...]]
 
 NEVER, BEST_THERE, ORACLE, TREE = 0.680, 0.743, 0.809, 0.821
-"""docs/benchmarks/headroom.md, instances 0 to 199 by 3 seeds: J of never growing, of the fixed schedule that is best on these
+"""bench/docs/headroom.md, instances 0 to 199 by 3 seeds: J of never growing, of the fixed schedule that is best on these
 very instances, of the unbiased oracle over 28 schedules, and of a tree model on all ranks and losses at step 4."""
 
 RESTRICTED = 8192
@@ -120,7 +120,7 @@ TITLES: Mapping[str, tuple[str, str]] = MappingProxyType(
 TOGETHER = "standard, all seeds"
 ROUNDS = {"quick": 60, "standard": 150}
 """Rounds of a training; the presets of these names were of this length when the study was made."""
-PAGE = Path(__file__).parents[1] / "docs/benchmarks/controller.md"
+PAGE = Path(__file__).parents[1] / "docs/controller.md"
 
 
 class Size(NamedTuple):
@@ -616,7 +616,7 @@ def main() -> None:
     parser.add_argument("--oracle", type=float, default=ORACLE, help="J of the unbiased oracle of headroom.md")
     parser.add_argument("--fixed", type=float, default=BEST_THERE, help="J of the best fixed schedule of headroom.md")
     parser.add_argument("--machine", default=platform.machine(), help="what it runs on, in words, for the page")
-    parser.add_argument("--page", type=Path, help="write the page to this file; docs/benchmarks/controller.md")
+    parser.add_argument("--page", type=Path, help="write the page to this file; bench/docs/controller.md")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     parts = arguments.parts or PARTS

@@ -1,6 +1,6 @@
 """Learned controllers on `heal`, beside trees: a contextual bandit, PPO over plans, and PPO over single decisions.
 
-    python bench/scripts/collect_healing.py FIGURES/training --part training --cases 480   # those of docs/benchmarks/heal.md
+    python bench/scripts/collect_healing.py FIGURES/training --part training --cases 480   # those of bench/docs/heal.md
     python bench/scripts/study_learners.py plans FIGURES OUT
     python bench/scripts/study_learners.py train FIGURES OUT --seeds 3
     python bench/scripts/study_learners.py decisions FIGURES OUT

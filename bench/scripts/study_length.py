@@ -1,6 +1,6 @@
 """Length and early stopping on scikit-learn's diabetes data: R2 on the test split at one, two and four times the default length.
 
-    python bench/scripts/study_length.py              # prints the table of docs/benchmarks/length.md
+    python bench/scripts/study_length.py              # prints the table of bench/docs/length.md
     python bench/scripts/study_length.py --quick      # one division of the data, short runs
 
 Divisions of the data differ by the seed of the task. scikit-learn's MLP of the grown network's size stands beside, without and

@@ -3,7 +3,7 @@
     train    three controllers on `repair-full` by the preset quick, which imitate the heuristic first
     search   the best fixed plan of the menu of `repair` and of that of `repair-full`, on training instances
     grow     all contenders and the static networks on held-out instances that no other study has grown
-    tables   print the tables of docs/benchmarks/repair.md
+    tables   print the tables of bench/docs/repair.md
 
 python bench/scripts/study_repair.py PART ... [--out DIR] [--machine WORDS] [--quick]
 

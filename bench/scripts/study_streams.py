@@ -2,7 +2,7 @@
 
     python bench/scripts/study_streams.py tune --out bench/docs/streams.json       # settings, on training keys
     python bench/scripts/study_streams.py measure --settings bench/docs/streams.json --out runs/streams
-    python bench/scripts/study_streams.py table --out runs/streams                      # the tables of docs/benchmarks/streams.md
+    python bench/scripts/study_streams.py table --out runs/streams                      # the tables of bench/docs/streams.md
 
 `tune` plays four settings of every method on the same training streams, on recurring contexts over a shared trunk and on a
 mixture of all changes, and writes the best of each into a file, in place of what it held. `measure` plays held-out streams with

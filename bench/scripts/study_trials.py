@@ -1,4 +1,4 @@
-"""What trials of candidates in copies of the rows are worth on `heal`, and their compute (docs/benchmarks/heal.md).
+"""What trials of candidates in copies of the rows are worth on `heal`, and their compute (bench/docs/heal.md).
 
     python bench/scripts/study_trials.py FOLDER --part fresh --cases 48 --starts 2 --steps 8
 
@@ -50,7 +50,7 @@ class Figures(NamedTuple):
 
 
 def contenders(steps: list[int]) -> dict[str, Contender]:
-    """The best fixed plan of docs/benchmarks/heal.md, which is `uniform`, and the rules without and with trials."""
+    """The best fixed plan of bench/docs/heal.md, which is `uniform`, and the rules without and with trials."""
     found = {BEST: fixed([Placed(UNIFORM)])[UNIFORM.name]}
     for rule in RULES:
         found[rule] = _contender(rule, partial(get_controller, rule))

@@ -1,4 +1,4 @@
-"""Rules on hosts with one damaged site and with two, and what plans at two slots bring (docs/benchmarks/heal.md).
+"""Rules on hosts with one damaged site and with two, and what plans at two slots bring (bench/docs/heal.md).
 
     python bench/scripts/study_two_sites.py FOLDER --part training --starts 1 --plans --settings "two sites"
     python bench/scripts/study_two_sites.py FOLDER

@@ -39,7 +39,7 @@ from esper.nissa.rows import (
     StepRow,
     WideningRow,
 )
-from esper.runs.configuration import PRESETS, TRAINING
+from esper.runs.configuration import PRESETS, TRAINING, training_configs
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import Opening, cohort_configs
 from esper.runs.training.cohort import cohorts_of, sample_instances, settings_of_policy
@@ -480,3 +480,12 @@ def test_a_run_is_replaced_only_when_asked(tmp_path):
     assert digest(tmp_path / "run") == before
     train(task, configs(task, quick, {"seed": 1}), tmp_path / "run", opening=Opening(overwrite=True))
     assert digest(tmp_path / "run") != before
+
+
+def test_an_untrained_policy_keeps_at_least_one_seed_an_episode_at_the_defaults():
+    (config,) = training_configs([get_task("repair")], "quick", {"envs": 16, "ppo": {"update_epochs": 1}})
+    cohorts = cohorts_of(get_task("repair").sealed(), config)
+    language, asked = Language.of([cohorts[0].engine.space]), config.ppo
+    policy = Policy.fresh(language, config.seed, settings_of_policy(config), asked.decisions_per_step, asked.undo_bias)
+    # The episodes of a round come before its update, so those of the first one are of the untrained policy.
+    assert Trainer(cohorts, policy, config).learn(0, Interrupt())["kept"] >= 1
