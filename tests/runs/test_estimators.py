@@ -150,6 +150,14 @@ def test_a_sentence_about_a_size_is_true(digits):
         assert model.units_ == int(path.split()[-1])
 
 
+def test_units_that_do_not_fit_into_memory_are_refused_before_any_is_allocated(digits):
+    x, _, y, _ = digits
+    wanted = r"with units=10,000,000 in 2 layers takes at least 1,862,\d+\.\d GiB of memory, and .* free on cpu; give fewer units"
+    for estimator in (esper.GrowingClassifier, esper.GrowingRegressor):
+        with pytest.raises(InputError, match=wanted):
+            estimator(units=10**7, most_units=10**7).fit(x, y)
+
+
 def test_few_rows_constant_columns_and_values_that_are_too_large():
     x, y = load_diabetes(return_X_y=True)
     for rows in (2, 3, 5):

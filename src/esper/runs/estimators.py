@@ -21,7 +21,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 from esper.runs.live.anytime import AnytimeGrowth
-from esper.tolaria.live.widening import widen
+from esper.tolaria.live.widening import check_free, widen
 
 LOOK = 50
 """Steps of the optimizer between two looks at the examples that are held back."""
@@ -93,6 +93,11 @@ class _Growing(BaseEstimator):
         train, held = _divided(len(x), self.held_out, strata, key)
         self.scaler_ = StandardScaler().fit(x[train.numpy()])
         inputs = self._standardized(x)
+        layers, units = int(self.layers), int(self.units)
+        numbers = (x.shape[1] + 1) * units + (layers - 1) * (units + 1) * units + (units + 1) * outputs
+        # A number is a weight, its gradient, two moments of AdamW and its moving average, of four bytes each.
+        what = f"training a network with units={units:,} in {counted(layers, 'layer')}"
+        check_free(torch.device("cpu"), 5 * 4 * numbers, what, "give fewer units or layers")
         with drawn_with(key):
             network = _mlp(x.shape[1], self.units, outputs, self.layers).float()
         optimizer = torch.optim.AdamW(network.parameters(), self.rate)

@@ -171,13 +171,17 @@ def check_growable(model: Any, name: str) -> None:
 
 
 def check_memory(networks: Sequence[nn.Module], size: float, what: str, mend: str) -> None:
-    """Raise InputError if that many bytes for each network are more than its device has free."""
+    """Raise InputError if that many bytes for each network that grows are more than its device has free."""
     device = next((parameter.device for parameter in networks[0].parameters()), torch.device("cpu"))
+    check_free(device, len(networks) * size, f"growing the {type(networks[0]).__name__} {what}", mend)
+
+
+def check_free(device: torch.device, needed: float, what: str, mend: str) -> None:
+    """Raise InputError if something takes more bytes than a device has free."""
     free = available_memory(device)
-    if (needed := len(networks) * size) > free:
+    if needed > free:
         raise InputError(
-            f"growing the {type(networks[0]).__name__} {what} takes at least {needed / 2**30:,.1f} GiB of memory, and "
-            f"{free / 2**30:,.1f} GiB are free on {device}; {mend}"
+            f"{what} takes at least {needed / 2**30:,.1f} GiB of memory, and {free / 2**30:,.1f} GiB are free on {device}; {mend}"
         )
 
 
