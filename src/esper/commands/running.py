@@ -112,8 +112,8 @@ def train(
         str,
         Option(
             metavar="quick|standard|long",
-            help="Length of the training: 2,432, 30,592 or 96,512 episodes of a task; on repair 7 minutes, 1.7 or 5 hours of a "
-            "core, on heal 20 minutes, 3 or 9 hours.",
+            help="Length of the training: 2,432, 30,592 or 96,512 episodes of a task; on repair 5 minutes, 1 or 3 hours of a "
+            "core, on heal 9 minutes, 2 or 6 hours.",
         ),
     ] = "quick",
     rounds: Annotated[
