@@ -2,6 +2,7 @@
 
     python bench/scripts/study_lora_ranks.py                    # 5 seeds of 2 transformers
     python bench/scripts/study_lora_ranks.py digits --seeds 10
+    python bench/scripts/study_lora_ranks.py digits --arms uniform AdaLoRA    # with PEFT installed
 
 `bytes` is a causal transformer of two blocks, pretrained on the sources of Python's standard library and adapted to its help
 topics; `digits` one of three blocks that reads an image row by row, adapted to images that are turned by a quarter. Only LoRA
@@ -14,9 +15,12 @@ trains, at the linear layers of the blocks, with a scale of 1: W + B A. Arms:
   W, so the directions with the largest s_k^2 / (o + i) are bought until the size is reached.
 - `gradient, relative`: the same with s_k^2 divided by the mean square of the gradient of a batch of 32, because Adam takes steps
   whose length does not depend on that of the gradient.
+- `AdaLoRA` (arXiv 2303.10512), as PEFT has it: from half as many directions again, rounded up, it drops the least important
+  ones while it trains, until as many are left as `uniform` has. It counts directions, which cost more at some layers than at
+  others, so its size is printed.
 
-The rate of each arm and size is the best of three on seed 100. Prints a table in Markdown: test loss, and paired differences
-from `uniform` with 95 % intervals.
+The rate of each arm and size is the best of three on seed 100, of four for `AdaLoRA`. Prints a table in Markdown: test loss, and
+paired differences from `uniform` with 95 % intervals.
 """
 
 import argparse
@@ -25,6 +29,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pydoc_data import topics
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -45,6 +50,10 @@ UNIFORM = (1, 4)
 TUNING = 100
 """A seed on which the rates are chosen, and which is not reported."""
 RATES = (3e-3, 1e-2, 3e-2)
+ADALORA = "AdaLoRA"
+ADALORA_RATES = (*RATES, 1e-1)
+WARMUP, COOLDOWN = 25, 100
+"""Steps before the first direction of AdaLoRA is dropped, and after the last one."""
 
 
 class Block(nn.Module):
@@ -181,7 +190,7 @@ def ranks_of(arm: str, network: nn.Module, data: Pair, uniform: int, seed: int) 
     return ranks_by_gradient(network, data, size, seed, relative=arm == "gradient, relative")
 
 
-ARMS = ("uniform", "query, value", "gradient", "gradient, relative")
+ARMS = ("uniform", "query, value", "gradient", "gradient, relative", ADALORA)
 
 
 def adapted(network: nn.Module, ranks: Ranks, data: Pair, rate: float, seed: int) -> nn.Module:
@@ -194,6 +203,52 @@ def adapted(network: nn.Module, ranks: Ranks, data: Pair, rate: float, seed: int
             parametrize.register_parametrization(layer, "weight", LowRankAdapter(layer.weight, rank))
     learn(network, data, STEPS, rate, seed)
     return network
+
+
+class WithLoss(nn.Module):
+    """Returns the loss as an attribute, to which PEFT adds the orthogonal regularisation of AdaLoRA."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, y: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=loss_of(self.network, (x, y)))
+
+
+def score_adalora(made: Problem, uniform: int, rate: float, seed: int) -> tuple[float, int]:
+    """The test loss after AdaLoRA, and the parameters of the directions that are left."""
+    import peft
+
+    torch.manual_seed(seed)
+    first = uniform + (uniform + 1) // 2
+    config = peft.AdaLoraConfig(
+        target_modules=list(layers_of(made.network)),
+        target_r=uniform,
+        init_r=first,
+        lora_alpha=first,  # PEFT divides by the first rank, so the scale is 1, as in the other arms
+        tinit=WARMUP,
+        tfinal=COOLDOWN,
+        total_step=STEPS,
+    )
+    network = peft.get_peft_model(WithLoss(copy.deepcopy(made.network)), config)
+    optimizer = torch.optim.AdamW([each for each in network.parameters() if each.requires_grad], lr=rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 2 * (1 - step / STEPS)))
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(STEPS):
+        index = torch.randint(len(made.train[0]), (BATCH,), generator=generator)
+        network(made.train[0][index], made.train[1][index]).loss.backward()
+        optimizer.step()
+        network.base_model.update_and_allocate(step)  # reads the gradients
+        optimizer.zero_grad(), schedule.step()
+    size = 0
+    for part in network.modules():
+        if hasattr(part, "lora_E"):
+            left = int((part.lora_E["default"] != 0).sum())
+            size += left * (1 + sum(part.base_layer.weight.shape))
+    with torch.no_grad():
+        network.eval()
+        return float(network(*made.test).loss), size
 
 
 def pretrained(problem: str, seed: int) -> Problem:
@@ -215,30 +270,46 @@ def score(made: Problem, ranks: Ranks, rate: float, seed: int) -> float:
     return test_loss(adapted(made.network, ranks, made.train, rate, seed), made.test)
 
 
-def study(problem: str, seeds: Sequence[int]) -> None:
+def study(problem: str, seeds: Sequence[int], names: Sequence[str]) -> None:
     """Print the rows of a problem."""
     begin = time.process_time()
-    arms = [(uniform, arm) for uniform in UNIFORM for arm in ARMS]
+    arms = [(uniform, arm) for uniform in UNIFORM for arm in names]
+    sizes: dict[int, list[int]] = {uniform: [] for uniform in UNIFORM}  # of AdaLoRA
+
+    def measure(made: Problem, uniform: int, arm: str, rate: float, seed: int) -> float:
+        if arm == ADALORA:
+            loss, size = score_adalora(made, uniform, rate, seed)
+            if seed != TUNING:
+                sizes[uniform].append(size)
+            return loss
+        ranks = ranks_of(arm, made.network, made.train, uniform, seed)
+        if seed == seeds[-1] and arm.startswith("gradient"):
+            print(f"# {problem}, {arm}, seed {seed}: {' '.join(map(str, ranks.values()))}", flush=True)
+        return score(made, ranks, rate, seed)
+
     made = pretrained(problem, TUNING)
     rates = {}
     for uniform, arm in arms:
-        ranks = ranks_of(arm, made.network, made.train, uniform, TUNING)
-        rates[uniform, arm] = min(RATES, key=lambda rate, ranks=ranks: score(made, ranks, rate, TUNING))
+        tried = {
+            rate: measure(made, uniform, arm, rate, TUNING) for rate in (ADALORA_RATES if arm == ADALORA else RATES)
+        }
+        rates[uniform, arm] = min(tried, key=tried.__getitem__)
     losses: dict[tuple[int, str], list[float]] = {each: [] for each in arms}
     frozen = []
     for seed in seeds:
         made = pretrained(problem, seed)
         frozen.append(test_loss(made.network, made.test))
         for uniform, arm in arms:
-            ranks = ranks_of(arm, made.network, made.train, uniform, seed)
-            losses[uniform, arm].append(score(made, ranks, rates[uniform, arm], seed))
-            if seed == seeds[-1] and arm.startswith("gradient"):
-                print(f"# {problem}, {arm}, seed {seed}: {' '.join(map(str, ranks.values()))}", flush=True)
+            losses[uniform, arm].append(measure(made, uniform, arm, rates[uniform, arm], seed))
+    cost = sum(sum(layer.weight.shape) for layer in layers_of(made.network).values())
     for (uniform, arm), found in losses.items():
         less = [base - loss for base, loss in zip(losses[uniform, "uniform"], found, strict=True)]
         better = "" if arm == "uniform" else f"{t_interval(less):+.3f}"
         mean, rate = sum(found) / len(found), rates[uniform, arm]
         print(f"| {problem} | {uniform} | {arm} | {mean:.3f} | {better} | {rate:g} |", flush=True)
+        if arm == ADALORA:
+            lowest, highest = min(sizes[uniform]), max(sizes[uniform])
+            print(f"# parameters left: {lowest:,} to {highest:,}; uniform has {uniform * cost:,}", flush=True)
     print(
         f"# {problem}: frozen {sum(frozen) / len(frozen):.3f}; {time.process_time() - begin:.0f} CPU seconds",
         flush=True,
@@ -251,9 +322,14 @@ def main() -> None:
         "problems", nargs="*", default=[], metavar="PROBLEM", help=f"of {', '.join(PROBLEMS)}; default all"
     )
     parser.add_argument("--seeds", type=int, default=5, help="seeds from 0 on")
+    parser.add_argument(
+        "--arms", nargs="+", default=ARMS[:-1], choices=ARMS, help=f"uniform is one of them; default all but {ADALORA}"
+    )
     arguments = parser.parse_args()
+    if "uniform" not in arguments.arms:
+        parser.error("--arms lacks uniform, with which the others are compared; add it")
     for problem in arguments.problems or PROBLEMS:
-        study(problem, range(arguments.seeds))
+        study(problem, range(arguments.seeds), arguments.arms)
 
 
 if __name__ == "__main__":

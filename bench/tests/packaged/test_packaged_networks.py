@@ -24,6 +24,7 @@ from esper_bench.packaged.networks import (
     NETWORKS,
     by_tensor,
     damaged,
+    quantised_letters,
     quantised_speech,
     structured,
 )
@@ -70,6 +71,7 @@ def test_the_network_of_letters_spells_what_its_package_spells():
     spelled = [[letters.PHONEMES[phoneme] for phoneme in row] for row in letters.spell(model, x[0])]
     assert spelled == [theirs.predict(word) for word in words]
     assert sum(map(torch.Tensor.numel, model.parameters())) == 834_890
+    assert quantised_letters().encoder.reads.weight.unique().numel() <= 7
 
 
 @needs("torchcrepe")

@@ -100,10 +100,19 @@ def damaged(intact: nn.Module, kind: str, draw: int) -> nn.Module:
     return network
 
 
-@torch.no_grad()
 def quantised_speech() -> nn.Module:
     """Build the network of silero-vad with all layers but the last at 8 bits, with one scale for each layer."""
-    network = speech.network()
+    return _rounded(speech.network(), 8)
+
+
+def quantised_letters() -> nn.Module:
+    """Build the network of g2p-en with all layers but the last at 3 bits, with one scale for each layer."""
+    return _rounded(letters.network(), 3)
+
+
+@torch.no_grad()
+def _rounded(network: nn.Module, bits: int) -> nn.Module:
+    """Round all layers of a network but the last in place, and return it."""
     for layer in [part for part in network.modules() if isinstance(part, Map)][:-1]:
-        layer.weight.copy_(by_tensor(layer.weight, 8))
+        layer.weight.copy_(by_tensor(layer.weight, bits))
     return network
