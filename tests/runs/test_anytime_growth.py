@@ -404,6 +404,22 @@ def test_a_loop_keeps_the_network_with_the_lowest_loss_on_the_probe_where_data_a
         == f"{said}; the loss there is {losses[-1]:.4g} now: keep growth.snapshot() where growth.improved"
     )
     assert run[3].verdict in repr(run[3])
+    again = made(probe=[(texts(99)[:, :-1], texts(99)[:, 1:])], loss=loss, ratio=1e9)
+    again[3].load_state_dict(copy.deepcopy(run[3].state_dict()))
+    assert again[3].verdict == run[3].verdict
+
+
+@pytest.mark.parametrize("value", [-3.0, math.nan])
+def test_a_loss_on_the_probe_without_a_logarithm_is_looked_at_as_often_as_another_and_decides_nothing_else(value):
+    looks = []
+
+    def loss(output, y):
+        looks.append(output)
+        return torch.full((len(output),), value if len(looks) > 2 else -3.0)  # the object is made with a finite one
+
+    run = trained(made(probe=[(texts(99)[:, :-1], texts(99)[:, 1:])], loss=loss, ratio=1e9), 0, 100)
+    assert len(looks) < 50
+    assert "targets were seen, and 1e+09 for each of" in run[3].why
 
 
 def test_a_run_that_watches_its_loss_is_resumed_to_the_same_bits():

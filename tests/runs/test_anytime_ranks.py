@@ -83,12 +83,14 @@ PROGRAM = textwrap.dedent(
         if growth.step(batch[:, 1:]):
             network = wrapped()
     growth.finish()
-    refused = ""
+    refused = []
     if size > 1:
-        try:
-            esper.AnytimeGrowth(network, optimizer, example=texts(0)[:, :-1])
-        except InputError as error:
-            refused = str(error)
+        probe = {{}} if rank else {{"probe": [(texts(99)[:, :-1], texts(99)[:, 1:])], "loss": lambda output, y: output.mean()}}
+        for other, given in (network, {{}}), (model, {{"shared": True, **probe}}):
+            try:
+                esper.AnytimeGrowth(other, optimizer, example=texts(0)[:, :-1], **given)
+            except InputError as error:
+                refused.append(str(error))
     found = {{"model": model.state_dict(), "average": growth.average.state_dict(), "growths": growth.growths,
               "seen": growth.seen, "why": growth.why, "refused": refused}}
     torch.save(found, f"{{folder}}/{{name}}-{{size}}-{{start}}-{{rank}}.pt")
@@ -133,7 +135,9 @@ def test_two_processes_become_wider_as_one_does_on_all_the_data_and_are_resumed_
         assert equal(grow(tmp_path, "ratio", 2, start), [first, second])
     summaries = [esper.open_run(tmp_path / f"run-{name}").summary for name in ("1-0", "2-0", f"2-{STOPS[1]}")]
     assert [each["growths"] for each in summaries] == [alone["growths"]] * 3
-    assert "give its .module with shared=True, and wrap that anew" in first["refused"]
+    assert "give its .module with shared=True, and wrap that anew" in first["refused"][0]
+    said = "the processes differ in probe: True in the first, False in another; give all the same"
+    assert [said in each["refused"][1] for each in (first, second)] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["probe", "seconds"])

@@ -257,7 +257,7 @@ def test_a_resnet_gets_blocks_within_a_stage_that_its_config_counts_and_no_stage
     config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[2], layer_type="basic")
     model, given = tf.ResNetModel(config).eval(), {"pixel_values": torch.randn(2, 3, 32, 32)}
     with pytest.raises(
-        InputError, match=r"'encoder.stages' has 1 block, and the config counts blocks by stage, depths=\[2\]"
+        InputError, match=r"'encoder.stages' has 1 stage, for which depths is \[2\] and hidden_sizes is \[8\]"
     ):
         esper.deepen(model, 1, example=given, at="encoder.stages")
     before = model(**given)[0]

@@ -1,6 +1,7 @@
 """Deeper stacks: the network computes what it did, new blocks learn, and what counts blocks follows."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,3 +195,43 @@ def test_more_blocks_than_the_memory_holds_are_refused_before_any_is_made():
         InputError, match=r"growing the Sequential by 1,000,000,000,000 blocks takes at least .* give fewer blocks"
     ):
         esper.deepen(nn.Sequential(*block), 10**12, example=torch.randn(3, 5))
+
+
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Staged(nn.Module):
+    """Two stages of two and three blocks, and a config that lists something."""
+
+    def __init__(self, **listed):
+        super().__init__()
+        self.config = SimpleNamespace(**listed)
+        self.stage1 = nn.Sequential(Added(), Added())
+        self.stage2 = nn.Sequential(Added(), Added(), Added())
+
+    def forward(self, x):
+        return self.stage2(self.stage1(x))
+
+
+@pytest.mark.parametrize(
+    ("listed", "after"),
+    [
+        ({"depths": [2, 3]}, {"depths": [3, 3]}),
+        ({"layers": (2, 3)}, {"layers": (3, 3)}),
+        ({"layer_types": ["a", "b"]}, {"layer_types": ["a", "b", "b"]}),
+        ({"heads_per_layer": [4, 8]}, {"heads_per_layer": [4, 8, 8]}),
+        ({"out_layers": [1, 3, 4]}, {"out_layers": [1, 3, 4]}),
+    ],
+)
+def test_lists_of_a_config_follow_where_they_have_an_entry_for_each_block_or_stage(listed, after):
+    model, x = Staged(**listed), torch.randn(5, 8)
+    before = model(x)
+    assert esper.deepen(model, 1, example=x, at="stage1") == {"stage1": (2, 3)}
+    assert torch.equal(model(x), before)
+    assert vars(model.config) == after

@@ -135,10 +135,17 @@ def successor(held: nn.Parameter, value: Tensor) -> nn.Parameter:
 
 def _difference(network: nn.Module, name: str, changes: Sequence[_Change], passes: Sequence[Pass]) -> str:
     """Return why outputs differ: what stands between the two layers that a site spans, as far as that is a module."""
-    other = "the outputs would differ, as where a weight is also used elsewhere or is computed before each pass"
-    if not passes or not any(change.width for change in changes):
+    shared = "a weight is also used elsewhere or is computed before each pass"
+    if not any(change.width for change in changes):
+        return f"the outputs would differ, as where {shared}"
+    site = sites_of(network)[name]
+    other = (
+        f"the outputs would differ, as where a function other than relu runs between {site.around!r} and {site.after!r}, or "
+        f"{shared}"
+    )
+    if not passes:
         return other
-    site, runs = sites_of(network)[name], list[nn.Module]()
+    runs = list[nn.Module]()
     leaves = [part for part in network.modules() if not any(True for _ in part.children())]
     spanned = [network.get_submodule(path) for path in (site.around, site.after)]
     handles = [leaf.register_forward_pre_hook(lambda leaf, _: runs.append(leaf)) for leaf in {*leaves, *spanned}]

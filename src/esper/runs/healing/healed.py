@@ -149,10 +149,14 @@ class Healed:
             others[self.ranked[1]] = f"that of {following}, the next on the probe"
         if self.planted:
             others.setdefault("grown", "that of what grew")
+        elif others.get("grown"):
+            del others["grown"]  # it is the network as it was
         others.pop(self.best, None)
         said = [self._beside(self.best, name, words) for name, words in others.items()]
-        listed = f"{', '.join(said[:-1])}, and {said[-1]}" if len(said) > 1 else said[0]
-        sentences = [f"best on the probe, within the budget: {self.best}. Its held-out loss is {listed}."]
+        sentences = [f"best on the probe, within the budget: {self.best}."]
+        if said:
+            listed = f"{', '.join(said[:-1])}, and {said[-1]}" if len(said) > 1 else said[0]
+            sentences.append(f"Its held-out loss is {listed}.")
         if not self.planted:
             sentences.append("No seed was kept, so growth left the network as it was.")
         if beyond := [row for row in self.table if row.network not in self.ranked and np.isfinite(row.loss)]:
@@ -165,7 +169,8 @@ class Healed:
         difference = self.losses[other] - self.losses[name]
         mean, half = float(difference.mean()), half_width(difference)
         if not np.isfinite(mean):
-            return f"not comparable with {words}, which is not finite"
+            own = bool(np.isfinite(self.losses[name]).all())
+            return f"not comparable with {words}, which is not finite" if own else f"not finite, unlike {words}"
         how = "lower" if mean > 0 else "higher"
         figures = f"by {abs(mean):.4g} ± {half:.2g}"
         return f"within chance of {words} ({how} {figures})" if abs(mean) <= half else f"{how} than {words} ({figures})"

@@ -37,7 +37,7 @@ from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 8
+FORMAT = 9
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
@@ -269,6 +269,13 @@ class AnytimeGrowth:
         self._log = None if folder is None or not self._ranks.first else SizeLog(folder, overwrite=overwrite)
         device = next(model.parameters()).device
         self._probe = None if probe is None or loss is None else Probe(probe, loss, device)
+        for name, own in self._settings().items():
+            first, *others = self._ranks.from_each(own)
+            if other := [each for each in others if each != first]:
+                raise InputError(
+                    f"the processes differ in {name}: {first!r} in the first, {other[0]!r} in another; give all the same, "
+                    "the probe and its loss too, though the first alone looks at it"
+                )
         if self._probe is not None:
             with undisturbed(model), torch.no_grad():
                 self._probe.try_all(model)
@@ -280,7 +287,7 @@ class AnytimeGrowth:
         self._kept: tuple[int, list[Tensor], list[dict[Any, Any]]] | None = None
         self._due = ""  # why the network becomes wider, once it does
         self._loss: float | None = None  # on the probe, where it was looked at in this step
-        self._last_loss = -math.inf  # on the probe, at the last look since this object was made
+        self._last_loss = -math.inf  # on the probe, at the last look
         self._first, self._begun = self.parameters, time.perf_counter()
         self.steps = self.seen = self._since = 0
         self._cooling: tuple[int, int] | None = None  # since which step the rates fall, and in how many
@@ -288,6 +295,7 @@ class AnytimeGrowth:
         self._look_at, self._loss_before = 0.0, math.inf
         # where the loss on the probe decides: logarithms of compute and loss at its looks over the last factor of LONG
         self._by_slope, self._curve = by_slope, list[tuple[float, float]]()
+        self._looked = 0.0  # compute at the last look, finite or not
         self._grown_at = math.nan  # compute at the last growth, or of the first steps, which `EARLY` counts
         # of each size so far: parameters, the lowest loss on the probe, and the steps and the compute then
         self._lowest: list[tuple[int, float, int, float]] = []
@@ -497,6 +505,7 @@ class AnytimeGrowth:
             "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
             "seconds": [self._beside, self._slower, self._elasticity],
             "slope": [self._grown_at, *self._curve],
+            "looked": [self._looked, self._last_loss],
             "lowest": list(self._lowest),
             "scales": dict(self._scales),
             "cooling": self._cooling,
@@ -554,6 +563,7 @@ class AnytimeGrowth:
         self._beside, self._slower, self._elasticity = state["seconds"]
         self._grown_at, *curve = state["slope"]
         self._curve = [(compute, loss) for compute, loss in curve]
+        self._looked, self._last_loss = state["looked"]
         self._lowest = [tuple(each) for each in state["lowest"]]
         self._scales = dict(state["scales"])
         self._cooling = None if state["cooling"] is None else tuple(state["cooling"])
@@ -723,11 +733,11 @@ class AnytimeGrowth:
         if self.steps <= self.warmup:
             return False
         now = math.log(self._compute)
-        if self._curve and now < self._curve[-1][0] + math.log(LOOK):
+        if self._looked and now < math.log(self._looked) + math.log(LOOK):
             return False
-        loss = self._measured()
+        self._looked, loss = self._compute, self._measured()
         if not 0 < loss < math.inf:
-            if self._look_at < math.inf:
+            if self._by_slope and self._look_at < math.inf:
                 self.why = f"the loss on the probe is {loss}"
             return False
         self._curve = [each for each in self._curve if each[0] >= now - math.log(LONG)] + [(now, math.log(loss))]

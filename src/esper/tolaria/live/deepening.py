@@ -23,6 +23,8 @@ _DEPTHS = re.compile(r"(layer|depth|block)(?!.*(size|idx|index|id$|norm|drop|wid
 """Names of attributes that count blocks."""
 _PLACES = re.compile(r"layer_?(idx|index|id|number)$", re.I)
 """Names of attributes of a block that say which one it is."""
+_WIDTHS = re.compile(r"size|width|channel|dim|head", re.I)
+"""Names of attributes that list a width for each stage."""
 
 
 def deepen(
@@ -256,22 +258,39 @@ def _insert(network: nn.Module, path: str, place: int, blocks: int, silenced: li
                     continue
                 if type(value) is int and value == count and _DEPTHS.search(name) and not _PLACES.search(name):
                     vars(holder)[name] = count + blocks
-                elif isinstance(value, list) and _DEPTHS.search(name):
-                    if holder is not part and value and all(type(each) is int for each in value):
-                        vars(holder)[name] = _of_stage(path, name, value, len(own) - blocks, blocks)
-                    elif len(value) == count:
-                        vars(holder)[name] = [*value, *(value[-1:] * blocks)]
+                elif isinstance(value, list | tuple) and _DEPTHS.search(name):
+                    vars(holder)[name] = type(value)(_followed(network, holder, path, name, list(value), count, blocks))
 
 
-def _of_stage(path: str, name: str, counted_blocks: list[int], count: int, blocks: int) -> list[int]:
-    """Return what a config has for the blocks of each stage, with those that one stage gets. InputError if that is none of it."""
-    stage = next((int(each) for each in reversed(path.split(".")) if each.isdecimal()), len(counted_blocks))
-    if counted_blocks[stage : stage + 1] != [count]:
+def _followed(
+    network: nn.Module, holder: Any, path: str, name: str, value: list[Any], count: int, blocks: int
+) -> list[Any]:
+    """Return what an attribute lists for the blocks of a stack, or for those of each stage, once a stack has more blocks.
+
+    InputError if the stack is one of stages that have a list of their widths too.
+    """
+    before, number, behind = re.fullmatch(r"(.*?)(\d*)(\D*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
+    stages = dict[int, int]()
+    for other, part in network.named_modules():
+        same = re.fullmatch(re.escape(before) + r"(\d+)" + re.escape(behind), other)
+        if number and same is not None and isinstance(part, nn.Sequential | nn.ModuleList):
+            stages[int(same[1])] = len(part) - blocks * (other == path)
+    if stages and [stages[each] for each in sorted(stages)] == value:
+        return [own + blocks * (stage == int(number)) for own, stage in zip(value, sorted(stages), strict=True)]
+    container: Any = network.get_submodule(path)
+    beside = {
+        other: list(listed)
+        for other, listed in vars(holder).items()
+        if isinstance(listed, list | tuple) and len(listed) == len(value) and not _DEPTHS.search(other)
+    }
+    if len(value) == len(container) - blocks and (wide := next(filter(_WIDTHS.search, beside), None)):
         raise InputError(
-            f"{path!r} has {counted(count, 'block')}, and the config counts blocks by stage, {name}={counted_blocks}, so that a "
-            "network that is built from it would not have the new ones; give at= the blocks of one stage"
+            f"{path!r} has {counted(len(value), 'stage')}, for which {name} is {value} and {wide} is {beside[wide]}, so that a "
+            "network that is built from these would not have another one; give at= the blocks of one stage"
         )
-    return [own + blocks * (index == stage) for index, own in enumerate(counted_blocks)]
+    if len(value) != count:
+        return value
+    return [*value, *(value[-1:] * blocks)]
 
 
 def _join(optimizer: torch.optim.Optimizer, model: nn.Module, made: list[str], copied: str) -> None:

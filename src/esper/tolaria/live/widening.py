@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import call, undisturbed
@@ -275,11 +276,16 @@ def averages(ema: Any, model: nn.Module) -> tuple[nn.Module, ...]:
             f"ema is {kind_of(ema)} that has not the parameters of the model; give a module with them, or an object "
             "whose attribute `module` is one, such as torch.optim.swa_utils.AveragedModel"
         )
-    kinds = {name: kind_of(part) for name, part in model.named_modules()}
+    parts = dict(model.named_modules())
     for name, part in module.named_modules():
-        if name in kinds and kind_of(part) != kinds[name]:
+        there = parts.get(name)
+        if there is None or any(
+            isinstance(each, nn.Identity | _DropoutNd) or any(each.children()) for each in (part, there)
+        ):
+            continue  # a model that is used may leave dropout out, and a class of containers computes nothing that is seen here
+        if next(part.parameters(), None) is None and kind_of(part) != kind_of(there):
             raise InputError(
-                f"ema has {kind_of(part)} at {name!r}, where the model has {kinds[name]}; give an average of this model"
+                f"ema has {kind_of(part)} at {name!r}, where the model has {kind_of(there)}; give an average of this model"
             )
     if any(own[name] is each for name, each in parameters.items()):
         raise InputError(
