@@ -415,11 +415,12 @@ def test_a_loss_on_the_probe_without_a_logarithm_is_looked_at_as_often_as_anothe
 
     def loss(output, y):
         looks.append(output)
-        return torch.full((len(output),), value if len(looks) > 2 else -3.0)  # the object is made with a finite one
+        return torch.full((len(output),), value if len(looks) > 4 else -3.0)  # the object is made with a finite one
 
     run = trained(made(probe=[(texts(99)[:, :-1], texts(99)[:, 1:])], loss=loss, ratio=1e9), 0, 100)
     assert len(looks) < 50
     assert "targets were seen, and 1e+09 for each of" in run[3].why
+    assert ("the loss there is nan now: keep growth.snapshot()" in run[3].verdict) == math.isnan(value)
 
 
 def test_a_run_that_watches_its_loss_is_resumed_to_the_same_bits():

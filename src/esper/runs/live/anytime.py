@@ -459,7 +459,7 @@ class AnytimeGrowth:
             return ""
         said = self._sizes_compared()
         size, best, step, _ = self._best()
-        if _is_lower(best, self._last_loss):
+        if math.isnan(self._last_loss) or _is_lower(best, self._last_loss):
             where = (
                 f"the loss on the probe was lowest, {best:.4g}, after {counted(step, 'step')} with {size:,} parameters"
             )
