@@ -15,6 +15,7 @@ static networks have each of these widths, the same average and warm-up. Each ar
 the stops, found with seed 99 (of all texts on the first). Restarts: each width anew for its share, the best so far kept.
 Halving: a quarter of the budget is shared by all widths, the rest is for the best. Small batches first: a quarter of the batch
 for 5,000 steps and half of it for as many, by `growth.batch_size`. "Grown, in seconds" has cost='seconds'.
+`--wide` has texts alone, in widths of 64 to 256, and stops over a 30-fold range of seconds; growth is tuned with cost="seconds".
 `--wrong-starts` adds growth whose first width is four times too small or too large (in texts with heads of 4 where it is 4),
 and growth after a quarter of the default's targets for each parameter, or four times as many. `--changes` compares growth in
 other ways with it, and trains nothing else: later, fourfold, at rates that stay, with other warm-ups, and with old weights that
@@ -74,6 +75,10 @@ TARGETS = {f"{times:g} times the targets": {"sooner": 1 / times} for times in (1
 EARLY = (1 / 8, 1 / 4, 1 / 2)
 """Shares of the first stop at which networks are looked at too, for the comparison in seconds."""
 RATES = (4e-3, 8e-3, 1.6e-2)
+WIDE_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+"""Rates that are tried with `--wide`."""
+WIDE = (64, 128, 256), np.geomspace(1.5, 45, 12)
+"""Widths and stops (seconds) of texts with `--wide`."""
 _TEXT = ((8e-3, 8e-3, 8e-3, 4e-3), 800, 8)
 PAGE = {"stdlib": _TEXT, "headers": _TEXT, "python": _TEXT, "letter": ((4e-3,) * 5, 600, 5)}
 """The rates, the first seed and the number of seeds of each setting in the tables of bench/docs/anytime.md."""
@@ -130,7 +135,7 @@ class Data(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is trained, in which widths, and at which compute (FLOPs) it is looked at."""
+    """What is trained, in which widths, and at which compute (FLOPs, or seconds where `in_seconds`) it is looked at."""
 
     load: Callable[[], Data]
     build: Callable[[int], nn.Module]
@@ -138,6 +143,7 @@ class Setting(NamedTuple):
     stops: NDArray[np.float64]
     batch: int
     unit: str
+    in_seconds: bool = False
 
 
 class Point(NamedTuple):
@@ -318,7 +324,7 @@ def train(
     flops = seconds = 0.0
     found: list[Point] = []
     for stop in (*(share * setting.stops[0] for share in EARLY), *setting.stops):
-        while flops < stop:
+        while (seconds if setting.in_seconds else flops) < stop:
             size = growth.batch_size(setting.batch // 4, setting.batch) if ramp else setting.batch
             x, y = batch_of(setting._replace(batch=size), data, generator)
             loss(model(x), y).backward()
@@ -347,9 +353,10 @@ def figures(points: Sequence[Point]) -> NDArray[np.float64]:
     return np.array([point.figure for point in points])
 
 
-def at_flops(points: Sequence[Point], flops: float) -> float:
+def figure_at(setting: Setting, points: Sequence[Point], compute: float) -> float:
     """The figure at a compute, between stops by its logarithm; that of the first stop before it."""
-    return float(np.interp(math.log(flops), np.log([point.flops for point in points]), figures(points)))
+    spent = [point.seconds if setting.in_seconds else point.flops for point in points]
+    return float(np.interp(math.log(compute), np.log(spent), figures(points)))
 
 
 def restarts(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.float64]:
@@ -362,7 +369,7 @@ def restarts(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.fl
     best = []
     for stop in setting.stops:
         seen = [
-            at_flops(runs[width], min(stop, end) - start)
+            figure_at(setting, runs[width], min(stop, end) - start)
             for (width, start), end in zip(begun.items(), ends, strict=True)
             if min(stop, end) - start >= first
         ]
@@ -375,8 +382,8 @@ def halving(setting: Setting, runs: Mapping[int, list[Point]]) -> NDArray[np.flo
     found = []
     for stop in setting.stops:
         share = stop / 4 / len(setting.widths)
-        width = min(setting.widths, key=lambda each: at_flops(runs[each], share))
-        found.append(at_flops(runs[width], stop * 3 / 4 + share))
+        width = min(setting.widths, key=lambda each: figure_at(setting, runs[each], share))
+        found.append(figure_at(setting, runs[width], stop * 3 / 4 + share))
     return np.array(found)
 
 
@@ -454,7 +461,7 @@ def study(
             first, last = width or widths[0], width or widths[-1]
             arm = f"{f'width {width}' if width else 'grown'}, small batches first"
             both[arm] = train(setting, data, first, last, rates[width], seed, price, ramp=True)
-        for arm, gap in in_seconds(both).items():
+        for arm, gap in ({} if setting.in_seconds else in_seconds(both)).items():
             timed.setdefault(arm, []).append(gap)
         for arm, gap in behind_equal_batches(both).items():
             small.setdefault(arm, []).append(gap)
@@ -511,16 +518,16 @@ def changed(
     return {arm: [list(map(float, own)) for own in each] for arm, each in arms.items()}
 
 
-def tuned(name: str) -> dict[int, float]:
+def tuned(name: str, setting: Setting) -> dict[int, float]:
     """The rate of each width, and of the grown network by 0, with the best mean over the stops of one seed."""
-    setting = SETTINGS[name]
     data, rates = setting.load(), {}
     price = prices(setting, data)
     for width in (0, *setting.widths):
         first, last = width or setting.widths[0], width or setting.widths[-1]
+        counted: Literal["parameters", "seconds"] = "seconds" if setting.in_seconds else "parameters"
         tried = {
-            rate: float(figures(train(setting, data, first, last, rate, 99, price)[len(EARLY) :]).mean())
-            for rate in RATES
+            rate: float(figures(train(setting, data, first, last, rate, 99, price, counted)[len(EARLY) :]).mean())
+            for rate in (WIDE_RATES if setting.in_seconds else RATES)
         }
         rates[width] = min(tried, key=lambda rate: tried[rate])
         shown = ", ".join(f"{rate:g}: {figure:.3f}" for rate, figure in tried.items())
@@ -541,12 +548,17 @@ def main() -> None:
         "--rates", type=float, nargs="+", metavar="RATE", help="of grown, and of each width; tuned without"
     )
     parser.add_argument("--most", type=float, default=math.inf, metavar="GF", help="stops below so many GFLOP alone")
+    parser.add_argument(
+        "--wide", action="store_true", help="texts in widths of 64 to 256, with stops in seconds, from 1.5 to 45"
+    )
     parser.add_argument("--equal-batches", action="store_true", help="no arms with small batches first")
     parser.add_argument("--wrong-starts", action="store_true", help="arms with other first widths and times of growth")
     parser.add_argument("--changes", action="store_true", help="growth in other ways alone")
     parser.add_argument("--targets", action="store_true", help="growth after other numbers of targets alone")
     parser.add_argument("--json", type=Path, help="writes the figures of each arm, seed and stop")
     asked = parser.parse_args()
+    if asked.wide and (asked.page or any(SETTINGS[name].unit != "bits" for name in asked.settings or ("letter",))):
+        parser.error("--wide is for texts: name stdlib, headers, python, perl or pronunciations")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     results = {}
@@ -555,10 +567,18 @@ def main() -> None:
         if asked.page:
             asked.rates, asked.first, asked.seeds = PAGE[name]
             asked.equal_batches = True
-        setting = setting._replace(stops=setting.stops[setting.stops < asked.most * 1e9])
+        if asked.wide:
+            setting = setting._replace(widths=WIDE[0], stops=WIDE[1], in_seconds=True)
+        else:
+            setting = setting._replace(stops=setting.stops[setting.stops < asked.most * 1e9])
+        if not len(setting.stops):
+            parser.error(
+                f"--most {asked.most:g}: the first stop of {name} is at {SETTINGS[name].stops[0] / 1e9:g} GFLOP"
+            )
         given = asked.rates and dict(zip((0, *setting.widths), asked.rates, strict=True))
-        rates = given or tuned(name if setting.unit == "% error" else "stdlib")
-        stops = [f"{stop / 1e9:.0f} GF" for stop in setting.stops[1::2]]
+        source = name if setting.unit == "% error" else "stdlib"
+        rates = given or tuned(source, setting._replace(load=SETTINGS[source].load))
+        stops = [f"{stop:.2g} s" if setting.in_seconds else f"{stop / 1e9:.0f} GF" for stop in setting.stops[1::2]]
         head = [
             "setting",
             "arm",
