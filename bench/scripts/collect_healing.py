@@ -12,6 +12,7 @@ not grown again.
 import argparse
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,8 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from esper.kasmina.network.static import Skipped
 from esper.leyline.config.tree import build_config
-from esper.leyline.data.task import Mixture
+from esper.leyline.data.task import Instance, Mixture
 from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.view import View
 from esper.runs.evaluation.contenders import Contender, contender_config, grow_contender, named
@@ -99,7 +101,10 @@ FIRST_BYTES = {
     "final": FINAL.start,
 }
 """Those of heal-bytes, whose settings were chosen on training keys below 64."""
+FIRST_REPAIR = {**FIRST, "final": repair.RANGES["heldout"].start + 50_000}
+"""Those of repair, which has no keys FINAL."""
 REDRAWN = "full fine-tuning, dead units drawn anew"
+FINE_TUNED, WITH_SKIPS = "full fine-tuning", "static, with a skip around every block"
 SPREAD = (DamageKind.MIXED, DamageKind.NONE)
 FROZEN_ROWS = 16
 """Cases of which the frozen opponents are one file."""
@@ -218,7 +223,7 @@ class Source(NamedTuple):
 
 def healed(hosts: HostSet, plans: Sequence[Placed], rows: int = 160) -> Source:
     static = {
-        "full fine-tuning": partial(heal.heal_unfrozen, hosts),
+        FINE_TUNED: partial(heal.heal_unfrozen, hosts),
         REDRAWN: partial(heal.heal_redrawn, hosts),
         "from scratch": partial(heal.heal_scratch, hosts),
     }
@@ -234,6 +239,19 @@ def _full() -> Source:
     )
 
 
+def repair_skips() -> Mixture:
+    """The instances of `repair`, whose damaged hosts have an identity skip around every block and train without growth."""
+    mixture = repair.repair()
+    places = tuple(range(1, LAST_BLOCK + 2))
+
+    def sample(key: int) -> Instance:
+        instance = mixture.sample(key)
+        return instance._replace(host=Skipped(instance.host, places))
+
+    room = mixture.room._replace(host=Skipped(mixture.room.host, places))
+    return replace(mixture, name="repair-skips", room=room, sample=sample)
+
+
 VECTOR = healed(VECTORS, PLANS)
 SOURCES: Mapping[str, Source] = {
     "heal": VECTOR,
@@ -245,12 +263,21 @@ SOURCES: Mapping[str, Source] = {
         heal_bytes.describe,
         BYTES_ALL,
         heal_bytes.heal_bytes_taught,
-        {"full fine-tuning": heal_bytes.heal_bytes_unfrozen, "from scratch": heal_bytes.heal_bytes_scratch},
+        {FINE_TUNED: heal_bytes.heal_bytes_unfrozen, "from scratch": heal_bytes.heal_bytes_scratch},
         rows=8,
         wanted=concentrated,
         first=FIRST_BYTES,
     ),
-    "repair": Source(repair.repair, repair.describe, UNTRAINED, wanted=every, settings=EVERY, rules=("heuristic",)),
+    "repair": Source(
+        repair.repair,
+        repair.describe,
+        UNTRAINED,
+        static={WITH_SKIPS: repair_skips},
+        wanted=every,
+        settings=EVERY,
+        rules=("heuristic",),
+        first=FIRST_REPAIR,
+    ),
     "repair-tables": Source(
         tables.repair_tables, tables.describe, UNTRAINED, wanted=every, settings=EVERY, rules=("heuristic",)
     ),

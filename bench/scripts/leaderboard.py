@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from collect_healing import ONE_SITE, REDRAWN, SETTINGS, SOURCES, Figures, Floats, Source, grow
+from collect_healing import FINE_TUNED, ONE_SITE, REDRAWN, SETTINGS, SOURCES, WITH_SKIPS, Figures, Floats, Source, grow
 from study_heal import SEEDS, repaired_frozen, signed, static
 
 from esper.leyline.config.tree import Config
@@ -60,6 +60,8 @@ SUITES: Mapping[str, Suite] = {
     "heal": Suite("heal", "final", 96),
     "heal-unknown": Suite("heal-unknown", "final", 96),
     "heal-images": Suite("heal-images", "final", 48),
+    "heal-bytes": Suite("heal-bytes", "final", 48, anchor=FINE_TUNED),
+    "repair": Suite("repair", "final", 96, anchor=WITH_SKIPS),
 }
 
 
@@ -143,7 +145,7 @@ def table(rows: Sequence[Row], anchor: str) -> list[str]:
 
 def put(text: str, suite: str, lines: Sequence[str]) -> str:
     """A page with the table behind the heading of a suite replaced."""
-    pattern, new = rf"(### `{suite}`[^\n]*\n\n)(?:\|[^\n]*\n)+", "\n".join(lines) + "\n"
+    pattern, new = rf"(### `{suite}`[^\n]*\n\n(?:\w[^\n]*\n\n)?)(?:\|[^\n]*\n)+", "\n".join(lines) + "\n"
     put_in, count = re.subn(pattern, lambda found: found[1] + new, text)
     assert count == 1, f"the page has {count} tables of {suite}"
     return put_in
