@@ -145,7 +145,7 @@ def table(rows: Sequence[Row], anchor: str) -> list[str]:
 
 def put(text: str, suite: str, lines: Sequence[str]) -> str:
     """A page with the table behind the heading of a suite replaced."""
-    pattern, new = rf"(### `{suite}`[^\n]*\n\n(?:\w[^\n]*\n\n)?)(?:\|[^\n]*\n)+", "\n".join(lines) + "\n"
+    pattern, new = rf"(### `{suite}`:[^\n]*\n\n(?:\w[^\n]*\n\n)?)(?:\|[^\n]*\n)+", "\n".join(lines) + "\n"
     put_in, count = re.subn(pattern, lambda found: found[1] + new, text)
     assert count == 1, f"the page has {count} tables of {suite}"
     return put_in
