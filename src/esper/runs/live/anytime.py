@@ -280,6 +280,7 @@ class AnytimeGrowth:
             with undisturbed(model), torch.no_grad():
                 self._probe.try_all(model)
         self.average = copied(model).requires_grad_(False)
+        self._mean: tuple[list[nn.Parameter], list[Tensor]] | None = None  # its parameters and buffers, once asked for
         self._scales = _first_scales(model, seed) if self.fresh else {}
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
@@ -353,16 +354,17 @@ class AnytimeGrowth:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
         if not self._handles:
             raise InputError("the network is finished; make another esper.AnytimeGrowth to widen it further")
-        if in_parts(next(self.model.parameters())):
+        own = list(self.model.parameters())  # walked once: in a small network such walks are a tenth of a step
+        if in_parts(own[0]):
             raise InputError(_SHARDED.format(type(self.model).__name__))
         count = sum(self._ranks.from_each(count))
         self.steps += 1
         self._since += 1
         self.seen += count
-        size = self.parameters
+        size = sum(parameter.numel() for parameter in own)
         compute = float(size * count)
         self._compute += compute
-        self._average(min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
+        self._average(own, min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
         if self._kept is None or self.steps % GUARDED == 0:
             self._guard()
         self._loss, begun = None, time.perf_counter()
@@ -582,11 +584,13 @@ class AnytimeGrowth:
         )
 
     @torch.no_grad()
-    def _average(self, weight: float) -> None:
-        """Move the average towards the network."""
-        own = [each.detach() for each in self.model.parameters()]
-        torch._foreach_lerp_([each.detach() for each in self.average.parameters()], own, weight)
-        for mine, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
+    def _average(self, own: list[nn.Parameter], weight: float) -> None:
+        """Move the average towards the network, which has these parameters."""
+        if self._mean is None:
+            self._mean = list(self.average.parameters()), list(self.average.buffers())
+        means, buffers = self._mean
+        torch._foreach_lerp_(means, own, weight)
+        for mine, buffer in zip(buffers, self.model.buffers() if buffers else (), strict=True):
             mine.copy_(buffer)
 
     @torch.no_grad()
@@ -670,7 +674,7 @@ class AnytimeGrowth:
     def _widen(self, factor: int, seed: int, way: Way | None) -> dict[str, list[int]]:
         settings = {"example": self._example, "optimizer": self._optimizers, "ema": self.average, "seed": seed}
         found = widen(self.model, factor, **settings, **_ways(way))
-        self._kept = None  # it is of another size
+        self._kept = self._mean = None  # they are of another size
         return {layer: list(widths) for layer, widths in found.items()}
 
     @property
