@@ -59,6 +59,7 @@ class Suite(NamedTuple):
 SUITES: Mapping[str, Suite] = {
     "heal": Suite("heal", "final", 96),
     "heal-unknown": Suite("heal-unknown", "final", 96),
+    "heal-full": Suite("heal-full", "final", 96),
     "heal-images": Suite("heal-images", "final", 48),
     "heal-bytes": Suite("heal-bytes", "final", 48, anchor=FINE_TUNED),
     "repair": Suite("repair", "final", 96, anchor=WITH_SKIPS),
