@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -511,22 +512,16 @@ def _recorded(
         for name in before.keys() - here.keys():
             inner.setdefault(name, []).append(units.float())
 
-    handles = []
-    try:
+    with ExitStack() as hooks, undisturbed(network):
         for part in network.modules():
             if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                handles.append(part.register_forward_hook(lambda layer, a, output: computed(layer, output)))
+                hooks.enter_context(part.register_forward_hook(lambda layer, a, output: computed(layer, output)))
         for name, site in sites.items():
             around, after = network.get_submodule(site.around), network.get_submodule(site.after)
-            handles += [
-                around.register_forward_pre_hook(lambda _, a, k, name=name: entering(name, a, k), with_kwargs=True),
-                after.register_forward_hook(lambda _, a, output, name=name: leaving(name, output)),
-            ]
-        with undisturbed(network):
-            call(network, x)
-    finally:
-        for handle in handles:
-            handle.remove()
+            entered = partial(lambda name, _, a, k: entering(name, a, k), name)
+            hooks.enter_context(around.register_forward_pre_hook(entered, with_kwargs=True))
+            hooks.enter_context(after.register_forward_hook(lambda _, a, output, name=name: leaving(name, output)))
+        call(network, x)
     # The last layer within a segment computes the stream itself.
     found = {}
     for name, h in here.items():

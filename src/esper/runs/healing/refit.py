@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 import torch
 import torch.nn.functional as F
@@ -103,15 +104,10 @@ def _inputs(network: nn.Module, layers: Mapping[str, Map], batches: list[object]
         kept = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))[:ROWS]
         found.setdefault(name, []).append(rows[kept].double())
 
-    handles = [
-        layer.register_forward_pre_hook(lambda own, given, name=name: reading(name, own, given[0]))
-        for name, layer in layers.items()
-    ]
-    try:
-        with undisturbed(network):
-            for x in batches:
-                call(network, x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, undisturbed(network):
+        for name, layer in layers.items():
+            hook = layer.register_forward_pre_hook(lambda own, given, name=name: reading(name, own, given[0]))
+            hooks.enter_context(hook)
+        for x in batches:
+            call(network, x)
     return {name: torch.cat(rows) for name, rows in found.items()}
