@@ -33,7 +33,6 @@ from esper.runs.workers.transports import (
     ProcessTransport,
     RayTransport,
     TorchrunTransport,
-    Transport,
     connect,
     world_size,
 )
@@ -66,7 +65,7 @@ class Workers:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ProcessTransport | RayTransport,
         note: Callable[[str], None],
         check: Callable[[Any], None] = lambda ready: None,
         mend: str = "give fewer workers",
@@ -101,7 +100,7 @@ class Workers:
         self.transport.close()
 
     def hear(self, seconds: float = WAIT) -> list[tuple[int, bytes | None]]:
-        """Wait for answers at most so long; return them as `Transport.receive`.
+        """Wait for answers at most so long; return them as `ProcessTransport.receive`.
 
         A line says which worker has given no sign for a minute, and it is ended after `patience`, which may be shorter. Where
         several are silent, that is the one which has been so for the longest time, because others may wait for it.
@@ -494,7 +493,7 @@ def start_workers(
     """
     devices: Sequence[str | None] = asked.devices or (None,)
     numbers = range(kind.first, asked.size)
-    transport: Transport
+    transport: ProcessTransport | RayTransport
     if asked.cluster is None:
         transport = ProcessTransport(numbers, work, devices)
     elif asked.cluster == "torchrun":
