@@ -21,7 +21,7 @@ from esper.leyline.data.task import AnyTask, epochs_of, with_steps
 from esper.leyline.errors import InputError, OutOfMemory, RolledBack, describe_error
 from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.view import View
-from esper.leyline.progress import ProgressWatch, Silent
+from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.nissa.events import digits
@@ -72,7 +72,7 @@ def grow(
     config: Config,
     client: Controller,
     folder: Path | None = None,
-    watch: ProgressWatch | None = None,
+    watch: Progress | None = None,
     opening: Opening = NEW,
     outputs: Sequence[Output] = (),
     asked: WorkerOptions = ALONE,
@@ -90,7 +90,7 @@ def grow(
     `asked` are the workers among which the environments are divided; this process decides for all of them, and writes the folder.
     Results do not depend on their number.
     """
-    started, watch = time.perf_counter(), watch or Silent()
+    started, watch = time.perf_counter(), watch or Progress()
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
@@ -263,7 +263,7 @@ class Episode(Observer):
     engine: TaskEngine[Any]
     pool: ShardPool | None  # the workers that hold the networks of the engine; None where this process does
     run: RunFolder
-    watch: ProgressWatch
+    watch: Progress
     started: float  # time.perf_counter() at the start [seconds]
     view: View = field(init=False)  # the view for the next decision
     decided: Decision | None = None  # the next decision, if it was made already

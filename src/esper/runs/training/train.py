@@ -22,7 +22,7 @@ from esper.leyline.config.tree import Config, PPOConfig, RewardConfig
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError, LearningError, RolledBack, describe_error
 from esper.leyline.lifecycle.view import View
-from esper.leyline.progress import Progress, Silent
+from esper.leyline.progress import Progress
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import PAID_BY
 from esper.leyline.text import counted
@@ -94,7 +94,7 @@ def train(
     `opening` and `outputs` are as in `grow`. `asked` are the workers, of which this process is one: the first, or in a rank of
     torchrun above 0 another, until the training ends.
     """
-    watch, started = watch or Silent(), time.perf_counter()
+    watch, started = watch or Progress(), time.perf_counter()
     configs = with_shards(configs, asked, resumed=opening.resume)
     config = configs[0]
     if asked.is_rank:
