@@ -109,21 +109,13 @@ class Bar(Progress):
 class Lines(Progress):
     """Prints plain lines, for a file or a pipe: the first step, the last step, and one step every few seconds between them."""
 
-    def __init__(
-        self,
-        console: Console,
-        steps: int,
-        metric: str,
-        seconds: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._console, self._steps, self._metric = console, steps, metric
-        self._seconds, self._clock = seconds, clock
+    def __init__(self, console: Console, steps: int, metric: str, seconds: float = 5.0) -> None:
+        self._console, self._steps, self._metric, self._seconds = console, steps, metric, seconds
         self._due = -math.inf
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
         """Print a line if the step is the first, the last, or due."""
-        now = self._clock()
+        now = time.monotonic()
         if now >= self._due or view.step == self._steps:
             self._due = now + self._seconds
             self.note(f"step {view.step}/{self._steps}  {figures(view, speed, self._metric, rollbacks)}")
