@@ -41,7 +41,11 @@ class Export:
     def __init__(self, run: OpenRun, name: str, target: Target, draw: Draw) -> None:
         self.run, self.name, self.target, self.draw = run, name, target, draw
         self.is_open = False
-        self._tail = Tail(run.folder / EVENTS)
+        self._tail = Tail(run.folder / EVENTS, self._begin_again)
+        self._begin()
+
+    def _begin_again(self) -> None:
+        self.close()
         self._begin()
 
     def _begin(self) -> None:
@@ -51,12 +55,7 @@ class Export:
 
     def update(self) -> None:
         """Write the points of the rows that have come since the last time."""
-        restarts = self._tail.restarts
         for rows in self._tail.parts(CHUNK):
-            if self._tail.restarts != restarts:  # a resume has cut rows off, and all of them come again from the first
-                restarts = self._tail.restarts
-                self.close()
-                self._begin()
             for row in rows:
                 point = self.model.write(row)
                 if point is not None and point.values:

@@ -118,12 +118,11 @@ class Watch(App[None]):
         super().__init__()
         self.folder, self.every = folder, every
         self.run_folder: OpenRun | None = None
-        self.tail = Tail(folder / EVENTS)
+        self.tail = Tail(folder / EVENTS, self._begin_model)
         self.model = RunModel(history=False)
         self.state: str = "waiting"
         self.view = "detail"  # or troubles, or explain
         self.figure = 0
-        self._restarts = 0
         self._shown: dict[str, str] = {}  # the text of each part
 
     def compose(self) -> ComposeResult:
@@ -155,10 +154,8 @@ class Watch(App[None]):
                 self.show(f"waiting for a run in {self.folder}")
                 return
             self.run_folder = OpenRun(self.folder)
-            self.model = self._new_model()
+            self._begin_model()
         rows, before = self.tail.read(PART), self.state
-        if self.tail.restarts != self._restarts:
-            self._restarts, self.model = self.tail.restarts, self._new_model()
         self.model.update(rows)
         self.state = self.run_folder.status
         if rows or self.state != before:
@@ -171,14 +168,13 @@ class Watch(App[None]):
         if self.run_folder is not None:
             self.call_after_refresh(self.show, None)
 
-    def _new_model(self) -> RunModel:
+    def _begin_model(self) -> None:
         assert self.run_folder is not None
-        config = self.run_folder.config
-        if not config.get("tasks"):
-            return RunModel(history=False)
-        ppo: Mapping[str, Any] = config.get("ppo") or {}
-        rounds = range(-int(ppo.get("imitation_rounds", 0)), int(ppo.get("rounds", 0)))
-        return RunModel(rounds, history=False)
+        config, rounds = self.run_folder.config, None
+        if config.get("tasks"):
+            ppo: Mapping[str, Any] = config.get("ppo") or {}
+            rounds = range(-int(ppo.get("imitation_rounds", 0)), int(ppo.get("rounds", 0)))
+        self.model = RunModel(rounds, history=False)
 
     # What is shown.
 
