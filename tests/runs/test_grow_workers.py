@@ -25,7 +25,7 @@ from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
 from esper.runs.training.train import train
 from esper.runs.workers import sharded
-from esper.runs.workers.shard import Shard
+from esper.runs.workers.sharded import Shard
 from esper.runs.workers.workers import ALONE, TRIES, WorkerOptions, check_facts, worker_options
 from esper.store.files import CONFIG, MODELS, SUMMARY
 from esper.tamiyo.catalog import get_controller

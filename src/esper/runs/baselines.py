@@ -33,15 +33,14 @@ from esper.leyline.lifecycle.view import Floats, Seeds, take
 from esper.leyline.text import counted
 from esper.runs.figures import test_splits
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.workers.shard import Derive
+from esper.runs.workers.sharded import Derive, ShardedEngine
+from esper.runs.workers.workers import ShardPool
 from esper.tamiyo.rules.baselines import Never
 from esper.tolaria.engine import TaskEngine, VectorizedEngine
 from esper.tolaria.play import Until, play
 
 Keys = NDArray[np.int64]
 Stop = Callable[[], bool]
-MakeEngine = Callable[[Derive, AnyTask, Config, Keys], TaskEngine[Any]]
-"""Makes an engine that trains the static networks of a task on instances (E,); `Derive` makes that task in another process."""
 
 EXAMPLES = 64
 """Number of training examples on which a derived host is checked."""
@@ -90,11 +89,6 @@ class _Population(NamedTuple):
     planted: Seeds | None = None  # (n, S) seeds that are in place from step 0
 
 
-def in_this_process(derive: Derive, task: AnyTask, config: Config, instance: Keys) -> VectorizedEngine:
-    """Make the engine that trains static networks in this process."""
-    return VectorizedEngine(task, config, instance=instance)
-
-
 def static_task(name: str, grown: GrowthResult, twins: bool, index: int, task: AnyTask) -> AnyTask:
     """Return the task of one population of the static networks of a baseline, from the task on which others grew."""
     populations = _POPULATIONS[name](task, grown, twins)
@@ -122,12 +116,12 @@ def train_baselines(
     interrupt: Interrupt,
     note: Callable[[str], None],
     until: Keys | None = None,
-    make: MakeEngine = in_this_process,
+    pool: ShardPool | None = None,
 ) -> dict[str, BaselineResult | Absent]:
     """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
 
     After an interrupted growth, they train for the steps that the growth took, if `interrupt` was rearmed. A further
-    interrupt leaves out those that are not trained yet. until, make: as in `train_baseline`.
+    interrupt leaves out those that are not trained yet. until, pool: as in `train_baseline`.
     """
     found: dict[str, BaselineResult | Absent] = {}
     hint = "; Ctrl-C leaves out the static networks that are not trained yet"  # said once
@@ -142,7 +136,7 @@ def train_baselines(
                 note(f"training the baseline {name} for {counted(steps, 'step')}{hint}")
                 hint = ""
                 found[name] = train_baseline(
-                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.ending, make=make
+                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.ending, pool=pool
                 )
             except KeyboardInterrupt:
                 found[name] = INTERRUPTED
@@ -174,7 +168,7 @@ def train_baseline(
     until: Keys | None = None,
     twin: BaselineResult | None = None,
     stop: Stop = lambda: False,
-    make: MakeEngine = in_this_process,
+    pool: ShardPool | None = None,
 ) -> BaselineResult | Absent:
     """Train the static networks of one baseline for `steps` steps, and evaluate them on the test split.
 
@@ -183,7 +177,7 @@ def train_baseline(
         among as many; None lets each static network stop by its own patience.
     twin: results of the twins; an environment whose static network equals the twin takes these results.
     stop: called at every step; if it returns true, the baseline is absent.
-    make: makes the engines.
+    pool: the workers that train them; None trains them in this process.
 
     Returns `Absent` if the host has no such network, or if it does not fit into memory.
     """
@@ -202,7 +196,7 @@ def train_baseline(
         own = config.model_copy(update={"widen": WidenConfig()}) if name == "plain" else config
         for index, population in enumerate(populations):
             derive = partial(static_task, name, grown, twin is not None, index)
-            trained = _train(population, own, grown, steps, until, stop, partial(make, derive))
+            trained = _train(population, own, grown, steps, until, stop, pool, derive)
             if isinstance(trained, Absent):
                 return trained
             for mine, theirs in zip(result[:3], trained, strict=True):
@@ -226,7 +220,8 @@ def _train(
     steps: int,
     until: Keys | None,
     stop: Stop,
-    make: Callable[[AnyTask, Config, Keys], TaskEngine[Any]],
+    pool: ShardPool | None,
+    derive: Derive,
 ) -> tuple[Floats, Floats, Keys] | Absent:
     """Train the networks of a population; return metric and loss on the test split, and parameters, (n,) each."""
     task, instance = population.task, grown.instance[population.envs]
@@ -240,7 +235,11 @@ def _train(
             "probe": config.probe.model_copy(update={"sensors_every": 0}),
         }
     )
-    engine = make(task.sealed(), config, instance)
+    engine: TaskEngine[Any]
+    if pool is None:
+        engine = VectorizedEngine(task.sealed(), config, instance=instance)
+    else:
+        engine = ShardedEngine(pool, task.sealed(), config, instance=instance, derive=derive)
     with closing(engine.population):
         engine.reset(planted=population.planted)
         if engine.stopping is not None and until is not None:

@@ -28,11 +28,9 @@ from esper.nissa.events import digits
 from esper.nissa.outputs import Output
 from esper.runs.baselines import (
     BaselineResult,
-    Keys,
     as_record,
     cut_off,
     grown_of,
-    in_this_process,
     train_baselines,
 )
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
@@ -52,7 +50,6 @@ from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
 from esper.runs.folder.run_folder import LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.verdict import compared_networks, verdict
-from esper.runs.workers.shard import Derive
 from esper.runs.workers.sharded import ShardedEngine, check_workers, start_shards
 from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions
 from esper.store.checkpoint import Checkpoints
@@ -195,9 +192,10 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
     if engine.stopping is not None:
         stopped = engine.stopping.stopped[envs]
         until = np.where(stopped < 0, episode.steps, stopped)
-    make = in_this_process if episode.pool is None else partial(_in_workers, episode.pool)
     placed = config.model_copy(update={"device": engine.config.device})  # a run may continue on another device
-    static = train_baselines(task, placed, grown_of(engine), episode.steps, twin, interrupt, watch.note, until, make)
+    static = train_baselines(
+        task, placed, grown_of(engine), episode.steps, twin, interrupt, watch.note, until, episode.pool
+    )
     if cut_off(static):
         status = "interrupted"
         watch.answer(f"interrupted: the static networks {', '.join(cut_off(static))} are left out")
@@ -246,11 +244,6 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
     if status == "failed":
         summary["error"] = describe_error(RolledBack(engine.governor.record.counts()["rollbacks"]))
     return {"verdict": verdict(summary, config.reward), **summary}
-
-
-def _in_workers(pool: ShardPool, derive: Derive, task: AnyTask, config: Config, instance: Keys) -> ShardedEngine:
-    """Make the engine that trains static networks in the workers of a run."""
-    return ShardedEngine(pool, task, config, instance=instance, derive=derive)
 
 
 @dataclass(eq=False)
