@@ -26,8 +26,14 @@ from esper.karn.report.frame import (
     write_page,
     write_pictures,
 )
-from esper.karn.report.grown import curves_section, first_figures, growth_section, sensors_section, worth_section
-from esper.karn.report.sized import size_section
+from esper.karn.report.grown import (
+    curves_section,
+    first_figures,
+    growth_section,
+    sensors_section,
+    size_section,
+    worth_section,
+)
 from esper.karn.report.trained import round_seconds, training_sections
 from esper.karn.run_model import NO_SEED, RunModel
 from esper.karn.terminal import console
