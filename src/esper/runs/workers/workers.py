@@ -210,10 +210,6 @@ class WorkerPool(Workers):
                     failures[worker] = 0
         return [results[place] for place in range(len(parts))]
 
-    def waited(self, seconds: float, playing: float) -> None:
-        """Add the time that all workers lost in waiting, of a time of which they played `playing` together [s]."""
-        self.waiting += max(self.size * seconds - playing, 0.0)
-
 
 class ShardPool(Workers):
     """Lets the workers of a growth, each of which holds a shard of its rows, carry out commands in lockstep.
