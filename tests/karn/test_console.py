@@ -372,7 +372,7 @@ def test_below_the_table_stand_the_verdict_and_at_most_eight_lines_whatever_happ
     verdict = lines.index("Growth paid: [much].")
     assert "plain " in "\n".join(lines[:verdict]), "the table comes first"
     below = lines[verdict + 1 :]
-    assert len(below) == console.MOST_LINES == 8
+    assert len(below) == 8
     for said in (
         "mlp at slot3 in 3 of 3, and 5 more; the host is a network that was grown before",
         "rolled back: 2 loss; refused: 1,200 seed cap",

@@ -7,7 +7,7 @@ import itertools
 import re
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -275,12 +275,6 @@ class BlueprintAnalytics:
         return {key: count["price"] / count["priced"] for key, count in self._counts.items() if count["priced"]}
 
 
-def unused_name(base: str, taken: Collection[str]) -> str:
-    """Return a name that is not taken: `base`, or with a number from 2 on."""
-    names = (base if count == 1 else f"{base}-{count}" for count in itertools.count(1))
-    return next(name for name in names if name not in taken)
-
-
 def _place(row: PlayedRow, env: int, slot: str) -> tuple[object, ...]:
     """Return a slot of an environment in an episode."""
     return row.cohort, row.task, row.round, getattr(row, "episode", None), env, slot
@@ -496,7 +490,8 @@ class RunModel:
         """Return the name of a task in characters that every target of an export accepts; each task has a name of its own."""
         if task not in self._task_names:
             base = re.sub(r"[^A-Za-z0-9_-]+", "_", task)[-_LONGEST:] or "_"
-            self._task_names[task] = unused_name(base, self._task_names.values())
+            names = itertools.chain([base], (f"{base}-{count}" for count in itertools.count(2)))
+            self._task_names[task] = next(name for name in names if name not in self._task_names.values())
         return self._task_names[task]
 
     def _write_step(self, row: StepRow) -> CurvePoint:

@@ -788,7 +788,11 @@ class AnytimeGrowth:
                 raise
             return not self._ended(_refusal(error))
         if self.fresh:
-            self._renew(seed)
+            drawn = _drawn_anew(self.model, seed)
+            with torch.no_grad():
+                for name, own in self.model.named_parameters():  # `average` keeps its own
+                    if own.requires_grad and name in drawn:
+                        own.lerp_(self._scales[name] * drawn[name], self.fresh)
         self._loss_before, self._since, self._grown_at = measured, 0, self._compute
         slower, self._slower = self._slower, None
         self.growths.append(
@@ -808,14 +812,6 @@ class AnytimeGrowth:
         self._next_factor()
         self._guard()
         return True
-
-    def _renew(self, seed: int) -> None:
-        """Shrink all weights and add a share of freshly drawn ones, on the scale of the first ones; `average` keeps its own."""
-        drawn = _drawn_anew(self.model, seed)
-        with torch.no_grad():
-            for name, own in self.model.named_parameters():
-                if own.requires_grad and name in drawn:
-                    own.lerp_(self._scales[name] * drawn[name], self.fresh)
 
     def _timed(self, targets: Tensor | int) -> bool:
         """Return whether it is known how much slower a step becomes by the next growth; measure it if the time has come."""

@@ -315,8 +315,11 @@ class Growth:
             return False
         waits = self._waits()
         if (self._stopped is not None or waits) and self._guarded():
-            if waits:
-                self._pass_over()
+            if waits:  # the time of a decision passes without one
+                state, overspent = self.engine.state, self._overspent()
+                state.step = min(state.step + 1, self.engine.config.steps - 1)
+                self._overspent_at += overspent
+                self._rest(overspent)
             return False
         self.frozen.check()
         view, outcome = self.engine.close()
@@ -728,13 +731,6 @@ class Growth:
         assert state.pending is not None, "a decision is due"
         calm = state.pending.actions.op[0] == Op.WAIT and among(state.seeds.stage, SETTLED | {Stage.TRAINING}).all()
         return self.population.resting and bool(calm)
-
-    def _pass_over(self) -> None:
-        """Let the time of a decision pass without one, and let seeds go on where the share of the passes has fallen."""
-        state, overspent = self.engine.state, self._overspent()
-        state.step = min(state.step + 1, self.engine.config.steps - 1)
-        self._overspent_at += overspent
-        self._rest(overspent)
 
     def _rest(self, resting: bool) -> None:
         """Let seeds that incubate rest, or go on."""

@@ -317,17 +317,11 @@ class _KeptRows(list[bytes]):
 
 
 class ShownRound(NamedTuple):
-    """Holds what a teacher has shown in a round of imitation, and all that its episodes depend on.
+    """Holds what a teacher has shown in a round of imitation, and all that its episodes depend on."""
 
-    Attributes:
-        part (WorkItem): of the first cohort
-        policy (dict): state of the policy at the begin of the round
-        rollouts (dict): those of this worker, by cohort
-    """
-
-    part: WorkItem
-    policy: dict[str, Any]
-    rollouts: dict[int, Rollout]
+    part: WorkItem  # of the first cohort
+    policy: dict[str, Any]  # state of the policy at the begin of the round
+    rollouts: dict[int, Rollout]  # those of this worker, by cohort
 
 
 class Trainer:
