@@ -48,7 +48,7 @@ from esper.runs.figures import (
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
-from esper.runs.folder.run_folder import LastWholeStep, RunFolder, run_row, save_checkpoint
+from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.verdict import compared_networks, verdict
 from esper.runs.workers.sharded import ShardedEngine, check_workers, start_shards
 from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions
@@ -160,9 +160,7 @@ def grow(
                 summary = _close(episode, journal, interrupt, status)
         except KeyboardInterrupt:
             # a further SIGINT, which ends the process at once
-            if episode.last.unsaved(episode.store):
-                watch.answer("interrupted again: the last whole step is saved; another Ctrl-C leaves that out")
-                episode.broken()
+            episode.last.save(run.hub, episode.store, watch.answer, LEFT_OUT)
             run.hub.emit(row("interrupted"))
             watch.answer("interrupted again: the run ends at once, without a summary")
             raise

@@ -70,14 +70,6 @@ class Grid(DataTable[Text]):
         super().__init__(id="grid", cell_padding=0)
         self._cells: list[list[tuple[Stage, str]]] = []  # stage and dose that each cell shows
 
-    @property
-    def env(self) -> int:
-        return self.cursor_row
-
-    @property
-    def slot(self) -> int:
-        return self.cursor_column
-
     def show(self, model: RunModel) -> None:
         """Draw what differs between the state of a model and the screen."""
         states = [[model.state(env, slot) for slot in range(len(model.slots))] for env in range(model.envs)]
@@ -281,18 +273,18 @@ class Watch(App[None]):
 
     def detailed(self) -> list[str]:
         """Return the chosen environment: its slots, and its last events with their reasons."""
-        env, model = self.grid.env, self.model
+        env, model = self.grid.cursor_row, self.model
         lines = [f"environment {env}, step {model.step}"]
         for slot, name in enumerate(model.slots):
             stage, alpha, seed, contribution, error = model.cell(env, slot)
-            mark = ">" if slot == self.grid.slot else " "
+            mark = ">" if slot == self.grid.cursor_column else " "
             worth = "" if math.isnan(contribution) else f", contribution {contribution:+.4f} ± {error:.4f}"
             held = "" if seed is None else f", {seed}, alpha {alpha:.2g}{worth}"
             lines.append(f"{mark} {slot} {name}: {stage.name}{held}")
         return [*lines, "", *(model.log(env) or ["nothing happened here yet"])]
 
     def explained(self) -> list[str]:
-        env, slot, model = self.grid.env, self.grid.slot, self.model
+        env, slot, model = self.grid.cursor_row, self.grid.cursor_column, self.model
         stage, _ = model.state(env, slot)
         return [
             f"environment {env}, slot {model.slots[slot]}: {stage.name}: {SIGNS[stage][2]}.",

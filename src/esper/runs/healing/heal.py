@@ -148,13 +148,13 @@ def heal(
     seen = parts.probe.at(slice(512)).x
     places = ranked(host, sites, seen, intact)
 
-    def rates(name: str, kind: str) -> Iterator[float]:
-        for rate in RATES[kind]:
+    def rates(name: str) -> Iterator[float]:
+        for rate in RATES["all weights" if name in UNFROZEN else "adapters"]:
             if watch is not None:
                 watch(f"training {name} at learning rate {rate:g}")
             yield rate
 
-    grown = [_grown(case, sites, places, budget, rate) for rate in rates("the grown network", "adapters")]
+    grown = [_grown(case, sites, places, budget, rate) for rate in rates("the grown network")]
     best, planted, explained, adapter = min(grown, key=lambda each: each[0].probe)
     room = int(budget * _size(host))
     corrected = None if intact is None else refit(case, intact, room)
@@ -163,23 +163,22 @@ def heal(
     within = {"uniform adapters": "", "adapters where damaged": (first := sites[places[0].site].around)}
     if falls[0] != first:
         within["adapters where participation falls"] = falls[0]
-    remedies: dict[str, tuple[str, Callable[[float], TrainedNetwork | None]]] = {
-        name: ("adapters", partial(adapters, case, within=[path], size=room)) for name, path in within.items()
+    remedies: dict[str, Callable[[float], TrainedNetwork | None]] = {
+        **{name: partial(adapters, case, within=[path], size=room) for name, path in within.items()},
+        "bias and scale": partial(bias_and_scale, case),
+        "head": partial(head, case, size=room),
+        "regrown": partial(regrown, case, size=room, places=falls),
     }
-    remedies["bias and scale"] = ("adapters", partial(bias_and_scale, case))
-    remedies["head"] = ("adapters", partial(head, case, size=room))
-    remedies["regrown"] = ("adapters", partial(regrown, case, size=room, places=falls))
     if intact is not None:
-        remedies["refit and trained"] = ("adapters", partial(further, case, corrected))
+        remedies["refit and trained"] = partial(further, case, corrected)
         for name, way in (("distilled", distilled), ("distilled and trained", distilled_and_trained)):
-            remedies[name] = ("adapters", partial(adapters, case, within=[""], size=room, way=partial(way, intact)))
-    remedies[UNFROZEN[0]] = ("all weights", partial(all_weights, case))
-    remedies[UNFROZEN[1]] = ("all weights", partial(revived, case))
+            remedies[name] = partial(adapters, case, within=[""], size=room, way=partial(way, intact))
+    remedies |= {UNFROZEN[0]: partial(all_weights, case), UNFROZEN[1]: partial(revived, case)}
     networks = {"nothing": TrainedNetwork(host, probe_loss(host, case), 0, 0.0, 0.0), "grown": best}
     if corrected is not None:
         networks["refit"] = corrected
-    for name, (kind, remedy) in remedies.items():
-        if there := [network for rate in rates(name, kind) if (network := remedy(rate)) is not None]:
+    for name, remedy in remedies.items():
+        if there := [network for rate in rates(name) if (network := remedy(rate)) is not None]:
             networks[name] = min(there, key=lambda each: each.probe)
     within_budget = [name for name, each in networks.items() if each.learned <= room and name not in UNFROZEN]
     best_first = tuple(sorted(within_budget, key=lambda name: networks[name].probe))

@@ -34,7 +34,7 @@ from esper.runs.figures import Status, Summary
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, PAID, Opening, fitting, with_cohorts
-from esper.runs.folder.run_folder import LastWholeStep, RunFolder, run_row, save_checkpoint
+from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.training.cohort import (
     LED,
     Cohort,
@@ -161,9 +161,7 @@ def train(
             with run.recorded(row, lambda: summary("failed")), timer.memory("between steps", users=False):
                 status = _rounds(trainer, peers, run, interrupt, watch)
         except KeyboardInterrupt:
-            if trainer.last.unsaved(run.store):
-                watch.note("interrupted again: the last whole step is saved; another Ctrl-C leaves that out")
-                trainer.last.save(run.hub, run.store, watch.note)
+            trainer.last.save(run.hub, run.store, watch.note, LEFT_OUT)
             run.end(row("interrupted"), summary("interrupted"), at_once=True)
             raise
         whole = summary(status)

@@ -521,17 +521,12 @@ class Shard:
         if found["validation"] is not None:
             found["validation"] = [each[rows] for each in found["validation"]]
         if (trained := found["trained"]) is not None:
-            norms = trained.parameter_norms
-            found["trained"] = {
-                "loss": trained.loss[rows],
-                "gradient_norm": trained.gradient_norm[rows],
-                "seed_norms": trained.seed_norms,
-                "seed_owners": trained.seed_owners,
-                "parameter_norms": None
-                if norms is None
-                else [{name: values[rows] for name, values in part.items()} for part in norms],
-                "skipped": None if trained.skipped is None else trained.skipped[rows],
-            }
+            of_rows = {"loss": trained.loss[rows], "gradient_norm": trained.gradient_norm[rows]}
+            if trained.skipped is not None:
+                of_rows["skipped"] = trained.skipped[rows]
+            if (norms := trained.parameter_norms) is not None:
+                of_rows["parameter_norms"] = [{name: each[rows] for name, each in part.items()} for part in norms]
+            found["trained"] = {**trained._asdict(), **of_rows}
         return found
 
     def tainted(self, rows: Indices, step: int) -> list[int]:
