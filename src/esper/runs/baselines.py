@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.nn.functional as F
@@ -52,14 +52,6 @@ INTERRUPTED = Absent(
 
 _ALIKE = {"same-size": "{} kept no seed", "plain": "the host of {} is plain and of that size already", "skips": "{}"}
 """The reason for which a static network equals the twin, by baseline."""
-
-
-@runtime_checkable
-class Spacious(Protocol):
-    """Makes hosts that fit into the leading corner of a larger host of the same class, where padded units stay 0."""
-
-    def room(self, others: Sequence[Any], outputs: int) -> Room:
-        """Return the layout of rows for `others`, hosts of this class, with at least `outputs` outputs."""
 
 
 class GrowthResult(NamedTuple):
@@ -301,8 +293,9 @@ def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Key
     if not len(envs):
         return []
     first = hosts[0]
-    if isinstance(first, Spacious) and all(type(host) is type(first) for host in hosts):
-        room = first.room(hosts, task.objective.outputs)
+    # hosts of a class with a room fit into the leading corner of a larger one of the class, where padded units stay 0
+    if all(type(host) is type(first) for host in hosts) and (room_of := getattr(first, "room", None)) is not None:
+        room = room_of(hosts, task.objective.outputs)
         return [_Population(envs, _with_hosts(task, instance[envs], hosts, room))]
     kinds: dict[Factory, list[int]] = {}
     for env, host in zip(envs.tolist(), hosts, strict=True):
