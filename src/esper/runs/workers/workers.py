@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from esper.leyline.config.tree import FaultsConfig
@@ -37,6 +36,7 @@ from esper.runs.workers.transports import (
     world_size,
 )
 from esper.simic.exchange import Exchange, ExchangeError
+from esper.store.background import Background
 from esper.store.tensors import Tree, pack, unpack
 from esper.tolaria.runtime import resolve_device
 
@@ -301,21 +301,12 @@ class Peers(Workers):
         for rank in self.transport.numbers:
             given = {**part, "meeting": meeting, "owners": list(owners), "rank": rank, "size": self.size}
             self.transport.send(rank, pack({"part": given}))
-        found = SimpleQueue[Exchange | ExchangeError]()
-
-        def meet() -> None:
-            try:
-                found.put(connect(meeting, owners, 0, self.size, store))
-            except ExchangeError as error:
-                found.put(error)
-
-        # In a thread, because a worker that is lost before it has come would be waited for.
-        threading.Thread(target=meet, name="exchange", daemon=True).start()
+        thread = Background()  # because a worker that is lost before it has come would be waited for
+        found = thread.submit(partial(connect, meeting, owners, 0, self.size, store))
+        thread.close(lambda: None)
         while True:
-            with suppress(Empty):
-                exchange = found.get(timeout=WAIT)
-                if isinstance(exchange, ExchangeError):
-                    raise exchange
+            with suppress(TimeoutError):
+                exchange = found.result(WAIT)
                 self._begin_watch()
                 return exchange
             if self._asked():
