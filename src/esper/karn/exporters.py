@@ -41,14 +41,11 @@ class Export:
     def __init__(self, run: OpenRun, name: str, target: Target, draw: Draw) -> None:
         self.run, self.name, self.target, self.draw = run, name, target, draw
         self.is_open = False
-        self._tail = Tail(run.folder / EVENTS, self._begin_again)
-        self._begin()
-
-    def _begin_again(self) -> None:
-        self.close()
+        self._tail = Tail(run.folder / EVENTS, self._begin)
         self._begin()
 
     def _begin(self) -> None:
+        self.close()
         self.model = RunModel(history=False)
         self.points, self.x = 0, -1  # points so far, and x of the last one
         self.is_final = False  # whether the table and the image are written

@@ -470,8 +470,12 @@ class RunModel:
                 values[f"round/{name}"] = float(value)
         for (cohort, task), rows in self._episodes.items():
             ended = [each for each in rows if each.round == row.round]
+            if task not in self._task_names:  # in characters that every target of an export accepts; each has its own
+                base = re.sub(r"[^A-Za-z0-9_-]+", "_", task)[-_LONGEST:] or "_"
+                names = itertools.chain([base], (f"{base}-{count}" for count in itertools.count(2)))
+                self._task_names[task] = next(name for name in names if name not in self._task_names.values())
             for figure, best in OF_EPISODES.items():
-                name = f"{cohort}/{self._task_name(task)}/{figure}"
+                name = f"{cohort}/{self._task_names[task]}/{figure}"
                 values |= _spread(name, best, [getattr(each, figure) for each in ended])[0]
         self._episodes.clear()
         return CurvePoint("round", len(self.rounds) - 1, row.time, values)
@@ -485,14 +489,6 @@ class RunModel:
         for name, value in values.items():
             self.curves.setdefault(SIZE_CURVES[name], Curve()).add(row.step, value, value, value)
         return CurvePoint("size", row.step, row.time, {f"size/{name}": value for name, value in values.items()})
-
-    def _task_name(self, task: str) -> str:
-        """Return the name of a task in characters that every target of an export accepts; each task has a name of its own."""
-        if task not in self._task_names:
-            base = re.sub(r"[^A-Za-z0-9_-]+", "_", task)[-_LONGEST:] or "_"
-            names = itertools.chain([base], (f"{base}-{count}" for count in itertools.count(2)))
-            self._task_names[task] = next(name for name in names if name not in self._task_names.values())
-        return self._task_names[task]
 
     def _write_step(self, row: StepRow) -> CurvePoint:
         if row.episode != self.episode:

@@ -344,7 +344,11 @@ def run_evaluation(
         return serve_rank(evaluation_work(workers, tasks, entered.references), workers.devices or (None,))
     with hired(workers, tasks, entered.references, [*rules, *ours], watch) as pool:
         if folder is not None:
-            _create(folder)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                why = f"cannot keep figures in {folder}: {error.strerror}"
+                raise InputError(f"{why}; name another folder") from None
         pace = None
         if watch is not None:
             networks, search = sum(grown) * instances * seeds, entered.searched
@@ -437,13 +441,6 @@ def compared(
         episodes=episodes
         | {name: max((episodes[own] or 0 for own in of), default=0) or None for name, of in groups.items()},
     )
-
-
-def _create(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot keep figures in {folder}: {error.strerror}; name another folder") from None
 
 
 @contextmanager
