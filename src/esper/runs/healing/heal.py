@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from esper.kasmina.blueprints import count
 from esper.kasmina.graft.find_sites import NoSiteError, find_sites
 from esper.kasmina.graft.grafted import call, free_sites, graft, undisturbed
 from esper.kasmina.graft.grown import stream_of
@@ -156,7 +157,7 @@ def heal(
 
     grown = [_grown(case, sites, places, budget, rate) for rate in rates("the grown network")]
     best, planted, explained, adapter = min(grown, key=lambda each: each[0].probe)
-    room = int(budget * _size(host))
+    room = int(budget * count(host))
     corrected = None if intact is None else refit(case, intact, room)
     # What the damaged network shows by itself ranks places too where the intact one is at hand.
     falls = [sites[place.site].around for place in (places if intact is None else ranked(host, sites, seen, None))]
@@ -202,7 +203,7 @@ def heal(
         label = int(y.flatten()[0])
         remarks.append(f"every target that was held back is {label}: the table says nothing about other labels")
     modules, shown = {name: each.network for name, each in networks.items()}, parts.held.at(slice(2)).x
-    return Healed(modules, best_first, rows, planted, (*explained, *remarks), adapter, losses, _size(host), shown)
+    return Healed(modules, best_first, rows, planted, (*explained, *remarks), adapter, losses, count(host), shown)
 
 
 def further(case: Case, corrected: TrainedNetwork | None, rate: float) -> TrainedNetwork | None:
@@ -246,7 +247,7 @@ def _grown(
     )
     growth.overlap = None  # the examples of all parts were compared before
     space = growth.population.space
-    controller.plantings = plan(space, sites, places, budget * _size(case.host))
+    controller.plantings = plan(space, sites, places, budget * count(case.host))
     train(network, optimizer, case, growth.step, still=True)
     summary = growth.summary()
     healed = copy.deepcopy(case.host)
@@ -390,10 +391,6 @@ def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
                     part.get_parameter(held).mul_(mask)
                     mask.fill_(1)
     return host, masks
-
-
-def _size(network: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
 
 
 # Where the network was hurt.

@@ -646,8 +646,7 @@ class Growth:
             )
         for average, kept in zip(averages, tree["averages"], strict=True):
             average.check(kept)
-        none = {"seeds": 0, "params": 0, "sites": [], "tried": [], "shapes": {}}
-        absorbed: Any = tree.get("absorbed", none)
+        absorbed: Any = tree["absorbed"]
         with population.widths_of(absorbed["shapes"], tree["tensors"]):
             mine = population.grafts.tensors_with(tree["seeds"])
             check_tensors(tree["tensors"], mine, "the saved state", "the model", "build the same model")
@@ -681,7 +680,7 @@ class Growth:
         self._loop_passes, self._overspent_at = spent["loop"], spent["overspent"]
         population.passes, population.resting = spent["growth"], spent["resting"]
         population.follow(self.engine.state.seeds)
-        since: Any = tree.get("stopped")
+        since: Any = tree["stopped"]
         why = "" if since is None else self._nothing_left(self.engine.view())  # the budget may be another one
         self._stopped = (since, why) if why else None
 
