@@ -33,7 +33,7 @@ from esper.leyline.lifecycle.view import Floats, Seeds, take
 from esper.leyline.text import counted
 from esper.runs.figures import test_splits
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.workers.sharded import Derive, ShardedEngine
+from esper.runs.workers.sharded import ShardedEngine
 from esper.runs.workers.workers import ShardPool
 from esper.tamiyo.rules.baselines import Never
 from esper.tolaria.engine import TaskEngine, VectorizedEngine
@@ -184,14 +184,31 @@ def train_baseline(
             result = BaselineResult(nothing, nothing.copy(), np.zeros_like(grown.params), 0.0)
         else:
             result = BaselineResult(twin.metric.copy(), twin.loss.copy(), twin.params.copy(), 0.0)
-        # a plain network has the parameters of the grown one from the start
-        own = config.model_copy(update={"widen": WidenConfig()}) if name == "plain" else config
+        update: dict[str, Any] = {"baselines": (), "slots": None, "steps": max(steps, 1), "epochs": None}
+        update["probe"] = config.probe.model_copy(update={"sensors_every": 0})
+        if name == "plain":  # it has the parameters of the grown one from the start
+            update["widen"] = WidenConfig()
         for index, population in enumerate(populations):
-            derive = partial(static_task, name, grown, twin is not None, index)
-            trained = _train(population, own, grown, steps, until, stop, pool, derive)
-            if isinstance(trained, Absent):
-                return trained
-            for mine, theirs in zip(result[:3], trained, strict=True):
+            sealed, instance = population.task.sealed(), grown.instance[population.envs]
+            own = config.model_copy(update={**update, "envs": len(instance)})
+            engine: TaskEngine[Any]
+            if pool is None:
+                engine = VectorizedEngine(sealed, own, instance=instance)
+            else:
+                derive = partial(static_task, name, grown, twin is not None, index)
+                engine = ShardedEngine(pool, sealed, own, instance=instance, derive=derive)
+            with closing(engine.population):
+                engine.reset(planted=population.planted)
+                if engine.stopping is not None and until is not None:
+                    engine.stopping.until = until[population.envs][engine.population.environment]
+                interrupted = Until(stop)
+                if steps:
+                    play(engine, Never(), interrupted)
+                if interrupted.stopped:
+                    return INTERRUPTED
+                engine.finish()
+                tested = (*engine.evaluate(test_splits(engine, population.task)), engine.exported_params())
+            for mine, theirs in zip(result[:3], tested, strict=True):
                 mine[population.envs] = theirs
     except (InputError, OutOfMemory) as error:
         return Absent(str(error))
@@ -203,47 +220,6 @@ def train_baseline(
     where = f"{alike} of {counted(len(grown.instance), 'environment')}"
     note = f"{_ALIKE[name].format(where)}; there it is the twin"
     return result._replace(seconds=time.perf_counter() - begin, note=note if alike else None)
-
-
-def _train(
-    population: _Population,
-    config: Config,
-    grown: GrowthResult,
-    steps: int,
-    until: Keys | None,
-    stop: Stop,
-    pool: ShardPool | None,
-    derive: Derive,
-) -> tuple[Floats, Floats, Keys] | Absent:
-    """Train the networks of a population; return metric and loss on the test split, and parameters, (n,) each."""
-    task, instance = population.task, grown.instance[population.envs]
-    config = config.model_copy(
-        update={
-            "envs": len(instance),
-            "baselines": (),
-            "slots": None,
-            "steps": max(steps, 1),
-            "epochs": None,
-            "probe": config.probe.model_copy(update={"sensors_every": 0}),
-        }
-    )
-    engine: TaskEngine[Any]
-    if pool is None:
-        engine = VectorizedEngine(task.sealed(), config, instance=instance)
-    else:
-        engine = ShardedEngine(pool, task.sealed(), config, instance=instance, derive=derive)
-    with closing(engine.population):
-        engine.reset(planted=population.planted)
-        if engine.stopping is not None and until is not None:
-            engine.stopping.until = until[population.envs][engine.population.environment]
-        interrupted = Until(stop)
-        if steps:
-            play(engine, Never(), interrupted)
-        if interrupted.stopped:
-            return INTERRUPTED
-        engine.finish()
-        metric, loss = engine.evaluate(test_splits(engine, task))
-        return metric, loss, engine.exported_params()
 
 
 def _same_size(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]:
