@@ -102,7 +102,12 @@ class _Growing(BaseEstimator):
             network = _mlp(x.shape[1], self.units, outputs, self.layers).float()
         optimizer = torch.optim.AdamW(network.parameters(), self.rate)
         moving = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-        growth = None if self.plan is None else self._anytime(network, optimizer, inputs[held], target[held], loss, key)
+        growth: AnytimeGrowth | None = None
+        if self.plan is not None:  # becomes wider when the loss on what is held back begins to fall more slowly
+            some, probe, sizes = inputs[held][:2], [(inputs[held], target[held])], [1]
+            while self.units * sizes[-1] * self.factor <= self.most_units:
+                sizes.append(sizes[-1] * int(self.factor))
+            growth = AnytimeGrowth(network, optimizer, example=some, sizes=sizes, probe=probe, loss=loss, seed=key)
         average = moving.module if growth is None else growth.average
         batches = _batches(train, min(self.batch, len(train)), key)
         steps, since_best, looks, why = 0, 0, list[Look](), ""
@@ -161,22 +166,6 @@ class _Growing(BaseEstimator):
         self.network_, self.looks_, self.n_iter_ = kept, looks, steps
         self.units_ = int(kept.get_submodule("0").out_features)  # type: ignore[arg-type]
         self.growth_ = self._told(best_look, why)
-
-    def _anytime(
-        self,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        inputs: Tensor,
-        target: Tensor,
-        loss: nn.Module,
-        key: int,
-    ) -> AnytimeGrowth:
-        """Return the growth that becomes wider when the loss on examples that are held back begins to fall more slowly."""
-        sizes = [1]
-        while self.units * sizes[-1] * self.factor <= self.most_units:
-            sizes.append(sizes[-1] * int(self.factor))
-        probe = [(inputs, target)]
-        return AnytimeGrowth(network, optimizer, example=inputs[:2], sizes=sizes, probe=probe, loss=loss, seed=key)
 
     def _told(self, best: Look, why: str) -> str:
         """Say in one sentence which size was found, and why no other; `why` kept the network from growing at the last look."""
