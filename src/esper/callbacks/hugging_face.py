@@ -40,8 +40,7 @@ def loss_of_model(output: Any, labels: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is None:
         raise InputError("the model returns no loss for the probe; put 'labels' into its batches, or give a loss")
-    found: Tensor = loss
-    return found
+    return loss
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -302,5 +301,4 @@ def _read(folder: Path) -> dict[str, Any]:
             f"{folder} has no {FILE}, so its growth cannot be resumed; give the folder of a checkpoint that was written "
             "with this callback, as HuggingFaceGrowth(checkpoint=...)"
         )
-    found: dict[str, Any] = torch.load(folder / FILE, map_location="cpu", weights_only=True)
-    return found
+    return torch.load(folder / FILE, map_location="cpu", weights_only=True)

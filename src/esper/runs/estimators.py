@@ -182,8 +182,7 @@ class _Growing(BaseEstimator):
         check_is_fitted(self)
         inputs = self._standardized(validate_data(self, X, reset=False))
         with torch.no_grad():
-            outputs: NDArray[np.float32] = torch.cat([self.network_(part) for part in inputs.split(_CHUNK)]).numpy()
-        return outputs
+            return torch.cat([self.network_(part) for part in inputs.split(_CHUNK)]).numpy()
 
     def _standardized(self, x: NDArray[Any]) -> Tensor:
         inputs = torch.tensor(self.scaler_.transform(x), dtype=torch.float32)
@@ -266,15 +265,11 @@ class GrowingClassifier(ClassifierMixin, _Growing):
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Return (n, classes) probabilities for X (n, features)."""
-        logits = torch.from_numpy(self._outputs(X)).double()
-        probabilities: NDArray[np.float64] = logits.softmax(1).numpy()
-        return probabilities
+        return torch.from_numpy(self._outputs(X)).double().softmax(1).numpy()
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Return (n,) classes for X (n, features)."""
-        outputs = self._outputs(X)
-        classes: NDArray[Any] = self.classes_[outputs.argmax(1)]
-        return classes
+        return self.classes_[self._outputs(X).argmax(1)]
 
 
 class GrowingRegressor(RegressorMixin, _Growing):

@@ -90,8 +90,7 @@ def write_report(run: str | PathLike[str], out: str | PathLike[str] | None = Non
     written.
     """
     folder = to_path(run, "run")
-    path = folder / REPORT if out is None else to_path(out, "out")
-    return write_page(path, render(read_content(folder)))
+    return write_page(folder / REPORT if out is None else to_path(out, "out"), render(read_content(folder)))
 
 
 def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str = "png") -> Pictures:

@@ -543,8 +543,7 @@ def losses_of(network: nn.Module, examples: HealingExamples, case: Case) -> NDAr
     probe = _probe(network, case.batches(examples), case.loss)
     probe.way = case.way
     with undisturbed(network):
-        losses: NDArray[np.float64] = probe.see(network)[0].cpu().numpy()
-    return losses
+        return probe.see(network)[0].cpu().numpy()
 
 
 def probe_loss(network: nn.Module, case: Case) -> float:

@@ -191,8 +191,7 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
     while True:
         try:
             if peers is not None and not trainer.begun:
-                owners = trainer.owners(peers.size)
-                trainer.use(peers.join(trainer.sent(), owners))
+                trainer.use(peers.join(trainer.sent(), trainer.owners(peers.size)))
             if again := len(trainer.lacking()) + trainer.lacked_by_others():
                 watch.note(
                     f"playing {counted(again, 'episode')} of imitation again, whose rollouts another worker had; the "

@@ -417,8 +417,7 @@ class ShardedKeeper:
 
     def put_back(self, seeds: Seeds, rows: Bools, kept: Seeds) -> Seeds:
         self._tell("put_back", seeds, rows, kept)
-        after: Seeds = choose(rows, kept, seeds)
-        return after
+        return choose(rows, kept, seeds)
 
     def state(self, now: int) -> dict[str, Any]:
         owners = self._population.rows
