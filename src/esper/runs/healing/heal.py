@@ -495,15 +495,15 @@ def _recorded(
     here: dict[str, Tensor] = {}
     inner: dict[str, list[Tensor]] = {}
 
-    def entering(name: str, arguments: Any, named: Any) -> None:
+    def entering(name: str, _: nn.Module, arguments: Any, named: Any) -> None:
         given = next(floats((arguments, named)), None)
         before.setdefault(name, None if given is None else given.clone().float())
 
-    def leaving(name: str, output: Any) -> None:
+    def leaving(name: str, _: nn.Module, given: Any, output: Any) -> None:
         if isinstance(stream := stream_of(output), Tensor):
             here.setdefault(name, stream.clone())
 
-    def computed(layer: nn.Module, output: Tensor) -> None:
+    def computed(layer: nn.Module, given: Any, output: Tensor) -> None:
         units = output if isinstance(layer, nn.Linear) else output.movedim(1, -1)
         for name in before.keys() - here.keys():
             inner.setdefault(name, []).append(units.float())
@@ -511,12 +511,11 @@ def _recorded(
     with ExitStack() as hooks, undisturbed(network):
         for part in network.modules():
             if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                hooks.enter_context(part.register_forward_hook(lambda layer, a, output: computed(layer, output)))
+                hooks.enter_context(part.register_forward_hook(computed))
         for name, site in sites.items():
             around, after = network.get_submodule(site.around), network.get_submodule(site.after)
-            entered = partial(lambda name, _, a, k: entering(name, a, k), name)
-            hooks.enter_context(around.register_forward_pre_hook(entered, with_kwargs=True))
-            hooks.enter_context(after.register_forward_hook(lambda _, a, output, name=name: leaving(name, output)))
+            hooks.enter_context(around.register_forward_pre_hook(partial(entering, name), with_kwargs=True))
+            hooks.enter_context(after.register_forward_hook(partial(leaving, name)))
         call(network, x)
     # The last layer within a segment computes the stream itself.
     found = {}

@@ -357,12 +357,12 @@ def distilled(intact: nn.Module, network: nn.Module, case: Case, rate: float) ->
         return None
     ours, theirs = dict[str, list[Tensor]](), dict[str, list[Tensor]]()
 
-    def teach(arguments: Any, named: Any) -> None:
+    def teach(_: nn.Module, arguments: Any, named: Any) -> None:
         if network.training:  # and not while it is measured
             with torch.no_grad():
                 intact(*arguments, **named)
 
-    def note(found: dict[str, list[Tensor]], path: str, output: Any) -> None:
+    def note(found: dict[str, list[Tensor]], path: str, _: nn.Module, given: Any, output: Any) -> None:
         if network.training:
             found.setdefault(path, []).extend(h.float() for h in floats(output))
 
@@ -378,11 +378,9 @@ def distilled(intact: nn.Module, network: nn.Module, case: Case, rate: float) ->
         return torch.stack(errors).mean()
 
     with ExitStack() as hooks, undisturbed(intact):
-        hooks.enter_context(network.register_forward_pre_hook(lambda _, a, named: teach(a, named), with_kwargs=True))
+        hooks.enter_context(network.register_forward_pre_hook(teach, with_kwargs=True))
         for (own, found), path in itertools.product(((network, ours), (intact, theirs)), shared):
-            layer = own.get_submodule(path)
-            noting = layer.register_forward_hook(lambda _, a, h, found=found, path=path: note(found, path, h))
-            hooks.enter_context(noting)
+            hooks.enter_context(own.get_submodule(path).register_forward_hook(partial(note, found, path)))
         return trained(network, case, rate, loss=error)
 
 
@@ -501,8 +499,8 @@ def _layers(case: Case) -> list[str]:
     ]
     with ExitStack() as hooks, undisturbed(case.host):
         for path in found:
-            again = partial(lambda path, *_: found.append(found.pop(found.index(path))), path)
-            hooks.enter_context(case.host.get_submodule(path).register_forward_hook(again))
+            last = partial(lambda path, *_: found.append(found.pop(found.index(path))), path)
+            hooks.enter_context(case.host.get_submodule(path).register_forward_hook(last))
         call(case.host, case.parts.train.at(slice(2)).x)
     return found
 
