@@ -462,7 +462,8 @@ class RunModel:
         self.rounds.append(row)
         self._times.append(row.time)
         if (waited := row.figures.get("output_wait_seconds")) is not None:
-            self.waited, self.timed = self.waited + waited, self.timed + row.seconds
+            self.waited += waited
+            self.timed += row.seconds
         values = {}
         for name, value in row.figures.items():
             if value is not None:
@@ -556,10 +557,8 @@ class RunModel:
             whole = sum(row.phase_seconds.values())
             self.reading = row.phase_seconds.get("reading", 0.0) / whole if whole else NAN, row.reading_p95
         if isinstance(row, PhasesRow) and row.output_wait_seconds is not None:
-            self.waited, self.timed = (
-                self.waited + row.output_wait_seconds,
-                self.timed + sum(row.phase_seconds.values()),
-            )
+            self.waited += row.output_wait_seconds
+            self.timed += sum(row.phase_seconds.values())
         if not self.history:
             return
         if row.episode != self._measured_episode:

@@ -321,11 +321,9 @@ def rare_class_lines(summary: Mapping[str, Any]) -> list[str]:
     line = f"rare classes ({names}; {tested}): balanced accuracy {estimate(found['grown']['balanced_accuracy'], '.4f')} grown"
     if found["host"] is not None:
         line += f", {estimate(found['host']['balanced_accuracy'], '.4f')} twin"
-    mend = (
-        "more examples of them help"
-        if found["weighted"]
-        else "esper.task(..., class_weights='balanced') weighs them like others"
-    )
+    mend = "esper.task(..., class_weights='balanced') weighs them like others"
+    if found["weighted"]:
+        mend = "more examples of them help"
     return [f"{line}; {mend}; F1, ROC AUC and confusion matrix are in the report"]
 
 

@@ -366,11 +366,9 @@ class RunFolder:
                 raise
             command = resume_command(self.path, self.config.tasks or (self.config.task,), self.config.controller)
             number = None if self.store is None else self.store.latest()
-            place = (
-                "starts again with the first step, because there is no checkpoint yet"
-                if number is None
-                else f"continues after step {number:,}, that of the last checkpoint"
-            )
+            place = "starts again with the first step, because there is no checkpoint yet"
+            if number is not None:
+                place = f"continues after step {number:,}, that of the last checkpoint"
             if isinstance(error, OutOfMemory | DataFault | UserCodeError | InputError):
                 raise type(error)(f"{error}; {command} {place}") from error.__cause__
             error.add_note(

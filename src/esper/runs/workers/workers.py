@@ -111,11 +111,9 @@ class Workers:
         self._told &= set(quiet)
         if quiet:
             worker = max(quiet, key=quiet.__getitem__)
-            ends = (
-                ""
-                if not self.patience
-                else f"; after {self.patience:g} s it is ended, and another plays its part again"
-            )
+            ends = ""
+            if self.patience:
+                ends = f"; after {self.patience:g} s it is ended, and another plays its part again"
             if 0 < self.patience <= quiet[worker]:
                 self.note(f"worker {worker} gave no sign for {quiet[worker]:.0f} s, and is ended")
                 self.transport.end(worker)
