@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 from torch.distributed import FileStore
 
 from esper.leyline.data.keys import Purpose, key
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.training import cohort
 from esper.runs.training.train import train
@@ -91,7 +91,7 @@ def main() -> None:
     parts[arguments.command](arguments)
 
 
-class Clock(Silent):
+class Clock(Progress):
     """Notes when rounds end, the processor seconds of this process until then, and their figures."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 import os
 
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 
 CALLS = ("mkdir", "rmdir", "unlink", "rename", "replace", "truncate", "ftruncate", "fsync", "write", "open", "link")
 
@@ -15,7 +15,7 @@ class Left(BaseException):
     """The process is gone."""
 
 
-class Leaving(Silent):
+class Leaving(Progress):
     """A Progress under which the process is gone after so many steps."""
 
     def __init__(self, after):

@@ -21,12 +21,12 @@ from study_repair import schedule
 from esper.leyline.config.tree import Config
 from esper.leyline.data.task import Mixture
 from esper.runs.evaluation.contenders import Contender, named
-from esper.runs.evaluation.evaluation import evaluate
 from esper.runs.evaluation.statistics import interval, mean, mean_difference
 from esper.tasks import repair
 from esper_bench import repair_tables as tables
 from esper_bench.controllers.handover import HANDED, Handover, SkipWhereWeak
 from esper_bench.controllers.placement import Picks
+from esper_bench.evaluation.one_task import evaluate
 
 FIRST = 53_248
 """The first held-out instance. No page, study or test had grown instances from here on when it was chosen."""

@@ -39,7 +39,6 @@ from esper.leyline.data.task import AnyTask, Instance, Mixture, Split
 from esper.leyline.errors import InputError
 from esper.runs.configuration import TRAINING
 from esper.runs.evaluation.contenders import ROWS, Contender, named
-from esper.runs.evaluation.evaluation import evaluate
 from esper.runs.evaluation.record import Evaluation
 from esper.runs.evaluation.statistics import interquartile_mean, interval, mean, mean_difference
 from esper.runs.evaluation.statistics import probability_of_improvement as improvement
@@ -55,6 +54,7 @@ from esper.tasks.catalog import get_task
 from esper.tasks.repair import Facts, describe
 from esper_bench.controllers.plans import Placed, Plan
 from esper_bench.evaluation.declared import SEARCHED as BEST
+from esper_bench.evaluation.one_task import evaluate
 from esper_bench.evaluation.plan_menu import Candidate, entry_line
 from esper_bench.evaluation.plan_search import search_plans
 from esper_bench.records import load_record, run_script, save_record

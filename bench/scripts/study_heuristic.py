@@ -30,12 +30,12 @@ from esper.leyline.config.tree import Config, HeuristicConfig, build_config
 from esper.leyline.data.task import Task
 from esper.leyline.lifecycle.actions import Actions
 from esper.runs.evaluation.contenders import Contender, named
-from esper.runs.evaluation.evaluation import evaluate
 from esper.simic.rewards import objective
 from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tasks.catalog import get_task
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria.engine import VectorizedEngine
+from esper_bench.evaluation.one_task import evaluate
 from esper_bench.records import load_record, run_script, save_record
 
 Floats = NDArray[np.float64]

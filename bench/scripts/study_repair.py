@@ -28,7 +28,6 @@ from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.view import View, take
 from esper.runs.configuration import training_configs
 from esper.runs.evaluation.contenders import ROWS, Contender, contender_config, grow_contender, named
-from esper.runs.evaluation.evaluation import evaluate
 from esper.runs.evaluation.statistics import CONFIDENCE, DRAWS
 from esper.runs.folder.resume import Opening
 from esper.runs.training.train import train
@@ -37,6 +36,7 @@ from esper.tamiyo.rules.baselines import Rule
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tasks.catalog import get_task
 from esper.tolaria.engine import VectorizedEngine
+from esper_bench.evaluation.one_task import evaluate
 from esper_bench.evaluation.plan_search import probe_objective
 from esper_bench.records import load_record, run_script, save_record
 

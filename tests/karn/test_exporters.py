@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 import esper
-from esper.karn.export_targets import Box, FinalTable, as_markdown, boxes_of, drawing, final_table
+from esper.karn.export_targets import Box, as_markdown, boxes_of, drawing, final_table
 from esper.karn.exporters import Exporter, ExportError, export_of
+from esper.karn.report.frame import Table
 from esper.karn.run_model import RunModel
 from esper.karn.terminal.console import comparison_table, print_summary
 from esper.leyline.errors import InputError, RunWarning
@@ -207,7 +208,7 @@ def test_tasks_whose_names_differ_in_forbidden_characters_alone_have_curves_of_t
 def test_names_by_users_are_neither_markup_nor_formulas():
     boxes = [Box("input", "$x_{", "<b>"), Box("seed", "a\x1b[31m|`*" * 40, ""), Box("output", "漢字", "")]
     assert drawing("$\\frac{1}{ & [bold] \x07", boxes).shape[1:] == (1300, 3)
-    table = FinalTable(["network", "test <i>|"], [("a`|*[x](http://a) \x1b[31m", "1\n2")])
+    table = Table("", ["network", "test <i>|"], [("a`|*[x](http://a) \x1b[31m", "1\n2")])
     assert as_markdown(table).splitlines() == [
         "| network | test &lt;i&gt;\\| |",
         "| --- | --- |",

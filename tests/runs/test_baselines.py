@@ -18,7 +18,7 @@ from esper.leyline.config.tree import BASELINES, EarlyStoppingConfig, build_conf
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import SlotSpec
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller
 from esper.runs.baselines import Absent, grown_of, train_baseline
 from esper.runs.folder.resume import Opening
@@ -289,7 +289,7 @@ def test_baselines_are_evaluated_at_their_best_step_where_the_run_stops_early(ta
 # Interrupts and resumed runs.
 
 
-class At(Silent):
+class At(Progress):
     """Does something when a baseline begins."""
 
     def __init__(self, name, action):
@@ -376,7 +376,7 @@ def test_a_second_interrupt_after_an_interrupted_growth_leaves_the_baselines_out
     assert len(list((tmp_path / "run" / "models").glob("env-*"))) == 1
 
 
-class AtExport(Silent):
+class AtExport(Progress):
     """Ctrl-C is pressed as networks are written, and what is answered is kept."""
 
     def __init__(self, times=1):

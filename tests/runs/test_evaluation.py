@@ -11,7 +11,7 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import RULES, Contender, named
-from esper.runs.evaluation.evaluation import evaluate, run_evaluation
+from esper.runs.evaluation.evaluation import Design, Entry, Grower, compared, run_evaluation
 from esper.runs.evaluation.record import Evaluation, RecordedFigures
 from esper.runs.grow import grow
 from esper.runs.training.cohort import settings_of_policy
@@ -52,6 +52,15 @@ def assert_equal(ours: RecordedFigures, theirs: RecordedFigures) -> None:
     for name, a, b in zip(RecordedFigures._fields, ours, theirs, strict=True):
         if name != "seconds":
             np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def evaluate(task, contenders, instances, seeds, settings, static=(), sized_by=None, folder=None, **over) -> Evaluation:
+    """Compare contenders without any rules, on one task."""
+    asked = {"part": "heldout", "first": 0, **over}
+    design = Design.of(task, settings, seeds, instances=instances, **asked)
+    for contender in contenders:
+        design.check(contender)
+    return compared(Grower.of(design, folder, None, None), contenders, len(contenders), Entry(), static, sized_by)
 
 
 def run(task, contenders, instances=3, seeds=2, **over) -> Evaluation:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 import esper
 from esper.leyline.errors import OutOfMemory, RunWarning, UserCodeError
 from esper.leyline.lifecycle.actions import Actions
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.nissa.events import decode
 from esper.nissa.rows import RunRow
 from esper.runs.configuration import training_configs
@@ -145,7 +145,7 @@ def test_a_failure_says_after_which_step_the_resumed_run_goes_on(tmp_path, where
         grow(blobs(), config, Raising(Broken("no"), where=where), tmp_path / "run")
     assert f"`esper resume {tmp_path / 'run'}` {place}" in raised.value.__notes__[-1]
 
-    class Told(Silent):
+    class Told(Progress):
         def note(self, text):
             told.append(text)
 

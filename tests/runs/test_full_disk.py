@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, read_config
 from esper.runs.grow import grow
@@ -47,7 +47,7 @@ def quickly(monkeypatch):
     monkeypatch.setattr(full_disk, "EVERY", 0.005)
 
 
-class Noting(Silent):
+class Noting(Progress):
     def __init__(self):
         self.notes = []
 

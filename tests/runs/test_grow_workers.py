@@ -19,13 +19,13 @@ from esper.cli import main
 from esper.commands.options import spread_devices
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import DataFault, InputError, WorkerError
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening
 from esper.runs.grow import grow
 from esper.runs.training.train import train
 from esper.runs.workers import sharded
-from esper.runs.workers.shard import Shard
+from esper.runs.workers.sharded import Shard
 from esper.runs.workers.workers import ALONE, TRIES, WorkerOptions, check_facts, worker_options
 from esper.store.files import CONFIG, MODELS, SUMMARY
 from esper.tamiyo.catalog import get_controller
@@ -194,7 +194,7 @@ def test_a_row_that_breaks_is_restored_where_it_is(tmp_path, beside, monkeypatch
     assert content(tmp_path / "shards") == content(tmp_path / "alone")
 
 
-class StoppingOne(Silent):
+class StoppingOne(Progress):
     """Stops the process of the second worker after the third step, as a debugger or a machine that hangs would."""
 
     def __init__(self):
@@ -353,7 +353,7 @@ TRAIN += ["--set", "reward.group_size=2", "--set", "ppo.imitation_rounds=0"]
 
 @pytest.mark.campaign
 def test_processes_grow_the_same_run_although_one_is_killed(alone, tmp_path):
-    class Killing(Silent):
+    class Killing(Progress):
         steps = 0
 
         def step(self, view, speed, rollbacks):

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.grow import grow
 from esper.tamiyo.rules.baselines import Never
@@ -44,7 +44,7 @@ def test_ctrl_c_within_a_long_step_gets_a_word_before_the_step_ends(monkeypatch)
     monkeypatch.setattr("esper.runs.folder.interrupt.WORD_AFTER", 0.01)
     said, came = [], threading.Event()
 
-    class Heard(Silent):
+    class Heard(Progress):
         def answer(self, text):
             said.append(text)
             came.set()

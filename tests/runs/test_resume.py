@@ -21,7 +21,7 @@ from esper.leyline.config.tree import build_config, dump_config
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.nissa.events import decode
 from esper.nissa.recovery import check_events
 from esper.nissa.rows import RunRow
@@ -290,7 +290,7 @@ def test_events_are_on_the_disk_before_the_checkpoint_that_numbers_them_is_the_l
             shown.append((json.loads((newest / "state.json").read_text())["state"]["seq"], flushed[0]))
         replace_(source, target)
 
-    class Watching(Silent):
+    class Watching(Progress):
         def step(self, view, speed, rollbacks):
             if view.step == 1:
                 monkeypatch.setattr(os, "fsync", fsyncing)
@@ -320,7 +320,7 @@ def test_a_folder_is_locked_until_nothing_is_written_any_more(tmp_path, monkeypa
 def test_an_interrupted_run_goes_on_to_the_end(tmp_path, number):
     config = config_of(checkpoint={"every_seconds": 0})
 
-    class Asking(Silent):
+    class Asking(Progress):
         def step(self, view, speed, rollbacks):
             if view.step == 5:
                 os.kill(os.getpid(), number)
@@ -353,7 +353,7 @@ def test_of_a_run_that_was_interrupted_in_order_no_events_are_said_to_be_cut(tmp
     assert [note for note in second.notes if "events" in note] == []
 
 
-class Exporting(Silent):
+class Exporting(Progress):
     """The process is gone as it begins to write the networks."""
 
     def note(self, text):

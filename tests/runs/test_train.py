@@ -19,7 +19,7 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError, LearningError
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.nissa.events import decode
 from esper.nissa.rows import (
     ROWS,
@@ -61,7 +61,7 @@ TIMES = ("env_steps_per_second", "controller_share", "seconds")
 """Figures that a clock has a part in."""
 
 
-class Watching(Silent):
+class Watching(Progress):
     """A Progress that keeps the figures and calls something after every round."""
 
     def __init__(self, then=lambda number: None):

@@ -20,7 +20,7 @@ import esper
 from crews import SHY, Beside
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError, UserCodeError, WorkerError
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.nissa.events import decode
 from esper.nissa.rows import EpisodeRow, PlayedRow
 from esper.runs.configuration import training_configs
@@ -54,7 +54,7 @@ SMALL = {
 CLOCKED = ("env_steps_per_second", "controller_share", "seconds")
 
 
-class Watching(Silent):
+class Watching(Progress):
     """A Progress that calls something after every round."""
 
     def __init__(self, then=lambda number: None):
@@ -76,7 +76,7 @@ def trained(folder, asked=ALONE, then=lambda number: None, **over):
 
 def resumed(folder, asked=ALONE):
     return train(
-        [get_task("iris")], cohort_configs(read_config(folder)), folder, Silent(), Opening(resume=True), asked=asked
+        [get_task("iris")], cohort_configs(read_config(folder)), folder, Progress(), Opening(resume=True), asked=asked
     )
 
 
@@ -127,7 +127,7 @@ def test_two_tasks_and_their_shards_are_divided_among_any_number_of_workers(tmp_
     contents = []
     for workers in (1, 2, 4, 8):
         folder = tmp_path / str(workers)
-        train(tasks, configs, folder, Silent(), asked=WorkerOptions(workers))
+        train(tasks, configs, folder, Progress(), asked=WorkerOptions(workers))
         contents.append(content(folder))
     assert all(each == contents[0] for each in contents)
 

@@ -8,7 +8,7 @@ import torch
 
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, cohort_configs, read_config
 from esper.runs.training import train as training
@@ -32,7 +32,7 @@ SMALL = {
 }
 
 
-class Interrupting(Silent):
+class Interrupting(Progress):
     def round(self, number, rounds, figures):
         if number == 0:
             signal.raise_signal(signal.SIGINT)
@@ -43,7 +43,7 @@ def trained(folder, watch=None, resume=False):
     configs = cohort_configs(read_config(folder)) if resume else training_configs([task], "quick", SMALL)
     # the LSTM of oneDNN, which is for the CPU alone, rounds in another way
     with torch.backends.mkldnn.flags(enabled=False):
-        return training.train([task], configs, folder, watch or Silent(), Opening(resume=resume))
+        return training.train([task], configs, folder, watch or Progress(), Opening(resume=resume))
 
 
 def content(folder):
@@ -143,5 +143,5 @@ def test_a_training_whose_policy_has_no_device_writes_nothing(tmp_path):
     task = get_task("iris")
     configs = training_configs([task], "quick", SMALL, {"ppo": {"device": "cuda:77"}})
     with pytest.raises(InputError, match="give cpu, or same, the device of the networks"):
-        training.train([task], configs, tmp_path / "run", Silent())
+        training.train([task], configs, tmp_path / "run", Progress())
     assert not (tmp_path / "run").exists()

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from esper.kasmina.lifecycle import doses
 from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.progress import Silent
+from esper.leyline.progress import Progress
 from esper.nissa.events import decode, encode
 from esper.nissa.hub import Hub
 from esper.nissa.rows import GradientsRow, PhasesRow
@@ -218,7 +218,7 @@ def test_parameters_that_do_not_train_have_no_norms():
     assert names == {name for name, p in host().named_parameters() if p.requires_grad}
 
 
-class Leaving(Silent):
+class Leaving(Progress):
     """A watch that ends the run in its fourth step, as an error would."""
 
     steps = 0

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import named
-from esper.runs.evaluation.evaluation import evaluate
 from esper.runs.evaluation.work import Kept
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import repair
 from esper_bench.controllers.plans import NONE, Placed, choices_of, plans_of, wished
+from esper_bench.evaluation.one_task import evaluate
 from esper_bench.evaluation.plan_menu import PERMISSIVE, candidate_plans, space_of
 from esper_bench.evaluation.plan_search import QUARTER, grow_abreast, halve, promising, rungs, search_plans
 from esper_bench.tasks import repair_full

@@ -40,8 +40,7 @@ def loss_of_model(output: Any, labels: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else None
     if loss is None:
         raise InputError("the model returns no loss for the probe; put 'labels' into its batches, or give a loss")
-    found: Tensor = loss
-    return found
+    return loss
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -99,25 +98,16 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         self._probe, self._loss, self._checkpoint = probe, loss, checkpoint
         self._changed = [*changed, *(() if "steps" in options else ("steps",))]  # as long as the trainer trains now
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Begin, or go on from a checkpoint, whose host the trainer has restored."""
         check_arguments(args)
         self.check_first()
+        model, optimizer = own["model"], own["optimizer"]
         saved = self._resumed(args, state, model) if state.global_step else None
         self.growth = Growth(
             model,
             optimizer,
-            lr_scheduler,
+            own["lr_scheduler"],
             probe=self._pairs,
             loss=self._loss,
             scaler=getattr(optimizer, "scaler", None),
@@ -127,12 +117,12 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         if saved is not None:
             self.growth.load_state_dict(saved, changed=self._changed)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Take a step; the trainer has stepped its optimizer and its scheduler."""
         assert self.growth is not None, "the training has begun"
         self.growth.step()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Write the growth into the checkpoint, and leave there of the optimizer and its scheduler what a new one has too.
 
         The trainer loads them into an optimizer that it has just made of the host's parameters. The growth has all of it.
@@ -147,9 +137,7 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
             for path, tree in zip(paths, without_seeds(optimizer, scheduler), strict=True):
                 _write(path, tree)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Restore the seeds of the best checkpoint where the trainer has restored its host."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None and self.growth is not None:
             self.growth.load_state_dict(_read(Path(state.best_model_checkpoint)), changed=self._changed)
@@ -219,22 +207,11 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
         self._counting: RemovableHandle | None = None
         self._seen = 0
 
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **kwargs: Any
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Let a checkpoint of a larger network be loaded."""
-        self._larger = LargerWeights(model)
+        self._larger = LargerWeights(own["model"])
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Begin, or go on from a checkpoint with its sizes, its weights and what its optimizer remembered."""
         check_arguments(args)
         for name, used in (
@@ -248,6 +225,7 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
                     "esper.AnytimeGrowth in a loop of your own"
                 )
         self.check_first()
+        model, optimizer = own["model"], own["optimizer"]
         weights = {} if self._larger is None else self._larger.weights
         if self._larger is not None:
             self._larger.remove()  # copies of the model have no hook
@@ -266,9 +244,7 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
                 )
             optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Count the targets of the batches that the model is called with until the optimizer steps."""
 
         def count(model: nn.Module, positional: Any, named: dict[str, Any]) -> None:
@@ -277,7 +253,7 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
 
         self._counting = self.network.register_forward_pre_hook(count, with_kwargs=True)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Take a step; the trainer has stepped its optimizer and its scheduler."""
         assert self.growth is not None, "the training has begun"
         assert self._counting is not None, "a step has begun"
@@ -285,15 +261,13 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
         seen, self._seen = self._seen, 0
         self.growth.step(seen)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Write the growth into the checkpoint."""
         if self.growth is not None:
             tree = {"growth": self.growth.state_dict(), "sum": _sum(self.growth.model)}
             _write(_folder(args, state.global_step) / FILE, tree)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:
         """Leave the optimizer alone, and end the run folder, if there is one."""
         if self.growth is not None:
             self.growth.finish()
@@ -327,5 +301,4 @@ def _read(folder: Path) -> dict[str, Any]:
             f"{folder} has no {FILE}, so its growth cannot be resumed; give the folder of a checkpoint that was written "
             "with this callback, as HuggingFaceGrowth(checkpoint=...)"
         )
-    found: dict[str, Any] = torch.load(folder / FILE, map_location="cpu", weights_only=True)
-    return found
+    return torch.load(folder / FILE, map_location="cpu", weights_only=True)

@@ -330,9 +330,8 @@ def _curves(runs: Sequence[Compared]) -> ReportSection | None:
 
 def _on_axis(axis: Sequence[int], steps: Sequence[int], values: Floats) -> Floats:
     """Spread values (T, E) over an axis of steps; it has nan where this run has no such step."""
-    place = {step: index for index, step in enumerate(axis)}
     spread = np.full((len(axis), values.shape[1]), np.nan)
-    spread[[place[step] for step in steps]] = values
+    spread[np.searchsorted(axis, steps)] = values
     return spread
 
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.text import Text
 
 from esper.karn.report.drawing import Figure, Shape, paint
+from esper.karn.report.frame import Table, table_of
 from esper.karn.terminal.console import can_print, comparison_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
@@ -26,13 +26,6 @@ KEPT = ".esper"  # the folder of the records in a folder of exports; no program 
 Values = Mapping[str, float]
 Facts = Mapping[str, str | int]
 Pixels = NDArray[np.uint8]
-
-
-class FinalTable(NamedTuple):
-    """Holds a table of texts; the first column names the rows."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 class Target(Protocol):
@@ -47,7 +40,7 @@ class Target(Protocol):
     def image(self, name: str, pixels: Pixels, x: int) -> None:
         """Write an image (H, W, 3)."""
 
-    def table(self, name: str, table: FinalTable, x: int) -> None:
+    def table(self, name: str, table: Table, x: int) -> None:
         """Write a table."""
 
     def flush(self) -> None:
@@ -69,7 +62,7 @@ class TensorBoard(Target):
     def open(self, name: str, identity: str, facts: Facts) -> None:
         shutil.rmtree(self.folder / name, ignore_errors=True)
         self._writer = self._make(str(self.folder / name))
-        about = FinalTable(("run", name), [(key, str(value)) for key, value in facts.items()])
+        about = Table("", ("run", name), [(key, str(value)) for key, value in facts.items()])
         self._writer.add_text("run", as_markdown(about), 0)
 
     def scalars(self, x: int, time: float, values: Values) -> None:
@@ -79,7 +72,7 @@ class TensorBoard(Target):
     def image(self, name: str, pixels: Pixels, x: int) -> None:
         self._writer.add_image(name, pixels, x, dataformats="HWC")
 
-    def table(self, name: str, table: FinalTable, x: int) -> None:
+    def table(self, name: str, table: Table, x: int) -> None:
         self._writer.add_text(name, as_markdown(table), x)
 
     def flush(self) -> None:
@@ -125,7 +118,7 @@ class WeightsAndBiases(Target):
     def image(self, name: str, pixels: Pixels, x: int) -> None:
         self._run.log({name: self._wandb.Image(pixels)}, step=x)
 
-    def table(self, name: str, table: FinalTable, x: int) -> None:
+    def table(self, name: str, table: Table, x: int) -> None:
         cells = self._wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
         self._run.log({name: cells}, step=x)
 
@@ -184,7 +177,7 @@ class MLflow(Target):
     def image(self, name: str, pixels: Pixels, x: int) -> None:
         self._client.log_image(self._id, pixels, f"{name}.png")
 
-    def table(self, name: str, table: FinalTable, x: int) -> None:
+    def table(self, name: str, table: Table, x: int) -> None:
         self._client.log_dict(self._id, {"columns": table.columns, "data": table.rows}, f"{name}.json")
         self._client.log_text(self._id, as_markdown(table) + "\n", f"{name}.md")
 
@@ -234,7 +227,7 @@ class Trackio(Target):
     def image(self, name: str, pixels: Pixels, x: int) -> None:
         self._log({name: self._trackio.Image(pixels)}, x)
 
-    def table(self, name: str, table: FinalTable, x: int) -> None:
+    def table(self, name: str, table: Table, x: int) -> None:
         cells = self._trackio.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
         self._log({name: cells}, x)
 
@@ -270,31 +263,28 @@ def wait_for(lock: Lock, patience: float) -> None:
         time.sleep(0.2)
 
 
-def as_markdown(table: FinalTable) -> str:
+def as_markdown(table: Table) -> str:
     """Return a table as Markdown, in which texts are neither markup nor HTML."""
     signs = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", **{sign: f"\\{sign}" for sign in "|`*["}})
     lines = [table.columns, ["---"] * len(table.columns), *table.rows]
     return "\n".join(f"| {' | '.join(printable(cell.translate(signs)) for cell in line)} |" for line in lines)
 
 
-def final_table(summary: Mapping[str, Any]) -> FinalTable | None:
+def final_table(summary: Mapping[str, Any]) -> Table | None:
     """Return the table that a run prints at its end; of a training, the figures of its last rounds. None if it failed early."""
     training = "rounds_done" in summary
     if not can_print(summary, training):
         return None
     if not training:
-        columns = comparison_table(summary).columns
-        texts = ((column.header, *column.cells) for column in columns)
-        cells = [[cell.plain if isinstance(cell, Text) else str(cell) for cell in column] for column in texts]
-        heads, *rows = zip(*cells, strict=True)
-        return FinalTable(["network", *heads[1:]], rows)
+        shown = table_of("", comparison_table(summary))
+        return shown._replace(columns=["network", *shown.columns[1:]])
     figures: Mapping[str, float | None] = summary["last_rounds"]
     known = [(name, f"{value:.3g}") for name, value in figures.items() if value is not None]
     best = summary["best_validation_objective"]
     if best is not None:
         first = [("best_validation_objective", rounded(best, ".4f")), ("best_round", str(summary["best_round"]))]
         known = [*first, *known]
-    return FinalTable(["figure", "value"], known) if known else None
+    return Table("", ["figure", "value"], known) if known else None
 
 
 class Box(NamedTuple):

@@ -41,22 +41,18 @@ class Export:
     def __init__(self, run: OpenRun, name: str, target: Target, draw: Draw) -> None:
         self.run, self.name, self.target, self.draw = run, name, target, draw
         self.is_open = False
-        self._tail = Tail(run.folder / EVENTS)
+        self._tail = Tail(run.folder / EVENTS, self._begin)
         self._begin()
 
     def _begin(self) -> None:
+        self.close()
         self.model = RunModel(history=False)
         self.points, self.x = 0, -1  # points so far, and x of the last one
         self.is_final = False  # whether the table and the image are written
 
     def update(self) -> None:
         """Write the points of the rows that have come since the last time."""
-        restarts = self._tail.restarts
         for rows in self._tail.parts(CHUNK):
-            if self._tail.restarts != restarts:  # a resume has cut rows off, and all of them come again from the first
-                restarts = self._tail.restarts
-                self.close()
-                self._begin()
             for row in rows:
                 point = self.model.write(row)
                 if point is not None and point.values:

@@ -1,7 +1,7 @@
 """Read run folders: finished runs, runs in progress, and killed ones. T rows of one kind, E environments, S slots."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -39,13 +39,11 @@ MEND = "put back what the run wrote"  # what to do if a file of a run folder is 
 class Tail:
     """Reads the rows of a growing events.jsonl as they are added.
 
-    A resumed run may cut rows off the end and write them again. `read` then begins anew with the first row, and `restarts`
-    counts how often that happened.
+    A resumed run may cut rows off the end and write them again. `read` then calls `again`, and begins anew with the first row.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.restarts = 0
+    def __init__(self, path: Path, again: Callable[[], None] = lambda: None) -> None:
+        self.path, self._again = path, again
         self._seen = 0  # complete rows
         self._last = b""  # the last of them, to recognise a file that was cut and written again
         self._place = 0  # bytes up to its end
@@ -62,7 +60,7 @@ class Tail:
             file.seek(max(self._place - len(self._last), 0))
             if file.read(len(self._last)) != self._last:
                 self._seen, self._last, self._place, self._shape = 0, b"", 0, RunShape()
-                self.restarts += 1
+                self._again()
                 file.seek(0)
             data = file.read() if most is None else file.read(most) + file.readline()
         lines = data.splitlines(keepends=True)

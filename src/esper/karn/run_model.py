@@ -7,7 +7,7 @@ import itertools
 import re
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -275,12 +275,6 @@ class BlueprintAnalytics:
         return {key: count["price"] / count["priced"] for key, count in self._counts.items() if count["priced"]}
 
 
-def unused_name(base: str, taken: Collection[str]) -> str:
-    """Return a name that is not taken: `base`, or with a number from 2 on."""
-    names = (base if count == 1 else f"{base}-{count}" for count in itertools.count(1))
-    return next(name for name in names if name not in taken)
-
-
 def _place(row: PlayedRow, env: int, slot: str) -> tuple[object, ...]:
     """Return a slot of an environment in an episode."""
     return row.cohort, row.task, row.round, getattr(row, "episode", None), env, slot
@@ -468,7 +462,8 @@ class RunModel:
         self.rounds.append(row)
         self._times.append(row.time)
         if (waited := row.figures.get("output_wait_seconds")) is not None:
-            self.waited, self.timed = self.waited + waited, self.timed + row.seconds
+            self.waited += waited
+            self.timed += row.seconds
         values = {}
         for name, value in row.figures.items():
             if value is not None:
@@ -476,8 +471,12 @@ class RunModel:
                 values[f"round/{name}"] = float(value)
         for (cohort, task), rows in self._episodes.items():
             ended = [each for each in rows if each.round == row.round]
+            if task not in self._task_names:  # in characters that every target of an export accepts; each has its own
+                base = re.sub(r"[^A-Za-z0-9_-]+", "_", task)[-_LONGEST:] or "_"
+                names = itertools.chain([base], (f"{base}-{count}" for count in itertools.count(2)))
+                self._task_names[task] = next(name for name in names if name not in self._task_names.values())
             for figure, best in OF_EPISODES.items():
-                name = f"{cohort}/{self._task_name(task)}/{figure}"
+                name = f"{cohort}/{self._task_names[task]}/{figure}"
                 values |= _spread(name, best, [getattr(each, figure) for each in ended])[0]
         self._episodes.clear()
         return CurvePoint("round", len(self.rounds) - 1, row.time, values)
@@ -491,13 +490,6 @@ class RunModel:
         for name, value in values.items():
             self.curves.setdefault(SIZE_CURVES[name], Curve()).add(row.step, value, value, value)
         return CurvePoint("size", row.step, row.time, {f"size/{name}": value for name, value in values.items()})
-
-    def _task_name(self, task: str) -> str:
-        """Return the name of a task in characters that every target of an export accepts; each task has a name of its own."""
-        if task not in self._task_names:
-            base = re.sub(r"[^A-Za-z0-9_-]+", "_", task)[-_LONGEST:] or "_"
-            self._task_names[task] = unused_name(base, self._task_names.values())
-        return self._task_names[task]
 
     def _write_step(self, row: StepRow) -> CurvePoint:
         if row.episode != self.episode:
@@ -565,10 +557,8 @@ class RunModel:
             whole = sum(row.phase_seconds.values())
             self.reading = row.phase_seconds.get("reading", 0.0) / whole if whole else NAN, row.reading_p95
         if isinstance(row, PhasesRow) and row.output_wait_seconds is not None:
-            self.waited, self.timed = (
-                self.waited + row.output_wait_seconds,
-                self.timed + sum(row.phase_seconds.values()),
-            )
+            self.waited += row.output_wait_seconds
+            self.timed += sum(row.phase_seconds.values())
         if not self.history:
             return
         if row.episode != self._measured_episode:

@@ -1,17 +1,20 @@
-"""Show the progress of a run or of other work: the protocols that show it, and an estimate of how long it takes."""
+"""Show the progress of a run or of other work, and estimate how long it takes."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Self
 
 from esper.leyline.lifecycle.view import View
 from esper.leyline.text import duration
 
 
-class ProgressWatch(Protocol):
-    """Shows the progress of a population."""
+class Progress:
+    """Shows the progress of a run, and is entered while the run lasts. This class shows nothing."""
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
-        """Show a step that was taken. `speed` is rows * steps / second and `rollbacks` a count, both so far and with twins."""
+        """Show a step of a population. `speed` is rows * steps / second and `rollbacks` a count, both so far and with twins."""
+
+    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
+        """Show a round of a training that was played. Rounds of imitation have numbers below 0."""
 
     def note(self, text: str) -> None:
         """Show a line, such as the name of the next phase."""
@@ -21,34 +24,13 @@ class ProgressWatch(Protocol):
 
     def waits(self) -> dict[str, Any] | None:
         """Return how often and how long the run has waited because progress was shown more slowly; None if it never has."""
-
-
-class Progress(Protocol):
-    """Shows the progress of a training."""
-
-    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        """Show a round that was played. Rounds of imitation have numbers below 0."""
-
-    def note(self, text: str) -> None:
-        """Show a line, such as the name of the next phase."""
-
-    def waits(self) -> dict[str, Any] | None:
-        """Return how often and how long the run has waited because progress was shown more slowly; None if it never has."""
-
-
-class Silent:
-    """Shows nothing, as a ProgressWatch and as a Progress."""
-
-    def step(self, view: View, speed: float, rollbacks: int) -> None: ...
-
-    def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def answer(self, text: str) -> None: ...
-
-    def waits(self) -> dict[str, Any] | None:
         return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 class Pace:

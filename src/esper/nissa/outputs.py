@@ -55,7 +55,7 @@ class Guarded:
     def write_all(self, rows: Sequence[Row]) -> None:
         """Put rows into the queue."""
         if self.output is not None:
-            self.backlog.submit(partial(self._hand_over, rows), len(rows))
+            self.backlog.submit(partial(self._call, "write", [(row,) for row in rows]), len(rows))
 
     def wait_for_room(self) -> None:
         """Wait while the queue is full, and report an error of the output."""
@@ -64,7 +64,7 @@ class Guarded:
 
     def close(self) -> None:
         """Wait until the output has all rows, and close it."""
-        self.backlog.submit(partial(self._call, "close"), 0)
+        self.backlog.submit(partial(self._call, "close", [()]), 0)
         try:
             self.backlog.finish(_PATIENCE)
         except TimeoutError:
@@ -75,22 +75,16 @@ class Guarded:
             self.backlog.close()
         self._report()
 
-    # The thread calls the next two.
-
-    def _hand_over(self, rows: Sequence[Row]) -> None:
-        for row in rows:
-            self._call("write", row)
-
-    def _call(self, name: str, *rows: Row) -> None:
-        if self.output is None:
-            return
-        try:
-            getattr(self.output, name)(*rows)
-        except Exception as error:  # whatever the user's code raises
-            self.output = None
-            self._failure = (
-                f"{name} of the output {self._name} raised {typed_line(error)}; the run goes on without this output"
-            )
+    def _call(self, name: str, calls: Sequence[tuple[Row, ...]]) -> None:
+        """Call a method of the output with each of these arguments, in the thread."""
+        for arguments in calls if self.output is not None else ():
+            try:
+                getattr(self.output, name)(*arguments)
+            except Exception as error:  # whatever the user's code raises
+                self.output = None
+                said = f"{name} of the output {self._name} raised {typed_line(error)}"
+                self._failure = f"{said}; the run goes on without this output"
+                return
 
     def _report(self) -> None:
         if self._failure is not None:

@@ -68,11 +68,9 @@ def resume_events(folder: Path, rows: int, mark: Mark | None, note: Callable[[st
                 write_atomic(side, data)
                 write_atomic(path, content)
                 where = f" and the file as it was is {side}"
-            lost = (
-                f"{'row' if rows - len(kept) == 1 else 'rows'} {missing} of {rows} cannot be read"
-                if missing
-                else "lines of it are not rows"
-            )
+            lost = "lines of it are not rows"
+            if missing:
+                lost = f"{'row' if rows - len(kept) == 1 else 'rows'} {missing} of {rows} cannot be read"
             note(
                 f"{path} {'is damaged' if data else 'is missing or empty'}: {lost}; {counted(len(kept), 'whole row')} kept"
                 f"{where}; the run goes on from its checkpoint"

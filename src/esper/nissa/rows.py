@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     Matrix = Sequence[Sequence[float | None]] | NDArray[np.floating[Any]]
     Integers = Sequence[int] | NDArray[np.integer[Any]]
     Table = Sequence[Sequence[int]] | NDArray[np.integer[Any]]
-    Flags = Sequence[bool] | NDArray[np.bool_]
     Count: TypeAlias = int
     Whole: TypeAlias = int
     StageNumber: TypeAlias = int
@@ -37,7 +36,6 @@ else:  # the types in the file, where null stands for a list of nulls
     Matrix = list[list[float | None] | None]
     Integers = list[Count]
     Table = list[list[StageNumber]]
-    Flags = list[bool]
     Cube = list[list[list[float | None] | None] | None]
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.nn.functional as F
@@ -33,15 +33,14 @@ from esper.leyline.lifecycle.view import Floats, Seeds, take
 from esper.leyline.text import counted
 from esper.runs.figures import test_splits
 from esper.runs.folder.interrupt import Interrupt
-from esper.runs.workers.shard import Derive
+from esper.runs.workers.sharded import ShardedEngine
+from esper.runs.workers.workers import ShardPool
 from esper.tamiyo.rules.baselines import Never
 from esper.tolaria.engine import TaskEngine, VectorizedEngine
 from esper.tolaria.play import Until, play
 
 Keys = NDArray[np.int64]
 Stop = Callable[[], bool]
-MakeEngine = Callable[[Derive, AnyTask, Config, Keys], TaskEngine[Any]]
-"""Makes an engine that trains the static networks of a task on instances (E,); `Derive` makes that task in another process."""
 
 EXAMPLES = 64
 """Number of training examples on which a derived host is checked."""
@@ -53,14 +52,6 @@ INTERRUPTED = Absent(
 
 _ALIKE = {"same-size": "{} kept no seed", "plain": "the host of {} is plain and of that size already", "skips": "{}"}
 """The reason for which a static network equals the twin, by baseline."""
-
-
-@runtime_checkable
-class Spacious(Protocol):
-    """Makes hosts that fit into the leading corner of a larger host of the same class, where padded units stay 0."""
-
-    def room(self, others: Sequence[Any], outputs: int) -> Room:
-        """Return the layout of rows for `others`, hosts of this class, with at least `outputs` outputs."""
 
 
 class GrowthResult(NamedTuple):
@@ -90,11 +81,6 @@ class _Population(NamedTuple):
     planted: Seeds | None = None  # (n, S) seeds that are in place from step 0
 
 
-def in_this_process(derive: Derive, task: AnyTask, config: Config, instance: Keys) -> VectorizedEngine:
-    """Make the engine that trains static networks in this process."""
-    return VectorizedEngine(task, config, instance=instance)
-
-
 def static_task(name: str, grown: GrowthResult, twins: bool, index: int, task: AnyTask) -> AnyTask:
     """Return the task of one population of the static networks of a baseline, from the task on which others grew."""
     populations = _POPULATIONS[name](task, grown, twins)
@@ -122,12 +108,12 @@ def train_baselines(
     interrupt: Interrupt,
     note: Callable[[str], None],
     until: Keys | None = None,
-    make: MakeEngine = in_this_process,
+    pool: ShardPool | None = None,
 ) -> dict[str, BaselineResult | Absent]:
     """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
 
     After an interrupted growth, they train for the steps that the growth took, if `interrupt` was rearmed. A further
-    interrupt leaves out those that are not trained yet. until, make: as in `train_baseline`.
+    interrupt leaves out those that are not trained yet. until, pool: as in `train_baseline`.
     """
     found: dict[str, BaselineResult | Absent] = {}
     hint = "; Ctrl-C leaves out the static networks that are not trained yet"  # said once
@@ -142,7 +128,7 @@ def train_baselines(
                 note(f"training the baseline {name} for {counted(steps, 'step')}{hint}")
                 hint = ""
                 found[name] = train_baseline(
-                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.ending, make=make
+                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.ending, pool=pool
                 )
             except KeyboardInterrupt:
                 found[name] = INTERRUPTED
@@ -174,7 +160,7 @@ def train_baseline(
     until: Keys | None = None,
     twin: BaselineResult | None = None,
     stop: Stop = lambda: False,
-    make: MakeEngine = in_this_process,
+    pool: ShardPool | None = None,
 ) -> BaselineResult | Absent:
     """Train the static networks of one baseline for `steps` steps, and evaluate them on the test split.
 
@@ -183,7 +169,7 @@ def train_baseline(
         among as many; None lets each static network stop by its own patience.
     twin: results of the twins; an environment whose static network equals the twin takes these results.
     stop: called at every step; if it returns true, the baseline is absent.
-    make: makes the engines.
+    pool: the workers that train them; None trains them in this process.
 
     Returns `Absent` if the host has no such network, or if it does not fit into memory.
     """
@@ -198,14 +184,31 @@ def train_baseline(
             result = BaselineResult(nothing, nothing.copy(), np.zeros_like(grown.params), 0.0)
         else:
             result = BaselineResult(twin.metric.copy(), twin.loss.copy(), twin.params.copy(), 0.0)
-        # a plain network has the parameters of the grown one from the start
-        own = config.model_copy(update={"widen": WidenConfig()}) if name == "plain" else config
+        update: dict[str, Any] = {"baselines": (), "slots": None, "steps": max(steps, 1), "epochs": None}
+        update["probe"] = config.probe.model_copy(update={"sensors_every": 0})
+        if name == "plain":  # it has the parameters of the grown one from the start
+            update["widen"] = WidenConfig()
         for index, population in enumerate(populations):
-            derive = partial(static_task, name, grown, twin is not None, index)
-            trained = _train(population, own, grown, steps, until, stop, partial(make, derive))
-            if isinstance(trained, Absent):
-                return trained
-            for mine, theirs in zip(result[:3], trained, strict=True):
+            sealed, instance = population.task.sealed(), grown.instance[population.envs]
+            own = config.model_copy(update={**update, "envs": len(instance)})
+            engine: TaskEngine[Any]
+            if pool is None:
+                engine = VectorizedEngine(sealed, own, instance=instance)
+            else:
+                derive = partial(static_task, name, grown, twin is not None, index)
+                engine = ShardedEngine(pool, sealed, own, instance=instance, derive=derive)
+            with closing(engine.population):
+                engine.reset(planted=population.planted)
+                if engine.stopping is not None and until is not None:
+                    engine.stopping.until = until[population.envs][engine.population.environment]
+                interrupted = Until(stop)
+                if steps:
+                    play(engine, Never(), interrupted)
+                if interrupted.stopped:
+                    return INTERRUPTED
+                engine.finish()
+                tested = (*engine.evaluate(test_splits(engine, population.task)), engine.exported_params())
+            for mine, theirs in zip(result[:3], tested, strict=True):
                 mine[population.envs] = theirs
     except (InputError, OutOfMemory) as error:
         return Absent(str(error))
@@ -217,42 +220,6 @@ def train_baseline(
     where = f"{alike} of {counted(len(grown.instance), 'environment')}"
     note = f"{_ALIKE[name].format(where)}; there it is the twin"
     return result._replace(seconds=time.perf_counter() - begin, note=note if alike else None)
-
-
-def _train(
-    population: _Population,
-    config: Config,
-    grown: GrowthResult,
-    steps: int,
-    until: Keys | None,
-    stop: Stop,
-    make: Callable[[AnyTask, Config, Keys], TaskEngine[Any]],
-) -> tuple[Floats, Floats, Keys] | Absent:
-    """Train the networks of a population; return metric and loss on the test split, and parameters, (n,) each."""
-    task, instance = population.task, grown.instance[population.envs]
-    config = config.model_copy(
-        update={
-            "envs": len(instance),
-            "baselines": (),
-            "slots": None,
-            "steps": max(steps, 1),
-            "epochs": None,
-            "probe": config.probe.model_copy(update={"sensors_every": 0}),
-        }
-    )
-    engine = make(task.sealed(), config, instance)
-    with closing(engine.population):
-        engine.reset(planted=population.planted)
-        if engine.stopping is not None and until is not None:
-            engine.stopping.until = until[population.envs][engine.population.environment]
-        interrupted = Until(stop)
-        if steps:
-            play(engine, Never(), interrupted)
-        if interrupted.stopped:
-            return INTERRUPTED
-        engine.finish()
-        metric, loss = engine.evaluate(test_splits(engine, task))
-        return metric, loss, engine.exported_params()
 
 
 def _same_size(task: AnyTask, grown: GrowthResult, twins: bool) -> list[_Population]:
@@ -302,8 +269,9 @@ def _laid_out(task: AnyTask, instance: Keys, hosts: Sequence[Factory], envs: Key
     if not len(envs):
         return []
     first = hosts[0]
-    if isinstance(first, Spacious) and all(type(host) is type(first) for host in hosts):
-        room = first.room(hosts, task.objective.outputs)
+    # hosts of a class with a room fit into the leading corner of a larger one of the class, where padded units stay 0
+    if all(type(host) is type(first) for host in hosts) and (room_of := getattr(first, "room", None)) is not None:
+        room = room_of(hosts, task.objective.outputs)
         return [_Population(envs, _with_hosts(task, instance[envs], hosts, room))]
     kinds: dict[Factory, list[int]] = {}
     for env, host in zip(envs.tolist(), hosts, strict=True):

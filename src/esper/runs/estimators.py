@@ -102,7 +102,12 @@ class _Growing(BaseEstimator):
             network = _mlp(x.shape[1], self.units, outputs, self.layers).float()
         optimizer = torch.optim.AdamW(network.parameters(), self.rate)
         moving = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-        growth = None if self.plan is None else self._anytime(network, optimizer, inputs[held], target[held], loss, key)
+        growth: AnytimeGrowth | None = None
+        if self.plan is not None:  # becomes wider when the loss on what is held back begins to fall more slowly
+            some, probe, sizes = inputs[held][:2], [(inputs[held], target[held])], [1]
+            while self.units * sizes[-1] * self.factor <= self.most_units:
+                sizes.append(sizes[-1] * int(self.factor))
+            growth = AnytimeGrowth(network, optimizer, example=some, sizes=sizes, probe=probe, loss=loss, seed=key)
         average = moving.module if growth is None else growth.average
         batches = _batches(train, min(self.batch, len(train)), key)
         steps, since_best, looks, why = 0, 0, list[Look](), ""
@@ -162,22 +167,6 @@ class _Growing(BaseEstimator):
         self.units_ = int(kept.get_submodule("0").out_features)  # type: ignore[arg-type]
         self.growth_ = self._told(best_look, why)
 
-    def _anytime(
-        self,
-        network: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        inputs: Tensor,
-        target: Tensor,
-        loss: nn.Module,
-        key: int,
-    ) -> AnytimeGrowth:
-        """Return the growth that becomes wider when the loss on examples that are held back begins to fall more slowly."""
-        sizes = [1]
-        while self.units * sizes[-1] * self.factor <= self.most_units:
-            sizes.append(sizes[-1] * int(self.factor))
-        probe = [(inputs, target)]
-        return AnytimeGrowth(network, optimizer, example=inputs[:2], sizes=sizes, probe=probe, loss=loss, seed=key)
-
     def _told(self, best: Look, why: str) -> str:
         """Say in one sentence which size was found, and why no other; `why` kept the network from growing at the last look."""
         path = " -> ".join(f"{size:,}" for size in dict.fromkeys(look.units for look in self.looks_))
@@ -193,8 +182,7 @@ class _Growing(BaseEstimator):
         check_is_fitted(self)
         inputs = self._standardized(validate_data(self, X, reset=False))
         with torch.no_grad():
-            outputs: NDArray[np.float32] = torch.cat([self.network_(part) for part in inputs.split(_CHUNK)]).numpy()
-        return outputs
+            return torch.cat([self.network_(part) for part in inputs.split(_CHUNK)]).numpy()
 
     def _standardized(self, x: NDArray[Any]) -> Tensor:
         inputs = torch.tensor(self.scaler_.transform(x), dtype=torch.float32)
@@ -277,15 +265,11 @@ class GrowingClassifier(ClassifierMixin, _Growing):
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:
         """Return (n, classes) probabilities for X (n, features)."""
-        logits = torch.from_numpy(self._outputs(X)).double()
-        probabilities: NDArray[np.float64] = logits.softmax(1).numpy()
-        return probabilities
+        return torch.from_numpy(self._outputs(X)).double().softmax(1).numpy()
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Return (n,) classes for X (n, features)."""
-        outputs = self._outputs(X)
-        classes: NDArray[Any] = self.classes_[outputs.argmax(1)]
-        return classes
+        return self.classes_[self._outputs(X).argmax(1)]
 
 
 class GrowingRegressor(RegressorMixin, _Growing):

@@ -21,18 +21,16 @@ from esper.leyline.data.task import AnyTask, epochs_of, with_steps
 from esper.leyline.errors import InputError, OutOfMemory, RolledBack, describe_error
 from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.view import View
-from esper.leyline.progress import ProgressWatch, Silent
+from esper.leyline.progress import Progress
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.nissa.events import digits
 from esper.nissa.outputs import Output
 from esper.runs.baselines import (
     BaselineResult,
-    Keys,
     as_record,
     cut_off,
     grown_of,
-    in_this_process,
     train_baselines,
 )
 from esper.runs.explanations import Attempts, explanations, thin_splits, unfinished
@@ -50,9 +48,8 @@ from esper.runs.figures import (
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, Opening, fitting
-from esper.runs.folder.run_folder import LastWholeStep, RunFolder, run_row, save_checkpoint
+from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.verdict import compared_networks, verdict
-from esper.runs.workers.shard import Derive
 from esper.runs.workers.sharded import ShardedEngine, check_workers, start_shards
 from esper.runs.workers.workers import ALONE, ShardPool, WorkerOptions
 from esper.store.checkpoint import Checkpoints
@@ -72,7 +69,7 @@ def grow(
     config: Config,
     client: Controller,
     folder: Path | None = None,
-    watch: ProgressWatch | None = None,
+    watch: Progress | None = None,
     opening: Opening = NEW,
     outputs: Sequence[Output] = (),
     asked: WorkerOptions = ALONE,
@@ -90,7 +87,7 @@ def grow(
     `asked` are the workers among which the environments are divided; this process decides for all of them, and writes the folder.
     Results do not depend on their number.
     """
-    started, watch = time.perf_counter(), watch or Silent()
+    started, watch = time.perf_counter(), watch or Progress()
     if task.test is None:
         raise InputError(f"task {task.name!r} has no test split, which the final evaluation reads; give it one")
     for name in (*config.heuristic.narrow_blueprints, *config.heuristic.weak_blueprints):
@@ -163,9 +160,7 @@ def grow(
                 summary = _close(episode, journal, interrupt, status)
         except KeyboardInterrupt:
             # a further SIGINT, which ends the process at once
-            if episode.last.unsaved(episode.store):
-                watch.answer("interrupted again: the last whole step is saved; another Ctrl-C leaves that out")
-                episode.broken()
+            episode.last.save(run.hub, episode.store, watch.answer, LEFT_OUT)
             run.hub.emit(row("interrupted"))
             watch.answer("interrupted again: the run ends at once, without a summary")
             raise
@@ -195,9 +190,10 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
     if engine.stopping is not None:
         stopped = engine.stopping.stopped[envs]
         until = np.where(stopped < 0, episode.steps, stopped)
-    make = in_this_process if episode.pool is None else partial(_in_workers, episode.pool)
     placed = config.model_copy(update={"device": engine.config.device})  # a run may continue on another device
-    static = train_baselines(task, placed, grown_of(engine), episode.steps, twin, interrupt, watch.note, until, make)
+    static = train_baselines(
+        task, placed, grown_of(engine), episode.steps, twin, interrupt, watch.note, until, episode.pool
+    )
     if cut_off(static):
         status = "interrupted"
         watch.answer(f"interrupted: the static networks {', '.join(cut_off(static))} are left out")
@@ -248,11 +244,6 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
     return {"verdict": verdict(summary, config.reward), **summary}
 
 
-def _in_workers(pool: ShardPool, derive: Derive, task: AnyTask, config: Config, instance: Keys) -> ShardedEngine:
-    """Make the engine that trains static networks in the workers of a run."""
-    return ShardedEngine(pool, task, config, instance=instance, derive=derive)
-
-
 @dataclass(eq=False)
 class Episode(Observer):
     """Counts the steps of a run's episode, shows them, and writes the checkpoints."""
@@ -263,7 +254,7 @@ class Episode(Observer):
     engine: TaskEngine[Any]
     pool: ShardPool | None  # the workers that hold the networks of the engine; None where this process does
     run: RunFolder
-    watch: ProgressWatch
+    watch: Progress
     started: float  # time.perf_counter() at the start [seconds]
     view: View = field(init=False)  # the view for the next decision
     decided: Decision | None = None  # the next decision, if it was made already

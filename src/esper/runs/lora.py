@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from esper.kasmina.blueprints import count
 from esper.kasmina.graft.grafted import call
 from esper.leyline.errors import InputError
 from esper.runs.healing.training import HealingExamples, examples_of, usual_loss
@@ -49,7 +50,7 @@ def lora_ranks(
             f"no linear layer is named {' or '.join(map(repr, layers))}; there are {', '.join(linear) or 'none in the model'}"
         )
     costs = {name: sum(each.shape) for name, each in weights.items()}
-    room = int(budget * sum(each.numel() for each in model.parameters()))
+    room = int(budget * count(model))
     if room < min(costs.values()):
         raise InputError(
             f"budget {budget:g} allows {room:,} parameters, and rank 1 of the smallest layer has {min(costs.values()):,}; "

@@ -141,12 +141,9 @@ def verdict_of_loop(kept: int, added: int, host: int, *, finished: bool) -> str:
     kept: seeds that were kept, with `added` parameters together. host: parameters of the model.
     """
     if not kept:
-        found = "no seed was kept, so the network is the model alone, as the loop trained it"
-        return (
-            f"Growth did not pay here: {found}."
-            if finished
-            else "Not resolved whether growth pays: no seed is kept yet."
-        )
+        if not finished:
+            return "Not resolved whether growth pays: no seed is kept yet."
+        return "Growth did not pay here: no seed was kept, so the network is the model alone, as the loop trained it."
     size = f"{counted(kept, 'seed')} with {counted(added, 'parameter')}, {added / host:.1%} of the model's"
     return (
         f"Not resolved whether growth paid: {size}, {'is' if kept == 1 else 'are'} kept, but no network without growth was "

@@ -113,12 +113,6 @@ def find_folder(folder: Path) -> Path:
     return old if old.is_dir() and not old.is_symlink() else folder
 
 
-def remove_folder(folder: Path) -> None:
-    """Remove the folder that `write_folder` wrote, with what a killed process left of it under other names."""
-    for path in (folder, _aside(folder, "old"), _aside(folder, "new")):
-        remove(path)
-
-
 def remove_unfinished(folder: Path, names: Collection[str] | None = None) -> None:
     """Remove the temporary files that a killed `write_atomic` left in a folder: of these files, or of all of them."""
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -29,7 +29,6 @@ from esper.store.disk import (
     find_folder,
     read_kept,
     remove,
-    remove_folder,
     remove_unfinished,
     write_atomic,
     write_folder,
@@ -228,6 +227,12 @@ def _compared(
                 _write(file, found[name], retry)
                 remove_folder(file.with_suffix(""))
     return _record(asked, streams, found)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that `write_folder` wrote, with what a killed process left of it under other names."""
+    for path in (folder, folder.with_name(f".{folder.name}.old"), folder.with_name(f".{folder.name}.new")):
+        remove(path)
 
 
 def _figures(streams: DrawnStreams | OwnStreams, played: Played) -> Record:

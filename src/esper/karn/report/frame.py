@@ -64,13 +64,12 @@ class Content(NamedTuple):
 
 def render(content: Content) -> str:
     """Return the text of a self-contained page."""
-    rendered: str = _template("report.html").render(
+    return _template("report.html").render(
         **content._asdict(),
         css=Markup(asset("report.css")),
         script=Markup(asset("report.js")),
         version=installed_version() or "from its sources",
     )
-    return rendered
 
 
 def render_content(content: Content) -> Markup:

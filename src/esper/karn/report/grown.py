@@ -1,4 +1,4 @@
-"""Write the sections of a report on what grew: curves, stages, what seeds were worth, and sensors."""
+"""Write the sections of a report on what grew: curves, stages, what seeds were worth, sensors, and sizes of a whole network."""
 
 from itertools import combinations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from esper.karn.report.decided import REFUSALS
 from esper.karn.report.drawing import COLOURS, LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
 from esper.karn.report.frame import ReportSection, Table, with_error
-from esper.karn.run_model import NO_SEED, EpisodeSteps, RunModel
+from esper.karn.run_model import NO_SEED, SIZE_CURVES, EpisodeSteps, RunModel
 from esper.karn.terminal.console import DESCRIPTIONS
 from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
@@ -234,6 +234,38 @@ def sensors_section(model: RunModel) -> ReportSection | None:
         "The rows above the sensors count the seeds that were planted, pruned and kept since the column before.",
     ]
     return ReportSection("sensors", "Sensors beside what was decided", lines, figures=figures)
+
+
+def size_section(model: RunModel) -> ReportSection:
+    """Return what came out, and the sizes and the loss over the steps, of a run that has rows of sizes."""
+    last, grown = model.sizes[-1], [row for row in model.sizes if row.widths]
+    first = model.head.host_param_counts[0] if model.head is not None else last.params
+    sizes = " -> ".join(f"{number:,}" for number in [first, *(row.params for row in grown)])
+    lines = [
+        f"{sizes} parameters after {counted(last.step, 'step')} and {counted(last.seen, 'target')}.",
+        f"{'It is' if grown else 'Nothing grew: it is'} not larger, as {printable(model.why_not_larger)}.",
+    ]
+    rows = [
+        (
+            f"{row.step:,}",
+            f"{row.seen:,}",
+            f"{row.params:,}",
+            ", ".join(f"{printable(layer)} {widths[0]} to {widths[1]}" for layer, widths in row.widths.items()),
+            "not looked at" if row.loss is None else f"{row.loss:.4g}",
+            f"{row.seconds or 0.0:.2f}",
+            printable(row.why or ""),
+        )
+        for row in grown
+    ]
+    names = ("step", "targets seen", "parameters", "widths", "loss on the probe", "seconds", "why it became wider")
+    table = Table("Growths", names, rows, texts=(3, 6))
+    figures = list[Figure]()
+    for field, name in SIZE_CURVES.items():
+        known = [(row.step, float(value)) for row in model.sizes if (value := getattr(row, field)) is not None]
+        steps, values = zip(*known, strict=True) if known else ((), ())
+        figures.append(curves(name, steps, [Series(name, np.array(values)[:, None], "grown")], "step", "", 180))
+    shown = [figure for figure in figures if figure.absent is None]
+    return ReportSection("result", "What came out", lines, [table] if rows else [], shown)
 
 
 def _chosen(steps: Integers) -> Integers:

@@ -26,8 +26,14 @@ from esper.karn.report.frame import (
     write_page,
     write_pictures,
 )
-from esper.karn.report.grown import curves_section, first_figures, growth_section, sensors_section, worth_section
-from esper.karn.report.sized import size_section
+from esper.karn.report.grown import (
+    curves_section,
+    first_figures,
+    growth_section,
+    sensors_section,
+    size_section,
+    worth_section,
+)
 from esper.karn.report.trained import round_seconds, training_sections
 from esper.karn.run_model import NO_SEED, RunModel
 from esper.karn.terminal import console
@@ -84,8 +90,7 @@ def write_report(run: str | PathLike[str], out: str | PathLike[str] | None = Non
     written.
     """
     folder = to_path(run, "run")
-    path = folder / REPORT if out is None else to_path(out, "out")
-    return write_page(path, render(read_content(folder)))
+    return write_page(folder / REPORT if out is None else to_path(out, "out"), render(read_content(folder)))
 
 
 def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str = "png") -> Pictures:

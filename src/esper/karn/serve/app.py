@@ -111,8 +111,7 @@ class RouteContext:
             raise HTTPException(404, "no such run")
         if not 2 <= len(folders) <= MOST_COMPARED:
             raise InputError(f"{counted(len(folders), 'run')} chosen; choose 2 to {MOST_COMPARED} in the list of runs")
-        content = render_content(content_of(read_comparison(folders)))
-        return pages.shell("Comparison", content)
+        return pages.shell("Comparison", render_content(content_of(read_comparison(folders))))
 
     def decisions(self, request: Request) -> Response:
         folder, key, query = self.folder(request), request.path_params["key"], request.query_params

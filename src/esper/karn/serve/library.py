@@ -196,7 +196,8 @@ class Followed:
         """Raise InputError if `folder` is not a run folder."""
         self.run = open_run(folder)
         self._lock = threading.Lock()
-        self._tail, self._model = Tail(folder / EVENTS), RunModel()
+        self._tail = Tail(folder / EVENTS, self._begin_model)
+        self._begin_model()
         self._shown: Shown | None = None
         self._due = float("-inf")  # before this time the last page is shown again [seconds of the monotonic clock]
 
@@ -218,7 +219,8 @@ class Followed:
             version = self._state()
             if self._shown is not None and (version == self._shown.version or time.monotonic() < self._due):
                 return self._shown
-            self._read()  # each row once, which is not held against the next page
+            for rows in self._tail.parts(PART):  # each row once, which is not held against the next page
+                self._model.update(rows)
             start = time.monotonic()
             model = complete(self._model, self.run)
             content = render_content(content_of(model, self.run.folder.name))
@@ -233,12 +235,8 @@ class Followed:
         except TimeoutError:
             return None
 
-    def _read(self) -> None:
-        restarts = self._tail.restarts
-        for rows in self._tail.parts(PART):
-            if self._tail.restarts != restarts:  # a resume cut rows off, and all of them come again
-                self._model, restarts = RunModel(), self._tail.restarts
-            self._model.update(rows)
+    def _begin_model(self) -> None:
+        self._model = RunModel()
 
     def _state(self) -> str:
         return hashlib.sha256(repr(file_state(self.run.folder)).encode()).hexdigest()[:16]

@@ -75,14 +75,6 @@ def output_lines(waited: float, whole: float) -> list[str]:
 _LONG_WAIT = 0.03  # share of a run that the wait for outputs may have without being mentioned
 
 
-def learning_lines(summary: Mapping[str, Any]) -> list[str]:
-    """Return what was wrong with the learner, and what mends it: a line each."""
-    return [
-        f"from round {wrong['first_round'] + 1} on, in {counted(wrong['rounds'], 'round')}: {wrong['sentence']}; {wrong['mend']}"
-        for wrong in summary.get("anomalies", {}).values()
-    ]
-
-
 def print_training(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
     """Print the summary of a training."""
     best, last = summary["best_validation_objective"], summary["last_rounds"]
@@ -94,8 +86,11 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
         place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
         print_line(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
         print_line(console, "J: the metric of the task less rent for added parameters (reward.rent)")
-    for line in [*trouble_lines(summary), *learning_lines(summary)]:
+    for line in trouble_lines(summary):
         print_line(console, line)
+    for wrong in summary.get("anomalies", {}).values():
+        since, times = f"from round {wrong['first_round'] + 1} on", counted(wrong["rounds"], "round")
+        print_line(console, f"{since}, in {times}: {wrong['sentence']}; {wrong['mend']}")
     figures = {name: value for name, value in last.items() if value is not None}
     if figures:
         print_line(
@@ -110,7 +105,7 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
 
 
 def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
-    """Print the summary of a run: grown networks beside static ones, the verdict, and at most `MOST_LINES` lines.
+    """Print the summary of a run: grown networks beside static ones, the verdict, and at most eight lines.
 
     Everything else is in the report and in summary.json.
     """
@@ -122,11 +117,8 @@ def print_summary(summary: Mapping[str, Any], console: Console, folder: str | No
         print_line(console, line)
 
 
-MOST_LINES = 8  # lines that are printed below the verdict
-
-
 def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
-    """Return at most `MOST_LINES` lines: how to read the table, what grew, what must not be missed, and where the rest is."""
+    """Return at most eight lines: how to read the table, what grew, what must not be missed, and where the rest is."""
     reading = f"J = {summary['objective_formula']}"
     if summary.get("baselines"):
         over = ", paired over environments, with its 95 % t interval; ± standard error" if summary["envs"] > 1 else ""
@@ -329,11 +321,9 @@ def rare_class_lines(summary: Mapping[str, Any]) -> list[str]:
     line = f"rare classes ({names}; {tested}): balanced accuracy {estimate(found['grown']['balanced_accuracy'], '.4f')} grown"
     if found["host"] is not None:
         line += f", {estimate(found['host']['balanced_accuracy'], '.4f')} twin"
-    mend = (
-        "more examples of them help"
-        if found["weighted"]
-        else "esper.task(..., class_weights='balanced') weighs them like others"
-    )
+    mend = "esper.task(..., class_weights='balanced') weighs them like others"
+    if found["weighted"]:
+        mend = "more examples of them help"
     return [f"{line}; {mend}; F1, ROC AUC and confusion matrix are in the report"]
 
 

@@ -5,7 +5,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -20,7 +19,7 @@ from esper.karn.terminal.console import print_line
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import View
-from esper.leyline.progress import Pace, Progress, ProgressWatch, Silent
+from esper.leyline.progress import Pace, Progress
 from esper.leyline.text import counted, printable
 from esper.store.background import Backlog
 
@@ -28,7 +27,7 @@ Shown = Literal["auto"] | bool
 """Whether progress is shown on stderr: "auto" shows it where stderr is a terminal, and in a notebook."""
 
 
-class AnswersOnly(Silent):
+class AnswersOnly(Progress):
     """Shows only the answer to Ctrl-C, which explains why the run does not end at once."""
 
     def __init__(self, console: Console) -> None:
@@ -39,18 +38,18 @@ class AnswersOnly(Silent):
         print_line(self._console, text)
 
 
-def growth_progress(shown: Any, steps: int, metric: str) -> AbstractContextManager[ProgressWatch]:
+def growth_progress(shown: Any, steps: int, metric: str) -> Progress:
     """Return the progress display of a population, to be entered while the run lasts."""
     console = Console(stderr=True)
     if is_shown(shown, console):
         return live(console, steps, metric)
-    return nullcontext(Silent() if shown is False else AnswersOnly(console))
+    return Progress() if shown is False else AnswersOnly(console)
 
 
-def training_progress(shown: Any) -> AbstractContextManager[Progress]:
+def training_progress(shown: Any) -> Progress:
     """Return the progress display of a training, to be entered while the run lasts."""
     console = Console(stderr=True)
-    return Aside(Rounds(console)) if is_shown(shown, console) else nullcontext(Silent())
+    return Aside(Rounds(console)) if is_shown(shown, console) else Progress()
 
 
 def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
@@ -77,7 +76,7 @@ def is_shown(shown: Any, console: Console) -> bool:
 SHOWN = (Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
 
 
-class Bar:
+class Bar(Progress):
     """Shows progress as a bar in a terminal."""
 
     def __init__(self, console: Console, steps: int, metric: str) -> None:
@@ -107,24 +106,16 @@ class Bar:
         self._progress.stop()
 
 
-class Lines:
+class Lines(Progress):
     """Prints plain lines, for a file or a pipe: the first step, the last step, and one step every few seconds between them."""
 
-    def __init__(
-        self,
-        console: Console,
-        steps: int,
-        metric: str,
-        seconds: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._console, self._steps, self._metric = console, steps, metric
-        self._seconds, self._clock = seconds, clock
+    def __init__(self, console: Console, steps: int, metric: str, seconds: float = 5.0) -> None:
+        self._console, self._steps, self._metric, self._seconds = console, steps, metric, seconds
         self._due = -math.inf
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
         """Print a line if the step is the first, the last, or due."""
-        now = self._clock()
+        now = time.monotonic()
         if now >= self._due or view.step == self._steps:
             self._due = now + self._seconds
             self.note(f"step {view.step}/{self._steps}  {figures(view, speed, self._metric, rollbacks)}")
@@ -135,7 +126,7 @@ class Lines:
     answer = note
 
 
-class Rounds:
+class Rounds(Progress):
     """Shows the progress of a training: one line per round, which a terminal shows in place of the one before."""
 
     def __init__(self, console: Console) -> None:
@@ -169,7 +160,7 @@ class Rounds:
             self._status.stop()
 
 
-class Aside:
+class Aside(Progress):
     """Shows progress in a thread, so that a step does not wait for a terminal that is slow or stopped.
 
     Of the steps that come while another is shown, the thread shows the newest. It shows every line and every round; where more
@@ -178,14 +169,13 @@ class Aside:
 
     LINES = 1000
 
-    def __init__(self, shown: "Bar | Lines | Rounds") -> None:
+    def __init__(self, shown: Progress) -> None:
         self.shown = shown
         self._backlog = Backlog(self.LINES)
         self._left: Callable[[], None] | None = None  # shows the newest step, if it came while another was shown
         self._lock = threading.Lock()  # the thread that answers Ctrl-C shows lines too
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
-        assert not isinstance(self.shown, Rounds)
         show = partial(self.shown.step, view, speed, rollbacks)
         with self._lock:
             self._backlog.wait_for_room()
@@ -196,7 +186,6 @@ class Aside:
                 self._backlog.submit(show)
 
     def round(self, number: int, rounds: int, figures: Mapping[str, float]) -> None:
-        assert isinstance(self.shown, Rounds)
         self._show(partial(self.shown.round, number, rounds, dict(figures)))
 
     def note(self, text: str) -> None:
@@ -216,8 +205,7 @@ class Aside:
             self._backlog.wait_for_room()
 
     def __enter__(self) -> Self:
-        if not isinstance(self.shown, Lines):
-            self.shown.__enter__()
+        self.shown.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -226,8 +214,7 @@ class Aside:
             self._backlog.finish()
         finally:
             self._backlog.close()
-            if not isinstance(self.shown, Lines):
-                self.shown.__exit__(*error)
+            self.shown.__exit__(*error)
 
 
 def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
@@ -249,7 +236,7 @@ def round_line(number: int, rounds: int, figures: Mapping[str, float]) -> str:
     return "  ".join([place, *parts])
 
 
-def live(console: Console, steps: int, metric: str) -> AbstractContextManager[ProgressWatch]:
+def live(console: Console, steps: int, metric: str) -> Progress:
     """Return a bar in a notebook or in a terminal that can move its cursor; lines elsewhere. Unwritable output is dropped."""
     if not console.is_jupyter:
         console.file = steady(console.file)

@@ -70,14 +70,6 @@ class Grid(DataTable[Text]):
         super().__init__(id="grid", cell_padding=0)
         self._cells: list[list[tuple[Stage, str]]] = []  # stage and dose that each cell shows
 
-    @property
-    def env(self) -> int:
-        return self.cursor_row
-
-    @property
-    def slot(self) -> int:
-        return self.cursor_column
-
     def show(self, model: RunModel) -> None:
         """Draw what differs between the state of a model and the screen."""
         states = [[model.state(env, slot) for slot in range(len(model.slots))] for env in range(model.envs)]
@@ -118,12 +110,11 @@ class Watch(App[None]):
         super().__init__()
         self.folder, self.every = folder, every
         self.run_folder: OpenRun | None = None
-        self.tail = Tail(folder / EVENTS)
+        self.tail = Tail(folder / EVENTS, self._begin_model)
         self.model = RunModel(history=False)
         self.state: str = "waiting"
         self.view = "detail"  # or troubles, or explain
         self.figure = 0
-        self._restarts = 0
         self._shown: dict[str, str] = {}  # the text of each part
 
     def compose(self) -> ComposeResult:
@@ -155,10 +146,8 @@ class Watch(App[None]):
                 self.show(f"waiting for a run in {self.folder}")
                 return
             self.run_folder = OpenRun(self.folder)
-            self.model = self._new_model()
+            self._begin_model()
         rows, before = self.tail.read(PART), self.state
-        if self.tail.restarts != self._restarts:
-            self._restarts, self.model = self.tail.restarts, self._new_model()
         self.model.update(rows)
         self.state = self.run_folder.status
         if rows or self.state != before:
@@ -171,14 +160,13 @@ class Watch(App[None]):
         if self.run_folder is not None:
             self.call_after_refresh(self.show, None)
 
-    def _new_model(self) -> RunModel:
+    def _begin_model(self) -> None:
         assert self.run_folder is not None
-        config = self.run_folder.config
-        if not config.get("tasks"):
-            return RunModel(history=False)
-        ppo: Mapping[str, Any] = config.get("ppo") or {}
-        rounds = range(-int(ppo.get("imitation_rounds", 0)), int(ppo.get("rounds", 0)))
-        return RunModel(rounds, history=False)
+        config, rounds = self.run_folder.config, None
+        if config.get("tasks"):
+            ppo: Mapping[str, Any] = config.get("ppo") or {}
+            rounds = range(-int(ppo.get("imitation_rounds", 0)), int(ppo.get("rounds", 0)))
+        self.model = RunModel(rounds, history=False)
 
     # What is shown.
 
@@ -285,18 +273,18 @@ class Watch(App[None]):
 
     def detailed(self) -> list[str]:
         """Return the chosen environment: its slots, and its last events with their reasons."""
-        env, model = self.grid.env, self.model
+        env, model = self.grid.cursor_row, self.model
         lines = [f"environment {env}, step {model.step}"]
         for slot, name in enumerate(model.slots):
             stage, alpha, seed, contribution, error = model.cell(env, slot)
-            mark = ">" if slot == self.grid.slot else " "
+            mark = ">" if slot == self.grid.cursor_column else " "
             worth = "" if math.isnan(contribution) else f", contribution {contribution:+.4f} ± {error:.4f}"
             held = "" if seed is None else f", {seed}, alpha {alpha:.2g}{worth}"
             lines.append(f"{mark} {slot} {name}: {stage.name}{held}")
         return [*lines, "", *(model.log(env) or ["nothing happened here yet"])]
 
     def explained(self) -> list[str]:
-        env, slot, model = self.grid.env, self.grid.slot, self.model
+        env, slot, model = self.grid.cursor_row, self.grid.cursor_column, self.model
         stage, _ = model.state(env, slot)
         return [
             f"environment {env}, slot {model.slots[slot]}: {stage.name}: {SIGNS[stage][2]}.",

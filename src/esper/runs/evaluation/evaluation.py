@@ -181,16 +181,6 @@ class Grower(NamedTuple):
         return [list(grown[start : start + each]) for start in range(0, len(grown), each)]
 
 
-def grow_all(asked: Sequence[tuple[Grower, Contender]]) -> list[Runs]:
-    """Grow every population of contenders, each by its grower. The populations of all are played together."""
-    parts = [grower.parts(contender) for grower, contender in asked]
-    first, _ = asked[0]
-    made = iter(computed([*itertools.chain(*parts)], pool=first.pool, watch=first.watch, pace=first.pace))
-    return [
-        grower.by_seed(list(itertools.islice(made, len(own)))) for (grower, _), own in zip(asked, parts, strict=True)
-    ]
-
-
 def stacked(runs: Sequence[Sequence[Arrays]], name: str) -> Floats:
     """Return one figure of a contender, (N, R)."""
     return np.stack([np.concatenate([chunk[name] for chunk in chunks]) for chunks in runs], 1)
@@ -354,7 +344,11 @@ def run_evaluation(
         return serve_rank(evaluation_work(workers, tasks, entered.references), workers.devices or (None,))
     with hired(workers, tasks, entered.references, [*rules, *ours], watch) as pool:
         if folder is not None:
-            _create(folder)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                why = f"cannot keep figures in {folder}: {error.strerror}"
+                raise InputError(f"{why}; name another folder") from None
         pace = None
         if watch is not None:
             networks, search = sum(grown) * instances * seeds, entered.searched
@@ -371,7 +365,7 @@ def run_evaluation(
             grower = Grower.of(design, folder, watch, pace, pool)
             entry = rivals.grow(at, grower, folder)
             evaluations.append(
-                _compared(grower, [*rules, *entry.rules, *ours], len(rules) + len(entry.rules), entry, static, sized_by)
+                compared(grower, [*rules, *entry.rules, *ours], len(rules) + len(entry.rules), entry, static, sized_by)
             )
             facts.append(entry.facts)
         waited = {} if pool is None else {"workers": pool.summary()}
@@ -391,40 +385,7 @@ def run_evaluation(
     }
 
 
-def evaluate(
-    task: AnyTask,
-    contenders: Sequence[Contender],
-    *,
-    instances: int,
-    seeds: int,
-    part: str = "heldout",
-    first: int = 0,
-    settings: Sequence[Mapping[str, Any]] = (),
-    static: Sequence[str] = (),
-    sized_by: str | None = None,
-    folder: Path | None = None,
-    rows: int = ROWS,
-    watch: Say | None = None,
-    pace: Pace | None = None,
-) -> Evaluation:
-    """Grow N instances with R seeds under every contender, and evaluate the networks as exported on the test split.
-
-    Instance n with seed r has the same initial host, the same order of data and the same initial seeds under every
-    contender. The seeds are consecutive, from that of the config. static: names of static networks, which become
-    further contenders, of the sizes that the contender `sized_by` grew on the same instances. folder: stores the
-    results of populations, which are reused. rows: largest number of environments that are grown together; the results
-    do not depend on it.
-    """
-    assert contenders
-    design = Design.of(task, settings, seeds, part, first, instances, rows)
-    for contender in contenders:
-        design.check(contender)
-    if folder is not None:
-        _create(folder)
-    return _compared(Grower.of(design, folder, watch, pace), contenders, len(contenders), Entry(), static, sized_by)
-
-
-def _compared(
+def compared(
     grower: Grower,
     contenders: Sequence[Contender],
     rules: int,
@@ -440,7 +401,10 @@ def _compared(
     own = {each.name: (grower, each) for each in (*entry.opponents, *contenders)}  # a controller may be an opponent
     others = {contender.name: (each, contender) for each, contender in entry.elsewhere}
     fresh = [plan for plan, equal in entry.plans if equal not in own]
-    grown = grow_all([*own.values(), *others.values(), *((grower, plan) for plan in fresh)])
+    asked = [*own.values(), *others.values(), *((grower, plan) for plan in fresh)]
+    parts = [each.parts(contender) for each, contender in asked]  # the populations of all are played together
+    made = iter(computed([*itertools.chain(*parts)], pool=grower.pool, watch=grower.watch, pace=grower.pace))
+    grown = [each.by_seed([*itertools.islice(made, len(of))]) for (each, _), of in zip(asked, parts, strict=True)]
     runs = dict(zip([*own, *others], grown, strict=False))
     against = {name: runs[name] for name in (*(each.name for each in entry.opponents), *others)}
     if entry.best_of is not None:
@@ -477,13 +441,6 @@ def _compared(
         episodes=episodes
         | {name: max((episodes[own] or 0 for own in of), default=0) or None for name, of in groups.items()},
     )
-
-
-def _create(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot keep figures in {folder}: {error.strerror}; name another folder") from None
 
 
 @contextmanager

@@ -127,7 +127,7 @@ def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str], headroom
     first = evaluations[0]
     rows = [name for name in first.rows if all(name in each.rows for each in evaluations)]
     rules, shown = first.rules, (*first.rules, *first.static)
-    spanned = headroom is not None and set(headroom) <= set(rows)
+    spanned = headroom if headroom is not None and set(headroom) <= set(rows) else None
 
     def estimate(statistic: Callable[..., Floats], figure: str, *names: str) -> Record:
         repeats = {name: len(first.groups.get(name, (name,))) for name in names}
@@ -149,9 +149,7 @@ def _estimates(evaluations: Sequence[Evaluation], named: Sequence[str], headroom
             "episodes": first.episodes.get(name),
             "objective": estimate(mean, "objective", name),
             "objective_iqm": estimate(interquartile_mean, "objective", name),
-            "share_of_headroom": estimate(share_of_headroom, "objective", name, *headroom)
-            if spanned and headroom is not None
-            else None,
+            "share_of_headroom": None if spanned is None else estimate(share_of_headroom, "objective", name, *spanned),
             "metric": estimate(mean, "metric", name),
             "added_params": estimate(mean, "added_params", name),
             "kept": estimate(mean, "kept", name),

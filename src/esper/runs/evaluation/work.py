@@ -137,7 +137,8 @@ class EvaluationPool:
 
     def summary(self) -> dict[str, Any]:
         """Return the number of workers, how many were lost, and the seconds that they waited, all together."""
-        self.pool.waited(time.perf_counter() - self._begin, self._playing)
+        whole = self.pool.size * (time.perf_counter() - self._begin)
+        self.pool.waiting += max(whole - self._playing, 0.0)
         return self.pool.summary()
 
 

@@ -32,8 +32,7 @@ def read_config(folder: Path) -> Config:
             f"{folder} is not a run folder, because it holds no {CONFIG}; name one that esper grow or esper train wrote"
         )
     check_links(folder)
-    data = read_kept(folder / CONFIG, LARGEST_YAML, _MEND)
-    content = parse_yaml(data, str(folder / CONFIG), _MEND)
+    content = parse_yaml(read_kept(folder / CONFIG, LARGEST_YAML, _MEND), str(folder / CONFIG), _MEND)
     if not isinstance(content, dict):
         raise InputError(f"{folder / CONFIG} is not a mapping of keys; restore the file as it was, or start a new run")
     if "anytime" in content:

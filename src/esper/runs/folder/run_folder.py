@@ -366,11 +366,9 @@ class RunFolder:
                 raise
             command = resume_command(self.path, self.config.tasks or (self.config.task,), self.config.controller)
             number = None if self.store is None else self.store.latest()
-            place = (
-                "starts again with the first step, because there is no checkpoint yet"
-                if number is None
-                else f"continues after step {number:,}, that of the last checkpoint"
-            )
+            place = "starts again with the first step, because there is no checkpoint yet"
+            if number is not None:
+                place = f"continues after step {number:,}, that of the last checkpoint"
             if isinstance(error, OutOfMemory | DataFault | UserCodeError | InputError):
                 raise type(error)(f"{error}; {command} {place}") from error.__cause__
             error.add_note(
@@ -421,6 +419,10 @@ def save_checkpoint(
     store.begin(steps, {**hub.state(), **state()}, best)
 
 
+LEFT_OUT = "interrupted again: the last whole step is saved; another Ctrl-C leaves that out"
+"""What a run says before it saves its last whole step after a second signal."""
+
+
 class LastWholeStep:
     """Keeps a copy of the state before each step, for a run that reads examples by batch: reading may fail within a step."""
 
@@ -434,14 +436,12 @@ class LastWholeStep:
         self._copy.take({**hub.state(), **state})
         self._steps = steps
 
-    def unsaved(self, store: Checkpoints | None) -> bool:
-        """Return whether there is a copy that is newer than the last checkpoint."""
-        return store is not None and self._steps is not None and self._steps > store.last
-
-    def save(self, hub: Hub, store: Checkpoints | None, note: Callable[[str], None]) -> None:
-        """Write the copy as a checkpoint if it is newer than the last one, and tell `note` if that fails."""
+    def save(self, hub: Hub, store: Checkpoints | None, note: Callable[[str], None], word: str = "") -> None:
+        """Write the copy as a checkpoint if it is newer than the last one: tell `note` a word on it before, and if it fails."""
         if store is None or self._steps is None or self._steps <= store.last:
             return
+        if word:
+            note(word)
         try:
             hub.flush()
             store.write(self._steps, self._copy.tree())

@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
+from esper.kasmina.blueprints import count
 from esper.kasmina.graft.find_sites import NoSiteError, find_sites
 from esper.kasmina.graft.grafted import call, free_sites, graft, undisturbed
 from esper.kasmina.graft.grown import stream_of
@@ -147,38 +149,37 @@ def heal(
     seen = parts.probe.at(slice(512)).x
     places = ranked(host, sites, seen, intact)
 
-    def rates(name: str, kind: str) -> Iterator[float]:
-        for rate in RATES[kind]:
+    def rates(name: str) -> Iterator[float]:
+        for rate in RATES["all weights" if name in UNFROZEN else "adapters"]:
             if watch is not None:
                 watch(f"training {name} at learning rate {rate:g}")
             yield rate
 
-    grown = [_grown(case, sites, places, budget, rate) for rate in rates("the grown network", "adapters")]
+    grown = [_grown(case, sites, places, budget, rate) for rate in rates("the grown network")]
     best, planted, explained, adapter = min(grown, key=lambda each: each[0].probe)
-    room = int(budget * _size(host))
+    room = int(budget * count(host))
     corrected = None if intact is None else refit(case, intact, room)
     # What the damaged network shows by itself ranks places too where the intact one is at hand.
     falls = [sites[place.site].around for place in (places if intact is None else ranked(host, sites, seen, None))]
     within = {"uniform adapters": "", "adapters where damaged": (first := sites[places[0].site].around)}
     if falls[0] != first:
         within["adapters where participation falls"] = falls[0]
-    remedies: dict[str, tuple[str, Callable[[float], TrainedNetwork | None]]] = {
-        name: ("adapters", partial(adapters, case, within=[path], size=room)) for name, path in within.items()
+    remedies: dict[str, Callable[[float], TrainedNetwork | None]] = {
+        **{name: partial(adapters, case, within=[path], size=room) for name, path in within.items()},
+        "bias and scale": partial(bias_and_scale, case),
+        "head": partial(head, case, size=room),
+        "regrown": partial(regrown, case, size=room, places=falls),
     }
-    remedies["bias and scale"] = ("adapters", partial(bias_and_scale, case))
-    remedies["head"] = ("adapters", partial(head, case, size=room))
-    remedies["regrown"] = ("adapters", partial(regrown, case, size=room, places=falls))
     if intact is not None:
-        remedies["refit and trained"] = ("adapters", partial(further, case, corrected))
+        remedies["refit and trained"] = partial(further, case, corrected)
         for name, way in (("distilled", distilled), ("distilled and trained", distilled_and_trained)):
-            remedies[name] = ("adapters", partial(adapters, case, within=[""], size=room, way=partial(way, intact)))
-    remedies[UNFROZEN[0]] = ("all weights", partial(all_weights, case))
-    remedies[UNFROZEN[1]] = ("all weights", partial(revived, case))
+            remedies[name] = partial(adapters, case, within=[""], size=room, way=partial(way, intact))
+    remedies |= {UNFROZEN[0]: partial(all_weights, case), UNFROZEN[1]: partial(revived, case)}
     networks = {"nothing": TrainedNetwork(host, probe_loss(host, case), 0, 0.0, 0.0), "grown": best}
     if corrected is not None:
         networks["refit"] = corrected
-    for name, (kind, remedy) in remedies.items():
-        if there := [network for rate in rates(name, kind) if (network := remedy(rate)) is not None]:
+    for name, remedy in remedies.items():
+        if there := [network for rate in rates(name) if (network := remedy(rate)) is not None]:
             networks[name] = min(there, key=lambda each: each.probe)
     within_budget = [name for name, each in networks.items() if each.learned <= room and name not in UNFROZEN]
     best_first = tuple(sorted(within_budget, key=lambda name: networks[name].probe))
@@ -202,7 +203,7 @@ def heal(
         label = int(y.flatten()[0])
         remarks.append(f"every target that was held back is {label}: the table says nothing about other labels")
     modules, shown = {name: each.network for name, each in networks.items()}, parts.held.at(slice(2)).x
-    return Healed(modules, best_first, rows, planted, (*explained, *remarks), adapter, losses, _size(host), shown)
+    return Healed(modules, best_first, rows, planted, (*explained, *remarks), adapter, losses, count(host), shown)
 
 
 def further(case: Case, corrected: TrainedNetwork | None, rate: float) -> TrainedNetwork | None:
@@ -246,7 +247,7 @@ def _grown(
     )
     growth.overlap = None  # the examples of all parts were compared before
     space = growth.population.space
-    controller.plantings = plan(space, sites, places, budget * _size(case.host))
+    controller.plantings = plan(space, sites, places, budget * count(case.host))
     train(network, optimizer, case, growth.step, still=True)
     summary = growth.summary()
     healed = copy.deepcopy(case.host)
@@ -392,10 +393,6 @@ def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     return host, masks
 
 
-def _size(network: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in network.parameters())
-
-
 # Where the network was hurt.
 
 
@@ -498,35 +495,28 @@ def _recorded(
     here: dict[str, Tensor] = {}
     inner: dict[str, list[Tensor]] = {}
 
-    def entering(name: str, arguments: Any, named: Any) -> None:
+    def entering(name: str, _: nn.Module, arguments: Any, named: Any) -> None:
         given = next(floats((arguments, named)), None)
         before.setdefault(name, None if given is None else given.clone().float())
 
-    def leaving(name: str, output: Any) -> None:
+    def leaving(name: str, _: nn.Module, given: Any, output: Any) -> None:
         if isinstance(stream := stream_of(output), Tensor):
             here.setdefault(name, stream.clone())
 
-    def computed(layer: nn.Module, output: Tensor) -> None:
+    def computed(layer: nn.Module, given: Any, output: Tensor) -> None:
         units = output if isinstance(layer, nn.Linear) else output.movedim(1, -1)
         for name in before.keys() - here.keys():
             inner.setdefault(name, []).append(units.float())
 
-    handles = []
-    try:
+    with ExitStack() as hooks, undisturbed(network):
         for part in network.modules():
             if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-                handles.append(part.register_forward_hook(lambda layer, a, output: computed(layer, output)))
+                hooks.enter_context(part.register_forward_hook(computed))
         for name, site in sites.items():
             around, after = network.get_submodule(site.around), network.get_submodule(site.after)
-            handles += [
-                around.register_forward_pre_hook(lambda _, a, k, name=name: entering(name, a, k), with_kwargs=True),
-                after.register_forward_hook(lambda _, a, output, name=name: leaving(name, output)),
-            ]
-        with undisturbed(network):
-            call(network, x)
-    finally:
-        for handle in handles:
-            handle.remove()
+            hooks.enter_context(around.register_forward_pre_hook(partial(entering, name), with_kwargs=True))
+            hooks.enter_context(after.register_forward_hook(partial(leaving, name)))
+        call(network, x)
     # The last layer within a segment computes the stream itself.
     found = {}
     for name, h in here.items():

@@ -3,6 +3,8 @@
 import copy
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -95,7 +97,8 @@ def _inputs(network: nn.Module, layers: Mapping[str, Map], batches: list[object]
     """
     found: dict[str, list[Tensor]] = {}
 
-    def reading(name: str, layer: Map, x: Tensor) -> None:
+    def reading(name: str, layer: nn.Module, given: tuple[Tensor]) -> None:
+        x = given[0]
         if isinstance(layer, nn.Conv2d):
             padding = (0, 0) if isinstance(layer.padding, str) else layer.padding
             x = F.unfold(x, layer.kernel_size, layer.dilation, padding, layer.stride).mT
@@ -103,15 +106,9 @@ def _inputs(network: nn.Module, layers: Mapping[str, Map], batches: list[object]
         kept = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))[:ROWS]
         found.setdefault(name, []).append(rows[kept].double())
 
-    handles = [
-        layer.register_forward_pre_hook(lambda own, given, name=name: reading(name, own, given[0]))
-        for name, layer in layers.items()
-    ]
-    try:
-        with undisturbed(network):
-            for x in batches:
-                call(network, x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, undisturbed(network):
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(reading, name)))
+        for x in batches:
+            call(network, x)
     return {name: torch.cat(rows) for name, rows in found.items()}

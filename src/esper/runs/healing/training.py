@@ -5,6 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -356,12 +357,12 @@ def distilled(intact: nn.Module, network: nn.Module, case: Case, rate: float) ->
         return None
     ours, theirs = dict[str, list[Tensor]](), dict[str, list[Tensor]]()
 
-    def teach(arguments: Any, named: Any) -> None:
+    def teach(_: nn.Module, arguments: Any, named: Any) -> None:
         if network.training:  # and not while it is measured
             with torch.no_grad():
                 intact(*arguments, **named)
 
-    def note(found: dict[str, list[Tensor]], path: str, output: Any) -> None:
+    def note(found: dict[str, list[Tensor]], path: str, _: nn.Module, given: Any, output: Any) -> None:
         if network.training:
             found.setdefault(path, []).extend(h.float() for h in floats(output))
 
@@ -376,18 +377,11 @@ def distilled(intact: nn.Module, network: nn.Module, case: Case, rate: float) ->
         theirs.clear()
         return torch.stack(errors).mean()
 
-    handles = [network.register_forward_pre_hook(lambda _, a, named: teach(a, named), with_kwargs=True)]
-    handles += [
-        own.get_submodule(path).register_forward_hook(lambda _, a, h, found=found, path=path: note(found, path, h))
-        for own, found in ((network, ours), (intact, theirs))
-        for path in shared
-    ]
-    try:
-        with undisturbed(intact):
-            return trained(network, case, rate, loss=error)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, undisturbed(intact):
+        hooks.enter_context(network.register_forward_pre_hook(teach, with_kwargs=True))
+        for (own, found), path in itertools.product(((network, ours), (intact, theirs)), shared):
+            hooks.enter_context(own.get_submodule(path).register_forward_hook(partial(note, found, path)))
+        return trained(network, case, rate, loss=error)
 
 
 def distilled_and_trained(intact: nn.Module, network: nn.Module, case: Case, rate: float) -> TrainedNetwork | None:
@@ -475,15 +469,11 @@ def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> Traine
     learning = [each for each in found.values() if each.mask.any()]
     if not learning:
         return None
-    # An entry without a gradient does not move.
-    handles = [
-        each.weight.requires_grad_(True).register_hook(lambda slope, mask=each.mask: slope * mask) for each in learning
-    ]
-    try:
+    with ExitStack() as hooks:
+        for each in learning:  # an entry without a gradient does not move
+            weight, mask = each.weight.requires_grad_(True), each.mask
+            hooks.enter_context(weight.register_hook(lambda slope, mask=mask: slope * mask))
         return trained(network, case, rate)._replace(learned=sum(int(each.mask.sum()) for each in learning))
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Regrowing(NamedTuple):
@@ -507,18 +497,11 @@ def _layers(case: Case) -> list[str]:
         or any(name in getattr(part, "parametrizations", ()) for name in WEIGHTS)
         or "weight_v" in part._parameters
     ]
-    handles = [
-        case.host.get_submodule(path).register_forward_hook(
-            lambda _, a, output, path=path: found.append(found.pop(found.index(path)))
-        )
-        for path in found
-    ]
-    try:
-        with undisturbed(case.host):
-            call(case.host, case.parts.train.at(slice(2)).x)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, undisturbed(case.host):
+        for path in found:
+            last = partial(lambda path, *_: found.append(found.pop(found.index(path))), path)
+            hooks.enter_context(case.host.get_submodule(path).register_forward_hook(last))
+        call(case.host, case.parts.train.at(slice(2)).x)
     return found
 
 
@@ -558,8 +541,7 @@ def losses_of(network: nn.Module, examples: HealingExamples, case: Case) -> NDAr
     probe = _probe(network, case.batches(examples), case.loss)
     probe.way = case.way
     with undisturbed(network):
-        losses: NDArray[np.float64] = probe.see(network)[0].cpu().numpy()
-    return losses
+        return probe.see(network)[0].cpu().numpy()
 
 
 def probe_loss(network: nn.Module, case: Case) -> float:

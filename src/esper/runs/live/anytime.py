@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from esper.kasmina.blueprints import drawn_with
+from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.grafted import call, copied, undisturbed
 from esper.kasmina.graft.grown import check_tensors
@@ -254,7 +254,7 @@ class AnytimeGrowth:
                 raise InputError(
                     f"{type(model).__name__} cannot become wider as a whole: the features of {layer!r} stay, as {reason}"
                 )
-        largest = sum(parameter.numel() for parameter in tried.parameters())
+        largest = count(tried)
         if sizes is not None and most_parameters is not None and largest > most_parameters:
             raise InputError(
                 f"sizes ends with {sizes[-1]}, at which {type(model).__name__} has {largest:,} parameters, above "
@@ -318,7 +318,7 @@ class AnytimeGrowth:
     @property
     def parameters(self) -> int:
         """Number of parameters of the network as it is."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
+        return count(self.model)
 
     def cool_down(self, steps: int) -> None:
         """Let the learning rates fall to 0 in so many steps from now on, for a training that ends then.
@@ -349,20 +349,20 @@ class AnytimeGrowth:
         behind `optimizer.zero_grad()`: the parameters of a network that becomes wider are new objects. With shared=True every
         process calls it, with its own targets.
         """
-        count = targets.numel() if isinstance(targets, Tensor) else targets
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        number = targets.numel() if isinstance(targets, Tensor) else targets
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
         if not self._handles:
             raise InputError("the network is finished; make another esper.AnytimeGrowth to widen it further")
         own = list(self.model.parameters())  # walked once: in a small network such walks are a tenth of a step
         if in_parts(own[0]):
             raise InputError(_SHARDED.format(type(self.model).__name__))
-        count = sum(self._ranks.from_each(count))
+        number = sum(self._ranks.from_each(number))
         self.steps += 1
         self._since += 1
-        self.seen += count
+        self.seen += number
         size = sum(parameter.numel() for parameter in own)
-        compute = float(size * count)
+        compute = float(size * number)
         self._compute += compute
         self._average(own, min(1.0, (WINDOW + 1) * compute / (self._compute + WINDOW * compute)))
         if self._kept is None or self.steps % GUARDED == 0:
@@ -543,7 +543,7 @@ class AnytimeGrowth:
                 raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
         model, average = copied(self.model), copied(self.average)  # a refusal changes nothing
         for each in state["growths"]:
-            size = sum(parameter.numel() for parameter in model.parameters())
+            size = count(model)
             if each["before"] != size:
                 raise InputError(
                     f"the state is of a network of {each['before']:,} parameters at this point, and this one has "
@@ -552,7 +552,7 @@ class AnytimeGrowth:
             widen(model, each["factor"], example=self._example, ema=average, seed=each["seed"], **_ways(each["way"]))
         mend = "build the same model at its first size"
         check_tensors(state["average"], average.state_dict(), "the average of the state", "the network", mend)
-        size = sum(parameter.numel() for parameter in model.parameters())
+        size = count(model)
         if self.most_parameters is not None and size > self.most_parameters:
             raise InputError(
                 f"the network of the state has {size:,} parameters, above most_parameters={self.most_parameters:,}; raise the "
@@ -701,7 +701,7 @@ class AnytimeGrowth:
             way = widen(wider, self._next_factor(), example=self._example).way
         except Exception as error:
             problem = _refusal(error)
-        size = sum(parameter.numel() for parameter in wider.parameters())
+        size = count(wider)
         if self.most_parameters is not None and size > self.most_parameters:
             problem = f"{size:,} parameters would exceed most_parameters={self.most_parameters:,}"
         if self._ended(problem):
@@ -792,7 +792,11 @@ class AnytimeGrowth:
                 raise
             return not self._ended(_refusal(error))
         if self.fresh:
-            self._renew(seed)
+            drawn = _drawn_anew(self.model, seed)
+            with torch.no_grad():
+                for name, own in self.model.named_parameters():  # `average` keeps its own
+                    if own.requires_grad and name in drawn:
+                        own.lerp_(self._scales[name] * drawn[name], self.fresh)
         self._loss_before, self._since, self._grown_at = measured, 0, self._compute
         slower, self._slower = self._slower, None
         self.growths.append(
@@ -812,14 +816,6 @@ class AnytimeGrowth:
         self._next_factor()
         self._guard()
         return True
-
-    def _renew(self, seed: int) -> None:
-        """Shrink all weights and add a share of freshly drawn ones, on the scale of the first ones; `average` keeps its own."""
-        drawn = _drawn_anew(self.model, seed)
-        with torch.no_grad():
-            for name, own in self.model.named_parameters():
-                if own.requires_grad and name in drawn:
-                    own.lerp_(self._scales[name] * drawn[name], self.fresh)
 
     def _timed(self, targets: Tensor | int) -> bool:
         """Return whether it is known how much slower a step becomes by the next growth; measure it if the time has come."""
@@ -860,7 +856,7 @@ class AnytimeGrowth:
             self._beside, self._times = max(min(steps) - own, 0.0), []
         self._slower = max((self._beside + other) / (self._beside + own), 1.0)
         self._beside, self._slower = self._ranks.from_first((self._beside, self._slower))
-        larger = sum(each.numel() for each in wider.parameters()) / self.parameters
+        larger = count(wider) / self.parameters
         self._elasticity = min(math.log(self._slower) / math.log(larger), 1.0)
         return True
 

@@ -315,8 +315,11 @@ class Growth:
             return False
         waits = self._waits()
         if (self._stopped is not None or waits) and self._guarded():
-            if waits:
-                self._pass_over()
+            if waits:  # the time of a decision passes without one
+                state, overspent = self.engine.state, self._overspent()
+                state.step = min(state.step + 1, self.engine.config.steps - 1)
+                self._overspent_at += overspent
+                self._rest(overspent)
             return False
         self.frozen.check()
         view, outcome = self.engine.close()
@@ -643,8 +646,7 @@ class Growth:
             )
         for average, kept in zip(averages, tree["averages"], strict=True):
             average.check(kept)
-        none = {"seeds": 0, "params": 0, "sites": [], "tried": [], "shapes": {}}
-        absorbed: Any = tree.get("absorbed", none)
+        absorbed: Any = tree["absorbed"]
         with population.widths_of(absorbed["shapes"], tree["tensors"]):
             mine = population.grafts.tensors_with(tree["seeds"])
             check_tensors(tree["tensors"], mine, "the saved state", "the model", "build the same model")
@@ -678,7 +680,7 @@ class Growth:
         self._loop_passes, self._overspent_at = spent["loop"], spent["overspent"]
         population.passes, population.resting = spent["growth"], spent["resting"]
         population.follow(self.engine.state.seeds)
-        since: Any = tree.get("stopped")
+        since: Any = tree["stopped"]
         why = "" if since is None else self._nothing_left(self.engine.view())  # the budget may be another one
         self._stopped = (since, why) if why else None
 
@@ -728,13 +730,6 @@ class Growth:
         assert state.pending is not None, "a decision is due"
         calm = state.pending.actions.op[0] == Op.WAIT and among(state.seeds.stage, SETTLED | {Stage.TRAINING}).all()
         return self.population.resting and bool(calm)
-
-    def _pass_over(self) -> None:
-        """Let the time of a decision pass without one, and let seeds go on where the share of the passes has fallen."""
-        state, overspent = self.engine.state, self._overspent()
-        state.step = min(state.step + 1, self.engine.config.steps - 1)
-        self._overspent_at += overspent
-        self._rest(overspent)
 
     def _rest(self, resting: bool) -> None:
         """Let seeds that incubate rest, or go on."""

@@ -54,8 +54,12 @@ class SizeLog:
         if resumed is None:
             check_folder(folder, self.overwrite)
             make_folder(folder)
-        else:
-            self._check_resumed(resumed)
+        else:  # of this run, or of another one
+            path, mend = folder / CONFIG, "give run= the folder of the run that is resumed, or a new one"
+            known = parse_yaml(read_kept(path, LARGEST_YAML, mend), str(path), mend)
+            own = known.get("anytime") if isinstance(known, dict) else None
+            if not isinstance(own, dict) or own.get("began") != resumed["began"]:
+                raise InputError(f"{folder} holds another run than the one that is resumed; {mend}")
         self._lock.take()
         self.begun = True
         self._head = {"controller": "anytime", "envs": 1, "steps": 0, "device": str(device), **head}
@@ -98,14 +102,6 @@ class SizeLog:
         self._hub.close()
         write_atomic(self.folder / SUMMARY, to_json({"status": "finished", **summary}))
         self._lock.release()
-
-    def _check_resumed(self, resumed: Mapping[str, Any]) -> None:
-        """Raise InputError if the folder holds another run than the one that is resumed."""
-        path, mend = self.folder / CONFIG, "give run= the folder of the run that is resumed, or a new one"
-        config = parse_yaml(read_kept(path, LARGEST_YAML, mend), str(path), mend)
-        own = config.get("anytime") if isinstance(config, dict) else None
-        if not isinstance(own, dict) or own.get("began") != resumed["began"]:
-            raise InputError(f"{self.folder} holds another run than the one that is resumed; {mend}")
 
     def _write_head(self, status: Any) -> None:
         self.write(RunRow(status=status, slots=(), blueprints=(), **self._head))

@@ -96,11 +96,9 @@ def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: boo
         ]
     shards, envs = sum(config.shards for config in chosen), sum(config.envs for config in chosen)
     if asked.size > shards:
-        mend = (
-            "the shards of a run cannot change, so give fewer workers"
-            if resumed
-            else f"give {shards} or fewer, or divide the environments further with --set shards=N"
-        )
+        mend = f"give {shards} or fewer, or divide the environments further with --set shards=N"
+        if resumed:
+            mend = "the shards of a run cannot change, so give fewer workers"
         raise InputError(
             f"workers is {asked.size}, but {counted(envs, 'environment')} in {counted(shards, 'shard')} give work to "
             f"{counted(shards, 'worker')}; {mend}"

@@ -22,7 +22,7 @@ from esper.leyline.config.tree import Config, PPOConfig, RewardConfig
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError, LearningError, RolledBack, describe_error
 from esper.leyline.lifecycle.view import View
-from esper.leyline.progress import Progress, Silent
+from esper.leyline.progress import Progress
 from esper.leyline.protocols import Reward
 from esper.leyline.reference import PAID_BY
 from esper.leyline.text import counted
@@ -34,7 +34,7 @@ from esper.runs.figures import Status, Summary
 from esper.runs.folder.environment import describe_environment
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.folder.resume import NEW, PAID, Opening, fitting, with_cohorts
-from esper.runs.folder.run_folder import LastWholeStep, RunFolder, run_row, save_checkpoint
+from esper.runs.folder.run_folder import LEFT_OUT, LastWholeStep, RunFolder, run_row, save_checkpoint
 from esper.runs.training.cohort import (
     LED,
     Cohort,
@@ -94,7 +94,7 @@ def train(
     `opening` and `outputs` are as in `grow`. `asked` are the workers, of which this process is one: the first, or in a rank of
     torchrun above 0 another, until the training ends.
     """
-    watch, started = watch or Silent(), time.perf_counter()
+    watch, started = watch or Progress(), time.perf_counter()
     configs = with_shards(configs, asked, resumed=opening.resume)
     config = configs[0]
     if asked.is_rank:
@@ -161,9 +161,7 @@ def train(
             with run.recorded(row, lambda: summary("failed")), timer.memory("between steps", users=False):
                 status = _rounds(trainer, peers, run, interrupt, watch)
         except KeyboardInterrupt:
-            if trainer.last.unsaved(run.store):
-                watch.note("interrupted again: the last whole step is saved; another Ctrl-C leaves that out")
-                trainer.last.save(run.hub, run.store, watch.note)
+            trainer.last.save(run.hub, run.store, watch.note, LEFT_OUT)
             run.end(row("interrupted"), summary("interrupted"), at_once=True)
             raise
         whole = summary(status)
@@ -193,8 +191,7 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
     while True:
         try:
             if peers is not None and not trainer.begun:
-                owners = trainer.owners(peers.size)
-                trainer.use(peers.join(trainer.sent(), owners))
+                trainer.use(peers.join(trainer.sent(), trainer.owners(peers.size)))
             if again := len(trainer.lacking()) + trainer.lacked_by_others():
                 watch.note(
                     f"playing {counted(again, 'episode')} of imitation again, whose rollouts another worker had; the "
@@ -317,17 +314,11 @@ class _KeptRows(list[bytes]):
 
 
 class ShownRound(NamedTuple):
-    """Holds what a teacher has shown in a round of imitation, and all that its episodes depend on.
+    """Holds what a teacher has shown in a round of imitation, and all that its episodes depend on."""
 
-    Attributes:
-        part (WorkItem): of the first cohort
-        policy (dict): state of the policy at the begin of the round
-        rollouts (dict): those of this worker, by cohort
-    """
-
-    part: WorkItem
-    policy: dict[str, Any]
-    rollouts: dict[int, Rollout]
+    part: WorkItem  # of the first cohort
+    policy: dict[str, Any]  # state of the policy at the begin of the round
+    rollouts: dict[int, Rollout]  # those of this worker, by cohort
 
 
 class Trainer:

@@ -68,33 +68,6 @@ class Work(Protocol):
         """Play a part and return its result."""
 
 
-class Transport(Protocol):
-    """Starts workers of one kind. Each answers messages one by one, and says `{"ready": ...}` when it has started."""
-
-    numbers: Sequence[int]
-
-    def start(self, worker: int) -> None:
-        """Start a worker; one of the same number is ended."""
-
-    def send(self, worker: int, message: bytes) -> None:
-        """Send a message to a worker that is not busy. If the worker is lost, `receive` says so."""
-
-    def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
-        """Wait for answers at most so long; return workers with their answers, None of a worker that was lost."""
-
-    def silent(self) -> dict[int, float]:
-        """Return how long each worker whose answer is awaited has given no sign [seconds]."""
-
-    def end(self, worker: int) -> None:
-        """End a worker that gives no sign; `receive` then says that it is lost."""
-
-    def meeting(self) -> tuple["Store", Tree]:
-        """Return a new store where workers publish their addresses, and how the others reach it (`connect`)."""
-
-    def close(self) -> None:
-        """End all workers."""
-
-
 def connect(meeting: Tree, owners: Sequence[int], rank: int, size: int, store: "Store | None" = None) -> Exchange:
     """Return the exchange of the worker of a rank with the others that come to a meeting; waits for them. store: of rank 0."""
     if "file" in meeting:
@@ -212,7 +185,7 @@ def serve(connection: Connection, make: Callable[[], Work]) -> None:
 
 
 class ProcessTransport:
-    """Starts processes on this machine by Python's fork server."""
+    """Starts processes on this machine by Python's fork server. Each says `{"ready": ...}`, and then answers messages."""
 
     def __init__(self, numbers: Sequence[int], work: object, devices: Sequence[str | None]) -> None:
         """work: makes a `Work` from a device. devices: each worker's, taken in turn."""
@@ -227,6 +200,7 @@ class ProcessTransport:
         self._signs: dict[int, float] = {}  # when the workers whose answer is awaited gave their last sign [s]
 
     def start(self, worker: int) -> None:
+        """Start a worker; one of the same number is ended."""
         self._end([worker])
         ours, theirs = self._context.Pipe()
         device = self._devices[worker % len(self._devices)]
@@ -250,17 +224,18 @@ class ProcessTransport:
         self._signs[worker] = time.monotonic()
 
     def send(self, worker: int, message: bytes) -> None:
+        """Send a message to a worker that is not busy. If the worker is lost, `receive` says so."""
         self._signs[worker] = time.monotonic()
         with suppress(OSError):  # of a connection that is broken, as `receive` will say
             self.connections[worker].send_bytes(message)
 
     def meeting(self) -> tuple["Store", Tree]:
-        """Return a store in a file, which ends with the socket of the fork server, so that no port is open."""
+        """Return a store where workers publish their addresses, and how they reach it: a file beside the fork server's socket."""
         path = os.path.join(get_temp_dir(), f"meeting-{secrets.token_hex(8)}")  # a file that exists has old addresses
         return FileStore(path, len(self.numbers) + 1), {"file": path}
 
     def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
-        """Wait for answers. A worker whose connection has ended, as that of a process that ended, is lost."""
+        """Wait for answers at most so long; return workers with them, None of one whose connection has ended: it is lost."""
         connections = self.connections.copy()  # a thread of `TorchrunTransport` adds some
         found: list[tuple[int, bytes | None]] = [(worker, None) for worker in self._cut]
         self._cut.clear()
@@ -281,9 +256,11 @@ class ProcessTransport:
         return found
 
     def silent(self) -> dict[int, float]:
+        """Return how long each worker whose answer is awaited has given no sign [seconds]."""
         return {worker: time.monotonic() - sign for worker, sign in self._signs.copy().items()}
 
     def end(self, worker: int) -> None:
+        """End a worker that gives no sign; `receive` then says that it is lost."""
         self._signs.pop(worker, None)
         if worker in self._processes:
             self._processes[worker].kill()  # also one that is stopped, which no other signal reaches

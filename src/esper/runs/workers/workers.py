@@ -13,7 +13,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from esper.leyline.config.tree import FaultsConfig
@@ -33,11 +32,11 @@ from esper.runs.workers.transports import (
     ProcessTransport,
     RayTransport,
     TorchrunTransport,
-    Transport,
     connect,
     world_size,
 )
 from esper.simic.exchange import Exchange, ExchangeError
+from esper.store.background import Background
 from esper.store.tensors import Tree, pack, unpack
 from esper.tolaria.runtime import resolve_device
 
@@ -66,7 +65,7 @@ class Workers:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: ProcessTransport | RayTransport,
         note: Callable[[str], None],
         check: Callable[[Any], None] = lambda ready: None,
         mend: str = "give fewer workers",
@@ -101,7 +100,7 @@ class Workers:
         self.transport.close()
 
     def hear(self, seconds: float = WAIT) -> list[tuple[int, bytes | None]]:
-        """Wait for answers at most so long; return them as `Transport.receive`.
+        """Wait for answers at most so long; return them as `ProcessTransport.receive`.
 
         A line says which worker has given no sign for a minute, and it is ended after `patience`, which may be shorter. Where
         several are silent, that is the one which has been so for the longest time, because others may wait for it.
@@ -112,11 +111,9 @@ class Workers:
         self._told &= set(quiet)
         if quiet:
             worker = max(quiet, key=quiet.__getitem__)
-            ends = (
-                ""
-                if not self.patience
-                else f"; after {self.patience:g} s it is ended, and another plays its part again"
-            )
+            ends = ""
+            if self.patience:
+                ends = f"; after {self.patience:g} s it is ended, and another plays its part again"
             if 0 < self.patience <= quiet[worker]:
                 self.note(f"worker {worker} gave no sign for {quiet[worker]:.0f} s, and is ended")
                 self.transport.end(worker)
@@ -211,10 +208,6 @@ class WorkerPool(Workers):
                     failures[worker] = 0
         return [results[place] for place in range(len(parts))]
 
-    def waited(self, seconds: float, playing: float) -> None:
-        """Add the time that all workers lost in waiting, of a time of which they played `playing` together [s]."""
-        self.waiting += max(self.size * seconds - playing, 0.0)
-
 
 class ShardPool(Workers):
     """Lets the workers of a growth, each of which holds a shard of its rows, carry out commands in lockstep.
@@ -306,21 +299,12 @@ class Peers(Workers):
         for rank in self.transport.numbers:
             given = {**part, "meeting": meeting, "owners": list(owners), "rank": rank, "size": self.size}
             self.transport.send(rank, pack({"part": given}))
-        found = SimpleQueue[Exchange | ExchangeError]()
-
-        def meet() -> None:
-            try:
-                found.put(connect(meeting, owners, 0, self.size, store))
-            except ExchangeError as error:
-                found.put(error)
-
-        # In a thread, because a worker that is lost before it has come would be waited for.
-        threading.Thread(target=meet, name="exchange", daemon=True).start()
+        thread = Background()  # because a worker that is lost before it has come would be waited for
+        found = thread.submit(partial(connect, meeting, owners, 0, self.size, store))
+        thread.close(lambda: None)
         while True:
-            with suppress(Empty):
-                exchange = found.get(timeout=WAIT)
-                if isinstance(exchange, ExchangeError):
-                    raise exchange
+            with suppress(TimeoutError):
+                exchange = found.result(WAIT)
                 self._begin_watch()
                 return exchange
             if self._asked():
@@ -494,7 +478,7 @@ def start_workers(
     """
     devices: Sequence[str | None] = asked.devices or (None,)
     numbers = range(kind.first, asked.size)
-    transport: Transport
+    transport: ProcessTransport | RayTransport
     if asked.cluster is None:
         transport = ProcessTransport(numbers, work, devices)
     elif asked.cluster == "torchrun":
