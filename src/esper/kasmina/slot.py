@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -200,21 +200,11 @@ class Seed(nn.Module):
         self.draws = getattr(delta, "draws", True)
 
 
-class Seedlike(Protocol):
-    """Computes as a `Seed` does: a module, or rows of a stack of modules."""
-
-    def delta(self, u: Tensor) -> Tensor:
-        """Return the change, computed from what the seed reads, in the shape of the stream."""
-
-    def gate(self, u: Tensor) -> Tensor:
-        """Return one number for each feature vector: (..., C) -> (..., 1)."""
-
-
 def slot_change(
     stream: type[Stream],
     h: Tensor,
     u: Tensor,
-    seed: Seedlike,
+    seed: Seed,
     alpha: Tensor | float | None,
     blend: Tensor | Blend | None,
     *,
@@ -231,9 +221,7 @@ def slot_change(
     return blend_change(h, delta, gate, alpha, blend)
 
 
-def slot_output(
-    stream: type[Stream], h: Tensor, u: Tensor, seed: Seedlike, alpha: Tensor | float, blend: Blend
-) -> Tensor:
+def slot_output(stream: type[Stream], h: Tensor, u: Tensor, seed: Seed, alpha: Tensor | float, blend: Blend) -> Tensor:
     """Compute y = h + c for one network: h (B, ...), and u, fitted to the resolution of h; alpha is a number, or a tensor ()."""
     u = stream.fitted(u, h)
     return h + slot_change(stream, h, u, seed, alpha, blend, gated=blend == Blend.GATE)

@@ -322,8 +322,8 @@ class Body:
             return result
         padded, ends = ~self.real_outputs[route.part], result.branches
         if ends is not None:
-            assert route.origin is not None
-            ends = ops.masked(ends, padded.index_select(0, route.origin))
+            assert route.doses.origin is not None
+            ends = ops.masked(ends, padded.index_select(0, route.doses.origin))
         return result._replace(output=ops.masked(result.output, padded), branches=ends)
 
     def tape(self) -> PassTape | None:

@@ -115,11 +115,6 @@ class Route(NamedTuple):
     def part(self) -> slice:
         return slice(*self.plan.part)
 
-    @property
-    def origin(self) -> Tensor | None:
-        """(X,) the row of the pass that each branch leaves."""
-        return self.doses.origin
-
 
 Planned = TypeVar("Planned", bound=Hashable)
 Prepared = TypeVar("Prepared")
