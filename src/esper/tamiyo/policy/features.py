@@ -1,6 +1,7 @@
 """Define the features that a controller observes: name, unit, scale and function of each. E environments, S slots."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -94,12 +95,16 @@ def _at(stage: Stage) -> Read:
     return lambda seen: seen.seeds.stage == stage
 
 
-def _count(stage: Stage) -> Read:
-    return lambda seen: (seen.seeds.stage == stage).sum(1)
-
-
 def _last(op: Op) -> Read:
     return lambda seen: seen.history.op == op
+
+
+def _estimate(name: str) -> Read:
+    return attrgetter(f"measured.{name.removesuffix('_se')}.{'se' if name.endswith('_se') else 'mean'}")
+
+
+def _count(stage: Stage) -> Read:
+    return lambda seen: (seen.seeds.stage == stage).sum(1)
 
 
 def _blended(blend: Blend) -> Read:
@@ -183,6 +188,21 @@ GLOBAL_FLAGS: tuple[Flag, ...] = (
 )
 """Flags of an environment: the last operation, whether it was accepted, and whether there was none."""
 
+_ESTIMATES = (
+    ("contribution", "metric", 0.1, "metric with every seed at its dose, minus the metric without the seed"),
+    ("contribution_se", "metric", 0.05, "standard error of contribution"),
+    ("contribution_loss", "loss", 0.1, "loss without the seed, minus the loss with every seed at its dose"),
+    ("gain", "loss", 0.1, "incubation gain: loss with every seed at its dose, minus the loss with this seed at dose 1"),
+    ("gain_se", "loss", 0.05, "standard error of gain"),
+    (
+        "gain_metric",
+        "metric",
+        0.1,
+        "metric with the incubating seed at dose 1, minus the metric with every seed at its dose",
+    ),
+)
+"""Name, unit, scale and meaning of those features of a slot that are an `Estimate` of the measurements."""
+
 SLOT: tuple[Feature, ...] = (
     Feature(
         "age", "1", 0.2, False, "steps in the current stage / steps of an episode", lambda s: s.seeds.age / s.view.steps
@@ -193,42 +213,7 @@ SLOT: tuple[Feature, ...] = (
     Feature("alpha", "1", 1.0, False, "alpha of the seed; the dose of a live seed", lambda s: s.seeds.alpha),
     Feature("ramp_target", "1", 1.0, False, "alpha at the end of the ramp", lambda s: s.seeds.ramp[..., 1]),
     Feature("ramp_length", "steps", 4.0, False, "length of the ramp", lambda s: s.seeds.ramp[..., 2]),
-    Feature(
-        "contribution",
-        "metric",
-        0.1,
-        True,
-        "metric with every seed at its dose, minus the metric without the seed",
-        lambda s: s.measured.contribution.mean,
-    ),
-    Feature(
-        "contribution_se", "metric", 0.05, True, "standard error of contribution", lambda s: s.measured.contribution.se
-    ),
-    Feature(
-        "contribution_loss",
-        "loss",
-        0.1,
-        True,
-        "loss without the seed, minus the loss with every seed at its dose",
-        lambda s: s.measured.contribution_loss.mean,
-    ),
-    Feature(
-        "gain",
-        "loss",
-        0.1,
-        True,
-        "incubation gain: loss with every seed at its dose, minus the loss with this seed at dose 1",
-        lambda s: s.measured.gain.mean,
-    ),
-    Feature("gain_se", "loss", 0.05, True, "standard error of gain", lambda s: s.measured.gain.se),
-    Feature(
-        "gain_metric",
-        "metric",
-        0.1,
-        True,
-        "metric with the incubating seed at dose 1, minus the metric with every seed at its dose",
-        lambda s: s.measured.gain_metric.mean,
-    ),
+    *(Feature(name, unit, scale, True, meaning, _estimate(name)) for name, unit, scale, meaning in _ESTIMATES),
     Feature(
         "interaction",
         "metric",
