@@ -408,8 +408,7 @@ class _Kept:
         for average, state in zip(self.live.grafts.averages, self.averages, strict=True):
             average.load_state(state)
         self.live.follow(kept)
-        restored: Seeds = choose(rows, kept, seeds)
-        return restored
+        return choose(rows, kept, seeds)
 
     def state(self, now: int) -> dict[str, Any]:
         """Return the snapshot as a tree of tensors, after `now` steps of the episode."""
