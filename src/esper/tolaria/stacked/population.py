@@ -64,6 +64,7 @@ from esper.tolaria.runtime import (
 from esper.tolaria.stacked.compiling import Passes, Total, check_divisible
 from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinct_splits, stack_splits
 from esper.tolaria.stacked.optimizer import (
+    MOMENTS,
     GradScaler,
     SkippedUpdates,
     StackedOptimizer,
@@ -653,7 +654,7 @@ def widenings_of(task: AnyTask, config: Config) -> tuple[HiddenWidening, ...]:
 def _rows_and_copies(task: AnyTask, config: Config) -> tuple[int, int]:
     """Return how many rows there are, and how many numbers are kept for each parameter: value, gradient, moments, snapshots."""
     rows = config.envs * (1 + config.twin) + needs_ghost(task, config)
-    moments = len(StackedOptimizer(config.optimizer).rule.moments)
+    moments = len(MOMENTS[config.optimizer.name])
     snapshots = config.governor.enabled + config.early_stopping.enabled
     return rows, 2 + moments + snapshots * (1 + moments)
 
@@ -674,7 +675,7 @@ def body_of(
         map_leaves(lambda leaf, shape: leaf.new_zeros(2, *shape), few, task.inputs),
         mapping=config.mapping,
         isolated=config.lifecycle.isolation == "isolated",
-        moments=StackedOptimizer(config.optimizer).rule.moments,
+        moments=MOMENTS[config.optimizer.name],
         device=device,
         recomputed=config.activation_checkpointing,
         compiled=config.compile != "off",
