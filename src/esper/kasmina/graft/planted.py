@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.slot import (
-    DifferentiableFunction,
-    Proximal,
-    ProximalStraight,
-    Seed,
-    sigmoid,
-    slot_change,
-)
+from esper.kasmina.slot import DifferentiableFunction, Proximal, Seed, Straight, sigmoid, slot_change
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind, arranged, restored
@@ -128,8 +121,10 @@ class Planted(nn.Module):
         here = arranged(base, self.axes)
         read = stream.fitted(arranged(u.detach(), self.axes), here)
         change = slot_change(stream, here, read, self.seed, None, blend, gated=blend == Blend.GATE)
-        same = ProximalStraight.of(h, restored(change.to(h.dtype), self.axes), base, self.pull)
-        return same.clone()  # a module behind it may work in place, which the view of a Function does not allow
+        change = Proximal.of(restored(change.to(h.dtype), self.axes), base, self.pull)
+        return Straight.of(
+            h, change, None
+        ).clone()  # a module behind it may work in place, which the view of a Function does not allow
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that an optimizer moves, in their order."""
