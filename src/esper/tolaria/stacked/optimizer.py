@@ -36,12 +36,13 @@ def adamw(config: OptimizerConfig, columns: Mapping[str, Tensor], steps: NDArray
     had. The function takes which rows (n,) bool count the update as one of theirs, or None for all.
     """
     numbers = {"lr": config.lr, "beta1": 0.9, "beta2": 0.999, "weight_decay": config.weight_decay, "eps": 1e-8}
+    kernel = partial(torch._fused_adamw_, **numbers, amsgrad=False, maximize=False)
     count = torch.from_numpy(steps).to(columns["value"].device, torch.float32, non_blocking=True)
     rows, counts = [column.unbind(0) for column in columns.values()], count.unbind(0)
 
     def update(taken: Tensor | None) -> None:
         count.add_(1)
-        torch._fused_adamw_(*rows, [], counts, **numbers, amsgrad=False, maximize=False)
+        kernel(*rows, [], counts)
         if taken is not None:
             count.sub_((~taken).to(count.dtype))
 
