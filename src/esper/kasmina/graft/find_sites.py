@@ -727,7 +727,12 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
             if chosen:
                 break
         else:
-            raise NoSiteError(_nothing(module, left_out), left_out)
+            common = sorted(_by_reason(left_out).items(), key=lambda item: -len(item[1]))[:_SHOWN]
+            reasons = "; ".join(f"{_listed(paths)} ({reason})" for reason, paths in common)
+            raise NoSiteError(
+                f"no site found in {type(module).__name__}: {reasons or 'it has no submodule with parameters'}",
+                left_out,
+            )
         streams = {path: stream for path in chosen if isinstance(stream := candidates.stream(path), Stream)}
         sequences = {path: each for path, each in streams.items() if each.kind == Kind.SEQUENCE}
         causal = causal_paths(module, example, sequences)
@@ -823,12 +828,3 @@ def check_module(module: nn.Module) -> None:
             )
     if next(module.parameters(), None) is None:
         raise InputError(f"{type(module).__name__} has no parameters; give a network that can be trained")
-
-
-def _nothing(module: nn.Module, left_out: dict[str, str]) -> str:
-    """Say in one sentence why the module has no site."""
-    common = sorted(_by_reason(left_out).items(), key=lambda item: -len(item[1]))[:_SHOWN]
-    reasons = (
-        "; ".join(f"{_listed(paths)} ({reason})" for reason, paths in common) or "it has no submodule with parameters"
-    )
-    return f"no site found in {type(module).__name__}: {reasons}"

@@ -88,15 +88,21 @@ def _left(seen: Seen) -> int:
 
 
 def _change(column: int, window: int) -> Read:
-    return lambda seen: _slope(seen.history.trend[..., column], window)
+    """Return the mean change per step (E,) over the measured part of a window; nan for fewer than two values."""
+
+    def read(seen: Seen) -> Floats:
+        values = seen.history.trend[..., column]  # newest first
+        known = np.isfinite(values[:, : window + 1])
+        span = known.cumprod(1).sum(1) - 1
+        oldest = np.take_along_axis(values, np.maximum(span, 0)[:, None], 1)[:, 0]
+        return np.where(span > 0, (values[:, 0] - oldest) / np.maximum(span, 1), np.nan)
+
+    return read
 
 
-def _at(stage: Stage) -> Read:
-    return lambda seen: seen.seeds.stage == stage
-
-
-def _last(op: Op) -> Read:
-    return lambda seen: seen.history.op == op
+def _equals(name: str, value: int) -> Read:
+    column = attrgetter(name)
+    return lambda seen: column(seen) == value
 
 
 def _estimate(name: str) -> Read:
@@ -182,7 +188,7 @@ GLOBAL: tuple[Feature, ...] = (
 """Continuous features of an environment."""
 
 GLOBAL_FLAGS: tuple[Flag, ...] = (
-    *(Flag(f"last_{op.name.lower()}", f"the last decision was {op.name}", _last(op)) for op in Op),
+    *(Flag(f"last_{op.name.lower()}", f"the last decision was {op.name}", _equals("history.op", op)) for op in Op),
     Flag("last_accepted", "the last decision was accepted", lambda s: s.history.accepted),
     Flag("first_step", "there was no decision yet", lambda s: s.history.op < 0),
 )
@@ -254,7 +260,7 @@ SLOT: tuple[Feature, ...] = (
 """Continuous features of a slot. Those of the growth sensors follow them, in the order of `Space.sensors`."""
 
 SLOT_FLAGS: tuple[Flag, ...] = (
-    *(Flag(stage.name.lower(), f"the slot is {stage.name}", _at(stage)) for stage in Stage),
+    *(Flag(stage.name.lower(), f"the slot is {stage.name}", _equals("seeds.stage", stage)) for stage in Stage),
     *(Flag(f"blend_{blend.name.lower()}", f"its seed blends by {blend.name}", _blended(blend)) for blend in Blend),
     Flag("doomed", "its seed ramps down to be pruned", lambda s: s.seeds.doomed),
 )
@@ -303,14 +309,6 @@ def read(columns: Sequence[Feature | Flag], seen: Seen, shape: tuple[int, ...]) 
     """Return the columns of a table, (*shape, columns)."""
     values = [np.broadcast_to(np.asarray(column.read(seen), np.float64), shape) for column in columns]
     return np.stack(values, -1)
-
-
-def _slope(values: Floats, window: int) -> Floats:
-    """Map values (E, W), newest first, to their mean change per step (E,) over the measured part; nan for fewer than two."""
-    known = np.isfinite(values[:, : window + 1])
-    span = known.cumprod(1).sum(1) - 1
-    oldest = np.take_along_axis(values, np.maximum(span, 0)[:, None], 1)[:, 0]
-    return np.where(span > 0, (values[:, 0] - oldest) / np.maximum(span, 1), np.nan)
 
 
 def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int32]) -> tuple[Floats, Floats]:
