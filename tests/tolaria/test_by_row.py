@@ -57,7 +57,7 @@ def episode(task, envs, **top):
             module = engine.population.body.seed_module(view.seeds, 0, slot)
             seen += [parameter.detach().cpu().numpy().copy() for parameter in module.parameters()]
     assert [stage for stage in view.seeds.stage[0] if stage != Stage.DORMANT], "a seed was kept"
-    seen += [figures[:1] for figures in engine.evaluate(engine.population.data.validation_splits())]
+    seen += [figures[:1] for figures in engine.evaluate(engine.population.validation_splits())]
     return engine, seen
 
 

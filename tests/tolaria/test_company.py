@@ -63,7 +63,7 @@ def grown(keys, **top):
             for slot in np.flatnonzero(among(view.seeds.stage[env], IN_BUDGET)).tolist():
                 module = engine.population.body.seed_module(view.seeds, env, slot)
                 found += [parameter.detach().cpu().numpy().copy() for parameter in module.parameters()]
-    for split in (engine.population.data.validation_splits(), [held_back(key) for key in keys]):
+    for split in (engine.population.validation_splits(), [held_back(key) for key in keys]):
         for figures in engine.evaluate(split):
             for env, found in enumerate(seen):
                 found.append(figures[env : env + 1])

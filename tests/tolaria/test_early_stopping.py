@@ -58,7 +58,7 @@ def test_the_exported_network_is_bit_for_bit_that_of_the_best_step():
     engine.finish()
     for env, best in enumerate(engine.stopping.best_step[:3].tolist()):
         assert same(weights(engine, env), kept[best][env])
-    score = engine.evaluate(engine.population.data.validation_splits())[0]
+    score = engine.evaluate(engine.population.validation_splits())[0]
     np.testing.assert_array_equal(score, engine.stopping.score[:3])
 
 
@@ -194,7 +194,7 @@ def test_the_twin_has_its_own_best_step():
     engine = VectorizedEngine(blobs().sealed(), stopping(twin=True, steps=10))
     play(engine, Script(GROW), 10)
     engine.finish()
-    score = engine.evaluate(engine.population.data.validation_splits() * 2)[0]
+    score = engine.evaluate(engine.population.validation_splits() * 2)[0]
     np.testing.assert_array_equal(score, engine.stopping.score[:6])
 
 

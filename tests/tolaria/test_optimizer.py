@@ -7,7 +7,7 @@ from torch import nn
 
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import OptimizerConfig
-from esper.tolaria.stacked.optimizer import StackedOptimizer
+from esper.tolaria.stacked.optimizer import MOMENTS, StackedOptimizer
 
 ROWS, STEPS = 4, 20
 BORN = [0, 3, 3, 11]  # the step from which each row takes part
@@ -22,7 +22,7 @@ def make(config, rows=ROWS):
     """A stack whose rows are modules drawn one after the other, its optimizer, and those modules."""
     optimizer = StackedOptimizer(config)
     modules = [module() for _ in range(rows)]
-    stack = Stack(modules[0], rows, moments=optimizer.rule.moments, dtype=torch.float64)
+    stack = Stack(modules[0], rows, moments=MOMENTS[config.name], dtype=torch.float64)
     for row, one in enumerate(modules):
         stack.write(row, one)
     return stack, optimizer, modules
@@ -147,7 +147,7 @@ def test_a_row_moves_alike_bit_for_bit_whatever_rows_stand_beside_it(name, dtype
 
     def run(chosen):
         optimizer = StackedOptimizer(config)
-        stack = Stack(nn.Linear(36, 1), len(chosen), moments=optimizer.rule.moments, dtype=dtype)
+        stack = Stack(nn.Linear(36, 1), len(chosen), moments=MOMENTS[name], dtype=dtype)
         draws = torch.Generator().manual_seed(1)
         stack.steps[:] = np.array([0, 5, 2, 9])[chosen]
         stack.columns["value"][:] = torch.randn(ROWS, 37, dtype=dtype, generator=draws)[chosen]
@@ -198,7 +198,7 @@ def test_a_parameter_that_does_not_require_a_gradient_is_not_decayed(name):
     one = module()
     one[0].weight.requires_grad_(False)
     optimizer = StackedOptimizer(OptimizerConfig(name=name, weight_decay=0.1))
-    stack = Stack(one, 2, moments=optimizer.rule.moments, dtype=torch.float64)
+    stack = Stack(one, 2, moments=MOMENTS[name], dtype=torch.float64)
     for row in range(2):
         stack.write(row, one)
     rows = slice(0, 2)
@@ -216,7 +216,7 @@ def test_a_parameter_that_is_fixed_in_one_row_moves_in_the_others(name):
     fixed[0].weight.requires_grad_(False)
     config = OptimizerConfig(name=name, weight_decay=0.1, max_grad_norm=0.5)
     optimizer = StackedOptimizer(config)
-    stack = Stack(free, 2, moments=optimizer.rule.moments, dtype=torch.float64)
+    stack = Stack(free, 2, moments=MOMENTS[name], dtype=torch.float64)
     theirs = [torch_optimizer(config, [p for p in m.parameters() if p.requires_grad]) for m in (fixed, free)]
     stack.write(0, fixed)
     stack.write(1, free)
@@ -242,7 +242,7 @@ def test_in_float32_the_corrections_of_late_updates_are_exact(name):
         moved = []
         for dtype in (torch.float32, torch.float64):
             optimizer = StackedOptimizer(config)
-            stack = Stack(nn.Linear(36, 1), 1, moments=optimizer.rule.moments, dtype=dtype)
+            stack = Stack(nn.Linear(36, 1), 1, moments=MOMENTS[name], dtype=dtype)
             stack.steps[:] = steps
             stack.columns["gradient"][:] = torch.linspace(0.1, 1, 37, dtype=torch.float64).to(dtype)
             optimizer.begin(stack, slice(0, 1)).step()

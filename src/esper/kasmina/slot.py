@@ -3,7 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -117,8 +117,8 @@ class Straight(DifferentiableFunction):
     """
 
     @staticmethod
-    def forward(h: Tensor, change: Tensor, rows: Tensor) -> Tensor:
-        """Return h (E, B, D); change (n, B, D), and rows (n,) int64, the rows of h that the changes belong to."""
+    def forward(h: Tensor, change: Tensor, rows: Tensor | None) -> Tensor:
+        """Return h (E, B, D); change (n, B, D), and rows (n,) int64, the rows of h that the changes belong to; None for all."""
         return h.view_as(h)
 
     @staticmethod
@@ -129,13 +129,14 @@ class Straight(DifferentiableFunction):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the output's gradient for h, and the rows of it that belong to the change."""
-        (rows,) = ctx.saved_tensors
-        return gradients[0], gradients[0].index_select(0, rows), None
+        (gradient,), (rows,) = gradients, ctx.saved_tensors
+        return gradient, gradient if rows is None else gradient.index_select(0, rows), None
 
     @staticmethod
     def tangent(ctx: Any, h: Tensor, change: Tensor, rows: None) -> Tensor:
         """Return the tangent of h plus that of the change in its rows: the transpose of `backward`."""
-        return h.index_add(0, ctx.saved_tensors[0], change)
+        (rows,) = ctx.saved_tensors
+        return h + change if rows is None else h.index_add(0, rows, change)
 
 
 class Proximal(DifferentiableFunction):
@@ -153,41 +154,16 @@ class Proximal(DifferentiableFunction):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Compute g + 2 weight c / |h|^2."""
-        return gradients[0] + _pull(*ctx.saved_tensors), None, None
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        change, h, weight = saved
+        tiny = torch.finfo(h.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
+        pull = (2 * weight / h.square().sum().clamp(min=tiny)).to(h.dtype) * change
+        return gradients[0] + pull, None, None
 
     @staticmethod
     def tangent(ctx: Any, change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
         """Return the tangent of the change: what `backward` adds is the gradient of a term of the objective, not the output."""
         return change.view_as(change)
-
-
-class ProximalStraight(DifferentiableFunction):
-    """Computes `Straight` of the `Proximal` change of one network as one function, because each costs as much as a small seed."""
-
-    @staticmethod
-    def forward(h: Tensor, change: Tensor, base: Tensor, weight: Tensor) -> Tensor:
-        """Return h; h, change, base (B, ...); weight (). `base` is h without its graph."""
-        return h.view_as(h)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Return g for h, and g + 2 weight c / |h|^2 for the change."""
-        return gradients[0], gradients[0] + _pull(*ctx.saved_tensors), None, None
-
-    @staticmethod
-    def tangent(ctx: Any, h: Tensor, change: Tensor, base: None, weight: None) -> Tensor:
-        """Return the tangent of h plus that of the change."""
-        return h + change
-
-
-def _pull(change: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-    """Compute 2 weight c / |h|^2."""
-    tiny = torch.finfo(h.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
-    return (2 * weight / h.square().sum().clamp(min=tiny)).to(h.dtype) * change
 
 
 class Seed(nn.Module):
@@ -200,21 +176,11 @@ class Seed(nn.Module):
         self.draws = getattr(delta, "draws", True)
 
 
-class Seedlike(Protocol):
-    """Computes as a `Seed` does: a module, or rows of a stack of modules."""
-
-    def delta(self, u: Tensor) -> Tensor:
-        """Return the change, computed from what the seed reads, in the shape of the stream."""
-
-    def gate(self, u: Tensor) -> Tensor:
-        """Return one number for each feature vector: (..., C) -> (..., 1)."""
-
-
 def slot_change(
     stream: type[Stream],
     h: Tensor,
     u: Tensor,
-    seed: Seedlike,
+    seed: Seed,
     alpha: Tensor | float | None,
     blend: Tensor | Blend | None,
     *,
@@ -231,9 +197,7 @@ def slot_change(
     return blend_change(h, delta, gate, alpha, blend)
 
 
-def slot_output(
-    stream: type[Stream], h: Tensor, u: Tensor, seed: Seedlike, alpha: Tensor | float, blend: Blend
-) -> Tensor:
+def slot_output(stream: type[Stream], h: Tensor, u: Tensor, seed: Seed, alpha: Tensor | float, blend: Blend) -> Tensor:
     """Compute y = h + c for one network: h (B, ...), and u, fitted to the resolution of h; alpha is a number, or a tensor ()."""
     u = stream.fitted(u, h)
     return h + slot_change(stream, h, u, seed, alpha, blend, gated=blend == Blend.GATE)

@@ -100,5 +100,4 @@ def led_by_teacher(number: NDArray[np.int64], share: float) -> NDArray[np.bool_]
 
     The teacher leads share * m of m consecutive numbers, rounded up or down and evenly spread.
     """
-    led: NDArray[np.bool_] = np.floor((number + 1) * share) > np.floor(number * share)
-    return led
+    return np.floor((number + 1) * share) > np.floor(number * share)

@@ -271,10 +271,7 @@ class PPO:
         """
 
         def losses(part: TrainingBatch) -> tuple[Tensor, Tensor, list[Tensor]]:
-            network, rollout = self.policy.network, part.rollout
-            initial = network.initial(rollout.value.shape[1])
-            encoded, value, _ = network(part.batch, initial, rollout.starts)
-            judged = judge(network, encoded, rollout.actions, rollout.valid, GREEDY)
+            judged, value = self._judge(part, GREEDY)
             alike = (judged.log_prob * part.weight).sum()
             return -alike, self._fit(part, value), [alike.unsqueeze(0)]
 
@@ -458,7 +455,8 @@ class PPO:
         norms = gradients.norm(dim=1)
         if not bool(torch.isfinite(norms).all()):
             raise LearningError(f"the loss of the policy or its gradient is not finite in epoch {epoch}; lower ppo.lr")
-        clipped = self._clipped(gradients, norms)
+        factors = (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1)
+        clipped = (gradients * factors.unsqueeze(1)).sum(0)
         for parameter, gradient in zip(
             parameters, clipped.to(self.policy.device).split([p.numel() for p in parameters]), strict=True
         ):
@@ -467,11 +465,12 @@ class PPO:
         self.computing += float(total[-1])
         return norms[0], (error / decisions).unsqueeze(0), choices, total[2 * length + 3 : -1]
 
-    def _judge(self, part: TrainingBatch) -> tuple[Judged, Tensor]:
+    def _judge(self, part: TrainingBatch, shares: Mapping[Head, float] | None = None) -> tuple[Judged, Tensor]:
+        """Return what the network thinks of decisions. shares: of exploration; None takes those with which they were drawn."""
         network, rollout = self.policy.network, part.rollout
         encoded, value, _ = network(part.batch, network.initial(rollout.value.shape[1]), rollout.starts)
-        shares = {head: rollout.exploration[..., head, None] for head in Head}  # as when the actions were drawn
-        return judge(network, encoded, rollout.actions, rollout.valid, shares), value
+        drawn = {head: rollout.exploration[..., head, None] for head in Head}
+        return judge(network, encoded, rollout.actions, rollout.valid, shares or drawn), value
 
     def _fit(self, part: TrainingBatch, value: Tensor) -> Tensor:
         """Return the loss of the critic over the entries at which a row was not idle."""
@@ -506,13 +505,6 @@ class PPO:
                     if shard in orders[place]:
                         index[shard] = orders[place][shard][first::count]
             yield place, shards, index
-
-    def _clipped(self, gradients: Tensor, norms: Tensor) -> Tensor:
-        """Return the sum (n,) of the gradients (2, n) of policy and critic, each scaled down where its own norm is too large.
-
-        A critic that is far off would otherwise leave the policy nothing of a common norm.
-        """
-        return (gradients * (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1).unsqueeze(1)).sum(0)
 
     @torch.no_grad()
     def _rescale(self, statistics: Statistics) -> None:

@@ -105,8 +105,7 @@ def paid(reward: Reward, outcome: Outcome, penalty: float) -> Components:
 
 def total(components: Mapping[str, Floats]) -> Floats:
     """Return (E,) the sum of all components."""
-    summed: Floats = np.sum(list(components.values()), axis=0)
-    return summed
+    return np.sum(list(components.values()), axis=0)
 
 
 class Account(NamedTuple):
@@ -181,15 +180,12 @@ class StatefulReward(Reward, Protocol):
 
     def restart(self, rows: Bools) -> None:
         """Begin a new sequence in the environments that are marked in `rows` (E,)."""
-        ...
 
     def state(self) -> dict[str, NDArray[np.float64]]:
         """Return the state as arrays with a leading axis E; empty before the first step."""
-        ...
 
     def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
         """Restore a `state`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -303,8 +299,7 @@ class OwnReward:
 
     def __call__(self, config: RewardConfig) -> Reward:
         """Return a new reward. UserCodeError if the referenced file raises an error."""
-        reward: Reward = find_reference(self.reference, "reward")(config)
-        return reward
+        return find_reference(self.reference, "reward")(config)
 
 
 def load_reward(reference: str) -> OwnReward:

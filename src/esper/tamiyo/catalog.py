@@ -94,8 +94,7 @@ def find_controller(name_or_path: Any) -> ControllerSpec:
         return CONTROLLERS[name]
     plugin, _, argument = name.partition(":")
     if plugin in plugins(GROUP):
-        spec: ControllerSpec = load_plugin(GROUP, plugin)(argument)
-        return spec
+        return load_plugin(GROUP, plugin)(argument)
     path = Path(name)
     if path.suffix in (".yaml", ".yml") and path.is_file():
         return ControllerSpec(

@@ -306,14 +306,12 @@ def _unreduced(loss: Any) -> Function:
         if vars(loss).get("reduction", "none") != "none":
             loss = copy.deepcopy(loss)
             loss.reduction = "none"
-        module: Function = loss
-        return module
+        return loss
     try:
         reduces = "reduction" in inspect.signature(loss).parameters
     except (TypeError, ValueError):  # some callables that are written in C have no signature
         reduces = False
-    function: Function = partial(loss, reduction="none") if reduces else loss
-    return function
+    return partial(loss, reduction="none") if reduces else loss
 
 
 def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:

@@ -90,16 +90,16 @@ class Trained:
     same in every process.
     """
 
-    def __init__(self, architecture: VectorHost, task: Task, epochs: int = EPOCHS, pool: int = POOL) -> None:
+    def __init__(self, architecture: VectorHost, task: Task) -> None:
         self.architecture = architecture  # a saved network names its host by it; the file holds the weights
-        self._task, self._epochs, self._pool_size = task, epochs, pool
+        self._task = task
 
     def __repr__(self) -> str:
-        return f"Trained({self.architecture}, epochs={self._epochs})"
+        return f"Trained({self.architecture}, epochs={EPOCHS})"
 
     def __call__(self) -> SegmentedHost:
         """Return a copy of one of the trained hosts."""
-        start = int(torch.randint(self._pool_size, (1,)))
+        start = int(torch.randint(POOL, (1,)))
         host = self.architecture()
         host.load_state_dict({name: values[start] for name, values in self._weights.items()})
         return host
@@ -111,8 +111,8 @@ class Trained:
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
         data = build_config(self._task.defaults).data
-        updates = self._epochs * (len(self._task.train.x) // data.batch_size)
-        return train_static(self._task, self.architecture, self._pool_size, data.batch_size, updates)[1]
+        updates = EPOCHS * (len(self._task.train.x) // data.batch_size)
+        return train_static(self._task, self.architecture, POOL, data.batch_size, updates)[1]
 
 
 def spirals_trained() -> Task:
@@ -167,8 +167,7 @@ def train_static(
 def run_static(host: SegmentedHost, values: dict[str, Tensor], x: Tensor) -> Tensor:
     """Compute outputs (E, B, C) of E hosts on x (E, B, ...). `values` holds every parameter with a leading axis E."""
     if host.stacks:
-        y: Tensor = functional_call(host, values, (x,))
-        return y
+        return functional_call(host, values, (x,))
     rows = [{name: value[row] for name, value in values.items()} for row in range(len(x))]
     return torch.stack([functional_call(host, row, (examples,)) for row, examples in zip(rows, x, strict=True)])
 

@@ -116,8 +116,7 @@ def dealt(y: Tensor, sizes: Sequence[int], seed: int) -> tuple[Tensor, ...]:
             count = int(of_class.sum())
             positions[of_class] = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         order = order[positions.argsort(stable=True)]
-    parts: tuple[Tensor, ...] = order.split(list(sizes))
-    return parts
+    return order.split(list(sizes))
 
 
 def scaling_of(x: Batch) -> Scaling:

@@ -440,7 +440,7 @@ class Engine(Generic[P]):
     def view(self) -> View:
         """Return what the next decision may be based on."""
         state, envs = self.state, slice(0, self.config.envs)
-        view: View = read_only(
+        return read_only(
             View(
                 space=self.space,
                 episode=state.episode,
@@ -454,7 +454,6 @@ class Engine(Generic[P]):
                 added_params=state.scores.added_params[envs],
             )
         )
-        return view
 
     @property
     def over(self) -> bool:

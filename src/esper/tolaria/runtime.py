@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -194,18 +194,8 @@ LOWER = {
 """The settings that the memory of a phase grows with, by phase."""
 
 
-class Moment(Protocol):
-    """Marks a moment in the work of a device, which may be ahead: the part of `torch.cuda.Event` that a `PhaseTimer` needs."""
-
-    def query(self) -> bool:
-        """Return whether the device has come to it; does not wait."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the time until a later moment [ms]. The device must have come to both."""
-
-
 class HostMoment:
-    """Marks a moment in the work of the process, which is past when it is made."""
+    """Marks a moment in the work of the process, which is past when it is made, as `torch.cuda.Event` does one of a GPU."""
 
     def __init__(self) -> None:
         self.time = time.perf_counter()
@@ -229,7 +219,7 @@ class PhaseTimer:
         """`population` describes in words what is in memory, for the message of OutOfMemory."""
         self._seconds: dict[str, float] = {}
         # what the device has still to come to: a moment, and the seconds to add then, by phase
-        self._open = deque[tuple[Moment, Callable[[], dict[str, float]]]]()
+        self._open = deque[tuple[Any, Callable[[], dict[str, float]]]]()
         self._device, self._population = device, population
 
     @property
@@ -243,7 +233,7 @@ class PhaseTimer:
             for name, seconds in self._open.popleft()[1]().items():
                 self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
-    def moment(self) -> Moment:
+    def moment(self) -> Any:
         """Return the end of the work that the device was given until now."""
         if self._device.type != "cuda":
             return HostMoment()

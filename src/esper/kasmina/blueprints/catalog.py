@@ -278,10 +278,14 @@ def _after_a_step(module: nn.Module, u: Tensor, pull: Tensor, rate: float) -> Te
 def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: Tensor) -> None:
     """Raise InputError if a module in the leading corner of a larger one does not keep the rest at exactly 0."""
     small = entry.build(reads, writes)
+    sizes = dict(small.named_parameters())
     hidden = max((p.shape[0] for n, p in small.named_parameters() if n.startswith("inner")), default=0)
     try:
         wide = type(small)(reads, writes, hidden + 3)
-        write_corner(wide, small)
+        with torch.no_grad():
+            for name, parameter in wide.named_parameters():
+                parameter.zero_()
+                parameter[tuple(slice(0, k) for k in sizes[name].shape)] = sizes[name]
     except (TypeError, RuntimeError):
         made = f"{type(small).__name__}(reads, writes, hidden)"
         raise InputError(
@@ -290,21 +294,11 @@ def _check_padding(entry: Blueprint, reads: int, writes: int, u: Tensor, pull: T
     optimizer = torch.optim.AdamW(wide.parameters(), lr=1e-2, weight_decay=1e-2)
     for _ in range(5):
         _step(optimizer, wide, u, pull)
-    sizes = dict(small.named_parameters())
     for name, parameter in wide.named_parameters():
         rest = parameter.detach().clone()
         rest[tuple(slice(0, k) for k in sizes[name].shape)] = 0
         if rest.count_nonzero():
             raise InputError(f"blueprint {entry.name!r} says it pads, but padded units of {name} move; remove `pads`")
-
-
-@torch.no_grad()
-def write_corner(target: nn.Module, source: nn.Module) -> None:
-    """Write the parameters of a smaller module into the leading corner of a larger one, and 0 elsewhere."""
-    parts = dict(source.named_parameters())
-    for name, parameter in target.named_parameters():
-        parameter.zero_()
-        parameter[tuple(slice(0, k) for k in parts[name].shape)] = parts[name]
 
 
 LINEAR = ("affine", "low-rank", "bypass-linear", "bypass-rank-", "bypass-conv-", "full-head", "sparse-")

@@ -123,19 +123,19 @@ class _Graph:
             node for node in self._module.graph.nodes if node.op not in ("placeholder", "get_attr", "output")
         ]
         place = {node: index for index, node in enumerate(self._nodes)}
-        inputs = [node for node in self._module.graph.nodes if node.op == "placeholder"]
+        self._inputs = [node for node in self._module.graph.nodes if node.op == "placeholder"]
         (result,) = (node.args[0] for node in self._module.graph.nodes if node.op == "output")
         if not isinstance(result, fx.Node) or result not in place:
             raise ValueError("its forward returns more than one tensor")
         needed = {
             node: max((place.get(user, len(self._nodes)) for user in node.users), default=-1)
-            for node in (*inputs, *place)
+            for node in (*self._inputs, *place)
         }
         self._ends = [
             index
             for index, node in enumerate(self._nodes)
             if node is result
-            or [each for each in (*inputs, *self._nodes[: index + 1]) if needed[each] > index] == [node]
+            or [each for each in (*self._inputs, *self._nodes[: index + 1]) if needed[each] > index] == [node]
         ]
         modules = dict(self._module.named_modules())
         starts = [0, *(end + 1 for end in self._ends[:-1])]
@@ -159,7 +159,7 @@ class _Graph:
 
         recorder = Recorder(self._module)
         with torch.no_grad():
-            run(recorder.run, x if not isinstance(x, dict) else tuple(x[name] for name in self._names()))
+            run(recorder.run, x if not isinstance(x, dict) else tuple(x[str(node.target)] for node in self._inputs))
         return [found[self._nodes[end]] for end in self._ends]
 
     def segment(self, first: int, last: int) -> nn.Module:
@@ -169,9 +169,7 @@ class _Graph:
         if first:
             copies[self._nodes[start - 1]] = graph.placeholder("x")
         else:
-            for node in self._module.graph.nodes:
-                if node.op == "placeholder":
-                    copies[node] = graph.node_copy(node)
+            copies |= {node: graph.node_copy(node) for node in self._inputs}
 
         def copied(node: fx.Node) -> fx.Node:
             if node not in copies:  # an attribute of the module
@@ -182,9 +180,6 @@ class _Graph:
             copies[node] = graph.node_copy(node, copied)
         graph.output(copies[self._nodes[self._ends[last]]])
         return fx.GraphModule(self._module, graph)
-
-    def _names(self) -> list[str]:
-        return [str(node.target) for node in self._module.graph.nodes if node.op == "placeholder"]
 
 
 def _steps(module: nn.Module) -> _Sequence | _Graph:
@@ -271,8 +266,7 @@ def _drawn(example: Batch) -> Batch:
             return torch.randn(leaf.shape, generator=generator)
         return torch.randint(0, 2, leaf.shape, generator=generator).to(leaf.dtype)
 
-    drawn: Batch = map_leaves(draw, example)
-    return drawn
+    return map_leaves(draw, example)
 
 
 @torch.no_grad()

@@ -224,9 +224,11 @@ class Candidates:
         for path in self._modules:
             if path not in chosen and path not in left_out:
                 left_out[path] = self._beside(path, choice)
-        named = [path for path, each in self._modules.items() if _has_parameters(each)]
+        lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
         return {path: chosen[path] for path in self._calls if path in chosen}, {
-            path: left_out[path] for path in named if path in left_out
+            path: left_out[path]
+            for path, each in self._modules.items()
+            if path in left_out and not isinstance(each, lists) and next(each.parameters(), None) is not None
         }
 
     def _refusal(self, path: str, choice: Collection[str]) -> str | None:
@@ -423,7 +425,8 @@ class Candidates:
             return f"its first axis is not the batch, which has {counted(self._examples, 'example')}"
         kind, order = _KINDS.get((len(left), batch, axis), (None, ""))
         if kind is None or (len(left) > 3 and axis > 1 and not self._told(path, len(left), last=True)):
-            return f"{UNKNOWN_STREAM}, {_axes(len(left), axis)}; known are {KNOWN_STREAMS}"
+            axes = ", ".join("C" if place == axis else "*" for place in range(1, len(left)))
+            return f"{UNKNOWN_STREAM}, (B, {axes}); known are {KNOWN_STREAMS}"
         if len(entered) != len(left):
             return f"reads a stream with {len(entered)} axes and returns one with {len(left)}"
         return kind(left[axis], order)
@@ -505,16 +508,6 @@ def _signature(module: nn.Module) -> Any:
     if type(module) is nn.Sequential:
         return (nn.Sequential, *map(_signature, module))
     return type(module)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return not isinstance(module, lists) and next(module.parameters(), None) is not None
-
-
-def _axes(rank: int, features: int) -> str:
-    """Write the axes of an output in words: (B, C, *, *, *)."""
-    return f"(B, {', '.join('C' if axis == features else '*' for axis in range(1, rank))})"
 
 
 _NOISE = 16
@@ -683,15 +676,9 @@ class FoundSites(Mapping[str, Site]):
         lines = [
             "  ".join([*(cell.ljust(size) for cell, size in zip(row, sizes, strict=False)), row[-1]]) for row in rows
         ]
-        return "\n".join([f"{counted(len(self), 'site')} in {self._network}", *lines, *self._left_out_lines()])
-
-    def _left_out_lines(self) -> list[str]:
-        if not self.left_out:
-            return []
-        by_reason: dict[str, list[str]] = {}
-        for path, reason in self.left_out.items():
-            by_reason.setdefault(reason, []).append(path)
-        return ["left out", *(f"  {reason}: {_listed(paths)}" for reason, paths in by_reason.items())]
+        if self.left_out:
+            lines += ["left out", *(f"  {why}: {_listed(paths)}" for why, paths in _by_reason(self.left_out).items())]
+        return "\n".join([f"{counted(len(self), 'site')} in {self._network}", *lines])
 
 
 class NoSiteError(InputError):
@@ -732,25 +719,28 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
     """
     check_module(module)
     examples = _examples(example)
-    return on_aliases(module, lambda weights: _found(module, example, loss, weights, examples), started=True)
 
+    def found(weights: dict[str, Tensor]) -> FoundSites:
+        candidates = Candidates(module, record(module, example, loss), weights, examples, example)
+        for choice in candidates.choices():
+            chosen, left_out = candidates.sifted(choice)
+            if chosen:
+                break
+        else:
+            common = sorted(_by_reason(left_out).items(), key=lambda item: -len(item[1]))[:_SHOWN]
+            reasons = "; ".join(f"{_listed(paths)} ({reason})" for reason, paths in common)
+            raise NoSiteError(
+                f"no site found in {type(module).__name__}: {reasons or 'it has no submodule with parameters'}",
+                left_out,
+            )
+        streams = {path: stream for path in chosen if isinstance(stream := candidates.stream(path), Stream)}
+        sequences = {path: each for path, each in streams.items() if each.kind == Kind.SEQUENCE}
+        causal = causal_paths(module, example, sequences)
+        sites = [Site(path, path, candidates.span(path), stream, path in causal) for path, stream in streams.items()]
+        reads = {path: candidates.reads(path) for path in streams}
+        return FoundSites(type(module).__name__, sites, chosen, left_out, reads)
 
-def _found(
-    module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None, weights: dict[str, Tensor], examples: int
-) -> FoundSites:
-    recording = record(module, example, loss)
-    candidates = Candidates(module, recording, weights, examples, example)
-    for choice in candidates.choices():
-        chosen, left_out = candidates.sifted(choice)
-        if chosen:
-            break
-    else:
-        raise NoSiteError(_nothing(module, left_out), left_out)
-    streams = {path: stream for path in chosen if isinstance(stream := candidates.stream(path), Stream)}
-    causal = causal_paths(module, example, {path: each for path, each in streams.items() if each.kind == Kind.SEQUENCE})
-    sites = [Site(path, path, candidates.span(path), stream, path in causal) for path, stream in streams.items()]
-    reads = {path: candidates.reads(path) for path in streams}
-    return FoundSites(type(module).__name__, sites, chosen, left_out, reads)
+    return on_aliases(module, found, started=True)
 
 
 def find_hidden(module: nn.Module, example: Any) -> tuple[list[Hidden], list[str]]:
@@ -774,6 +764,13 @@ def is_quantised(weight: Tensor) -> bool:
     """Return whether a weight has too few bits to be trained: integers, or floating-point numbers of 8 bits."""
     whole = not (weight.is_floating_point() or weight.is_complex())
     return weight.is_quantized or whole or weight.dtype.itemsize == 1
+
+
+def _by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for path, reason in left_out.items():
+        found.setdefault(reason, []).append(path)
+    return found
 
 
 def _listed(paths: list[str]) -> str:
@@ -831,15 +828,3 @@ def check_module(module: nn.Module) -> None:
             )
     if next(module.parameters(), None) is None:
         raise InputError(f"{type(module).__name__} has no parameters; give a network that can be trained")
-
-
-def _nothing(module: nn.Module, left_out: dict[str, str]) -> str:
-    """Say in one sentence why the module has no site."""
-    by_reason: dict[str, list[str]] = {}
-    for path, reason in left_out.items():
-        by_reason.setdefault(reason, []).append(path)
-    common = sorted(by_reason.items(), key=lambda item: -len(item[1]))[:_SHOWN]
-    reasons = (
-        "; ".join(f"{_listed(paths)} ({reason})" for reason, paths in common) or "it has no submodule with parameters"
-    )
-    return f"no site found in {type(module).__name__}: {reasons}"

@@ -352,19 +352,17 @@ def call(network: Callable[..., Any], given: Any) -> Any:
     return network(*given) if isinstance(given, tuple | list) else network(given)
 
 
+_OF_TORCH = ("_parameters", "_modules")
+
+
 def copied(network: M) -> M:
     """Return a deep copy of a network, also where modules hold what they computed in a pass, such as attention maps.
 
     torch copies no tensor with a gradient function; in the copy these are without one.
     """
-    held = (each for part in network.modules() for each in pytree.tree_leaves(_attributes(part)))
-    return copy.deepcopy(
-        network, {id(each): each.detach() for each in held if isinstance(each, Tensor) and not each.is_leaf}
-    )
-
-
-def _attributes(part: nn.Module) -> list[Any]:
-    return [value for name, value in vars(part).items() if name not in ("_parameters", "_modules")]
+    own = [value for part in network.modules() for name, value in vars(part).items() if name not in _OF_TORCH]
+    held = (each for each in pytree.tree_leaves(own) if isinstance(each, Tensor) and not each.is_leaf)
+    return copy.deepcopy(network, {id(each): each.detach() for each in held})
 
 
 @contextmanager

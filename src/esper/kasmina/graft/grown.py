@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from threading import Lock
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,16 +34,6 @@ CHILD = "esper"
 """Name of the child of a submodule that holds its seed."""
 POINT = "_esper_point"
 _HERE, _BEFORE, _INPUT = (tap.value for tap in (Tap.HERE, Tap.BEFORE, Tap.INPUT))
-
-
-class Tape(Protocol):
-    """Observes the calls of a submodule."""
-
-    def begin(self, given: Tensor | None) -> None:
-        """Note a call before the forward; `given` is its first floating tensor."""
-
-    def end(self, output: Any) -> None:
-        """Note the output of the forward, in front of any seed."""
 
 
 _OUTSIDE, _AMONG, _ALONE = -1, -2, -3
@@ -109,7 +99,8 @@ class Point:
     site: the name of the site behind it, or None. planted: whether a seed is there. before: the wire with what
     `Tap.BEFORE` reads; None for its own input. input: the wire with the network's input; None at the network itself.
     records: the wires that take its input when it is called. bounds: the wires that hold within one call of it.
-    sites: those of the whole network, at the network itself. tape: observes its calls while the network is measured.
+    sites: those of the whole network, at the network itself. tape: observes its calls while the network is measured, by
+    begin(given) before the forward, of its first floating tensor, and end(output) behind it, in front of any seed.
     asked: the mode that the submodule was last set to while it is held in evaluation mode; None if it is not held.
     anchor: a leaf () that its outputs depend on if nothing else of them requires a gradient.
     """
@@ -122,7 +113,7 @@ class Point:
         self.records: tuple[Wire, ...] = ()
         self.bounds: tuple[Wire, ...] = ()
         self.sites: Mapping[str, Site] | None = None
-        self.tape: Tape | None = None
+        self.tape: Any = None
         self.asked: bool | None = None
         self.anchor: Tensor | None = None
 
@@ -218,8 +209,7 @@ def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: C
 def _again(original: Callable[..., Any], given: Any, own: Tensor, h: Tensor) -> Tensor:
     """Run a submodule on its own output in place of its input: what it adds to the stream then. Other arguments stay."""
     args, kwargs = _replaced(given, own, h)
-    added: Tensor = stream_of(original(*args, **kwargs)) - h
-    return added
+    return stream_of(original(*args, **kwargs)) - h
 
 
 @_disable_dynamo  # as torch.compiler.disable, which would import dynamo at once: a second that few commands need
@@ -302,8 +292,7 @@ def root_of(module: nn.Module) -> Point:
     """Return the point of a grafted network. Raises InputError if it is not grafted."""
     if not is_grafted(module):
         raise InputError(f"the {type(module).__name__} has no sites; call esper.graft(module, sites) first")
-    point: Point = module.__dict__[POINT]
-    return point
+    return module.__dict__[POINT]
 
 
 def prefix_behind(path: str) -> str:
@@ -347,12 +336,10 @@ class _Anchor(DifferentiableFunction):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        """Return None for both inputs."""
         return None, None
 
     @staticmethod
     def tangent(ctx: Any, value: Tensor, leaf: Tensor) -> Tensor:
-        """Return the tangent of the value."""
         return value.clone()
 
 

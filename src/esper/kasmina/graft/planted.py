@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.slot import (
-    DifferentiableFunction,
-    Proximal,
-    ProximalStraight,
-    Seed,
-    sigmoid,
-    slot_change,
-)
+from esper.kasmina.slot import DifferentiableFunction, Proximal, Seed, Straight, sigmoid, slot_change
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind, arranged, restored
@@ -128,8 +121,10 @@ class Planted(nn.Module):
         here = arranged(base, self.axes)
         read = stream.fitted(arranged(u.detach(), self.axes), here)
         change = slot_change(stream, here, read, self.seed, None, blend, gated=blend == Blend.GATE)
-        same = ProximalStraight.of(h, restored(change.to(h.dtype), self.axes), base, self.pull)
-        return same.clone()  # a module behind it may work in place, which the view of a Function does not allow
+        change = Proximal.of(restored(change.to(h.dtype), self.axes), base, self.pull)
+        return Straight.of(
+            h, change, None
+        ).clone()  # a module behind it may work in place, which the view of a Function does not allow
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that an optimizer moves, in their order."""
@@ -137,8 +132,7 @@ class Planted(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors of the seed by name, the gate only where it is used."""
-        weights: dict[str, Tensor] = self.seed.state_dict()
-        return weights
+        return self.seed.state_dict()
 
     @property
     def learns(self) -> bool:
@@ -328,12 +322,10 @@ class _Valve(DifferentiableFunction):
 
     @staticmethod
     def forward(value: Tensor, passes: Tensor) -> Tensor:
-        """Return value (...); passes () bool."""
         return value.view_as(value)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save whether it is open."""
         ctx.save_for_backward(inputs[1])
         ctx.save_for_forward(inputs[1])
 
@@ -345,32 +337,30 @@ class _Valve(DifferentiableFunction):
 
     @staticmethod
     def tangent(ctx: Any, value: Tensor, passes: None) -> Tensor:
-        """Return the tangent or 0."""
         return torch.where(ctx.saved_tensors[0], value, torch.zeros_like(value))
 
 
 class _Join(DifferentiableFunction):
-    """Returns y + c where a seed acts, and y elsewhere; c gets the gradient where it acts or learns straight-through."""
+    """Returns y + c where a seed acts, and y elsewhere; c gets the gradient where it acts or learns straight-through.
+
+    y, c: (B, ...). on, straight: () bool.
+    """
 
     @staticmethod
     def forward(y: Tensor, change: Tensor, on: Tensor, straight: Tensor) -> Tensor:
-        """Add where the seed acts: y, change (B, ...); on, straight () bool."""
         return torch.where(on, y + change, y)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """Save whether the change gets the gradient."""
         learns = inputs[2] | inputs[3]
         ctx.save_for_backward(learns)
         ctx.save_for_forward(learns)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        """Return the gradient for y, and for the change that or 0."""
         (learns,) = ctx.saved_tensors
         return gradients[0], torch.where(learns, gradients[0], torch.zeros_like(gradients[0])), None, None
 
     @staticmethod
     def tangent(ctx: Any, y: Tensor, change: Tensor, on: None, straight: None) -> Tensor:
-        """Return the tangent of y, plus that of the change or 0."""
         return y + torch.where(ctx.saved_tensors[0], change, torch.zeros_like(change))

@@ -77,16 +77,14 @@ def reshard(network: nn.Module) -> None:
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return the part of a tensor that this process holds: all of it, where it is not in parts."""
-    part: Tensor = tensor.to_local() if in_parts(tensor) else tensor  # type: ignore[attr-defined]
-    return part
+    return tensor.to_local() if in_parts(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def gather(tensor: Tensor) -> Tensor:
     """Return a tensor as one process would hold it; every process calls this."""
     if not in_parts(tensor):
         return tensor
-    gathered: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
-    return gathered
+    return tensor.full_tensor()  # type: ignore[attr-defined]
 
 
 def gather_on_cpu(tensor: Tensor, first: bool) -> Tensor | None:
@@ -113,8 +111,7 @@ def like(value: Tensor, tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     target: Any = tensor
-    made: Tensor = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-    return made
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def placed(value: Tensor, tensor: Tensor) -> Tensor:

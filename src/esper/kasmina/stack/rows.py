@@ -195,21 +195,14 @@ class Stack:
         self._leaves: dict[tuple[str, int, int, bool], list[Tensor]] = {}
         self._replicas: dict[bool, list[nn.Module]] = {}
         self._parts: dict[str, _Part] = {}
-        # Setting the mode of each module takes a fifth of the time of nn.Module.train; a module may have its own.
-        self._plain = inside if all(type(each).train is nn.Module.train for each in inside) else []
         self.traced = False  # whether `bound` has given it columns without gradients
 
     def part(self, path: str) -> _Part:
-        """Return a submodule by its dotted path, looked up once; '' is the whole, "segments.i:j" the segments i to j in order."""
+        """Return a submodule by its dotted path, looked up once; '' is the whole."""
         found = self._parts.get(path)
         if found is None:
             prefix = f"{path}." if path else ""
-            if ":" in path:
-                parent, _, run = path.rpartition(".")
-                start, last = map(int, run.split(":"))
-                module: nn.Module = nn.Sequential(*list(self.module.get_submodule(parent).children())[start : last + 1])
-            else:
-                module = self.module.get_submodule(path)
+            module = self.module.get_submodule(path)
             inside = {part: f"{name}." if name else "" for name, part in module.named_modules()}
             # Parameters are found by owner, because one that several segments share has only the name in the first.
             owned = [(place, tuple(pair for pair in place.owners if pair[0] in inside)) for place in self.places]
@@ -312,10 +305,7 @@ class Stack:
 
     def train(self, mode: bool) -> None:
         """Set the module to training or evaluation mode, as nn.Module.train; frozen calls always run in evaluation mode."""
-        for each in self._plain:
-            each.training = mode
-        if not self._plain:
-            self.module.train(mode)
+        self.module.train(mode)
         for replica in self._replicas.get(False, []):
             replica.train(mode)
 
@@ -433,7 +423,8 @@ class Stack:
         self.columns["gradient"].zero_()
         self.steps = state["steps"]
         for path, way in state["ways"].items():  # a part that vmap failed on is not tried again
-            self._parts[path] = self.part(path)._replace(way=way)
+            if ":" not in path:  # of segments that earlier versions ran as one
+                self._parts[path] = self.part(path)._replace(way=way)
 
     def parameter(self, name: str, column: str = "value") -> Tensor:
         """Return one parameter of every row, (capacity, *shape), as a view of a column."""

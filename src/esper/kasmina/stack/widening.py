@@ -1,9 +1,8 @@
 """Make all hosts of a body wider together, with their seeds, moments and snapshots; every row computes what it did. R rows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import Decimal
-from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -57,23 +56,17 @@ class HiddenWidening(NamedTuple):
         )
 
 
-@dataclass(frozen=True, eq=False)
-class WiderHosts:
-    """Makes the hosts of another factory, made wider."""
-
-    hosts: Hosts
-    widening: HiddenWidening
-
-    def __call__(self) -> SegmentedHost:
-        host = self.hosts()
-        assert isinstance(host, SegmentedHost)
-        self.widening.apply(host, 0)
-        return host
-
-
 def wider_hosts(hosts: Hosts, widenings: Sequence[HiddenWidening]) -> Hosts:
     """Return a factory of hosts that were made wider, in order."""
-    return reduce(WiderHosts, widenings, hosts)
+
+    def wider() -> SegmentedHost:
+        host = hosts()
+        assert isinstance(host, SegmentedHost)
+        for widening in widenings:
+            widening.apply(host, 0)
+        return host
+
+    return wider
 
 
 def plan_widenings(

@@ -11,10 +11,10 @@ from torch import Tensor
 from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import only_wait, without_blueprints
 from esper.leyline.lifecycle.verdicts import Refusal
-from esper.leyline.lifecycle.view import Masks, Outcome, Space, View
+from esper.leyline.lifecycle.view import Masks, Outcome, View
 from esper.leyline.protocols import Judgement
 from esper.tamiyo.policy.distribution import GREEDY, SampledDecision, decide
-from esper.tamiyo.policy.network import Encoded, Hidden, full_precision
+from esper.tamiyo.policy.network import full_precision
 from esper.tamiyo.policy.observation import History, Inputs, Observation, observe
 from esper.tamiyo.policy.packages import Opened, package_costs, package_reasons, unpacked, with_packages
 from esper.tamiyo.rules.baselines import draws
@@ -145,7 +145,10 @@ class RecurrentActor:
         masks = self.masks(view._replace(masks=without_blueprints(view.masks, dear)) if dear.any() else view)
         masks = only_wait(masks, idle) if idle.any() else masks
         with torch.no_grad(), full_precision(self.policy.device):
-            encoded, value, hidden = self._forward(observation, view.space, self.hidden)
+            seen = self.policy.normalised(observation)
+            inputs = Inputs(**{name: field[None] for name, field in seen._asdict().items()})
+            batch = self.policy.batch(inputs, [info.name for info in view.space.blueprints])
+            encoded, value, hidden = self.policy.network(batch, self.hidden)
             drawn = None if greedy else draws(view, self._calls)
             decision = decide(self.policy.network, encoded, masks, drawn, exploration)
             hold = torch.from_numpy(idle).to(self.policy.device)[:, None]
@@ -184,10 +187,3 @@ class RecurrentActor:
         self.hidden = first.to(device), second.to(device)
         self._begins, self._episode = state["begins"], state["episode"]
         self._opened = Opened(state["opened"]["slots"], Actions(*state["opened"]["seed"]))
-
-    def _forward(self, observation: Observation, space: Space, hidden: Hidden) -> tuple[Encoded, Tensor, Hidden]:
-        seen = self.policy.normalised(observation)
-        inputs = Inputs(**{name: field[None] for name, field in seen._asdict().items()})
-        batch = self.policy.batch(inputs, [info.name for info in space.blueprints])
-        result: tuple[Encoded, Tensor, Hidden] = self.policy.network(batch, hidden)
-        return result

@@ -1,6 +1,7 @@
 """Define the features that a controller observes: name, unit, scale and function of each. E environments, S slots."""
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -87,19 +88,29 @@ def _left(seen: Seen) -> int:
 
 
 def _change(column: int, window: int) -> Read:
-    return lambda seen: _slope(seen.history.trend[..., column], window)
+    """Return the mean change per step (E,) over the measured part of a window; nan for fewer than two values."""
+
+    def read(seen: Seen) -> Floats:
+        values = seen.history.trend[..., column]  # newest first
+        known = np.isfinite(values[:, : window + 1])
+        span = known.cumprod(1).sum(1) - 1
+        oldest = np.take_along_axis(values, np.maximum(span, 0)[:, None], 1)[:, 0]
+        return np.where(span > 0, (values[:, 0] - oldest) / np.maximum(span, 1), np.nan)
+
+    return read
 
 
-def _at(stage: Stage) -> Read:
-    return lambda seen: seen.seeds.stage == stage
+def _equals(name: str, value: int) -> Read:
+    column = attrgetter(name)
+    return lambda seen: column(seen) == value
+
+
+def _estimate(name: str) -> Read:
+    return attrgetter(f"measured.{name.removesuffix('_se')}.{'se' if name.endswith('_se') else 'mean'}")
 
 
 def _count(stage: Stage) -> Read:
     return lambda seen: (seen.seeds.stage == stage).sum(1)
-
-
-def _last(op: Op) -> Read:
-    return lambda seen: seen.history.op == op
 
 
 def _blended(blend: Blend) -> Read:
@@ -177,11 +188,26 @@ GLOBAL: tuple[Feature, ...] = (
 """Continuous features of an environment."""
 
 GLOBAL_FLAGS: tuple[Flag, ...] = (
-    *(Flag(f"last_{op.name.lower()}", f"the last decision was {op.name}", _last(op)) for op in Op),
+    *(Flag(f"last_{op.name.lower()}", f"the last decision was {op.name}", _equals("history.op", op)) for op in Op),
     Flag("last_accepted", "the last decision was accepted", lambda s: s.history.accepted),
     Flag("first_step", "there was no decision yet", lambda s: s.history.op < 0),
 )
 """Flags of an environment: the last operation, whether it was accepted, and whether there was none."""
+
+_ESTIMATES = (
+    ("contribution", "metric", 0.1, "metric with every seed at its dose, minus the metric without the seed"),
+    ("contribution_se", "metric", 0.05, "standard error of contribution"),
+    ("contribution_loss", "loss", 0.1, "loss without the seed, minus the loss with every seed at its dose"),
+    ("gain", "loss", 0.1, "incubation gain: loss with every seed at its dose, minus the loss with this seed at dose 1"),
+    ("gain_se", "loss", 0.05, "standard error of gain"),
+    (
+        "gain_metric",
+        "metric",
+        0.1,
+        "metric with the incubating seed at dose 1, minus the metric with every seed at its dose",
+    ),
+)
+"""Name, unit, scale and meaning of those features of a slot that are an `Estimate` of the measurements."""
 
 SLOT: tuple[Feature, ...] = (
     Feature(
@@ -193,42 +219,7 @@ SLOT: tuple[Feature, ...] = (
     Feature("alpha", "1", 1.0, False, "alpha of the seed; the dose of a live seed", lambda s: s.seeds.alpha),
     Feature("ramp_target", "1", 1.0, False, "alpha at the end of the ramp", lambda s: s.seeds.ramp[..., 1]),
     Feature("ramp_length", "steps", 4.0, False, "length of the ramp", lambda s: s.seeds.ramp[..., 2]),
-    Feature(
-        "contribution",
-        "metric",
-        0.1,
-        True,
-        "metric with every seed at its dose, minus the metric without the seed",
-        lambda s: s.measured.contribution.mean,
-    ),
-    Feature(
-        "contribution_se", "metric", 0.05, True, "standard error of contribution", lambda s: s.measured.contribution.se
-    ),
-    Feature(
-        "contribution_loss",
-        "loss",
-        0.1,
-        True,
-        "loss without the seed, minus the loss with every seed at its dose",
-        lambda s: s.measured.contribution_loss.mean,
-    ),
-    Feature(
-        "gain",
-        "loss",
-        0.1,
-        True,
-        "incubation gain: loss with every seed at its dose, minus the loss with this seed at dose 1",
-        lambda s: s.measured.gain.mean,
-    ),
-    Feature("gain_se", "loss", 0.05, True, "standard error of gain", lambda s: s.measured.gain.se),
-    Feature(
-        "gain_metric",
-        "metric",
-        0.1,
-        True,
-        "metric with the incubating seed at dose 1, minus the metric with every seed at its dose",
-        lambda s: s.measured.gain_metric.mean,
-    ),
+    *(Feature(name, unit, scale, True, meaning, _estimate(name)) for name, unit, scale, meaning in _ESTIMATES),
     Feature(
         "interaction",
         "metric",
@@ -269,7 +260,7 @@ SLOT: tuple[Feature, ...] = (
 """Continuous features of a slot. Those of the growth sensors follow them, in the order of `Space.sensors`."""
 
 SLOT_FLAGS: tuple[Flag, ...] = (
-    *(Flag(stage.name.lower(), f"the slot is {stage.name}", _at(stage)) for stage in Stage),
+    *(Flag(stage.name.lower(), f"the slot is {stage.name}", _equals("seeds.stage", stage)) for stage in Stage),
     *(Flag(f"blend_{blend.name.lower()}", f"its seed blends by {blend.name}", _blended(blend)) for blend in Blend),
     Flag("doomed", "its seed ramps down to be pruned", lambda s: s.seeds.doomed),
 )
@@ -318,14 +309,6 @@ def read(columns: Sequence[Feature | Flag], seen: Seen, shape: tuple[int, ...]) 
     """Return the columns of a table, (*shape, columns)."""
     values = [np.broadcast_to(np.asarray(column.read(seen), np.float64), shape) for column in columns]
     return np.stack(values, -1)
-
-
-def _slope(values: Floats, window: int) -> Floats:
-    """Map values (E, W), newest first, to their mean change per step (E,) over the measured part; nan for fewer than two."""
-    known = np.isfinite(values[:, : window + 1])
-    span = known.cumprod(1).sum(1) - 1
-    oldest = np.take_along_axis(values, np.maximum(span, 0)[:, None], 1)[:, 0]
-    return np.where(span > 0, (values[:, 0] - oldest) / np.maximum(span, 1), np.nan)
 
 
 def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int32]) -> tuple[Floats, Floats]:

@@ -28,8 +28,7 @@ def inner_slots(space: Space) -> Bools:
     if not choice:
         return np.zeros(space.width.shape, bool)
     cost = np.broadcast_to(space.cost[..., choice[0]], space.width.shape)
-    kept: Bools = space.fits[:, choice[0]] & (cost == 2 * space.width)
-    return kept
+    return space.fits[:, choice[0]] & (cost == 2 * space.width)
 
 
 class Opened(NamedTuple):
@@ -51,14 +50,12 @@ class Opened(NamedTuple):
     @property
     def rows(self) -> Bools:
         """(E,): whether a package of the environment has slots that are still to be planted."""
-        found: Bools = np.logical_or.reduce(self.slots, axis=1)
-        return found
+        return np.logical_or.reduce(self.slots, axis=1)
 
 
 def package_slots(masks: Masks, space: Space, names: Sequence[str]) -> Bools:
     """Return (E, S, P): the slots that each package would plant now."""
-    found: Bools = masks.blueprint[..., indices(space, names)] & inner_slots(space)[..., None]
-    return found
+    return masks.blueprint[..., indices(space, names)] & inner_slots(space)[..., None]
 
 
 def with_packages(masks: Masks, space: Space, names: Sequence[str]) -> Masks:
@@ -72,8 +69,7 @@ def package_costs(view: View, names: Sequence[str]) -> Floats:
     """Compute (E, S, P) ln(1 + parameters of all seeds that the package would plant now / host parameters), at every slot."""
     cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)[..., indices(view.space, names)]
     whole = (cost * package_slots(view.masks, view.space, names)).sum(1, keepdims=True)
-    priced: Floats = np.broadcast_to(np.log1p(whole / view.host_params[:, None, None]), cost.shape)
-    return priced
+    return np.broadcast_to(np.log1p(whole / view.host_params[:, None, None]), cost.shape)
 
 
 def unpacked(view: View, chosen: Actions, names: Sequence[str], opened: Opened) -> tuple[Actions, Opened]:

@@ -248,8 +248,7 @@ class Heuristic(Rule):
         coming = among(view.seeds.stage, IN_BUDGET - ADDED)  # of the others, `added_params` has the parameters
         spent = view.added_params + np.where(coming, own, 0).sum(1)
         left = self.param_limit * view.host_params - spent
-        affordable: Bools = cost <= left[:, None, None]
-        return affordable
+        return cost <= left[:, None, None]
 
     def _plan(self, view: View) -> _Plans:
         """Return where to plant: at narrow segments, or where there are none, at the weakest."""
@@ -391,8 +390,7 @@ def _first_that_fits(names: Sequence[str], fits: Bools, space: Space) -> Ints:
     cost = np.broadcast_to(space.cost, fits.shape)
     rank = np.where(fits, np.array(order)[None, None], len(names) + 2)
     best = rank == rank.min(2, keepdims=True)
-    cheapest: Ints = np.where(best, cost, np.iinfo(np.int64).max).argmin(2)
-    return cheapest
+    return np.where(best, cost, np.iinfo(np.int64).max).argmin(2)
 
 
 def progress_of(share: float) -> str:
@@ -410,5 +408,4 @@ def _best(candidates: Bools, score: Floats) -> Ints:
     candidates, score: (E, S). Returns (E,) int64; 0 where there is no candidate.
     """
     known = np.nan_to_num(score, nan=np.finfo(np.float64).min)
-    best: Ints = np.where(candidates, known, -np.inf).argmax(1)
-    return best
+    return np.where(candidates, known, -np.inf).argmax(1)

@@ -173,5 +173,4 @@ def host_from(name: str, arguments: Mapping[str, Any]) -> Callable[[], Segmented
                 f"{argument} of host {name!r} has a size over {WIDEST:,} or more than {MOST_BLOCKS:,} sizes; "
                 "give the file of a network that was grown"
             )
-    factory: Callable[[], SegmentedHost] = HOSTS[name](**arguments)
-    return factory
+    return HOSTS[name](**arguments)

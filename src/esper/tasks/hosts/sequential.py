@@ -35,8 +35,7 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, L, C) -> (B, L, C), or (E, B, L, C) -> (E, B, L, C)."""
         x = x + self.attention(self.attention_norm(x))
-        y: Tensor = x + self.out(torch.relu(self.inner(self.hidden_norm(x))))
-        return y
+        return x + self.out(torch.relu(self.inner(self.hidden_norm(x))))
 
 
 class TiedHead(nn.Module):
@@ -53,8 +52,7 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, L, C) -> (B, L, vocabulary), or (E, B, L, C) -> (E, B, L, vocabulary)."""
-        logits: Tensor = self.read(self.norm(x))
-        return logits
+        return self.read(self.norm(x))
 
 
 @dataclass(frozen=True)
@@ -139,8 +137,7 @@ class GRULayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, L, C) -> (B, L, C)."""
-        y: Tensor = x + self.recurrent(x)[0]
-        return y
+        return x + self.recurrent(x)[0]
 
 
 @dataclass(frozen=True)

@@ -241,8 +241,7 @@ class LivePopulation:
         """
         passes = self.probe_batches.passes() if self.ranks.first or self.ranks.together else []
         before = dict(self.network.named_parameters())
-        pairs = self.ranks.size == 1 and self.shared.wrapper is None and not is_sharded(self.network)
-        why_not = fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed, pairs=pairs)
+        why_not = fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed, pairs=self._alone)
         follow([self.groups.optimizer], before, dict(self.network.named_parameters()))
         return why_not
 
@@ -252,7 +251,7 @@ class LivePopulation:
         The site is free then, and its streams and prices are those of the wider layers. Not for networks of several processes.
         """
         site = self.sites[slot]
-        if site.around == site.after or self.ranks.size > 1 or self.shared.wrapper or is_sharded(self.network):
+        if site.around == site.after or not self._alone:
             return False
         before = sum(parameter.numel() for parameter in self.network.parameters())
         seed = sum(
@@ -323,6 +322,7 @@ class LivePopulation:
         """Let every seed act as its stage says."""
         self._seeds = seeds
         isolated = self.config.lifecycle.isolation == "isolated"
+        twins = self.config.gates.twins and self._alone and not self.grafts.reserved  # of seeds on trial
         incubating: list[str] = []
         acting: list[nn.Parameter] = []
         for slot, site in enumerate(self.sites):
@@ -344,7 +344,7 @@ class LivePopulation:
             planted.learn(not frozen)
             if stage not in LIVE or frozen:
                 self.twins.pop(site.name, None)
-            elif site.name not in self.twins and acts and self._has_twins:
+            elif site.name not in self.twins and acts and twins:
                 self.twins[site.name] = self._twin(site.name)
             if learns:
                 incubating.append(site.name)
@@ -355,10 +355,9 @@ class LivePopulation:
             self.shared.follow([*acting, *self.incubation.alone])
 
     @property
-    def _has_twins(self) -> bool:
-        """Whether seeds on trial have twins: not in networks of several processes, nor among seats."""
-        single = self.ranks.size == 1 and self.shared.wrapper is None and not is_sharded(self.network)
-        return self.config.gates.twins and single and not self.grafts.reserved
+    def _alone(self) -> bool:
+        """Whether one process has the whole network, and no wrapper knows its parameters."""
+        return self.ranks.size == 1 and self.shared.wrapper is None and not is_sharded(self.network)
 
     def _prefix(self, name: str) -> str:
         return prefix_behind(sites_of(self.network)[name].after)
@@ -408,8 +407,7 @@ class _Kept:
         for average, state in zip(self.live.grafts.averages, self.averages, strict=True):
             average.load_state(state)
         self.live.follow(kept)
-        restored: Seeds = choose(rows, kept, seeds)
-        return restored
+        return choose(rows, kept, seeds)
 
     def state(self, now: int) -> dict[str, Any]:
         """Return the snapshot as a tree of tensors, after `now` steps of the episode."""

@@ -186,8 +186,7 @@ def _mapped(loss: Loss, output: Any, target: Any, examples: int, out_dims: int |
         batch = [part if dim is None else part.unsqueeze(0) for part, dim in zip(parts, dims, strict=True)]
         return loss(*pytree.tree_unflatten(batch, spec))
 
-    mapped: Tensor = torch.vmap(one, in_dims=tuple(dims), out_dims=out_dims)(*leaves)
-    return mapped
+    return torch.vmap(one, in_dims=tuple(dims), out_dims=out_dims)(*leaves)
 
 
 def examples_in(*trees: Any) -> int:

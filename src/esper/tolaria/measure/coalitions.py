@@ -72,7 +72,7 @@ def coalitions(seeds: Seeds, sampling: Sampling | None, *, terminal: bool) -> Co
     pairs = np.unique(np.concatenate([env << bits | mask for env, mask in wanted]))
     env, mask = pairs >> bits, pairs & ((1 << bits) - 1)
 
-    absent = live[env] & ~_members(mask, bits)
+    absent = live[env] & ~(mask[:, None] >> np.arange(bits) & 1).astype(bool)
     own = np.flatnonzero(absent.any(1))  # the full coalition is the environment's own pass
     env, mask, absent = env[own], mask[own], absent[own]
     incubating = np.nonzero(seeds.stage == Stage.TRAINING)
@@ -116,11 +116,6 @@ def sampled_coalitions(n: int, pairs: int, draw: int) -> SampledPermutations:
 def joined_in(orders: Indices) -> Indices:
     """Return (P, n + 1) bit masks: column k has the bits of the first k players of an order (P, n)."""
     return np.cumsum(np.pad(1 << orders, ((0, 0), (1, 0))), axis=1)
-
-
-def _members(mask: Indices, bits: int) -> NDArray[np.bool_]:
-    """Unpack (n,) bit masks into (n, S) bool."""
-    return (mask[:, None] >> np.arange(bits) & 1).astype(bool)
 
 
 def _subsets(live: NDArray[np.bool_]) -> tuple[Indices, Indices]:

@@ -5,7 +5,6 @@ of a map count as examples. A feature beyond the true width of a row is exactly 
 computed where it is asked for: those of activations take a forward pass, `gradient` and `explained` a backward pass as well.
 """
 
-import itertools
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -54,37 +53,20 @@ _OF_ACTIVATIONS = {
         "drift_before": "the same of the input of the segment before the slot",
     },
 }
-SENSORS = tuple(
-    itertools.starmap(
-        SensorInfo,
-        (
-            *((name, family, "1", of) for family, row in _OF_ACTIVATIONS.items() for name, of in row.items()),
-            ("stream_rms", "gradient", "stream", "root mean square over examples of |h|"),
-            ("gradient_rms", "gradient", "loss / stream", "root mean square over examples of |g|"),
-            *(
-                (
-                    f"map_gradient_{at}",
-                    "gradient",
-                    "loss / weight",
-                    f"gradient norm of a zero linear map that reads {of}",
-                )
-                for at, of in _READS.items()
-            ),
-            *(
-                (f"explained_{at}", "explained", "(loss / stream)^2", f"energy of g explained by {by}")
-                for at, by in _EXPLAINED.items()
-            ),
-            *(
-                (
-                    f"heldout_{at}",
-                    "explained",
-                    "(loss / stream)^2",
-                    f"explained_{at} on held-out examples, with the same map",
-                )
-                for at in _EXPLAINED
-            ),
-        ),
-    )
+_SLOPE, _ENERGY = ("gradient", "loss / weight"), ("explained", "(loss / stream)^2")
+SENSORS = (
+    *(SensorInfo(name, family, "1", of) for family, row in _OF_ACTIVATIONS.items() for name, of in row.items()),
+    SensorInfo("stream_rms", "gradient", "stream", "root mean square over examples of |h|"),
+    SensorInfo("gradient_rms", "gradient", "loss / stream", "root mean square over examples of |g|"),
+    *(
+        SensorInfo(f"map_gradient_{at}", *_SLOPE, f"gradient norm of a zero linear map that reads {of}")
+        for at, of in _READS.items()
+    ),
+    *(SensorInfo(f"explained_{at}", *_ENERGY, f"energy of g explained by {by}") for at, by in _EXPLAINED.items()),
+    *(
+        SensorInfo(f"heldout_{at}", *_ENERGY, f"explained_{at} on held-out examples, with the same map")
+        for at in _EXPLAINED
+    ),
 )
 """The columns of `growth_sensors`. Sensors of unit 1 are in [0, 1]; the drifts have no upper bound. The others span orders of
 magnitude, and only the held-out ones can be negative."""

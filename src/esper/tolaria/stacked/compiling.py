@@ -7,13 +7,14 @@ import shutil
 import signal
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _pytree as pytree
 
-from esper.kasmina.stack.body import PLANS, Body
-from esper.kasmina.stack.plan import Doses, Indices, Plan, PlanCache, Route
+from esper.kasmina.stack.body import Body
+from esper.kasmina.stack.plan import Doses, Indices, Plan, Route
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import Config, DataConfig
 from esper.leyline.data.batches import Batch, map_leaves, picked
@@ -32,17 +33,13 @@ from esper.leyline.text import kind_of
 from esper.store.disk import write_atomic
 from esper.store.files import cache_root
 
-
-class Differentiable(Protocol):
-    """Differentiates a pass: a tensor (), or a tape."""
-
-    def backward(self) -> None:
-        """Add the gradients of all parameters to their `.grad`."""
-
-
-Total = tuple[Differentiable | None, Tensor]
-"""What a pass is differentiated by, or None if nothing in it trains, and the losses (n,) of its rows."""
+Total = tuple[Any, Tensor]
+"""What a pass is differentiated by, by its `backward()`: a tensor () or a taped loss, or None if nothing in it trains; and the
+losses (n,) of its rows."""
 TotalOf = Callable[..., Total]
+
+PLANS = 256
+"""Number of plans, with the shapes of what their passes take, whose compiled passes are kept: those that were used last."""
 
 MEASURED = 5
 """Passes of each way whose median `auto` compares."""
@@ -353,7 +350,7 @@ class Passes:
         self.counts = CompileCounts()
         self._microbatch = config.data.microbatch
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
-        self._known: PlanCache[Any, CompiledPass | None] = PlanCache(PLANS)
+        self._known: OrderedDict[Any, CompiledPass | None] = OrderedDict()
         self._made: set[int] = set()
         self._pool: Any = None  # the memory that CUDA graphs share
 
@@ -384,8 +381,12 @@ class Passes:
         if self.mode != "off":
             inputs = self.inputs(route, *batch[:4])
             key = route.plan, inputs.shapes
-            found = self._known.get(key, lambda _: self._prepared(route.plan, key, inputs, remaining))
-            if found is not None:
+            if key not in self._known:
+                self._known[key] = self._prepared(route.plan, key, inputs, remaining)
+                if len(self._known) > PLANS:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+            if (found := self._known[key]) is not None:
                 self.counts.passes += 1
                 return found(self._stacks(route.plan), inputs.tensors)
             self.counts.eager += 1

@@ -19,60 +19,48 @@ from esper.leyline.lifecycle.view import Seeds
 Update = Callable[[Tensor | None], None]
 
 
-class AdamW:
-    """Updates rows by AdamW with betas .9 and .999 and eps 1e-8; each row has its own step count t.
+MOMENTS = {"adamw": ("first_moment", "second_moment"), "sgd": ("momentum",)}
+"""The columns that an optimizer keeps beside every value, by its name."""
+
+
+def adamw(config: OptimizerConfig, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
+    """Return a function that updates rows by AdamW with betas .9 and .999 and eps 1e-8; each row has its own step count t.
 
         m_t = b1 m + (1 - b1) g        v_t = b2 v + (1 - b2) g^2
         p_t = (1 - lr wd) p - lr / (1 - b1^t) * m_t / (sqrt(v_t / (1 - b2^t)) + eps)
 
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2. torch's fused kernel reads and
     writes memory once.
+
+    columns (n, P): the value, the gradient and the moments of some rows. steps (n,): number of updates that each row has
+    had. The function takes which rows (n,) bool count the update as one of theirs, or None for all.
     """
+    numbers = {"lr": config.lr, "beta1": 0.9, "beta2": 0.999, "weight_decay": config.weight_decay, "eps": 1e-8}
+    kernel = partial(torch._fused_adamw_, **numbers, amsgrad=False, maximize=False)
+    count = torch.from_numpy(steps).to(columns["value"].device, torch.float32, non_blocking=True)
+    rows, counts = [column.unbind(0) for column in columns.values()], count.unbind(0)
 
-    moments: tuple[str, ...] = ("first_moment", "second_moment")
+    def update(taken: Tensor | None) -> None:
+        count.add_(1)
+        kernel(*rows, [], counts)
+        if taken is not None:
+            count.sub_((~taken).to(count.dtype))
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        self.weight_decay = config.weight_decay
-        numbers = {"lr": config.lr, "beta1": 0.9, "beta2": 0.999, "weight_decay": config.weight_decay, "eps": 1e-8}
-        self._kernel = partial(torch._fused_adamw_, **numbers, amsgrad=False, maximize=False)
-
-    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
-        """Return a function that makes one update in place at each call.
-
-        columns (n, P): the value, the gradient and the moments of some rows. steps (n,): number of updates that each row has
-        had. The function takes which rows (n,) bool count the update as one of theirs, or None for all.
-        """
-        count = torch.from_numpy(steps).to(columns["value"].device, torch.float32, non_blocking=True)
-        rows, counts = [columns[name].unbind(0) for name in ("value", "gradient", *self.moments)], count.unbind(0)
-
-        def update(taken: Tensor | None) -> None:
-            count.add_(1)
-            self._kernel(*rows, [], counts)
-            if taken is not None:
-                count.sub_((~taken).to(count.dtype))
-
-        return update
+    return update
 
 
-class SGD:
-    """Updates rows by SGD with momentum.
+def sgd(config: OptimizerConfig, columns: Mapping[str, Tensor]) -> Update:
+    """Return a function that updates rows by SGD with momentum; columns (n, P) are their value, gradient and momentum.
 
         b_t = momentum b + g + wd p        p_t = p - lr b_t
 
     The rule is that of torch.optim.SGD without dampening (Sutskever et al., 2013, equation 3, in torch's form).
     """
-
-    moments: tuple[str, ...] = ("momentum",)
-
-    def __init__(self, config: OptimizerConfig) -> None:
-        self.weight_decay, self.momentum = config.weight_decay, config.momentum
-        numbers = {"weight_decay": config.weight_decay, "momentum": config.momentum, "lr": config.lr, "dampening": 0.0}
-        self._kernel = partial(torch._fused_sgd_, **numbers, nesterov=False, maximize=False, is_first_step=False)
-
-    def updates(self, columns: Mapping[str, Tensor], steps: NDArray[np.int64]) -> Update:
-        value, gradient, buffer = (columns[name].unbind(0) for name in ("value", "gradient", *self.moments))
-        buffers = buffer if self.momentum else []  # without momentum, the kernel has no buffer
-        return lambda taken: self._kernel(value, gradient, buffers)
+    numbers = {"weight_decay": config.weight_decay, "momentum": config.momentum, "lr": config.lr, "dampening": 0.0}
+    kernel = partial(torch._fused_sgd_, **numbers, nesterov=False, maximize=False, is_first_step=False)
+    value, gradient, buffer = (column.unbind(0) for column in columns.values())
+    buffers = buffer if config.momentum else []  # without momentum, the kernel has no buffer
+    return lambda taken: kernel(value, gradient, buffers)
 
 
 class StackedOptimizer:
@@ -83,34 +71,32 @@ class StackedOptimizer:
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self.max_grad_norm = config.max_grad_norm
-        self.rule = AdamW(config) if config.name == "adamw" else SGD(config)
+        self.config = config
 
     def begin(self, stack: Stack, rows: slice) -> "Updates":
         """Return the next updates of some rows; valid until rows are made, moved or freed."""
-        return Updates(stack, rows, self.rule, self.max_grad_norm)
+        return Updates(stack, rows, self.config)
 
 
 class Updates:
     """Makes the next updates of some rows of a stack; what is the same for all updates is looked up once."""
 
-    def __init__(self, stack: Stack, rows: slice, rule: AdamW | SGD, max_grad_norm: float | None) -> None:
-        trained = slice(0, stack.trained)
-        names = ("value", "gradient", *rule.moments)
-        columns = {name: stack.columns[name][rows, trained] for name in names}
+    def __init__(self, stack: Stack, rows: slice, config: OptimizerConfig) -> None:
+        trained, moments = slice(0, stack.trained), MOMENTS[config.name]
+        columns = {name: stack.columns[name][rows, trained] for name in ("value", "gradient", *moments)}
         self.places = stack.trained_places
         self.steps = stack.steps[rows]  # a view, so that the stack's count rises too
         self.value, self.gradient = columns["value"], columns["gradient"]
-        self._moved = [columns[name] for name in ("value", *rule.moments)]
-        self.max_grad_norm = max_grad_norm
-        self._update = rule.updates(columns, self.steps)
+        self._moved = [columns[name] for name in ("value", *moments)]
+        self.max_grad_norm = config.max_grad_norm
+        self._update = adamw(config, columns, self.steps) if config.name == "adamw" else sgd(config, columns)
         # Multiplying by 1 and 0 is a dozen times as fast in torch on a CPU as filling by a mask.
         self._free: Tensor | None = None
         self._fixed_values: Tensor | None = None
         if "fixed" in stack.columns:
             fixed = stack.columns["fixed"][rows, trained]
             self._free = (~fixed).to(stack.dtype)
-            if rule.weight_decay:  # without decay, a parameter without a gradient does not move
+            if config.weight_decay:  # without decay, a parameter without a gradient does not move
                 self._fixed_values = self.value * fixed
 
     def step(self, parts: Tensor | None = None) -> Tensor:

@@ -64,6 +64,7 @@ from esper.tolaria.runtime import (
 from esper.tolaria.stacked.compiling import Passes, Total, check_divisible
 from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinct_splits, stack_splits
 from esper.tolaria.stacked.optimizer import (
+    MOMENTS,
     GradScaler,
     SkippedUpdates,
     StackedOptimizer,
@@ -154,15 +155,6 @@ class ResidentData:
         if lengths is not None:
             length = {"sensed": SENSED, "probe": lengths.probe, "held": lengths.held}[part]
         return stack_splits(splits, row, self.task.inputs, self.device, first.pixels, length, first.scaling, self.dtype)
-
-    def sound(self, splits: Sequence[Split]) -> list[Split]:
-        """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split."""
-        return sound_splits(splits, self.task, self.config)
-
-    def validation_splits(self) -> list[Split]:
-        """Return the validation split of every environment's instance."""
-        which = np.unique(self.instance, return_inverse=True)[1]
-        return [self.problems[self.problem_of[index]].validation for index in which[: self.config.envs]]
 
     def _checked(self, name: int, problem: Instance) -> Instance:
         """Return a problem whose splits are finite and whose host runs on them. Raises InputError if it is not such a problem."""
@@ -415,7 +407,7 @@ class StackedPopulation:
                 result = body.run(x, route, keys=keys, tape=tape)
         parts = [PassLoss(result.output.to(body.dtype), y, weights, factors)]
         if result.branches is not None:
-            origin = route.origin
+            origin = route.doses.origin
             assert origin is not None
             own, by = (None if each is None else each.index_select(0, origin) for each in (weights, factors))
             parts.append(PassLoss(result.branches.to(body.dtype), y.index_select(0, origin), own, by))
@@ -550,10 +542,11 @@ class StackedPopulation:
     # Evaluation and export at the end of an episode.
 
     def sound(self, splits: Sequence[Split]) -> list[Split]:
-        return self.data.sound(splits)
+        return sound_splits(splits, self.task, self.config)
 
     def validation_splits(self) -> list[Split]:
-        return self.data.validation_splits()
+        which = np.unique(self.data.instance, return_inverse=True)[1]
+        return [self.data.problems[self.data.problem_of[index]].validation for index in which[: self.config.envs]]
 
     def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> tuple[Floats, Floats]:
         probed = self._final(seeds, self._held(split))
@@ -578,7 +571,7 @@ class StackedPopulation:
         splits, row = (
             ([split], np.zeros_like(self.environment)) if isinstance(split, Split) else (split, self.environment)
         )
-        return self.data.stacked(self.data.sound(splits), row, "held")
+        return self.data.stacked(self.sound(splits), row, "held")
 
     def _final(self, seeds: Seeds, examples: RowExamples) -> ProbeTensors:
         """Return metric and loss of the networks as exported, on the device."""
@@ -661,7 +654,7 @@ def widenings_of(task: AnyTask, config: Config) -> tuple[HiddenWidening, ...]:
 def _rows_and_copies(task: AnyTask, config: Config) -> tuple[int, int]:
     """Return how many rows there are, and how many numbers are kept for each parameter: value, gradient, moments, snapshots."""
     rows = config.envs * (1 + config.twin) + needs_ghost(task, config)
-    moments = len(StackedOptimizer(config.optimizer).rule.moments)
+    moments = len(MOMENTS[config.optimizer.name])
     snapshots = config.governor.enabled + config.early_stopping.enabled
     return rows, 2 + moments + snapshots * (1 + moments)
 
@@ -682,7 +675,7 @@ def body_of(
         map_leaves(lambda leaf, shape: leaf.new_zeros(2, *shape), few, task.inputs),
         mapping=config.mapping,
         isolated=config.lifecycle.isolation == "isolated",
-        moments=StackedOptimizer(config.optimizer).rule.moments,
+        moments=MOMENTS[config.optimizer.name],
         device=device,
         recomputed=config.activation_checkpointing,
         compiled=config.compile != "off",

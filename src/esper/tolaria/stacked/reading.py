@@ -96,7 +96,10 @@ class BatchReader:
             if self._ahead:
                 while len(reading.jobs) <= min(self._ahead, self._last - 1 - batch):
                     reading.jobs.append(self._thread.submit(reading.read))
-                found = self._awaited(reading.jobs.popleft(), batch)
+                job = reading.jobs.popleft()
+                if not self._told and not wait((job,), SLOW).done:
+                    self._tell(batch)
+                found = job.result()
             else:
                 found = self._watched(reading.read, batch)
         except BaseException:
@@ -117,12 +120,6 @@ class BatchReader:
     def close(self) -> None:
         """End the thread and the workers."""
         self._end()
-
-    def _awaited(self, batch: "Future[SourceBatch]", number: int) -> SourceBatch:
-        """Wait for a batch that the thread reads."""
-        if not self._told and not wait((batch,), SLOW).done:
-            self._tell(number)
-        return batch.result()
 
     def _watched(self, read: Callable[[], SourceBatch], number: int) -> SourceBatch:
         """Read a batch, while the thread watches the time."""
