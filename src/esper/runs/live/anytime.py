@@ -280,7 +280,7 @@ class AnytimeGrowth:
             with undisturbed(model), torch.no_grad():
                 self._probe.try_all(model)
         self.average = copied(model).requires_grad_(False)
-        self._mean: tuple[list[nn.Parameter], list[Tensor]] | None = None  # its parameters and buffers, once asked for
+        self._mean: tuple[list[Tensor], list[Tensor]] | None = None  # its parameters and buffers, once asked for
         self._scales = _first_scales(model, seed) if self.fresh else {}
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
@@ -354,7 +354,9 @@ class AnytimeGrowth:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
         if not self._handles:
             raise InputError("the network is finished; make another esper.AnytimeGrowth to widen it further")
-        own = list(self.model.parameters())  # walked once: in a small network such walks are a tenth of a step
+        own: list[Tensor] = list(
+            self.model.parameters()
+        )  # walked once: in a small network such walks are a tenth of a step
         if in_parts(own[0]):
             raise InputError(_SHARDED.format(type(self.model).__name__))
         number = sum(self._ranks.from_each(number))
@@ -584,7 +586,7 @@ class AnytimeGrowth:
         )
 
     @torch.no_grad()
-    def _average(self, own: list[nn.Parameter], weight: float) -> None:
+    def _average(self, own: list[Tensor], weight: float) -> None:
         """Move the average towards the network, which has these parameters."""
         if self._mean is None:
             self._mean = list(self.average.parameters()), list(self.average.buffers())
