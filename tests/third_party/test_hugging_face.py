@@ -231,6 +231,18 @@ def test_a_model_of_twice_the_width_is_one_of_its_config(build, tmp_path):
     assert torch.equal(loaded(**given).logits, model(**given).logits)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mistral"])
+def test_a_model_in_float64_whose_norms_compute_in_float32_becomes_wider(name):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = getattr(tf, f"{name}Config")(**sizes, num_hidden_layers=2, vocab_size=24)
+    model, given = getattr(tf, f"{name}ForCausalLM")(config).double().eval(), {"input_ids": batch(3)["input_ids"]}
+    before = model(**given).logits
+    assert not esper.widen(model, 2, example=given).left_out
+    assert torch.allclose(model(**given).logits, before, rtol=0, atol=1e-6)
+    assert model.config.hidden_size == 32
+
+
 @pytest.mark.parametrize("kind", ["ResNet", "ResNet of bottlenecks", "ConvNeXt"])
 def test_lists_of_widths_in_a_config_follow(kind, tmp_path):
     torch.manual_seed(0)

@@ -321,6 +321,41 @@ class Remembering(Counted):
         return self.leave(h / h.shape[-1])
 
 
+class Rounded(RMSNorm):
+    """A norm that computes in a precision of its own, as those of transformers do."""
+
+    def __init__(self, width, dtype):
+        super().__init__(width)
+        self.dtype = dtype
+
+    def forward(self, x):
+        return self.weight * F.rms_norm(x.to(self.dtype), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class Inexact(nn.Module):
+    """Multiplies by a number that depends a little on the number of its features."""
+
+    def __init__(self, dtype, part):
+        super().__init__()
+        self.enter, self.norm, self.leave, self.part = nn.Linear(5, 8), Rounded(8, dtype), nn.Linear(8, 3), part
+
+    def forward(self, x):
+        h = self.enter(x)
+        return self.leave(h + self.norm(h)) * (1 + self.part * h.shape[-1] / 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_in_float64_a_norm_in_fewer_digits_is_no_obstacle_and_a_small_difference_is(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    with pytest.raises(InputError, match="the outputs of the wider network are others"):
+        esper.widen(Inexact(dtype, 1e-4).double(), 2, example=x)
+    model = Inexact(dtype, 0.0).double()
+    before = model(x)
+    assert not esper.widen(model, 2, example=x).left_out
+    assert torch.allclose(model(x), before, rtol=0, atol=10 * torch.finfo(dtype).eps)
+
+
 class Skipping(Own):
     """Adds its input to its features."""
 
