@@ -213,12 +213,35 @@ def vit():
     return tf.ViTForImageClassification(tf.ViTConfig(image_size=8, patch_size=4, num_channels=1, **sizes))
 
 
-@pytest.mark.parametrize("build", [gpt2, lambda: llama(20), bert, vit], ids=["GPT-2", "Llama", "BERT", "ViT"])
-def test_a_model_of_twice_the_width_is_one_of_its_config(build, tmp_path):
+def t5(**settings):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 24}
+    return tf.T5ForConditionalGeneration(tf.T5Config(**sizes | settings))
+
+
+def bloom(heads=2):
+    return tf.BloomForCausalLM(tf.BloomConfig(hidden_size=8 * heads, n_layer=2, n_head=heads, vocab_size=24))
+
+
+BUILDS = {
+    "GPT-2": gpt2,
+    "Llama": lambda: llama(20),
+    "BERT": bert,
+    "ViT": vit,
+    "T5": t5,
+    "T5 1.1": lambda: t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "Bloom": bloom,
+    "MPT": lambda: tf.MptForCausalLM(tf.MptConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=24)),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_model_of_twice_the_width_is_one_of_its_config(name, tmp_path):
     torch.manual_seed(0)
-    model = build().eval()
+    model = BUILDS[name]().eval()
     pixels = {"pixel_values": torch.randn(3, 1, 8, 8)}
     given = pixels if model.main_input_name == "pixel_values" else {"input_ids": batch(3)["input_ids"]}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = batch(4)["input_ids"][:, :7]
     before, size = model(**given).logits, model.config.hidden_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     assert not esper.widen(model, 2, example=given, optimizer=optimizer).left_out
@@ -229,6 +252,16 @@ def test_a_model_of_twice_the_width_is_one_of_its_config(build, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert torch.equal(loaded(**given).logits, model(**given).logits)
+
+
+def test_a_bloom_whose_heads_are_no_power_of_two_gets_wider_feed_forwards_alone_and_says_why():
+    torch.manual_seed(0)
+    model, given = bloom(3).eval(), {"input_ids": batch(3)["input_ids"]}
+    before = model(**given).logits
+    widened = esper.widen(model, 2, example=given)
+    assert set(widened) == {f"transformer.h.{layer}.mlp.dense_h_to_4h" for layer in (0, 1)}
+    assert "the outputs of the wider network are others" in next(iter(widened.left_out.values()))
+    assert torch.allclose(model(**given).logits, before, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mistral"])

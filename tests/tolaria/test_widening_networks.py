@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 import esper
-from esper.kasmina.graft.multiplying import WAYS, Multiplication
+from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication
 from esper.leyline.errors import GrowthWarning, InputError
 
 
@@ -99,6 +99,40 @@ class ByHead(SharedKeys):
         x = self.enter(x)
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, -1)
         return self.leave(x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
+class Slopes(ByHead):
+    """Biases of attention by distance have slopes that depend on the number of heads, as in Bloom (ALiBi)."""
+
+    def slopes(self):
+        return 2.0 ** (-8 / self.num_heads * torch.arange(1, self.num_heads + 1))
+
+    def forward(self, x):
+        x = self.enter(x)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, -1)
+        bias = self.slopes()[:, None, None] * torch.arange(x.shape[1])
+        mixed = (q @ k.mT / self.head_dim**0.5 + bias).softmax(-1) @ v
+        return self.leave(x + self.o(mixed.transpose(1, 2).flatten(2)))
+
+
+class ScaledLogits(SharedKeys):
+    """A bias for each head, two embeddings with one weight, of which one runs, and logits over a root of the width (T5)."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.enter, self.bias = nn.Embedding(20, 16), nn.Embedding(20, 16), nn.Embedding(8, 4)
+        self.last, self.leave, self.d_model = nn.RMSNorm(16), nn.Linear(16, 20, bias=False), 16
+        self.enter.weight = self.leave.weight = self.shared.weight
+
+    def forward(self, tokens):
+        x, place = self.enter(tokens), torch.arange(tokens.shape[1])
+        q, k, v = (
+            layer(self.norm(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        k, v = (each.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for each in (k, v))
+        bias = self.bias((place[:, None] - place).abs()).movedim(-1, 0)
+        mixed = (self.q_norm(q) @ k.mT + bias).softmax(-1) @ v
+        return self.leave(self.last(x + self.o(mixed.transpose(1, 2).flatten(2))) * self.d_model**-0.5)
 
 
 class Residual(nn.Module):
@@ -204,6 +238,8 @@ NETWORKS = {
     "GPT, a norm of its own": (lambda: GPT(RMSNorm), TOKENS, "zeros"),
     "shared keys": (SharedKeys, (2, 6, 5), "zeros"),
     "queries, keys and values by head": (ByHead, (2, 6, 5), "zeros"),
+    "slopes by the number of heads": (Slopes, (2, 6, 5), "zeros"),
+    "logits over a root of the width": (ScaledLogits, TOKENS, "zeros"),
     "ResNet, BatchNorm": (lambda: resnet(nn.BatchNorm2d), (3, 1, 8, 8), "zeros"),
     "ResNet, GroupNorm": (lambda: resnet(lambda c: nn.GroupNorm(2, c)), (3, 1, 8, 8), "copies"),
     "U-Net": (UNet, (3, 1, 16), "copies"),
@@ -261,8 +297,28 @@ def test_a_network_of_twice_the_width_computes_what_it_did_and_all_of_it_learns(
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_first_way_that_keeps_the_function_is_taken(name):
     model, x, *_ = trained(name)
-    variant = {Translation: "buffers", ByHead: "by head"}.get(type(model), "plain")
-    assert Multiplication(model, x, variant=variant).apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
+    variants = {Translation: "buffers", ByHead: "by head", Slopes: VARIANTS[4], ScaledLogits: "scaled"}
+    found = Multiplication(model, x, variant=variants.get(type(model), "plain"))
+    assert found.apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
+
+
+def test_embeddings_with_one_weight_and_a_bias_for_each_head_follow():
+    model = ScaledLogits()
+    esper.widen(model, 2, example=TOKENS)
+    assert model.shared.weight is model.enter.weight is model.leave.weight
+    assert (model.shared.embedding_dim, model.enter.embedding_dim, model.leave.in_features) == (32, 32, 32)
+    assert (model.bias.embedding_dim, model.num_heads, model.num_kv_heads, model.d_model) == (8, 8, 4, 32)
+
+
+def test_slopes_that_no_order_of_more_heads_has_are_refused():
+    class Uneven(Slopes):
+        def slopes(self):
+            return 1.0 / (torch.arange(self.num_heads) + self.num_heads)
+
+    model = Uneven()
+    with pytest.raises(InputError, match="the outputs of the wider network are others"):
+        esper.widen(model, 2, example=torch.randn(2, 6, 5))
+    assert model.num_heads == 4
 
 
 def test_a_wider_network_loads_into_one_that_is_built_with_the_widths():

@@ -16,7 +16,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.grafted import call
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.recording import floats, results
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.text import with_article
@@ -176,7 +176,7 @@ class Outputs:
     of floating-point tensors that have one value throughout, as those of `torch.zeros`, and two positions where there is one,
     over which attention has nothing to weigh. One with parameters in float64 computes in float64 alone, if it can: norms of
     transformers compute in float32, whose rounding would be a difference. Raises InputError where no output is finite, to which
-    anything would be equal.
+    anything would be equal. Hidden states that a network returns beside `logits` may change, as their widths do.
     """
 
     def __init__(self, network: nn.Module, example: Any) -> None:
@@ -212,7 +212,7 @@ class Outputs:
 
     def _of(self, network: nn.Module, example: Any) -> list[Tensor]:
         with self._precision:
-            return [value.clone() for value in floats(call(network, example))]
+            return [value.clone() for value in floats(results(call(network, example)))]
 
 
 def _drawn_where_equal(example: Any) -> Any:
