@@ -302,6 +302,23 @@ def test_the_first_way_that_keeps_the_function_is_taken(name):
     assert found.apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
 
 
+def test_a_buffer_that_no_state_dict_holds_and_that_is_wider_is_named():
+    model = Translation()
+    model.register_buffer("positions", model.positions, persistent=False)
+    with pytest.warns(GrowthWarning, match="^'positions' is wider, and is a buffer that no state_dict holds, so that"):
+        esper.widen(model, 2, example=TOKENS)
+    assert model.positions.shape == (1, 16, 16)
+
+
+def test_a_network_that_cannot_run_backward_is_refused_in_a_sentence():
+    class Doubling(Stack):
+        def forward(self, x):
+            return self.leave(self.enter(x).sigmoid().mul_(2))
+
+    with pytest.raises(InputError, match=r"^the Doubling cannot run backward on the example: RuntimeError: one of the"):
+        esper.widen(Doubling(), 2, example=torch.ones(2, 8))
+
+
 def test_embeddings_with_one_weight_and_a_bias_for_each_head_follow():
     model = ScaledLogits()
     esper.widen(model, 2, example=TOKENS)

@@ -57,15 +57,15 @@ NOISE = 0.5
 _BY_FEATURE = (nn.modules.batchnorm._NormBase,)
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
-_HEADS = re.compile(
+HEADS = re.compile(
     r"^(n|num|number_of)?_?((en|de)coder_)?(self_)?(attn|attention|query|q|key_value|kv|k|v)?_?heads?(_q|_k|_kv)?$",
     re.I,
 )
 _HEAD_SIZES = re.compile(r"head_?(dim|size)|d_head|dim_head|d_kv?$|key_value_proj_dim", re.I)
-_WIDTHS = re.compile(
+WIDTHS = re.compile(
     r"emb|dim|hidden|width|channel|feature|d_model|d_ff|units|inner|split|planes|intermediate|size", re.I
 )
-_NO_WIDTHS = re.compile(
+NO_WIDTHS = re.compile(
     r"vocab|block|context|position|length|image|patch|kernel|window|batch|num_embeddings|chunk|codebook|class|stride|input|output"
     r"|segment|frame|layers?$",
     re.I,
@@ -204,7 +204,7 @@ class Multiplication:
                     (name, own) for name, own in _whole_numbers(self._flow.parts[place]) if own > 0 and inner % own == 0
                 ]
                 size = next((own for name, own in numbers if _HEAD_SIZES.search(name)), 0)
-                count = next((own for name, own in numbers if _HEADS.search(name)), 0)
+                count = next((own for name, own in numbers if HEADS.search(name)), 0)
                 if size or count:
                     size = size or inner // count
                     found[path] = _Heads(size, inner // size, False)
@@ -523,14 +523,20 @@ class Multiplication:
                 continue
             for where, holder in ((path, part), *configs(part, path)):
                 for name, own in _whole_numbers(holder):
-                    if _NO_WIDTHS.search(name) or (_HEAD_SIZES.search(name) and own in sizes):
+                    if NO_WIDTHS.search(name) or (_HEAD_SIZES.search(name) and own in sizes):
                         continue
-                    if (self._heads and _HEADS.search(name)) or (own in widths and own > 1 and _WIDTHS.search(name)):
+                    if (self._heads and HEADS.search(name)) or (own in widths and own > 1 and WIDTHS.search(name)):
                         self.counts.setdefault(where, {})[name] = own
                 for name, listed in vars(holder).items():
-                    if not isinstance(listed, list | tuple) or _NO_WIDTHS.search(name) or not _WIDTHS.search(name):
+                    if (
+                        not isinstance(listed, list | tuple)
+                        or not listed
+                        or any(type(own) is not int for own in listed)
+                    ):
                         continue
-                    if listed and all(type(own) is int and own > 1 and own in widths for own in listed):
+                    heads = self._heads and HEADS.search(name)
+                    named = WIDTHS.search(name) and not NO_WIDTHS.search(name)
+                    if heads or (named and all(own > 1 and own in widths for own in listed)):
                         self.lists.setdefault(where, {})[name] = listed
 
     @torch.no_grad()
