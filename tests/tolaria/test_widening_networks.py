@@ -310,6 +310,29 @@ def test_a_buffer_that_no_state_dict_holds_and_that_is_wider_is_named():
     assert model.positions.shape == (1, 16, 16)
 
 
+class Largest(nn.Module):
+    """Adds the largest of its features, in which no gradient flows."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.enter(x)
+        return self.leave(h) + h.detach().max()
+
+
+def test_a_largest_feature_is_seen_though_no_new_one_is_larger_as_it_is_drawn():
+    torch.manual_seed(2)
+    model, x = Largest(), torch.randn(4, 5)
+    with torch.no_grad():
+        model.enter.bias += 3
+    further = 10 * torch.randn(100, 5)
+    before = model(further)
+    assert esper.widen(model, 2, example=x).way == "copies"
+    assert torch.allclose(model(further), before, atol=1e-4)
+
+
 def test_a_network_that_cannot_run_backward_is_refused_in_a_sentence():
     class Doubling(Stack):
         def forward(self, x):

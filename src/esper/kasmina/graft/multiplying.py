@@ -54,6 +54,9 @@ VARIANTS: tuple[Variant, ...] = (
 NOISE = 0.5
 """Standard deviation of the noise on weights that read copies, as a share of that of these weights."""
 
+_LARGE = 8.0
+"""By how much features that nothing reads yet are larger in a second trial, which shows a largest one or a sum of features."""
+
 _BY_FEATURE = (nn.modules.batchnorm._NormBase,)
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -561,9 +564,11 @@ class Multiplication:
             try:
                 for parameter in blank:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-                expected = Outputs(network, example)
-                self._change(network, way, factor, key, share)
-                kept = expected.are_of(network)
+                expected, kept = Outputs(network, example), True
+                for size in (1.0, _LARGE):
+                    self._change(network, way, factor, key, share, size)
+                    kept = kept and expected.are_of(network)
+                    restore(before)
                 if not kept:
                     problem = InputError(
                         "the outputs of the wider network are others; something depends on the number of features"
@@ -589,8 +594,11 @@ class Multiplication:
         changed = [(tensors[name], len(axes)) for name, axes in self.axes.items() if name in tensors]  # a tied one once
         return sum(value.numel() * value.element_size() * factor**power for value, power in changed)
 
-    def _change(self, network: nn.Module, way: Way, factor: int, key: int, share: bool) -> None:
-        """Multiply the widths of a network. share: whether layers make up for the number of features in the place of norms."""
+    def _change(self, network: nn.Module, way: Way, factor: int, key: int, share: bool, size: float = 1.0) -> None:
+        """Multiply the widths of a network.
+
+        share: whether layers make up for the number of features in the place of norms. size: of features that nothing reads yet.
+        """
         parts = {"": network, **dict(network.named_modules())}
         generator = torch.Generator().manual_seed(key)
         tables: Sequence[tuple[Mapping[str, Mapping[str, float]], int]]
@@ -623,7 +631,7 @@ class Multiplication:
                 if name in self.scales and way != "copies":
                     value = _scaled(value, axes[0], factor, self.scales[name])
                 else:
-                    value = _multiplied(value, axes, way, factor, generator) / (factor if divided else 1)
+                    value = _multiplied(value, axes, way, factor, generator, size) / (factor if divided else 1)
                 row = getattr(part, "padding_idx", None)
                 if isinstance(row, int) and not bool(old[row].any()):
                     value[row] = 0  # of an embedding, which never learns there
@@ -634,7 +642,9 @@ class Multiplication:
             setattr(part, entry, made[id(old)])
 
 
-def _multiplied(value: Tensor, axes: Sequence[Axis], way: Way, factor: int, generator: torch.Generator) -> Tensor:
+def _multiplied(
+    value: Tensor, axes: Sequence[Axis], way: Way, factor: int, generator: torch.Generator, size: float = 1.0
+) -> Tensor:
     """Return a tensor with more along some axes, in the order of `axes`: first along what it reads, then along what it writes."""
     spread = float(value.double().std(correction=0)) if value.numel() else 0.0
 
@@ -654,7 +664,7 @@ def _multiplied(value: Tensor, axes: Sequence[Axis], way: Way, factor: int, gene
             if reads:
                 more = drawn(more) if stream else torch.zeros_like(more)
             elif not stream:
-                more = drawn(more)
+                more = size * drawn(more)
             elif way == "means":
                 more = old.mean(axis, keepdim=True).expand_as(more)
             else:
