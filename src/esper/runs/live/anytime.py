@@ -355,6 +355,12 @@ class AnytimeGrowth:
             raise InputError("the network is finished; make another esper.AnytimeGrowth to widen it further")
         if in_parts(next(self.model.parameters())):
             raise InputError(_SHARDED.format(type(self.model).__name__))
+        own, mine = (next(network.parameters()) for network in (self.model, self.average))
+        if (own.device, own.dtype) != (mine.device, mine.dtype):
+            raise InputError(
+                f"the {type(self.model).__name__} is of {own.dtype} on {own.device} now, and was of {mine.dtype} on "
+                f"{mine.device} when esper.AnytimeGrowth was made; move it before that"
+            )
         count = sum(self._ranks.from_each(count))
         self.steps += 1
         self._since += 1
@@ -575,10 +581,10 @@ class AnytimeGrowth:
         if self._log is not None:
             self._log.resumed = state["log"]
 
-    def __deepcopy__(self, memo: Any) -> "AnytimeGrowth":
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(
-            "esper.AnytimeGrowth cannot be copied, as its optimizer would not know the copy; make another one, and give it "
-            "growth.state_dict()"
+            "esper.AnytimeGrowth cannot be copied or pickled, as its optimizer would not know the copy; make another one, and "
+            "give it growth.state_dict()"
         )
 
     @torch.no_grad()
