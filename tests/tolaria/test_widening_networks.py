@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -308,6 +309,34 @@ def test_a_buffer_that_no_state_dict_holds_and_that_is_wider_is_named():
     with pytest.warns(GrowthWarning, match="^'positions' is wider, and is a buffer that no state_dict holds, so that"):
         esper.widen(model, 2, example=TOKENS)
     assert model.positions.shape == (1, 16, 16)
+
+
+class Scaled(nn.Module):
+    """Divides what a layer without a bias returns by its length."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(F.normalize(self.first(x)))
+
+
+class Halving(Scaled):
+    """Changes its input in place."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+@pytest.mark.parametrize("change", [lambda m, x: esper.widen(m, 2, example=x), lambda m, x: esper.deepen(m, example=x)])
+def test_a_network_that_changes_its_input_in_place_leaves_the_example_alone(change):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Sequential(Halving(), nn.Linear(4, 8)) for _ in range(2))), torch.randn(4, 8)
+    example = x.clone()
+    with suppress(InputError):
+        change(model, example)
+    assert torch.equal(example, x)
 
 
 class Largest(nn.Module):
@@ -619,17 +648,6 @@ def test_what_takes_no_part_on_the_example_and_is_as_wide_is_named():
     assert {"mask_token", "other.weight", "other.bias"} <= set(widened.left_out)
     assert "took no part on the example and has 8 features" in widened.left_out["mask_token"]
     assert "mask_token stays: it took no part" in repr(widened)
-
-
-class Scaled(nn.Module):
-    """Divides what a layer without a bias returns by its length."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.last(F.normalize(self.first(x)))
 
 
 @pytest.mark.parametrize("kind", ["group", "layer", "scaled"])

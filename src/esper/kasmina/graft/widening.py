@@ -16,7 +16,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.grafted import call
-from esper.kasmina.graft.recording import floats, results
+from esper.kasmina.graft.recording import floats, mapped, results
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.text import with_article
@@ -211,8 +211,9 @@ class Outputs:
         return len(now) == len(self._before) and all(map(unchanged, self._before, now))
 
     def _of(self, network: nn.Module, example: Any) -> list[Tensor]:
+        given = mapped(example, torch.clone)  # the network may change its input in place
         with self._precision:
-            return [value.clone() for value in floats(results(call(network, example)))]
+            return [value.clone() for value in floats(results(call(network, given)))]
 
 
 def _drawn_where_equal(example: Any) -> Any:

@@ -13,7 +13,7 @@ from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.flow import Flow
 from esper.kasmina.graft.grafted import call, copied, undisturbed
 from esper.kasmina.graft.multiplying import configs, restore, saved
-from esper.kasmina.graft.recording import floats, on_aliases, record
+from esper.kasmina.graft.recording import floats, mapped, on_aliases, record
 from esper.kasmina.graft.widening import Outputs
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.text import counted
@@ -203,7 +203,9 @@ def _learns(network: nn.Module, made: Any, example: Any) -> bool:
     """Return whether a parameter of each new block has a gradient on the example."""
     with torch.enable_grad():
         outputs = [
-            value.square().sum() + value.sum() for value in floats(call(network, example)) if value.requires_grad
+            value.square().sum() + value.sum()
+            for value in floats(call(network, mapped(example, torch.clone)))
+            if value.requires_grad
         ]
         for block in made:
             own = [parameter for parameter in block.parameters() if parameter.requires_grad]

@@ -14,7 +14,7 @@ from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import call, undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
-from esper.kasmina.graft.recording import floats, on_aliases
+from esper.kasmina.graft.recording import floats, mapped, on_aliases
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
@@ -355,7 +355,7 @@ def _unused(model: nn.Module, example: Any) -> dict[str, nn.Parameter]:
     own = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
     def gradients(weights: dict[str, Tensor]) -> tuple[Any, ...]:
-        outputs = [value.sum() for value in floats(call(model, example)) if value.requires_grad]
+        outputs = [value.sum() for value in floats(call(model, mapped(example, torch.clone))) if value.requires_grad]
         both = [*(weights[name] for name in own), *own.values()]
         return torch.autograd.grad(sum(outputs), both, allow_unused=True) if own and outputs else (0,) * len(both)  # type: ignore[arg-type]
 
