@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -344,7 +345,7 @@ def test_a_state_keeps_its_probe_and_a_higher_limit_lets_a_network_grow_on():
     assert len(trained(again, 60, 62)[3].growths) == len(run[3].growths) + 1
     with pytest.raises(InputError, match="parameters, above most_parameters=3,000; raise the limit"):
         made(most_parameters=3000)[3].load_state_dict(run[3].state_dict())
-    with pytest.raises(InputError, match=r"cannot be copied, as its optimizer would not know the copy"):
+    with pytest.raises(InputError, match=r"cannot be copied or pickled, as its optimizer would not know the copy"):
         copy.deepcopy(again[3])
 
 
@@ -537,6 +538,18 @@ def test_what_cannot_be_is_refused_in_a_sentence():
     other = esper.AnytimeGrowth(wide, torch.optim.AdamW(wide.parameters()), example=TOKENS, ratio=RATIO, warmup=4)
     with pytest.raises(InputError, match="build the same model at its first size"):
         other.load_state_dict(run[3].state_dict())
+
+
+def test_a_growth_that_is_pickled_and_a_model_that_was_moved_are_refused():
+    model, *_, growth = trained(made(), 0, 3)
+    with pytest.raises(InputError, match="cannot be copied or pickled, as its optimizer would not know the copy"):
+        pickle.dumps({"model": model, "growth": growth})
+    model.bfloat16()
+    with pytest.raises(
+        InputError, match=r"^the GPT is of torch\.bfloat16 on cpu now, and was of torch\.float32 on cpu when"
+    ):
+        growth.step(4)
+    assert growth.steps == 3
 
 
 def test_a_step_that_raises_leaves_no_scaled_rate_behind():

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
 import esper
-from esper.kasmina.graft.multiplying import WAYS, Multiplication
+from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication
 from esper.leyline.errors import GrowthWarning, InputError
 
 
@@ -99,6 +100,40 @@ class ByHead(SharedKeys):
         x = self.enter(x)
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, -1)
         return self.leave(x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+
+
+class Slopes(ByHead):
+    """Biases of attention by distance have slopes that depend on the number of heads, as in Bloom (ALiBi)."""
+
+    def slopes(self):
+        return 2.0 ** (-8 / self.num_heads * torch.arange(1, self.num_heads + 1))
+
+    def forward(self, x):
+        x = self.enter(x)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, -1)
+        bias = self.slopes()[:, None, None] * torch.arange(x.shape[1])
+        mixed = (q @ k.mT / self.head_dim**0.5 + bias).softmax(-1) @ v
+        return self.leave(x + self.o(mixed.transpose(1, 2).flatten(2)))
+
+
+class ScaledLogits(SharedKeys):
+    """A bias for each head, two embeddings with one weight, of which one runs, and logits over a root of the width (T5)."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.enter, self.bias = nn.Embedding(20, 16), nn.Embedding(20, 16), nn.Embedding(8, 4)
+        self.last, self.leave, self.d_model = nn.RMSNorm(16), nn.Linear(16, 20, bias=False), 16
+        self.enter.weight = self.leave.weight = self.shared.weight
+
+    def forward(self, tokens):
+        x, place = self.enter(tokens), torch.arange(tokens.shape[1])
+        q, k, v = (
+            layer(self.norm(x)).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        k, v = (each.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for each in (k, v))
+        bias = self.bias((place[:, None] - place).abs()).movedim(-1, 0)
+        mixed = (self.q_norm(q) @ k.mT + bias).softmax(-1) @ v
+        return self.leave(self.last(x + self.o(mixed.transpose(1, 2).flatten(2))) * self.d_model**-0.5)
 
 
 class Residual(nn.Module):
@@ -204,6 +239,8 @@ NETWORKS = {
     "GPT, a norm of its own": (lambda: GPT(RMSNorm), TOKENS, "zeros"),
     "shared keys": (SharedKeys, (2, 6, 5), "zeros"),
     "queries, keys and values by head": (ByHead, (2, 6, 5), "zeros"),
+    "slopes by the number of heads": (Slopes, (2, 6, 5), "zeros"),
+    "logits over a root of the width": (ScaledLogits, TOKENS, "zeros"),
     "ResNet, BatchNorm": (lambda: resnet(nn.BatchNorm2d), (3, 1, 8, 8), "zeros"),
     "ResNet, GroupNorm": (lambda: resnet(lambda c: nn.GroupNorm(2, c)), (3, 1, 8, 8), "copies"),
     "U-Net": (UNet, (3, 1, 16), "copies"),
@@ -261,8 +298,96 @@ def test_a_network_of_twice_the_width_computes_what_it_did_and_all_of_it_learns(
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_first_way_that_keeps_the_function_is_taken(name):
     model, x, *_ = trained(name)
-    variant = {Translation: "buffers", ByHead: "by head"}.get(type(model), "plain")
-    assert Multiplication(model, x, variant=variant).apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
+    variants = {Translation: "buffers", ByHead: "by head", Slopes: VARIANTS[4], ScaledLogits: "scaled"}
+    found = Multiplication(model, x, variant=variants.get(type(model), "plain"))
+    assert found.apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
+
+
+def test_a_buffer_that_no_state_dict_holds_and_that_is_wider_is_named():
+    model = Translation()
+    model.register_buffer("positions", model.positions, persistent=False)
+    with pytest.warns(GrowthWarning, match="^'positions' is wider, and is a buffer that no state_dict holds, so that"):
+        esper.widen(model, 2, example=TOKENS)
+    assert model.positions.shape == (1, 16, 16)
+
+
+class Scaled(nn.Module):
+    """Divides what a layer without a bias returns by its length."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(F.normalize(self.first(x)))
+
+
+class Halving(Scaled):
+    """Changes its input in place."""
+
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+@pytest.mark.parametrize("change", [lambda m, x: esper.widen(m, 2, example=x), lambda m, x: esper.deepen(m, example=x)])
+def test_a_network_that_changes_its_input_in_place_leaves_the_example_alone(change):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Sequential(Halving(), nn.Linear(4, 8)) for _ in range(2))), torch.randn(4, 8)
+    example = x.clone()
+    with suppress(InputError):
+        change(model, example)
+    assert torch.equal(example, x)
+
+
+class Largest(nn.Module):
+    """Adds the largest of its features, in which no gradient flows."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.enter(x)
+        return self.leave(h) + h.detach().max()
+
+
+def test_a_largest_feature_is_seen_though_no_new_one_is_larger_as_it_is_drawn():
+    torch.manual_seed(2)
+    model, x = Largest(), torch.randn(4, 5)
+    with torch.no_grad():
+        model.enter.bias += 3
+    further = 10 * torch.randn(100, 5)
+    before = model(further)
+    assert esper.widen(model, 2, example=x).way == "copies"
+    assert torch.allclose(model(further), before, atol=1e-4)
+
+
+def test_a_network_that_cannot_run_backward_is_refused_in_a_sentence():
+    class Doubling(Stack):
+        def forward(self, x):
+            return self.leave(self.enter(x).sigmoid().mul_(2))
+
+    with pytest.raises(InputError, match=r"^the Doubling cannot run backward on the example: RuntimeError: one of the"):
+        esper.widen(Doubling(), 2, example=torch.ones(2, 8))
+
+
+def test_embeddings_with_one_weight_and_a_bias_for_each_head_follow():
+    model = ScaledLogits()
+    esper.widen(model, 2, example=TOKENS)
+    assert model.shared.weight is model.enter.weight is model.leave.weight
+    assert (model.shared.embedding_dim, model.enter.embedding_dim, model.leave.in_features) == (32, 32, 32)
+    assert (model.bias.embedding_dim, model.num_heads, model.num_kv_heads, model.d_model) == (8, 8, 4, 32)
+
+
+def test_slopes_that_no_order_of_more_heads_has_are_refused():
+    class Uneven(Slopes):
+        def slopes(self):
+            return 1.0 / (torch.arange(self.num_heads) + self.num_heads)
+
+    model = Uneven()
+    with pytest.raises(InputError, match="the outputs of the wider network are others"):
+        esper.widen(model, 2, example=torch.randn(2, 6, 5))
+    assert model.num_heads == 4
 
 
 def test_a_wider_network_loads_into_one_that_is_built_with_the_widths():
@@ -319,6 +444,41 @@ class Remembering(Counted):
     def forward(self, x):
         h = self.norm(self.enter(x))[0]
         return self.leave(h / h.shape[-1])
+
+
+class Rounded(RMSNorm):
+    """A norm that computes in a precision of its own, as those of transformers do."""
+
+    def __init__(self, width, dtype):
+        super().__init__(width)
+        self.dtype = dtype
+
+    def forward(self, x):
+        return self.weight * F.rms_norm(x.to(self.dtype), x.shape[-1:], eps=self.eps).to(x.dtype)
+
+
+class Inexact(nn.Module):
+    """Multiplies by a number that depends a little on the number of its features."""
+
+    def __init__(self, dtype, part):
+        super().__init__()
+        self.enter, self.norm, self.leave, self.part = nn.Linear(5, 8), Rounded(8, dtype), nn.Linear(8, 3), part
+
+    def forward(self, x):
+        h = self.enter(x)
+        return self.leave(h + self.norm(h)) * (1 + self.part * h.shape[-1] / 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_in_float64_a_norm_in_fewer_digits_is_no_obstacle_and_a_small_difference_is(dtype):
+    torch.manual_seed(0)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    with pytest.raises(InputError, match="the outputs of the wider network are others"):
+        esper.widen(Inexact(dtype, 1e-4).double(), 2, example=x)
+    model = Inexact(dtype, 0.0).double()
+    before = model(x)
+    assert not esper.widen(model, 2, example=x).left_out
+    assert torch.allclose(model(x), before, rtol=0, atol=10 * torch.finfo(dtype).eps)
 
 
 class Skipping(Own):
@@ -488,17 +648,6 @@ def test_what_takes_no_part_on_the_example_and_is_as_wide_is_named():
     assert {"mask_token", "other.weight", "other.bias"} <= set(widened.left_out)
     assert "took no part on the example and has 8 features" in widened.left_out["mask_token"]
     assert "mask_token stays: it took no part" in repr(widened)
-
-
-class Scaled(nn.Module):
-    """Divides what a layer without a bias returns by its length."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.last(F.normalize(self.first(x)))
 
 
 @pytest.mark.parametrize("kind", ["group", "layer", "scaled"])

@@ -34,6 +34,7 @@ class Flow:
         parts (dict[str, nn.Module]): the submodules by dotted path, the network itself among them
         calls (dict[str, list[Call]]): their calls
         layers (set[str]): those of known kinds that multiply what flows by a weight
+        doubles (dict[str, str]): those of one kind with the very parameters of another layer, with that one, which is in `layers`
         order (list[Node]): the autograd graph, inputs first
     """
 
@@ -43,11 +44,14 @@ class Flow:
         held = [path for path, part in self.parts.items() if any(True for _ in part.parameters(recurse=False))]
         known = [path for path in held if self._is_layer(path)]
         inside = {path for path in held if any(path.startswith(f"{layer}.") for layer in known)}
-        self.layers = set(known) - inside
+        own = {path: (type(self.parts[path]), *map(id, self.parts[path].parameters())) for path in known}
+        ran = {own[path]: path for path in reversed(known) if path in self.calls}
+        self.doubles = {path: ran[own[path]] for path in known if ran.get(own[path], path) != path}
+        self.layers = set(known) - inside - set(self.doubles)
         for path in held:
             if isinstance(self.parts[path], nn.ParameterList | nn.ParameterDict):
                 raise InputError(self._why_unknown(path))
-            if path and path not in self.calls and path not in inside:
+            if path and path not in self.calls and path not in inside | set(self.doubles):
                 raise InputError(f"{path!r} did not run on the example; give an example on which every layer runs")
         self.order = inputs_first(recording.loss.grad_fn)
         self.owner = self._owners(weights)
@@ -62,7 +66,7 @@ class Flow:
         names = {id(parameter): name for name, parameter in self.parts[""].named_parameters()}
         holders: dict[int, list[str]] = {}
         for path, part in self.parts.items():
-            layer = next((each for each in self.layers if path.startswith(f"{each}.")), path)
+            layer = next((each for each in self.layers if path.startswith(f"{each}.")), self.doubles.get(path, path))
             for own in part._parameters.values():
                 if own is not None and own.dim() >= 2:
                     holders.setdefault(id(weights[names[id(own)]]), []).append(layer)

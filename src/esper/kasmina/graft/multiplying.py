@@ -27,8 +27,10 @@ from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.recording import (
     PRODUCT,
     Recording,
+    distance,
     on_aliases,
     record,
+    results,
 )
 from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
@@ -39,24 +41,36 @@ TABLES = ("_parameters", "_buffers", "_modules")
 Way = Literal["zeros", "means", "copies"]
 WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
 
-Variant = Literal["plain", "buffers", "by head"]
-VARIANTS: tuple[Variant, ...] = ("plain", "buffers", "by head")
+Variant = Literal["plain", "buffers", "by head", "new heads first", "by head, new heads first", "scaled"]
+VARIANTS: tuple[Variant, ...] = (
+    "plain",
+    "buffers",
+    "by head",
+    "new heads first",
+    "by head, new heads first",
+    "scaled",
+)
 
 NOISE = 0.5
 """Standard deviation of the noise on weights that read copies, as a share of that of these weights."""
 
+_LARGE = 8.0
+"""By how much features that nothing reads yet are larger in a second trial, which shows a largest one or a sum of features."""
+
 _BY_FEATURE = (nn.modules.batchnorm._NormBase,)
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
-_HEADS = re.compile(
+HEADS = re.compile(
     r"^(n|num|number_of)?_?((en|de)coder_)?(self_)?(attn|attention|query|q|key_value|kv|k|v)?_?heads?(_q|_k|_kv)?$",
     re.I,
 )
-_HEAD_SIZES = re.compile(r"head_?(dim|size)|d_head|dim_head|d_k$", re.I)
-_WIDTHS = re.compile(r"emb|dim|hidden|width|channel|feature|d_model|units|inner|split|planes|intermediate|size", re.I)
-_NO_WIDTHS = re.compile(
+_HEAD_SIZES = re.compile(r"head_?(dim|size)|d_head|dim_head|d_kv?$|key_value_proj_dim", re.I)
+WIDTHS = re.compile(
+    r"emb|dim|hidden|width|channel|feature|d_model|d_ff|units|inner|split|planes|intermediate|size", re.I
+)
+NO_WIDTHS = re.compile(
     r"vocab|block|context|position|length|image|patch|kernel|window|batch|num_embeddings|chunk|codebook|class|stride|input|output"
-    r"|segment|frame",
+    r"|segment|frame|layers?$",
     re.I,
 )
 """Names of attributes of a person's modules, and of their configs, that count attention heads, or features."""
@@ -72,6 +86,7 @@ class Axis(NamedTuple):
         reads (bool): whether the elements read features, and do not write them
         stream (bool): whether something normalises over these features
         copied (bool): whether these features are copied in any way, as keys and values that several heads share
+        first (bool): whether the new elements stand in front of the old ones that they belong to, and nothing reads them yet
     """
 
     axis: int
@@ -79,6 +94,7 @@ class Axis(NamedTuple):
     reads: bool = False
     stream: bool = False
     copied: bool = False
+    first: bool = False
 
 
 class _Heads(NamedTuple):
@@ -112,11 +128,14 @@ class Multiplication:
         """wider: hidden features of which there are more already, with the number before.
 
         variant: what the graph does not show. 'buffers': buffers of a person's modules whose last axis has the width of a stream
-        are added to it, as positions. 'by head': a layer writes query, key and value of one head beside each other.
+        are added to it, as positions. 'by head': a layer writes query, key and value of one head beside each other. 'new heads
+        first': each new head stands in front of the old one, as slopes of ALiBi for twice as many heads have the old ones at
+        every second place. 'scaled': what the last layer reads is divided by a root of the width, where it shares its weight with
+        an embedding, as in T5.
 
         InputError if a layer is of a kind that is not known, frozen, or did not run.
         """
-        self._by_head = variant == "by head"
+        self._variant = variant
         self._module, self._before = module, {width for _, width in wider}
         self._written = {path for hidden, _ in wider for path in hidden.writers}
         self._read = {path for hidden, _ in wider for path in hidden.readers}
@@ -132,7 +151,9 @@ class Multiplication:
         self.epsilons: dict[str, dict[str, float]] = {}
         self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
         check_module(module)
-        on_aliases(module, lambda weights: self._find(record(module, example, None), weights))
+        on_aliases(
+            module, lambda weights: self._find(record(module, example, lambda out: distance(results(out))), weights)
+        )
         if variant == "buffers":
             self._grow_buffers()
 
@@ -162,6 +183,11 @@ class Multiplication:
             )
         self._grow_norms()
         self._grow_parameters(weights)
+        tables: tuple[dict[str, Any], ...] = self.counts, self.axes
+        for path, first in flow.doubles.items():
+            for table in tables:
+                found = {name: own for name, own in table.items() if f"{name}.".startswith(f"{first}.")}
+                table |= {path + name.removeprefix(first): own for name, own in found.items()}
         self._join_tied()
         self._share()
         self._count()
@@ -181,11 +207,15 @@ class Multiplication:
                     (name, own) for name, own in _whole_numbers(self._flow.parts[place]) if own > 0 and inner % own == 0
                 ]
                 size = next((own for name, own in numbers if _HEAD_SIZES.search(name)), 0)
-                count = next((own for name, own in numbers if _HEADS.search(name)), 0)
+                count = next((own for name, own in numbers if HEADS.search(name)), 0)
                 if size or count:
                     size = size or inner // count
                     found[path] = _Heads(size, inner // size, False)
-                    found |= {each: _Heads(size, inner // size, self._width(each) < inner) for each in writers}
+                    for each in writers:
+                        own, number = self._width(each), inner // size
+                        # of a value for each head, as a bias by the distance of positions
+                        by_head = own == number and (isinstance(self._flow.parts[each], EMBEDDINGS) or own % size > 0)
+                        found[each] = _Heads(1, number, True) if by_head else _Heads(size, number, own < inner)
                     break
             else:
                 for each in (path, *writers):
@@ -245,10 +275,11 @@ class Multiplication:
             Axis(0, stream=(path, False) in self._streams),
         )
         if heads and any(reach.layers.values()):
-            into = into._replace(block=heads.size)
+            into = into._replace(block=heads.size, first="first" in self._variant)
         elif heads:
-            fused = self._by_head and self._width(path) == 3 * heads.size * heads.number
-            out = out._replace(block=heads.size * (3 if fused else 1), copied=heads.shared)
+            fused = "by head" in self._variant and self._width(path) == 3 * heads.size * heads.number
+            block, first = heads.size * (3 if fused else 1), "first" in self._variant
+            out = out._replace(block=block, copied=heads.shared, first=first)
         if writing:
             self.widths[path] = self._width(path)
         if isinstance(part, EMBEDDINGS):
@@ -382,7 +413,7 @@ class Multiplication:
             shape = tuple(weights[name].shape)
             wanted = streams
             if self._inner[node] and self._heads:
-                if any(length == heads.size for length in shape for heads in self._heads.values()):
+                if any(length == heads.size > 1 for length in shape for heads in self._heads.values()):
                     continue
                 wanted = {heads.number for heads in self._heads.values()}
             axis = next(
@@ -431,13 +462,14 @@ class Multiplication:
                     ]
                     norm = self._norm_before(reader)
                     if norm is not None:
-                        self._divided |= {
-                            _prefix(norm) + name
-                            for name, own in self._flow.parts[norm]._parameters.items()
-                            if own is not None
-                        }
+                        held = self._flow.parts[norm]._parameters
+                        names = {_prefix(norm) + name for name, each in held.items() if each is not None}
+                        self._divided |= names
+                        if self._variant == "scaled":
+                            self.shares |= dict.fromkeys(names & self.normalising, 0.0)
                     # New columns are read by one layer, so that they begin at 0, whatever the other writes by them.
-                    self.axes[first] = self.axes[other] = [each._replace(reads=False, stream=True) for each in one]
+                    joined = [each._replace(reads=False, stream=True) for each in one]
+                    self.axes |= dict.fromkeys((first, *others), joined)
 
     def _share(self) -> None:
         """Let layers rather than the norms in front of them make up for the number of features, where they alone read these.
@@ -474,7 +506,7 @@ class Multiplication:
             for call in calls
             if call.edge is not None and flow.parts[each]._parameters and each not in flow.layers
         }
-        source = flow.calls[path][0].source
+        source = flow.calls[flow.doubles.get(path, path)][0].source
         node = None if source is None else source.node
         while node is not None and node not in made:
             read = before(node)
@@ -483,8 +515,10 @@ class Multiplication:
 
     def _count(self) -> None:
         """Note the attributes of a person's modules, and of their configs, that count inner features or attention heads."""
-        widths = {*self.widths.values(), *self._before}
-        widths |= {len(part.weight) for path in self.widths if isinstance(part := self._flow.parts[path], nn.Linear)}
+        by_head = {path for path, heads in self._heads.items() if heads.size == 1}
+        inner = self.widths.keys() - by_head
+        widths = {*self._before, *(self.widths[path] for path in inner)}
+        widths |= {len(part.weight) for path in inner if isinstance(part := self._flow.parts[path], nn.Linear)}
         sizes = {heads.size for heads in self._heads.values()}
         for path, part in self._flow.parts.items():
             known = type(part).__module__.startswith("torch.") and not isinstance(part, nn.Transformer)
@@ -492,14 +526,20 @@ class Multiplication:
                 continue
             for where, holder in ((path, part), *configs(part, path)):
                 for name, own in _whole_numbers(holder):
-                    if _NO_WIDTHS.search(name) or (_HEAD_SIZES.search(name) and own in sizes):
+                    if NO_WIDTHS.search(name) or (_HEAD_SIZES.search(name) and own in sizes):
                         continue
-                    if (self._heads and _HEADS.search(name)) or (own in widths and own > 1 and _WIDTHS.search(name)):
+                    if (self._heads and HEADS.search(name)) or (own in widths and own > 1 and WIDTHS.search(name)):
                         self.counts.setdefault(where, {})[name] = own
                 for name, listed in vars(holder).items():
-                    if not isinstance(listed, list | tuple) or _NO_WIDTHS.search(name) or not _WIDTHS.search(name):
+                    if (
+                        not isinstance(listed, list | tuple)
+                        or not listed
+                        or any(type(own) is not int for own in listed)
+                    ):
                         continue
-                    if listed and all(type(own) is int and own > 1 and own in widths for own in listed):
+                    heads = self._heads and HEADS.search(name)
+                    named = WIDTHS.search(name) and not NO_WIDTHS.search(name)
+                    if heads or (named and all(own > 1 and own in widths for own in listed)):
                         self.lists.setdefault(where, {})[name] = listed
 
     @torch.no_grad()
@@ -524,9 +564,11 @@ class Multiplication:
             try:
                 for parameter in blank:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-                expected = Outputs(network, example)
-                self._change(network, way, factor, key, share)
-                kept = expected.are_of(network)
+                expected, kept = Outputs(network, example), True
+                for size in (1.0, _LARGE):
+                    self._change(network, way, factor, key, share, size)
+                    kept = kept and expected.are_of(network)
+                    restore(before)
                 if not kept:
                     problem = InputError(
                         "the outputs of the wider network are others; something depends on the number of features"
@@ -552,8 +594,11 @@ class Multiplication:
         changed = [(tensors[name], len(axes)) for name, axes in self.axes.items() if name in tensors]  # a tied one once
         return sum(value.numel() * value.element_size() * factor**power for value, power in changed)
 
-    def _change(self, network: nn.Module, way: Way, factor: int, key: int, share: bool) -> None:
-        """Multiply the widths of a network. share: whether layers make up for the number of features in the place of norms."""
+    def _change(self, network: nn.Module, way: Way, factor: int, key: int, share: bool, size: float = 1.0) -> None:
+        """Multiply the widths of a network.
+
+        share: whether layers make up for the number of features in the place of norms. size: of features that nothing reads yet.
+        """
         parts = {"": network, **dict(network.named_modules())}
         generator = torch.Generator().manual_seed(key)
         tables: Sequence[tuple[Mapping[str, Mapping[str, float]], int]]
@@ -586,7 +631,7 @@ class Multiplication:
                 if name in self.scales and way != "copies":
                     value = _scaled(value, axes[0], factor, self.scales[name])
                 else:
-                    value = _multiplied(value, axes, way, factor, generator) / (factor if divided else 1)
+                    value = _multiplied(value, axes, way, factor, generator, size) / (factor if divided else 1)
                 row = getattr(part, "padding_idx", None)
                 if isinstance(row, int) and not bool(old[row].any()):
                     value[row] = 0  # of an embedding, which never learns there
@@ -597,17 +642,19 @@ class Multiplication:
             setattr(part, entry, made[id(old)])
 
 
-def _multiplied(value: Tensor, axes: Sequence[Axis], way: Way, factor: int, generator: torch.Generator) -> Tensor:
+def _multiplied(
+    value: Tensor, axes: Sequence[Axis], way: Way, factor: int, generator: torch.Generator, size: float = 1.0
+) -> Tensor:
     """Return a tensor with more along some axes, in the order of `axes`: first along what it reads, then along what it writes."""
     spread = float(value.double().std(correction=0)) if value.numel() else 0.0
 
     def drawn(like: Tensor) -> Tensor:
         return spread * torch.randn(like.shape, generator=generator).to(like)
 
-    for axis, block, reads, stream, copied in axes:
+    for axis, block, reads, stream, copied, first in axes:
         old = value.unflatten(axis, (-1, block)).unsqueeze(axis + 1)
         more = old.repeat_interleave(factor - 1, axis + 1)
-        if copied or way == "copies":
+        if copied or (way == "copies" and not first):
             value = torch.cat([old, more], axis + 1)
             if reads:
                 noise = drawn(value)
@@ -617,12 +664,12 @@ def _multiplied(value: Tensor, axes: Sequence[Axis], way: Way, factor: int, gene
             if reads:
                 more = drawn(more) if stream else torch.zeros_like(more)
             elif not stream:
-                more = drawn(more)
+                more = size * drawn(more)
             elif way == "means":
                 more = old.mean(axis, keepdim=True).expand_as(more)
             else:
                 more = torch.zeros_like(more)
-            value = torch.cat([old, more], axis + 1)
+            value = torch.cat([more, old] if first else [old, more], axis + 1)
         value = value.flatten(axis, axis + 2)
     return value
 

@@ -206,6 +206,13 @@ def tensors(structure: Any) -> Iterator[Tensor]:
             yield from tensors(getattr(structure, field.name))
 
 
+def results(output: Any) -> Any:
+    """Return what a network computes, without hidden states and attention maps that it returns beside `logits`."""
+    if not isinstance(output, Mapping) or "logits" not in output:
+        return output
+    return {name: own for name, own in output.items() if not re.search("hidden_state|attentions", name)}
+
+
 def mapped(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the structure with each tensor replaced by `change` of it, in the order of `tensors`."""
     if isinstance(structure, Tensor):

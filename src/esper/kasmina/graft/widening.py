@@ -3,19 +3,20 @@
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.grafted import call
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.recording import floats, mapped, results
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.text import with_article
@@ -156,17 +157,38 @@ def unchanged(one: Tensor, other: Tensor) -> bool:
     return bool((near | (one == other) | (one.isnan() & other.isnan())).all())
 
 
+class _InDouble(TorchDispatchMode):
+    """Lets a network in float64 compute in it throughout: what it would round to fewer digits, as a norm does, stays as it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.ops.aten._to_copy.default and args[0].dtype == torch.float64:
+            to = named.get("dtype")
+            if to is not None and to.is_floating_point:
+                named["dtype"] = torch.float64
+        return func(*args, **named)
+
+
 class Outputs:
     """Holds what a network computes, to compare it with what it computes after a change.
 
     It runs on the example, and on variants of it, if it can, because there is much that an example can hide: draws in the place
     of floating-point tensors that have one value throughout, as those of `torch.zeros`, and two positions where there is one,
-    over which attention has nothing to weigh. Raises InputError where no output is finite, to which anything would be equal.
+    over which attention has nothing to weigh. One with parameters in float64 computes in float64 alone, if it can: norms of
+    transformers compute in float32, whose rounding would be a difference. Raises InputError where no output is finite, to which
+    anything would be equal. Hidden states that a network returns beside `logits` may change, as their widths do.
     """
 
     def __init__(self, network: nn.Module, example: Any) -> None:
-        self._examples = [example]
-        self._before = self._of(network)
+        double = any(own.dtype == torch.float64 for own in network.parameters())
+        self._examples, self._precision = [example], _InDouble() if double else nullcontext()  # type: ignore[no-untyped-call]
+        try:
+            self._before = self._of(network, example)
+        except Exception as error:
+            if is_out_of_memory(error) or not double:
+                raise
+            self._precision = nullcontext()  # a part of the network asks for fewer digits
+            self._before = self._of(network, example)
         if not any(value.isfinite().any() for value in self._before if not value.is_nested):
             raise InputError(
                 "no output on the example is finite, so that a change of the network would not be seen; give another example"
@@ -175,7 +197,7 @@ class Outputs:
             if variant is None:
                 continue
             try:
-                more = [value.clone() for value in floats(call(network, variant))]
+                more = self._of(network, variant)
             except Exception as error:  # the network may ask for what the variant is not
                 if is_out_of_memory(error):
                     raise
@@ -185,11 +207,13 @@ class Outputs:
 
     def are_of(self, network: nn.Module) -> bool:
         """Return whether a network computes the same, to rounding."""
-        now = self._of(network)
+        now = [value for example in self._examples for value in self._of(network, example)]
         return len(now) == len(self._before) and all(map(unchanged, self._before, now))
 
-    def _of(self, network: nn.Module) -> list[Tensor]:
-        return [value.clone() for example in self._examples for value in floats(call(network, example))]
+    def _of(self, network: nn.Module, example: Any) -> list[Tensor]:
+        given = mapped(example, torch.clone)  # the network may change its input in place
+        with self._precision:
+            return [value.clone() for value in floats(results(call(network, given)))]
 
 
 def _drawn_where_equal(example: Any) -> Any:

@@ -354,11 +354,16 @@ class AnytimeGrowth:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
         if not self._handles:
             raise InputError("the network is finished; make another esper.AnytimeGrowth to widen it further")
-        own: list[Tensor] = list(
-            self.model.parameters()
-        )  # walked once: in a small network such walks are a tenth of a step
+        # walked once: in a small network such walks are a tenth of a step
+        own: list[Tensor] = list(self.model.parameters())
         if in_parts(own[0]):
             raise InputError(_SHARDED.format(type(self.model).__name__))
+        now, mine = own[0], next(self.average.parameters())
+        if (now.device, now.dtype) != (mine.device, mine.dtype):
+            raise InputError(
+                f"the {type(self.model).__name__} is of {now.dtype} on {now.device} now, and was of {mine.dtype} on "
+                f"{mine.device} when esper.AnytimeGrowth was made; move it before that"
+            )
         number = sum(self._ranks.from_each(number))
         self.steps += 1
         self._since += 1
@@ -579,10 +584,10 @@ class AnytimeGrowth:
         if self._log is not None:
             self._log.resumed = state["log"]
 
-    def __deepcopy__(self, memo: Any) -> "AnytimeGrowth":
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(
-            "esper.AnytimeGrowth cannot be copied, as its optimizer would not know the copy; make another one, and give it "
-            "growth.state_dict()"
+            "esper.AnytimeGrowth cannot be copied or pickled, as its optimizer would not know the copy; make another one, and "
+            "give it growth.state_dict()"
         )
 
     @torch.no_grad()

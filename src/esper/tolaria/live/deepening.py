@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.graft.configured import Configured
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.flow import Flow
 from esper.kasmina.graft.grafted import call, copied, undisturbed
 from esper.kasmina.graft.multiplying import configs, restore, saved
-from esper.kasmina.graft.recording import floats, on_aliases, record
+from esper.kasmina.graft.recording import floats, mapped, on_aliases, record
 from esper.kasmina.graft.widening import Outputs
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.text import counted
@@ -88,8 +89,11 @@ def deepen(
         )
     each = sum(parameter.numel() * parameter.element_size() for parameter in model.get_submodule(last).parameters())
     check_memory(networks, blocks * each, f"by {counted(blocks, 'block')}", "give fewer blocks")
+    configured = [Configured(own) for own in networks]
     with undisturbed(*networks), torch.no_grad():
         _add(networks, path, stop, blocks, example, stop - start)
+    for deeper in configured:
+        deeper.follow()
     prefix = f"{path}." if path else ""
     made = [f"{prefix}{stop + number}." for number in range(blocks)]
     for own in optimizers:
@@ -199,7 +203,9 @@ def _learns(network: nn.Module, made: Any, example: Any) -> bool:
     """Return whether a parameter of each new block has a gradient on the example."""
     with torch.enable_grad():
         outputs = [
-            value.square().sum() + value.sum() for value in floats(call(network, example)) if value.requires_grad
+            value.square().sum() + value.sum()
+            for value in floats(call(network, mapped(example, torch.clone)))
+            if value.requires_grad
         ]
         for block in made:
             own = [parameter for parameter in block.parameters() if parameter.requires_grad]
