@@ -73,6 +73,11 @@ class Plan(NamedTuple):
     branch: tuple[tuple[CallPlan, ...], ...]  # by slot: calls of each slot for branches; empty without branches
     joins: tuple[Join, ...]  # by segment; empty without branches
 
+    @property
+    def bare(self) -> bool:
+        """Whether the hosts run alone: no seed acts on them, and no branch leaves them."""
+        return not any(self.base) and not self.joins
+
 
 class CallDoses(NamedTuple):
     """Holds the tensors that vary in a call over n rows. A column has the shape (n, 1, ...) with as many axes as the stream."""
