@@ -9,7 +9,7 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.stack.fused import Layers, layers_of
 from esper.kasmina.stack.layers import Linear
 from esper.kasmina.stack.rows import Stack
-from esper.tasks.hosts.feedforward import Floor
+from esper.tasks.hosts.feedforward import MLP, DamagedMLP, Floor
 
 
 def damaged(linear: bool = False) -> nn.Module:
@@ -109,3 +109,43 @@ def test_layers_are_found_in_sequences_of_known_modules_without_hooks():
     hooked = damaged()
     hooked[2].register_forward_hook(lambda *_: None)
     assert layers_of(hooked, []) is None
+
+
+@pytest.mark.parametrize(
+    ("acting", "paths", "visited"),
+    [
+        ((), ["segments.0:4"], []),
+        ((0,), ["segments.0", "segments.1", "segments.2:4"], [0]),
+        ((1,), ["segments.0:1", "segments.2", "segments.3:4"], [1]),
+        ((2,), ["segments.0:2", "segments.3", "segments.4"], [2]),
+        ((0, 1, 2), [f"segments.{index}" for index in range(5)], [0, 1, 2]),
+    ],
+)
+def test_a_merged_chain_stops_in_front_of_and_behind_the_segment_of_each_site_where_something_acts(
+    acting, paths, visited
+):
+    chain, called, seen = MLP(6, 8, (3, 5, 4), 3)().chain.merged(acting), [], []
+
+    def call(path, flow):
+        called.append(path)
+        return flow + 1
+
+    def visit(site, taps):
+        seen.append(site)
+        assert taps.here == taps.before + 1
+        return taps.here
+
+    assert chain.run(call, 0, visit) == len(paths)
+    assert (called, seen) == (paths, visited)
+
+
+def test_merged_segments_compute_what_the_segments_compute_one_after_another():
+    factory = DamagedMLP(6, 8, (3, 5, 4), 3, linear=(False, True, False), frozen=(False, False, True))
+    stack = filled(factory)
+    x = torch.randn(4, 7, 6, dtype=torch.float64)
+    y, rows = x, slice(0, 4)
+    for path in ("segments.0", "segments.1", "segments.2", "segments.3", "segments.4"):
+        y = stack(y, rows, part=path)
+    assert torch.equal(stack(x, rows, part="segments.0:4"), y)
+    z = stack(stack(stack(x, rows, part="segments.0:1"), rows, part="segments.2"), rows, part="segments.3:4")
+    assert torch.equal(z, y)

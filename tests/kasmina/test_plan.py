@@ -1,11 +1,11 @@
-"""Plans of passes: hashable, and shared by passes that differ in their doses alone."""
+"""Plans of passes: hashable, shared by passes that differ in their doses alone, and kept up to a bound."""
 
 import numpy as np
 import torch
 
 from bodies import ALL, empty, make_body, set_seed
 from esper.kasmina.lifecycle import doses
-from esper.kasmina.stack.body import Body
+from esper.kasmina.stack.plan import PlanCache
 from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.stages import Stage
 from esper.tamiyo.catalog import get_controller
@@ -43,6 +43,7 @@ def test_a_step_of_one_plan_computes_what_the_doses_of_each_pass_say():
     x, dose = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0)), doses(seeds)
     body.run(x, body.route(dose, seeds))
     halved = body.run(x, body.route(dose * np.float32(0.5), seeds)).output
+    assert (body.plans.built, body.plans.reused) == (1, 1)
     other, again = planted([0, 2])
     assert torch.equal(halved, other.run(x, other.route(dose * np.float32(0.5), again)).output)
 
@@ -60,19 +61,23 @@ def test_an_alpha_below_one_a_birth_and_a_shadow_ask_for_other_plans():
     assert len(plans) == 5
 
 
-def test_a_grown_episode_has_far_more_passes_than_plans(monkeypatch):
-    plans, run = [], Body.run
+def test_the_cache_forgets_the_plan_that_was_used_longest_ago_and_counts_it():
+    body, seeds = planted([0, 2])
+    plans = [body.route(doses(seeds), seeds, part=slice(0, stop)).plan for stop in (1, 2, 3)]
+    cache: PlanCache[str] = PlanCache(2)
+    for index in (0, 1, 0, 2, 0, 1):
+        assert cache.get(plans[index], lambda plan: str(plan.part)) == str(plans[index].part)
+    assert (cache.built, cache.reused, cache.evicted) == (4, 2, 2)
 
-    def noted(self, x, route, **options):
-        plans.append(route.plan)
-        return run(self, x, route, **options)
 
-    monkeypatch.setattr(Body, "run", noted)
+def test_over_a_grown_episode_plans_are_reused_far_more_often_than_they_are_built():
     task = get_task("digits-narrow")
     config = build_config({"envs": 1, "twin": True, "steps": 24}, task.defaults)
     engine = VectorizedEngine(task, config)
     engine.run(get_controller("heuristic", config))
+    plans = engine.population.body.plans
     passes = config.steps * config.data.batches_per_step + config.steps  # training batches, and a probe a step
     assert engine.population.body.stacks, "nothing was grown"
-    assert len(set(plans)) <= config.steps  # under half of the two routes that every step works out
-    assert len(plans) >= passes
+    assert plans.built <= config.steps  # under half of the two routes that every step works out
+    assert plans.built + plans.reused >= passes
+    assert plans.evicted == 0

@@ -93,7 +93,7 @@ def test_a_pass_that_finds_out_about_a_loop_leaves_the_gradients_alone():
     passes, host = engine.population.passes, engine.population.body.host
     eager = added(engine, route, batch, "off")
     host._parts.clear()
-    passes._known.clear()
+    passes._known._known.clear()
     looped = passes.counts.looped
     again = added(engine, route, batch, "on")
     assert passes.counts.looped == looped + 1

@@ -1,7 +1,7 @@
 """Define the contract of a host: segments with named slots between them."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -19,32 +19,57 @@ from esper.leyline.text import counted, kind_of
 
 
 class Chain:
-    """Runs a network as a chain of segments, with sites between them."""
+    """Runs a network as a chain of segments, with sites between them. paths: the dotted path of every segment, in order."""
 
     def __init__(self, segments: int, after: Sequence[int]) -> None:
         """`after` names the segment in front of each site, in order; no two sites may share one."""
-        self.segments = range(segments)
+        self.paths = tuple(f"segments.{index}" for index in range(segments))
         self._site_after = {segment: site for site, segment in enumerate(after)}
 
-    def run(self, call: Callable[[int, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
+    def run(self, call: Callable[[str, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
         """Compute the output of the network for a batch.
 
-        call(segment, flow) runs a segment. visit(site, taps) is called after every segment that has a site,
+        call(path, flow) runs the segment of a path. visit(site, taps) is called after every segment that has a site,
         with the index of the site, and returns the stream that the next segment reads: `taps.here` if nothing grows
         there. `taps.before` is the input of the segment in front of the site.
         """
         flow = batch
-        for segment in self.segments:
-            before, flow = flow, call(segment, flow)
+        for segment, path in enumerate(self.paths):
+            before, flow = flow, call(path, flow)
             site = self._site_after.get(segment)
             if site is not None:
                 flow = visit(site, Taps(flow, before, batch))
         return flow
 
+    def merged(self, acting: Collection[int]) -> "Chain":
+        """Return the chain that visits the `acting` sites alone and runs segments i to j between them as one, "segments.i:j"."""
+        found, first = Chain(0, ()), 0
+        paths: list[str] = []
+        for segment in range(len(self.paths)):
+            acts = self._site_after.get(segment) in acting
+            next_acts = self._site_after.get(segment + 1) in acting
+            if acts or next_acts or segment == len(self.paths) - 1:
+                if acts:
+                    found._site_after[len(paths)] = self._site_after[segment]
+                paths.append(self.paths[segment] if first == segment else f"segments.{first}:{segment}")
+                first = segment + 1
+        found.paths = tuple(paths)
+        return found
 
-def calling(segments: Sequence[nn.Module] | nn.ModuleList) -> Callable[[int, Batch], Batch]:
+
+def first_segment(path: str) -> int:
+    """Return the index of the segment of a path, or of the first of those that run as one."""
+    return int(path.removeprefix("segments.").partition(":")[0])
+
+
+def calling(segments: Sequence[nn.Module] | nn.ModuleList) -> Callable[[str, Batch], Batch]:
     """Return a `call` that runs the segments of a plain network: the first on the batch, every other on one tensor."""
-    return lambda segment, x: run(segments[segment], x)
+    by_path = {f"segments.{index}": segment for index, segment in enumerate(segments)}
+
+    def call(path: str, x: Batch) -> Batch:
+        return run(by_path[path], x)
+
+    return call
 
 
 _Part = TypeVar("_Part", nn.Module, SlotSpec)
@@ -262,11 +287,11 @@ def _check_places(host: SegmentedHost) -> None:
         )
 
 
-def _checked_call(host: SegmentedHost) -> Callable[[int, Batch], Batch]:
+def _checked_call(host: SegmentedHost) -> Callable[[str, Batch], Batch]:
     """Return a `call` that raises InputError if a segment fails or does what it must not do."""
 
-    def call(index: int, x: Batch) -> Batch:
-        segment = host.segments[index]
+    def call(path: str, x: Batch) -> Batch:
+        segment, index = host.get_submodule(path), host.chain.paths.index(path)
         given = map_leaves(Tensor.clone, x)
         try:
             y = run(segment, x)

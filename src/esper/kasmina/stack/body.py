@@ -3,6 +3,7 @@
 E environments, S slots, K blueprints of the menu, n rows of a pass, B examples, X branches.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.host import SegmentedHost, dtype_of
+from esper.kasmina.host import Chain, SegmentedHost, dtype_of, first_segment
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.layout import BEFORE, TAPS, HostTable, Layout
-from esper.kasmina.stack.plan import Branches, CallDoses, CallPlan, Doses, Indices, Join, Plan, Route, Run
+from esper.kasmina.stack.plan import Branches, CallDoses, CallPlan, Doses, Indices, Join, Plan, PlanCache, Route, Run
 from esper.kasmina.stack.rows import (
     Mapping,
     Rows,
@@ -41,6 +42,10 @@ from esper.leyline.lifecycle.view import Seeds
 APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
 """Parameters of a host, by the kind of its streams, from which on a CPU runs the rows one after another. It then takes about as
 long for several rows as at all at once, and half as long for one (`scripts/benchmark_rows.py`)."""
+
+PLANS = 256
+"""Number of plans for which a body keeps what it prepared."""
+
 
 Kept = Literal["none", "here", "all"]
 Calls = list[tuple[CallPlan, CallDoses]]
@@ -70,7 +75,8 @@ class Body:
     segments. `stacks[slot, form]` holds the seeds of one form at one slot, and `envs[slot, form]` the environment of
     each of its rows. Rows are sorted by group, then by environment. The groups are: seeds that train with the host,
     doomed seeds, incubating seeds, and seeds that have not run yet. Every pass therefore reads a contiguous run of
-    rows. `layout` describes what all rows share, and `table` holds the sizes of the host of each row.
+    rows. `layout` describes what all rows share, `table` holds the sizes of the host of each row, and `plans` caches
+    what is prepared for a pass and counts its reuse.
     """
 
     def __init__(
@@ -117,6 +123,7 @@ class Body:
         self.real_outputs: Tensor | None = None  # (E, 1, ..., C) bool, where some row has fewer outputs than others
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
+        self.plans: PlanCache[Plan, Chain] = PlanCache(PLANS)
 
     # Surgery.
 
@@ -275,7 +282,7 @@ class Body:
             if train:
                 calls += self._calls(seeds, slot, owners, np.where(learns, doses, none), frozen=False)
             branch.append(calls)
-        joins = [self._join(segment, branches, branch, envs) for segment in self.layout.chain.segments]
+        joins = [self._join(segment, branches, branch, envs) for segment in range(len(self.layout.chain.paths))]
         owners = branches.env - part.start
         plan = Plan(bounds, _column(base, 0), _column(branch, 0), tuple(join for join, _ in joins))
         doses_of_joins = tuple(join for _, join in joins)
@@ -298,6 +305,7 @@ class Body:
         no graph. The only state that changes is the buffers of modules in training mode.
         """
         plan, bare_host = route.plan, self.by_row and not self.host.draws and self.recomputed is None
+        merged = self.plans.get(plan, self._merged)
         x = map_leaves(channels_last, x)
         ops: PassOperations = tape or PassOperations()
         if bare_host and plan.bare and streams == "none":
@@ -307,7 +315,8 @@ class Body:
             if streams == "none" and torch.is_grad_enabled() and self.recomputed is not None:
                 ops = PassOperations(self.recomputed)
             running = _Running(self, route, streams, keys, ops)
-            flow = self.layout.chain.run(running.call, _Flow(x, None), running.visit)
+            chain = merged if streams == "none" else self.layout.chain
+            flow = chain.run(running.call, _Flow(x, None), running.visit)
             result = Pass(flow.base, flow.extra, tuple(running.streams), running.proximal)
         if self.real_outputs is None:
             return result
@@ -333,7 +342,7 @@ class Body:
     @property
     def draws(self) -> bool:
         """Whether a module may draw in training mode, in a loop or where vmap may turn out not to map it, which needs keys."""
-        stacks = [(self.host, f"segments.{segment}") for segment in self.layout.chain.segments]
+        stacks = [(self.host, path) for path in self.layout.chain.paths]
         stacks += [(stack, "delta") for stack in self.stacks.values()]
         return any(stack.draws and stack.part(path).way != "direct" for stack, path in stacks)
 
@@ -430,6 +439,18 @@ class Body:
     def _send(self, rows: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
 
+    def _merged(self, plan: Plan) -> Chain:
+        """Return the chain in which fused segments between which nothing happens are one; other segments would gain nothing."""
+        own = self.layout.chain
+        if self.recomputed is not None:
+            return own
+        joined = [bool(plan.joins) and bool(plan.joins[slot.after].joining) for slot in self.slots]
+        acting = itertools.zip_longest(plan.base, plan.branch, joined, fillvalue=())
+        chain = own.merged([slot for slot, happens in enumerate(acting) if any(happens)])
+        parts = [self.host.part(path) for path in chain.paths]
+        fused = all(part.way == "direct" and part.layers is not None for part in parts)
+        return chain if fused and len(parts) < len(own.paths) else own
+
     def _make_room(self, at: tuple[int, int], capacity: int) -> None:
         options = self._options
         if self.by_row and self.slots[at[0]].kind in CONVOLVED:
@@ -492,8 +513,9 @@ class _Running:
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
 
-    def call(self, segment: int, flow: _Flow) -> _Flow:
-        host, path = self.body.host, f"segments.{segment}"
+    def call(self, path: str, flow: _Flow) -> _Flow:
+        host = self.body.host
+        segment = first_segment(path)  # merged segments draw nothing, and no branch joins between them
         keys = place_keys(self.keys, segment)
         base = self.ops.call(host, flow.base, self.part, part=path, frozen=self.frozen, keys=keys)
         extra = flow.extra
@@ -506,7 +528,7 @@ class _Running:
         """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot."""
         (h, extra), before, x = taps.here, taps.before.base, taps.input.base
         layout, ops = self.body.layout, self.ops
-        segment, place = layout.slots[slot].after, len(layout.chain.segments) + slot
+        segment, place = layout.slots[slot].after, len(layout.chain.paths) + slot
         extra_before = taps.before.extra
         join = self.plan.joins[segment] if self.plan.joins else None
         leaving = h

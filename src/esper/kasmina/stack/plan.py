@@ -3,7 +3,9 @@
 E environments, S slots, B examples, X branches. A pass goes over a *part* of the population, n of its rows.
 """
 
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,3 +114,30 @@ class Route(NamedTuple):
     @property
     def part(self) -> slice:
         return slice(*self.plan.part)
+
+
+Planned = TypeVar("Planned", bound=Hashable)
+Prepared = TypeVar("Prepared")
+
+
+class PlanCache(Generic[Planned, Prepared]):
+    """Caches what is prepared for plans, or for plans with shapes, for the `bound` of them that were used last."""
+
+    def __init__(self, bound: int) -> None:
+        assert bound > 0, bound
+        self.bound = bound
+        # how often something was prepared, found, and dropped for lack of room
+        self.built = self.reused = self.evicted = 0
+        self._known: OrderedDict[Planned, Prepared] = OrderedDict()
+
+    def get(self, plan: Planned, prepare: Callable[[Planned], Prepared]) -> Prepared:
+        if plan in self._known:
+            self.reused += 1
+            self._known.move_to_end(plan)
+            return self._known[plan]
+        self.built += 1
+        made = self._known[plan] = prepare(plan)
+        if len(self._known) > self.bound:
+            self._known.popitem(last=False)
+            self.evicted += 1
+        return made

@@ -200,11 +200,16 @@ class Stack:
         self.traced = False  # whether `bound` has given it columns without gradients
 
     def part(self, path: str) -> _Part:
-        """Return a submodule by its dotted path, looked up once; '' is the whole."""
+        """Return a submodule by its dotted path, looked up once; '' is the whole, "segments.i:j" the segments i to j in order."""
         found = self._parts.get(path)
         if found is None:
             prefix = f"{path}." if path else ""
-            module = self.module.get_submodule(path)
+            if ":" in path:
+                parent, _, run = path.rpartition(".")
+                start, last = map(int, run.split(":"))
+                module: nn.Module = nn.Sequential(*list(self.module.get_submodule(parent).children())[start : last + 1])
+            else:
+                module = self.module.get_submodule(path)
             inside = {part: f"{name}." if name else "" for name, part in module.named_modules()}
             # Parameters are found by owner, because one that several segments share has only the name in the first.
             owned = [(place, tuple(pair for pair in place.owners if pair[0] in inside)) for place in self.places]
@@ -428,8 +433,7 @@ class Stack:
         self.columns["gradient"].zero_()
         self.steps = state["steps"]
         for path, way in state["ways"].items():  # a part that vmap failed on is not tried again
-            if ":" not in path:  # of segments that earlier versions ran as one
-                self._parts[path] = self.part(path)._replace(way=way)
+            self._parts[path] = self.part(path)._replace(way=way)
 
     def parameter(self, name: str, column: str = "value") -> Tensor:
         """Return one parameter of every row, (capacity, *shape), as a view of a column."""

@@ -7,7 +7,6 @@ import shutil
 import signal
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _pytree as pytree
 
-from esper.kasmina.stack.body import Body
-from esper.kasmina.stack.plan import Doses, Indices, Plan, Route
+from esper.kasmina.stack.body import PLANS, Body
+from esper.kasmina.stack.plan import Doses, Indices, Plan, PlanCache, Route
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import Config, DataConfig
 from esper.leyline.data.batches import Batch, map_leaves, picked
@@ -37,9 +36,6 @@ Total = tuple[Any, Tensor]
 """What a pass is differentiated by, by its `backward()`: a tensor () or a taped loss, or None if nothing in it trains; and the
 losses (n,) of its rows."""
 TotalOf = Callable[..., Total]
-
-PLANS = 256
-"""Number of plans, with the shapes of what their passes take, whose compiled passes are kept: those that were used last."""
 
 MEASURED = 5
 """Passes of each way whose median `auto` compares."""
@@ -350,7 +346,7 @@ class Passes:
         self.counts = CompileCounts()
         self._microbatch = config.data.microbatch
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
-        self._known: OrderedDict[Any, CompiledPass | None] = OrderedDict()
+        self._known: PlanCache[Any, CompiledPass | None] = PlanCache(PLANS)
         self._made: set[int] = set()
         self._pool: Any = None  # the memory that CUDA graphs share
 
@@ -381,12 +377,8 @@ class Passes:
         if self.mode != "off":
             inputs = self.inputs(route, *batch[:4])
             key = route.plan, inputs.shapes
-            if key not in self._known:
-                self._known[key] = self._prepared(route.plan, key, inputs, remaining)
-                if len(self._known) > PLANS:
-                    self._known.popitem(last=False)
-            self._known.move_to_end(key)
-            if (found := self._known[key]) is not None:
+            found = self._known.get(key, lambda _: self._prepared(route.plan, key, inputs, remaining))
+            if found is not None:
                 self.counts.passes += 1
                 return found(self._stacks(route.plan), inputs.tensors)
             self.counts.eager += 1
