@@ -248,10 +248,3 @@ def test_a_parameter_shared_inside_the_module_is_stored_once():
     for y, gradient in results[1:]:
         torch.testing.assert_close(y, results[0][0])
         torch.testing.assert_close(gradient, results[0][1])
-
-
-def test_a_state_that_names_segments_that_an_earlier_version_ran_as_one_is_restored():
-    stack = Stack(nn.Linear(2, 3), 2)
-    state = stack.state()
-    stack.load_state({**state, "ways": {"segments.0:1": "direct", "": "loop"}})
-    assert stack.state()["ways"] == {"": "loop"}
