@@ -303,14 +303,6 @@ def test_the_first_way_that_keeps_the_function_is_taken(name):
     assert found.apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
 
 
-def test_a_buffer_that_no_state_dict_holds_and_that_is_wider_is_named():
-    model = Translation()
-    model.register_buffer("positions", model.positions, persistent=False)
-    with pytest.warns(GrowthWarning, match="^'positions' is wider, and is a buffer that no state_dict holds, so that"):
-        esper.widen(model, 2, example=TOKENS)
-    assert model.positions.shape == (1, 16, 16)
-
-
 class Scaled(nn.Module):
     """Divides what a layer without a bias returns by its length."""
 

@@ -59,8 +59,8 @@ class Tail:
         with open_regular(self.path, MEND) as file:
             file.seek(max(self._place - len(self._last), 0))
             if file.read(len(self._last)) != self._last:
-                self._seen, self._last, self._place, self._shape = 0, b"", 0, RunShape()
                 self._again()
+                self._seen, self._last, self._place, self._shape = 0, b"", 0, RunShape()
                 file.seek(0)
             data = file.read() if most is None else file.read(most) + file.readline()
         lines = data.splitlines(keepends=True)

@@ -455,8 +455,7 @@ class PPO:
         norms = gradients.norm(dim=1)
         if not bool(torch.isfinite(norms).all()):
             raise LearningError(f"the loss of the policy or its gradient is not finite in epoch {epoch}; lower ppo.lr")
-        factors = (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1)
-        clipped = (gradients * factors.unsqueeze(1)).sum(0)
+        clipped = self._clipped(gradients, norms)
         for parameter, gradient in zip(
             parameters, clipped.to(self.policy.device).split([p.numel() for p in parameters]), strict=True
         ):
@@ -505,6 +504,13 @@ class PPO:
                     if shard in orders[place]:
                         index[shard] = orders[place][shard][first::count]
             yield place, shards, index
+
+    def _clipped(self, gradients: Tensor, norms: Tensor) -> Tensor:
+        """Return the sum (n,) of the gradients (2, n) of policy and critic, each scaled down where its own norm is too large.
+
+        A critic that is far off would otherwise leave the policy nothing of a common norm.
+        """
+        return (gradients * (self.config.max_grad_norm / (norms + 1e-6)).clamp(max=1).unsqueeze(1)).sum(0)
 
     @torch.no_grad()
     def _rescale(self, statistics: Statistics) -> None:

@@ -60,17 +60,17 @@ _LARGE = 8.0
 _BY_FEATURE = (nn.modules.batchnorm._NormBase,)
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
-HEADS = re.compile(
+_HEADS = re.compile(
     r"^(n|num|number_of)?_?((en|de)coder_)?(self_)?(attn|attention|query|q|key_value|kv|k|v)?_?heads?(_q|_k|_kv)?$",
     re.I,
 )
 _HEAD_SIZES = re.compile(r"head_?(dim|size)|d_head|dim_head|d_kv?$|key_value_proj_dim", re.I)
-WIDTHS = re.compile(
+_WIDTHS = re.compile(
     r"emb|dim|hidden|width|channel|feature|d_model|d_ff|units|inner|split|planes|intermediate|size", re.I
 )
-NO_WIDTHS = re.compile(
+_NO_WIDTHS = re.compile(
     r"vocab|block|context|position|length|image|patch|kernel|window|batch|num_embeddings|chunk|codebook|class|stride|input|output"
-    r"|segment|frame|layers?$",
+    r"|segment|frame|^(n|num|number_of)_(\w+_)?layers?$",
     re.I,
 )
 """Names of attributes of a person's modules, and of their configs, that count attention heads, or features."""
@@ -207,7 +207,7 @@ class Multiplication:
                     (name, own) for name, own in _whole_numbers(self._flow.parts[place]) if own > 0 and inner % own == 0
                 ]
                 size = next((own for name, own in numbers if _HEAD_SIZES.search(name)), 0)
-                count = next((own for name, own in numbers if HEADS.search(name)), 0)
+                count = next((own for name, own in numbers if _HEADS.search(name)), 0)
                 if size or count:
                     size = size or inner // count
                     found[path] = _Heads(size, inner // size, False)
@@ -526,20 +526,14 @@ class Multiplication:
                 continue
             for where, holder in ((path, part), *configs(part, path)):
                 for name, own in _whole_numbers(holder):
-                    if NO_WIDTHS.search(name) or (_HEAD_SIZES.search(name) and own in sizes):
+                    if _NO_WIDTHS.search(name) or (_HEAD_SIZES.search(name) and own in sizes):
                         continue
-                    if (self._heads and HEADS.search(name)) or (own in widths and own > 1 and WIDTHS.search(name)):
+                    if (self._heads and _HEADS.search(name)) or (own in widths and own > 1 and _WIDTHS.search(name)):
                         self.counts.setdefault(where, {})[name] = own
                 for name, listed in vars(holder).items():
-                    if (
-                        not isinstance(listed, list | tuple)
-                        or not listed
-                        or any(type(own) is not int for own in listed)
-                    ):
+                    if not isinstance(listed, list | tuple) or _NO_WIDTHS.search(name) or not _WIDTHS.search(name):
                         continue
-                    heads = self._heads and HEADS.search(name)
-                    named = WIDTHS.search(name) and not NO_WIDTHS.search(name)
-                    if heads or (named and all(own > 1 and own in widths for own in listed)):
+                    if listed and all(type(own) is int and own > 1 and own in widths for own in listed):
                         self.lists.setdefault(where, {})[name] = listed
 
     @torch.no_grad()
@@ -564,11 +558,13 @@ class Multiplication:
             try:
                 for parameter in blank:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-                expected, kept = Outputs(network, example), True
+                expected = Outputs(network, example)
                 for size in (1.0, _LARGE):
                     self._change(network, way, factor, key, share, size)
-                    kept = kept and expected.are_of(network)
+                    kept = expected.are_of(network)
                     restore(before)
+                    if not kept:
+                        break
                 if not kept:
                     problem = InputError(
                         "the outputs of the wider network are others; something depends on the number of features"

@@ -4,9 +4,10 @@ The module is not changed: `on_aliases` runs it with aliases of its parameters a
 attributes, its training mode and the random generators are restored afterwards.
 """
 
+import copy
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -208,7 +209,7 @@ def tensors(structure: Any) -> Iterator[Tensor]:
 
 def results(output: Any) -> Any:
     """Return what a network computes, without hidden states and attention maps that it returns beside `logits`."""
-    if not isinstance(output, Mapping) or "logits" not in output:
+    if not isinstance(output, Mapping) or output.get("logits") is None:
         return output
     return {name: own for name, own in output.items() if not re.search("hidden_state|attentions", name)}
 
@@ -217,10 +218,16 @@ def mapped(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the structure with each tensor replaced by `change` of it, in the order of `tensors`."""
     if isinstance(structure, Tensor):
         return change(structure)
+    if isinstance(structure, MutableMapping):
+        found = copy.copy(structure)
+        for key, value in structure.items():
+            found[key] = mapped(value, change)
+        return found
     if isinstance(structure, Mapping):
         return {key: mapped(value, change) for key, value in structure.items()}
     if isinstance(structure, tuple | list):
-        return [mapped(value, change) for value in structure]
+        changed = [mapped(value, change) for value in structure]
+        return type(structure)(*changed) if hasattr(structure, "_fields") else type(structure)(changed)
     if is_dataclass(structure) and not isinstance(structure, type):
         return replace(
             structure, **{field.name: mapped(getattr(structure, field.name), change) for field in fields(structure)}

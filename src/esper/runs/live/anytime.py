@@ -280,7 +280,6 @@ class AnytimeGrowth:
             with undisturbed(model), torch.no_grad():
                 self._probe.try_all(model)
         self.average = copied(model).requires_grad_(False)
-        self._mean: tuple[list[Tensor], list[Tensor]] | None = None  # its parameters and buffers, once asked for
         self._scales = _first_scales(model, seed) if self.fresh else {}
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
@@ -354,15 +353,15 @@ class AnytimeGrowth:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
         if not self._handles:
             raise InputError("the network is finished; make another esper.AnytimeGrowth to widen it further")
-        # walked once: in a small network such walks are a tenth of a step
+        # Walked once, as in a small network a walk is a twentieth of a step.
         own: list[Tensor] = list(self.model.parameters())
         if in_parts(own[0]):
             raise InputError(_SHARDED.format(type(self.model).__name__))
         now, mine = own[0], next(self.average.parameters())
         if (now.device, now.dtype) != (mine.device, mine.dtype):
             raise InputError(
-                f"the {type(self.model).__name__} is of {now.dtype} on {now.device} now, and was of {mine.dtype} on "
-                f"{mine.device} when esper.AnytimeGrowth was made; move it before that"
+                f"the {type(self.model).__name__} is of {now.dtype} on {now.device}, and growth.average is of {mine.dtype} on "
+                f"{mine.device}; move or cast the network before esper.AnytimeGrowth is made"
             )
         number = sum(self._ranks.from_each(number))
         self.steps += 1
@@ -593,11 +592,8 @@ class AnytimeGrowth:
     @torch.no_grad()
     def _average(self, own: list[Tensor], weight: float) -> None:
         """Move the average towards the network, which has these parameters."""
-        if self._mean is None:
-            self._mean = list(self.average.parameters()), list(self.average.buffers())
-        means, buffers = self._mean
-        torch._foreach_lerp_(means, own, weight)
-        for mine, buffer in zip(buffers, self.model.buffers() if buffers else (), strict=True):
+        torch._foreach_lerp_(list[Tensor](self.average.parameters()), own, weight)
+        for mine, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
             mine.copy_(buffer)
 
     @torch.no_grad()
@@ -681,7 +677,7 @@ class AnytimeGrowth:
     def _widen(self, factor: int, seed: int, way: Way | None) -> dict[str, list[int]]:
         settings = {"example": self._example, "optimizer": self._optimizers, "ema": self.average, "seed": seed}
         found = widen(self.model, factor, **settings, **_ways(way))
-        self._kept = self._mean = None  # they are of another size
+        self._kept = None  # it is of another size
         return {layer: list(widths) for layer, widths in found.items()}
 
     @property

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.graft.configured import Configured
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.flow import Flow
 from esper.kasmina.graft.grafted import call, copied, undisturbed
@@ -89,11 +88,8 @@ def deepen(
         )
     each = sum(parameter.numel() * parameter.element_size() for parameter in model.get_submodule(last).parameters())
     check_memory(networks, blocks * each, f"by {counted(blocks, 'block')}", "give fewer blocks")
-    configured = [Configured(own) for own in networks]
     with undisturbed(*networks), torch.no_grad():
         _add(networks, path, stop, blocks, example, stop - start)
-    for deeper in configured:
-        deeper.follow()
     prefix = f"{path}." if path else ""
     made = [f"{prefix}{stop + number}." for number in range(blocks)]
     for own in optimizers:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from esper.kasmina.graft.configured import Configured
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import call, undisturbed
 from esper.kasmina.graft.grown import is_grafted
@@ -17,7 +16,7 @@ from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
 from esper.kasmina.graft.recording import floats, mapped, on_aliases
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
-from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
+from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.text import did_you_mean, kind_of
 from esper.tolaria.live.groups import begin_state, each_of
 from esper.tolaria.runtime import available_memory
@@ -120,7 +119,6 @@ def widen(
     networks, optimizers = (model, *averages(ema, model)), () if optimizer is None else each_of(optimizer)
     for own in optimizers:
         check_optimizer(own, before)
-    configured, unsaved = [Configured(each) for each in networks], _unsaved(model)
     check_memory(networks, _least_size(model, groups, asked), "to more features", "give smaller widths")
     widths, left_out, way = dict[str, tuple[int, int]](), dict[str, str](), None
     with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
@@ -158,16 +156,6 @@ def widen(
                 f"it took no part on the example and has {min(same)} features; give an example on which it does"
             )
     follow(optimizers, before, dict(model.named_parameters()))
-    for each in configured:
-        each.follow(1.0 if isinstance(to, Mapping) else to)
-    for name, value in _unsaved(model).items():
-        if value.shape != unsaved[name].shape:
-            warn(
-                f"{name!r} is wider, and is a buffer that no state_dict holds, so that a network that is built with the widths "
-                "computes something else; register it with persistent=True, or copy it too",
-                GrowthWarning,
-            )
-            break
     return Widened(widths, left_out, way)
 
 
@@ -360,15 +348,7 @@ def _unused(model: nn.Module, example: Any) -> dict[str, nn.Parameter]:
         return torch.autograd.grad(sum(outputs), both, allow_unused=True) if own and outputs else (0,) * len(both)  # type: ignore[arg-type]
 
     with undisturbed(model):
-        try:
-            found = on_aliases(model, gradients)  # which take the places of the parameters in their modules alone
-        except RuntimeError as error:
-            if is_out_of_memory(error) or isinstance(error, InputError):
-                raise
-            raise InputError(
-                f"the {type(model).__name__} cannot run backward on the example: {typed_line(error)}; let the forward pass "
-                "change no tensor in place that its gradients need"
-            ) from error
+        found = on_aliases(model, gradients)  # which take the places of the parameters in their modules alone
     for name, gradient in zip(own, found[len(own) :], strict=True):
         if isinstance(gradient, Tensor):
             raise InputError(
@@ -376,16 +356,6 @@ def _unused(model: nn.Module, example: Any) -> dict[str, nn.Parameter]:
                 "let the forward pass read it from the module"
             )
     return {name: own[name] for name, gradient in zip(own, found, strict=False) if gradient is None}
-
-
-def _unsaved(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that are no part of the `state_dict`."""
-    return {
-        f"{path}.{name}".lstrip("."): part._buffers[name]
-        for path, part in model.named_modules()
-        for name in part._non_persistent_buffers_set
-        if part._buffers.get(name) is not None
-    }
 
 
 def _check_idle(model: nn.Module, idle: Sequence[str], width: int) -> None:
