@@ -546,7 +546,7 @@ def test_a_growth_that_is_pickled_and_a_model_that_was_moved_are_refused():
         pickle.dumps({"model": model, "growth": growth})
     model.bfloat16()
     with pytest.raises(
-        InputError, match=r"^the GPT is of torch\.bfloat16 on cpu now, and was of torch\.float32 on cpu when"
+        InputError, match=r"^the GPT is of torch\.bfloat16 on cpu, and growth\.average is of torch\.float32 on cpu"
     ):
         growth.step(4)
     assert growth.steps == 3

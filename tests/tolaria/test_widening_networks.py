@@ -764,3 +764,22 @@ def test_all_optimizers_of_a_list_follow_a_wider_and_a_deeper_network(recwarn):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=torch.optim.lr_scheduler.StepLR(both[0], 5))
     with pytest.raises(InputError, match="the optimizer is an int"):
         esper.widen(model, 2, example=torch.ones(1, 8), optimizer=[both[0], 3])
+
+
+class Listed(nn.Module):
+    """Counts its layers in two attributes, of which one has their widths."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden_layers, self.num_hidden_layers = [8, 8], 8
+        self.enter, self.inner, self.leave = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        h = torch.relu(self.inner(torch.relu(self.enter(x))))
+        return {"logits": None, "hidden_states": self.leave(h).reshape(-1, 2) * h.shape[1] / self.hidden_layers[-1]}
+
+
+def test_widths_of_layers_follow_and_numbers_of_layers_stay():
+    model = Listed()
+    esper.widen(model, 2, example=torch.randn(3, 4))
+    assert (model.hidden_layers, model.num_hidden_layers, model.inner.in_features) == ([16, 16], 8, 16)

@@ -16,7 +16,7 @@ from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
 from esper.kasmina.graft.recording import floats, mapped, on_aliases
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
-from esper.leyline.errors import GrowthWarning, InputError, warn
+from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
 from esper.leyline.text import did_you_mean, kind_of
 from esper.tolaria.live.groups import begin_state, each_of
 from esper.tolaria.runtime import available_memory
@@ -348,7 +348,16 @@ def _unused(model: nn.Module, example: Any) -> dict[str, nn.Parameter]:
         return torch.autograd.grad(sum(outputs), both, allow_unused=True) if own and outputs else (0,) * len(both)  # type: ignore[arg-type]
 
     with undisturbed(model):
-        found = on_aliases(model, gradients)  # which take the places of the parameters in their modules alone
+        try:
+            found = on_aliases(model, gradients)  # which take the places of the parameters in their modules alone
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            in_place = "modified by an inplace operation" in str(error)
+            mend = "let the forward pass change no tensor in place that its gradients need" if in_place else "mend that"
+            raise InputError(
+                f"the {type(model).__name__} cannot run backward on the example: {typed_line(error)}; {mend}"
+            ) from error
     for name, gradient in zip(own, found[len(own) :], strict=True):
         if isinstance(gradient, Tensor):
             raise InputError(
