@@ -55,7 +55,7 @@ NOISE = 0.5
 """Standard deviation of the noise on weights that read copies, as a share of that of these weights."""
 
 _LARGE = 8.0
-"""By how much features that nothing reads yet are larger in a second trial, which shows a largest one or a sum of features."""
+"""By how much features that nothing reads yet are larger in a second trial, which a network that takes their maximum shows."""
 
 _BY_FEATURE = (nn.modules.batchnorm._NormBase,)
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)

@@ -122,9 +122,8 @@ class Planted(nn.Module):
         read = stream.fitted(arranged(u.detach(), self.axes), here)
         change = slot_change(stream, here, read, self.seed, None, blend, gated=blend == Blend.GATE)
         change = Proximal.of(restored(change.to(h.dtype), self.axes), base, self.pull)
-        return Straight.of(
-            h, change, None
-        ).clone()  # a module behind it may work in place, which the view of a Function does not allow
+        # A clone, as a module behind it may work in place, which the view of a Function does not allow.
+        return Straight.of(h, change, None).clone()
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that an optimizer moves, in their order."""
