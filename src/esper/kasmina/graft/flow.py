@@ -34,7 +34,7 @@ class Flow:
         parts (dict[str, nn.Module]): the submodules by dotted path, the network itself among them
         calls (dict[str, list[Call]]): their calls
         layers (set[str]): those of known kinds that multiply what flows by a weight
-        doubles (dict[str, str]): layers that share all parameters with another one, and the path of that one, which is in `layers`
+        doubles (dict[str, str]): layers that share all parameters with one of `layers`, with its path
         order (list[Node]): the autograd graph, inputs first
     """
 
