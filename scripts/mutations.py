@@ -107,8 +107,8 @@ MUTATIONS = (
     Mutation(SLOT, "change = sigmoid(gate) * delta", "change = gate * delta", "kasmina"),
     Mutation(
         SLOT,
-        "return gradients[0], gradients[0].index_select(0, rows), None",
-        "return gradients[0], gradients[0] * 0, None",
+        "return gradient, gradient if rows is None else gradient.index_select(0, rows), None",
+        "return gradient, gradient * 0, None",
         "kasmina",
     ),
     Mutation(SLOT, "2 * weight / h.square()", "weight / h.square()", "kasmina tolaria"),

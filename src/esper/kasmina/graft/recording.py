@@ -131,7 +131,7 @@ def run(module: nn.Module, example: Any) -> Any:
     try:
         if isinstance(given, Mapping):
             return module(**given)
-        return module(*given) if isinstance(given, list) else module(given)
+        return module(*given) if isinstance(given, tuple | list) else module(given)
     except Exception as error:  # a user's module can raise any error; its first line gives the reason
         if is_out_of_memory(error):
             raise
