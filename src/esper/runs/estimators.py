@@ -269,7 +269,8 @@ class GrowingClassifier(ClassifierMixin, _Growing):
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:
         """Return (n,) classes for X (n, features)."""
-        return self.classes_[self._outputs(X).argmax(1)]
+        best = self._outputs(X).argmax(1)  # first: it says where nothing was fitted
+        return self.classes_[best]
 
 
 class GrowingRegressor(RegressorMixin, _Growing):
