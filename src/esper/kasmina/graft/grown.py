@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from threading import Lock
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,16 @@ CHILD = "esper"
 """Name of the child of a submodule that holds its seed."""
 POINT = "_esper_point"
 _HERE, _BEFORE, _INPUT = (tap.value for tap in (Tap.HERE, Tap.BEFORE, Tap.INPUT))
+
+
+class Tape(Protocol):
+    """Observes the calls of a submodule."""
+
+    def begin(self, given: Tensor | None) -> None:
+        """Note a call before the forward; `given` is its first floating tensor."""
+
+    def end(self, output: Any) -> None:
+        """Note the output of the forward, in front of any seed."""
 
 
 _OUTSIDE, _AMONG, _ALONE = -1, -2, -3
@@ -99,8 +109,7 @@ class Point:
     site: the name of the site behind it, or None. planted: whether a seed is there. before: the wire with what
     `Tap.BEFORE` reads; None for its own input. input: the wire with the network's input; None at the network itself.
     records: the wires that take its input when it is called. bounds: the wires that hold within one call of it.
-    sites: those of the whole network, at the network itself. tape: observes its calls while the network is measured, by
-    begin(given) before the forward, of its first floating tensor, and end(output) behind it, in front of any seed.
+    sites: those of the whole network, at the network itself. tape: observes its calls while the network is measured.
     asked: the mode that the submodule was last set to while it is held in evaluation mode; None if it is not held.
     anchor: a leaf () that its outputs depend on if nothing else of them requires a gradient.
     """
@@ -113,7 +122,7 @@ class Point:
         self.records: tuple[Wire, ...] = ()
         self.bounds: tuple[Wire, ...] = ()
         self.sites: Mapping[str, Site] | None = None
-        self.tape: Any = None
+        self.tape: Tape | None = None
         self.asked: bool | None = None
         self.anchor: Tensor | None = None
 
