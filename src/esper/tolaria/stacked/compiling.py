@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,9 +32,16 @@ from esper.leyline.text import kind_of
 from esper.store.disk import write_atomic
 from esper.store.files import cache_root
 
-Total = tuple[Any, Tensor]
-"""What a pass is differentiated by, by its `backward()`: a tensor () or a taped loss, or None if nothing in it trains; and the
-losses (n,) of its rows."""
+
+class Differentiable(Protocol):
+    """Differentiates a pass: a tensor (), or a taped loss."""
+
+    def backward(self) -> None:
+        """Add the gradients of all parameters to their `.grad`."""
+
+
+Total = tuple[Differentiable | None, Tensor]
+"""What a pass is differentiated by, or None if nothing in it trains, and the losses (n,) of its rows."""
 TotalOf = Callable[..., Total]
 
 MEASURED = 5
