@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 import esper
+from esper.kasmina.blueprints import count
 from esper.leyline.errors import GrowthWarning, InputError
 from esper.runs.live import anytime
 
@@ -457,6 +458,41 @@ def test_with_a_cost_in_seconds_growth_waits_until_they_are_known_and_then_needs
     else:
         assert (beside >= 0, slower > 1, 0 < elasticity <= 1) == (True, True, True)
         assert f"takes {slower:.2f} times the seconds" in run[3].why
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor", "why"),
+    [
+        ({}, 8, "as a step of a network 2 times as wide takes"),  # it waits for targets, as the next size is slower
+        ({"sizes": [1, 4]}, 4, "sizes ends with 4 times the first widths"),
+        ({"most_parameters": 1000}, 4, "parameters would exceed most_parameters=1,000"),
+    ],
+)
+def test_a_network_begins_with_the_largest_size_that_is_nearly_free_by_one_growth(monkeypatch, settings, factor, why):
+    """Seconds of the test's own, as those of a machine differ: a pass takes longer from 32 units on."""
+
+    def mlp(width):
+        hidden = [nn.Linear(10, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+        return nn.Sequential(*hidden, nn.Linear(width, 2))
+
+    free = count(mlp(32))
+    monkeypatch.setattr(
+        esper.AnytimeGrowth, "_seconds", lambda _, *networks: [max(1.0, count(each) / free) for each in networks]
+    )
+    model = mlp(4)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    x, y = torch.randn(64, 10), torch.randint(2, (64,))
+    growth = esper.AnytimeGrowth(model, optimizer, example=x, cost="seconds", **settings)
+    for _ in range(25):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step(y)
+    (only,) = growth.growths
+    assert (only["step"], only["factor"], only["slower"]) == (21, factor, 1.0)
+    assert f"a step of a network {factor} times as wide takes 1.00 times the seconds" in only["why"]
+    assert [each.out_features for each in model if isinstance(each, nn.Linear)] == [4 * factor, 4 * factor, 2]
+    assert why in growth.why
 
 
 def test_passes_that_are_timed_draw_nothing_from_generators_of_torch_and_leave_the_network_alone():

@@ -45,8 +45,10 @@ BEGINNING = 30
 """Steps of the loop in which growths decide the size with which the training begins, so that rates are not scaled by them."""
 TIMED, FEW, LONG_ENOUGH = 7, 3, 0.02
 """Passes of which the shortest is the seconds of a pass, and how many are enough where they take so long together [seconds]."""
-NAP = 1e-3
+NAP = 1e-5
 """Wait before each of these passes [seconds]."""
+NEARLY_FREE = 1.2
+"""Factor of the seconds of a step below which growths in the beginning are taken together: the knee of size and seconds."""
 TARGETS = 30.0
 """Targets seen for each parameter, when the network becomes wider, where `ratio` is not given and no probe decides."""
 WORTH = 0.01
@@ -113,10 +115,11 @@ class AnytimeGrowth:
     With cost='seconds' a network becomes wider sooner where a wider one is hardly slower on this machine. If twice the widths
     multiply the parameters by p and the seconds of a step by p^e, it grows after e^3 * `ratio` targets for each parameter: at
     once where a wider step costs nothing. So a network starts at the largest size that is nearly free, however small it was
-    built. The seconds are the shortest of the first 20 steps of the loop, and of passes of the network and of a wider copy on
-    `example`; a run can be repeated only as closely as these. (With a loss of A / N^a + B / D^b after D targets and a cost of a
-    target that rises as N^e, the best N for a given cost is where a A / N^a = e b B / D^b, so D is in proportion to e^(1/b) N for
-    like powers, which are about 1/3: Hoffmann et al., "Training compute-optimal large language models", 2022.)
+    built: copies are made wider and timed, until one is not due or takes a fifth longer, and one growth leads there. The seconds
+    are the shortest of the first 20 steps of the loop, and of passes of the network and of a wider copy on `example`; a run can
+    be repeated only as closely as these. (With a loss of A / N^a + B / D^b after D targets and a cost of a target that rises as
+    N^e, the best N for a given cost is where a A / N^a = e b B / D^b, so D is in proportion to e^(1/b) N for like powers, which
+    are about 1/3: Hoffmann et al., "Training compute-optimal large language models", 2022.)
 
     Several processes with copies of the network grow alike, as the first decides, where each gives shared=True. The targets of
     all of them count. DistributedDataParallel knows the parameters that it was made with, so wrap the network anew behind each
@@ -303,7 +306,7 @@ class AnytimeGrowth:
         self._rows = 0  # of the largest batch of targets; the last batch of an epoch may be smaller
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
-        self._tried_at = 0  # the last step at which a wider network was tried
+        self._tried: nn.Module | None = None  # a copy of the network that was made wider in this step
         self._way: Way | None = None  # to that network
         self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
@@ -375,6 +378,7 @@ class AnytimeGrowth:
             self._guard()
         self._loss, begun = None, time.perf_counter()
         grown = self._is_due(targets, size) and self._grow()
+        self._tried = None
         if self._probe is not None and self._loss is None and (not self._by_slope or self._look_at == math.inf):
             self._look()  # for `improved` and `verdict` alone
         if self._log is not None:
@@ -389,7 +393,7 @@ class AnytimeGrowth:
             return False
         if self._by_slope:
             return self._bent()
-        ratio = (TARGETS * self._multiple if self.ratio is None else self.ratio) * self._elasticity**3
+        ratio = self._targets_of_each(self._multiple)
         needed, each = math.ceil(ratio * size), f"{ratio:.3g} for each of {size:,} parameters"
         slower = ""
         if self._slower is not None:
@@ -400,6 +404,10 @@ class AnytimeGrowth:
             return False
         self._due = f"{self.seen:,} targets were seen, which are {each}{slower}"
         return self.seen >= self._look_at
+
+    def _targets_of_each(self, multiple: int) -> float:
+        """Return how many targets a network that is so many times as wide as at first sees for each parameter before it grows."""
+        return (TARGETS * multiple if self.ratio is None else self.ratio) * self._elasticity**3
 
     def snapshot(self) -> nn.Module:
         """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed."""
@@ -685,23 +693,28 @@ class AnytimeGrowth:
         """What the first widths were multiplied by so far."""
         return math.prod(each["factor"] for each in self.growths)
 
-    def _next_factor(self) -> int:
-        """Return by how much the next growth multiplies the widths; 1 where `sizes` has ended, which `why` then says."""
+    def _next_factor(self, ahead: int = 1) -> int:
+        """Return by how much the next growth multiplies the widths; 1 where `sizes` has ended, which `why` then says.
+
+        ahead: what growths that are decided, but not done, multiply them by.
+        """
         if self.sizes is None:
             return self.factor
-        now = self._multiple
+        now = self._multiple * ahead
         factor = next((size // now for size in self.sizes if size > now), 1)
         if factor == 1:
             self._end(f"sizes ends with {now} times the first widths")
         return factor
 
-    def _wider(self) -> nn.Module | None:
-        """Return a copy of the network as it would be behind the next growth, and note the way to it; None where it cannot be."""
-        if not self._guard():  # what is not finite computes nothing by which a wider network could be compared
+    def _wider(self, network: nn.Module, factor: int) -> nn.Module | None:
+        """Return a copy of a network that is so many times as wide, and note the way to it; None where it cannot be."""
+        if (
+            network is self.model and not self._guard()
+        ):  # what is not finite computes nothing to compare a wider network with
             return None
-        wider, way, problem = copied(self.model), None, ""
+        wider, way, problem = copied(network), None, ""
         try:
-            way = widen(wider, self._next_factor(), example=self._example).way
+            way = widen(wider, factor, example=self._example).way
         except Exception as error:
             problem = _refusal(error)
         size = count(wider)
@@ -709,7 +722,7 @@ class AnytimeGrowth:
             problem = f"{size:,} parameters would exceed most_parameters={self.most_parameters:,}"
         if self._ended(problem):
             return None
-        self._tried_at, self._way = self.steps, self._ranks.from_first((way,))[0]
+        self._tried, self._way = wider, self._ranks.from_first((way,))[0]
         return wider
 
     def _ended(self, problem: str) -> bool:
@@ -777,7 +790,7 @@ class AnytimeGrowth:
     def _grow(self) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
         before, measured = self.parameters, math.inf
-        if self._tried_at != self.steps and self._wider() is None:
+        if self._tried is None and self._wider(self.model, self._next_factor()) is None:
             return False
         if self._probe is not None:
             measured = self._measured()
@@ -787,9 +800,13 @@ class AnytimeGrowth:
                 )
                 self._look_at = AGAIN * self.seen
                 return False
-        factor, seed = self._next_factor(), self.seed + len(self.growths)
+        factor, way, seed, slower = self._next_factor(), self._way, self.seed + len(self.growths), self._slower
+        self._slower = None
+        if slower is not None and self.steps <= BEGINNING:
+            factor, slower = self._first_size(factor, slower)
+        self._tried = None
         try:
-            widths = self._widen(factor, seed, self._way)
+            widths = self._widen(factor, seed, way)
         except Exception as error:
             if self._ranks.size > 1:  # the others are wider now
                 raise
@@ -801,7 +818,6 @@ class AnytimeGrowth:
                     if own.requires_grad and name in drawn:
                         own.lerp_(self._scales[name] * drawn[name], self.fresh)
         self._loss_before, self._since, self._grown_at = measured, 0, self._compute
-        slower, self._slower = self._slower, None
         self.growths.append(
             {
                 "step": self.steps,
@@ -810,7 +826,7 @@ class AnytimeGrowth:
                 "parameters": self.parameters,
                 "factor": factor,
                 "seed": seed,
-                "way": self._way,
+                "way": way,
                 "slower": slower,
                 "why": self._due,
                 "widths": widths,
@@ -840,12 +856,35 @@ class AnytimeGrowth:
                 f"example has the shape {tuple(shape)}, and batches of the loop have {self._rows} targets; with "
                 "cost='seconds', give a batch of the loop as example, so that the seconds measured are those of the loop"
             )
-        wider = self._wider()
-        if wider is None:
-            return False
+        wider = self._wider(self.model, self._next_factor())
+        return wider is not None and self._time(copied(self.model), wider)
+
+    def _first_size(self, factor: int, slower: float) -> tuple[int, float]:
+        """Return the factor of a growth in the beginning, where further ones are due at once, and that of the seconds of a step.
+
+        Copies are made wider and timed, so that the network itself does not pass through each of these sizes.
+        """
+        network = self._tried
+        while network is not None and (step := self._next_factor(factor)) > 1 and slower < NEARLY_FREE:
+            wider = self._wider(network, step)
+            if wider is None or not self._time(network, wider):
+                break
+            if self.seen < self._targets_of_each(self._multiple * factor) * count(network):
+                return factor, slower  # the next growth need not be timed again
+            assert self._slower is not None, "it was timed"
+            factor, slower, network = factor * step, slower * self._slower, wider
+            self._due = (
+                f"{self.seen:,} targets were seen, and a step of a network {factor} times as wide takes {slower:.2f} times the "
+                "seconds"
+            )
+        self._slower = None
+        return factor, slower
+
+    def _time(self, network: nn.Module, wider: nn.Module) -> bool:
+        """Measure how much slower a step of a wider network is; False where it does not fit into the memory."""
         own = other = 0.0
         try:
-            own, other = self._seconds(copied(self.model), wider)
+            own, other = self._seconds(network, wider)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -859,7 +898,7 @@ class AnytimeGrowth:
             self._beside, self._times = max(min(steps) - own, 0.0), []
         self._slower = max((self._beside + other) / (self._beside + own), 1.0)
         self._beside, self._slower = self._ranks.from_first((self._beside, self._slower))
-        larger = count(wider) / self.parameters
+        larger = count(wider) / count(network)
         self._elasticity = min(math.log(self._slower) / math.log(larger), 1.0)
         return True
 
