@@ -308,6 +308,7 @@ class AnytimeGrowth:
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
         self._tried: nn.Module | None = None  # a copy of the network that was made wider in this step
         self._way: Way | None = None  # to that network
+        self._pass: float | None = None  # seconds of a pass of the last wider network that was timed
         self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
         self._next_factor()
@@ -867,7 +868,7 @@ class AnytimeGrowth:
         network = self._tried
         while network is not None and (step := self._next_factor(factor)) > 1 and slower < NEARLY_FREE:
             wider = self._wider(network, step)
-            if wider is None or not self._time(network, wider):
+            if wider is None or not self._time(network, wider, self._pass):
                 break
             if self.seen < self._targets_of_each(self._multiple * factor) * count(network):
                 return factor, slower  # the next growth need not be timed again
@@ -880,11 +881,14 @@ class AnytimeGrowth:
         self._slower = None
         return factor, slower
 
-    def _time(self, network: nn.Module, wider: nn.Module) -> bool:
-        """Measure how much slower a step of a wider network is; False where it does not fit into the memory."""
+    def _time(self, network: nn.Module, wider: nn.Module, known: float | None = None) -> bool:
+        """Measure how much slower a step of a wider network is; False where it does not fit into the memory.
+
+        known: the seconds of a pass of the network, where it was timed before.
+        """
         own = other = 0.0
         try:
-            own, other = self._seconds(network, wider)
+            own, other = self._seconds(network, wider) if known is None else (known, *self._seconds(wider))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -896,6 +900,7 @@ class AnytimeGrowth:
         if math.isnan(self._beside):
             steps = [later - sooner for sooner, later in itertools.pairwise(self._times)]
             self._beside, self._times = max(min(steps) - own, 0.0), []
+        self._pass = other
         self._slower = max((self._beside + other) / (self._beside + own), 1.0)
         self._beside, self._slower = self._ranks.from_first((self._beside, self._slower))
         larger = count(wider) / count(network)
@@ -903,7 +908,7 @@ class AnytimeGrowth:
         return True
 
     def _seconds(self, *networks: nn.Module) -> list[float]:
-        """Return the seconds of a forward and backward pass on the example, for each network; they take turns."""
+        """Return the seconds of a forward and backward pass on the example, for each network; several take turns."""
         taken: list[list[float]] = [[] for _ in networks]
         device = next(networks[0].parameters()).device
         on_cuda = device.type == "cuda"
