@@ -15,7 +15,8 @@ static networks have each of these widths, the same average and warm-up. Each ar
 the stops, found with seed 99 (of all texts on the first). Restarts: each width anew for its share, the best so far kept.
 Halving: a quarter of the budget is shared by all widths, the rest is for the best. Small batches first: a quarter of the batch
 for 5,000 steps and half of it for as many, by `growth.batch_size`. "Grown, in seconds" has cost='seconds'.
-`--wide` has texts alone, in widths of 64 to 256, and stops over a 30-fold range of seconds; growth is tuned with cost="seconds".
+`--wide` has texts alone, in widths of 64 to 256, and stops over a 30-fold range of seconds, up to `--last`; growth is tuned with
+cost="seconds".
 `--wrong-starts` adds growth whose first width is four times too small or too large (in texts with heads of 4 where it is 4),
 and growth after a quarter of the default's targets for each parameter, or four times as many. `--changes` compares growth in
 other ways with it, and trains nothing else: later, fourfold, at rates that stay, with other warm-ups, and with old weights that
@@ -75,10 +76,10 @@ TARGETS = {f"{times:g} times the targets": {"sooner": 1 / times} for times in (1
 EARLY = (1 / 8, 1 / 4, 1 / 2)
 """Shares of the first stop at which networks are looked at too, for the comparison in seconds."""
 RATES = (4e-3, 8e-3, 1.6e-2)
-WIDE_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+WIDE_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 """Rates that are tried with `--wide`."""
-WIDE = (64, 128, 256), np.geomspace(1.5, 45, 12)
-"""Widths and stops (seconds) of texts with `--wide`."""
+WIDE = 64, 128, 256
+"""Widths of texts with `--wide`."""
 _TEXT = ((8e-3, 8e-3, 8e-3, 4e-3), 800, 8)
 PAGE = {"stdlib": _TEXT, "headers": _TEXT, "python": _TEXT, "letter": ((4e-3,) * 5, 600, 5)}
 """The rates, the first seed and the number of seeds of each setting in the tables of bench/docs/anytime.md."""
@@ -548,15 +549,16 @@ def main() -> None:
         "--rates", type=float, nargs="+", metavar="RATE", help="of grown, and of each width; tuned without"
     )
     parser.add_argument("--most", type=float, default=math.inf, metavar="GF", help="stops below so many GFLOP alone")
-    parser.add_argument(
-        "--wide", action="store_true", help="texts in widths of 64 to 256, with stops in seconds, from 1.5 to 45"
-    )
+    parser.add_argument("--wide", action="store_true", help="texts in widths of 64 to 256, with stops in seconds")
+    parser.add_argument("--last", type=float, default=45.0, metavar="SECONDS", help="the last stop of --wide (45)")
     parser.add_argument("--equal-batches", action="store_true", help="no arms with small batches first")
     parser.add_argument("--wrong-starts", action="store_true", help="arms with other first widths and times of growth")
     parser.add_argument("--changes", action="store_true", help="growth in other ways alone")
     parser.add_argument("--targets", action="store_true", help="growth after other numbers of targets alone")
     parser.add_argument("--json", type=Path, help="writes the figures of each arm, seed and stop")
     asked = parser.parse_args()
+    if not 0 < asked.last < math.inf:
+        parser.error(f"--last is {asked.last:g}; give a number of seconds above 0")
     if asked.wide and (asked.page or any(SETTINGS[name].unit != "bits" for name in asked.settings or ("letter",))):
         parser.error("--wide is for texts: name stdlib, headers, python, perl or pronunciations")
     torch.set_num_threads(1)
@@ -568,7 +570,8 @@ def main() -> None:
             asked.rates, asked.first, asked.seeds = PAGE[name]
             asked.equal_batches = True
         if asked.wide:
-            setting = setting._replace(widths=WIDE[0], stops=WIDE[1], in_seconds=True)
+            stops = np.geomspace(asked.last / 30, asked.last, 12)
+            setting = setting._replace(widths=WIDE, stops=stops, in_seconds=True)
         else:
             setting = setting._replace(stops=setting.stops[setting.stops < asked.most * 1e9])
         if not len(setting.stops):
@@ -578,11 +581,11 @@ def main() -> None:
         given = asked.rates and dict(zip((0, *setting.widths), asked.rates, strict=True))
         source = name if setting.unit == "% error" else "stdlib"
         rates = given or tuned(source, setting._replace(load=SETTINGS[source].load))
-        stops = [f"{stop:.2g} s" if setting.in_seconds else f"{stop / 1e9:.0f} GF" for stop in setting.stops[1::2]]
+        shown = [f"{stop:.2g} s" if setting.in_seconds else f"{stop / 1e9:.0f} GF" for stop in setting.stops[1::2]]
         head = [
             "setting",
             "arm",
-            *stops,
+            *shown,
             "above the best for each stop",
             "behind grown",
             *["behind grown, small batches first"] * (not asked.equal_batches),

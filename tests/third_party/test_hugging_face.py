@@ -222,6 +222,23 @@ def bloom(heads=2):
     return tf.BloomForCausalLM(tf.BloomConfig(hidden_size=8 * heads, n_layer=2, n_head=heads, vocab_size=24))
 
 
+def decoder(name, **settings):
+    sizes = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(tf, f"{name}Config")(vocab_size=24, max_position_embeddings=32, **sizes, **settings)
+    return getattr(tf, f"{name}ForCausalLM")(config)
+
+
+def bart():
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20}
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 24, "max_position_embeddings": 32}
+    return tf.BartForConditionalGeneration(tf.BartConfig(**sizes, **heads, scale_embedding=True))
+
+
+def swin():
+    sizes = {"image_size": 8, "patch_size": 2, "num_channels": 1, "window_size": 2}
+    return tf.SwinForImageClassification(tf.SwinConfig(embed_dim=12, depths=[1, 1], num_heads=[3, 6], **sizes))
+
+
 BUILDS = {
     "GPT-2": gpt2,
     "Llama": lambda: llama(20),
@@ -230,6 +247,12 @@ BUILDS = {
     "T5": t5,
     "T5 1.1": lambda: t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
     "Bloom": bloom,
+    "Gemma": lambda: decoder("Gemma", num_key_value_heads=1, head_dim=8),
+    "Gemma 2": lambda: decoder("Gemma2", num_key_value_heads=1, head_dim=8),
+    "OLMo": lambda: decoder("Olmo"),
+    "OLMo 2": lambda: decoder("Olmo2"),
+    "BART, scaled embeddings": bart,
+    "Swin": swin,
     "MPT": lambda: tf.MptForCausalLM(tf.MptConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=24)),
 }
 

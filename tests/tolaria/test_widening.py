@@ -178,14 +178,22 @@ def test_new_weights_are_drawn_by_a_seed_as_the_layer_draws_its_own():
 
 
 class Interleaved(nn.Module):
-    """Flattens a map with its channels last, so that the features of a channel are not beside each other."""
+    """Flattens a map with its channels last, and moves the features on by so many places."""
 
-    def __init__(self):
+    def __init__(self, places):
         super().__init__()
-        self.first, self.second = nn.Conv2d(1, 2, 1), nn.Linear(8, 3)
+        self.first, self.second, self.places = nn.Conv2d(1, 2, 1), nn.Linear(8, 3), places
 
     def forward(self, x):
-        return self.second(self.first(x).permute(0, 2, 3, 1).flatten(1))
+        return self.second(self.first(x).permute(0, 2, 3, 1).flatten(1).roll(self.places, 1))
+
+
+def test_a_map_that_is_flattened_with_its_channels_last_becomes_wider_by_a_whole_factor():
+    torch.manual_seed(0)
+    model, x = Interleaved(0), torch.randn(2, 1, 2, 2)
+    before = model(x)
+    assert esper.widen(model, 2, example=x) == {"first": (2, 4)}
+    assert torch.allclose(model(x), before, atol=1e-6)
 
 
 def tied():
@@ -210,7 +218,7 @@ def normed():
         (tied, (2, 4), "0.weight is shared with another module"),
         (frozen, (2, 4), "0.weight is frozen"),
         (lambda: nn.Sequential(*normed()), (2, 4), "0.weight is computed from other parameters before each pass"),
-        (Interleaved, (2, 1, 2, 2), "the outputs of the wider network are others"),
+        (lambda: Interleaved(1), (2, 1, 2, 2), "the outputs of the wider network are others"),
         (lambda: nn.Sequential(nn.Linear(4, 3)), (2, 4), "has no hidden features that one layer returns"),
     ],
 )

@@ -30,6 +30,40 @@ class RMSNorm(nn.Module):
         return self.weight * F.rms_norm(x, (x.shape[-1],), eps=self.eps)
 
 
+class OneMoreNorm(nn.Module):
+    """A norm that multiplies by 1 + its weight, as in Gemma."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(width)), 1e-6
+
+    def forward(self, x):
+        return (1 + self.weight) * F.rms_norm(x, (x.shape[-1],), eps=self.eps)
+
+
+class RootEmbedding(nn.Embedding):
+    """An embedding that multiplies by the root of its width, in an attribute and in a buffer."""
+
+    def __init__(self, number, width):
+        super().__init__(number, width)
+        self.embed_scale = math.sqrt(width)
+        self.register_buffer("scale", torch.tensor(self.embed_scale), persistent=False)
+
+    def forward(self, tokens):
+        return super().forward(tokens) * (self.embed_scale * self.scale) ** 0.5
+
+
+class PlainNorm(nn.Module):
+    """A norm without parameters, as in OLMo."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.normalized_shape = (width,)
+
+    def forward(self, x):
+        return F.layer_norm(x, self.normalized_shape)
+
+
 class Block(nn.Module):
     """A transformer block with one matrix for queries, keys and values."""
 
@@ -86,6 +120,24 @@ class SharedKeys(nn.Module):
         k, v = (each.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for each in (k, v))
         mixed = (self.q_norm(q) @ k.transpose(-1, -2) / self.head_dim**0.5).softmax(-1) @ v
         return self.leave(x + self.o(mixed.transpose(1, 2).flatten(2)))
+
+
+class NormedHeads(SharedKeys):
+    """Queries and keys are normalised over all heads together, by a norm of torch and one of a person's own, as in OLMo 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_norm, self.k_norm = nn.RMSNorm(16), RMSNorm(8)
+
+    def forward(self, x):
+        x = self.enter(x)
+        y = self.norm(x)
+        q, k, v = (
+            each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for each in (self.q_norm(self.q(y)), self.k_norm(self.k(y)), self.v(y))
+        )
+        k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+        return self.leave(x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
 
 
 class ByHead(SharedKeys):
@@ -164,6 +216,14 @@ class UNet(nn.Module):
         return self.leave(F.silu(self.join(torch.cat([x, self.up(inner)], 1))))
 
 
+class Interpolating(UNet):
+    """Maps become larger by interpolation, which multiplies by no weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Sequential(nn.Upsample(scale_factor=2, mode="linear"), nn.Conv1d(8, 4, 1))
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind, **settings):
         super().__init__()
@@ -208,6 +268,26 @@ class ViT(nn.Module):
         return self.head(self.norm(self.body(x))[:, 0])
 
 
+class TwoTokens(ViT):
+    """The head reads the token of the class and the mean of the others side by side, as in DINOv2."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).mT
+        x = self.norm(self.body(torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions))
+        return self.head(torch.cat([x[:, 0], x[:, 1:].mean(1)], 1))
+
+
+class Gemma(GPT):
+    def __init__(self):
+        super().__init__(OneMoreNorm)
+        self.wte = RootEmbedding(20, 8)
+        self.wte.weight = self.lm_head.weight
+
+
 class Translation(nn.Module):
     """An encoder and a decoder behind one table of positions, which is a buffer."""
 
@@ -237,6 +317,10 @@ NETWORKS = {
     "GPT, zero projections": (lambda: GPT(zero=True, tied=False), TOKENS, "means"),
     "GPT, RMSNorm": (lambda: GPT(nn.RMSNorm), TOKENS, "zeros"),
     "GPT, a norm of its own": (lambda: GPT(RMSNorm), TOKENS, "zeros"),
+    "GPT, a norm without weights": (lambda: GPT(PlainNorm, tied=False), TOKENS, "copies"),
+    "embeddings times the root of the width, norms of 1 + weight": (Gemma, TOKENS, "zeros"),
+    "norms over all heads": (NormedHeads, (2, 6, 5), "copies"),
+    "streams side by side": (TwoTokens, (3, 1, 8, 8), "means"),
     "shared keys": (SharedKeys, (2, 6, 5), "zeros"),
     "queries, keys and values by head": (ByHead, (2, 6, 5), "zeros"),
     "slopes by the number of heads": (Slopes, (2, 6, 5), "zeros"),
@@ -244,6 +328,7 @@ NETWORKS = {
     "ResNet, BatchNorm": (lambda: resnet(nn.BatchNorm2d), (3, 1, 8, 8), "zeros"),
     "ResNet, GroupNorm": (lambda: resnet(lambda c: nn.GroupNorm(2, c)), (3, 1, 8, 8), "copies"),
     "U-Net": (UNet, (3, 1, 16), "copies"),
+    "U-Net that interpolates": (Interpolating, (3, 1, 16), "copies"),
     "LSTM": (lambda: Recurrent(nn.LSTM), TOKENS, "zeros"),
     "LSTM, tied": (Tied, TOKENS, "zeros"),
     "GRU in both directions": (lambda: Recurrent(nn.GRU, bidirectional=True), TOKENS, "zeros"),
@@ -298,7 +383,13 @@ def test_a_network_of_twice_the_width_computes_what_it_did_and_all_of_it_learns(
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_first_way_that_keeps_the_function_is_taken(name):
     model, x, *_ = trained(name)
-    variants = {Translation: "buffers", ByHead: "by head", Slopes: VARIANTS[4], ScaledLogits: "scaled"}
+    variants = {
+        TwoTokens: "joined",
+        Translation: "buffers",
+        ByHead: "by head",
+        Slopes: VARIANTS[4],
+        ScaledLogits: "scaled",
+    }
     found = Multiplication(model, x, variant=variants.get(type(model), "plain"))
     assert found.apply([model.eval()], x, 3, 0) == NETWORKS[name][2]
 
@@ -369,6 +460,50 @@ def test_embeddings_with_one_weight_and_a_bias_for_each_head_follow():
     assert model.shared.weight is model.enter.weight is model.leave.weight
     assert (model.shared.embedding_dim, model.enter.embedding_dim, model.leave.in_features) == (32, 32, 32)
     assert (model.bias.embedding_dim, model.num_heads, model.num_kv_heads, model.d_model) == (8, 8, 4, 32)
+
+
+def test_the_root_of_the_width_by_which_an_embedding_is_multiplied_follows():
+    model, x, *_ = trained("embeddings times the root of the width, norms of 1 + weight")
+    before = output(model, x)
+    esper.widen(model, 2, example=x)
+    assert (model.wte.embed_scale, model.wte.scale.item()) == (pytest.approx(4.0), pytest.approx(4.0))
+    built = GPT(OneMoreNorm, width=16).double()
+    built.wte = RootEmbedding(20, 16).double()
+    for block in built.h:
+        block.n_head = 4
+    built.lm_head.weight = built.wte.weight
+    built.load_state_dict(model.state_dict())
+    assert torch.allclose(output(built, x), before, rtol=0, atol=1e-5)  # but for the eps of norms
+
+
+def test_positions_that_are_frozen_get_more_features_and_stay_frozen():
+    model = GPT()
+    model.wpe.requires_grad_(False)
+    before = output(model, TOKENS)
+    assert not esper.widen(model, 2, example=TOKENS).left_out
+    assert (model.wpe.shape[-1], model.wpe.requires_grad) == (16, False)
+    assert torch.allclose(output(model, TOKENS), before, atol=1e-5)
+
+
+def test_a_linear_of_a_class_of_its_own_becomes_wider_if_it_holds_a_weight_and_a_bias_alone():
+    class Plain(nn.Linear):
+        def forward(self, x):
+            return x @ self.weight.T + self.bias
+
+    class Tripled(Plain):
+        def __init__(self, *widths):
+            super().__init__(*widths)
+            self.times = nn.Parameter(torch.tensor(3.0))
+
+    for kind, expected in ((Plain, {"0": (4, 8)}), (Tripled, None)):
+        model, x = nn.Sequential(kind(3, 4), nn.ReLU(), kind(4, 2)), torch.randn(5, 3)
+        before = output(model, x)
+        if expected is None:
+            with pytest.raises(InputError, match="'0' is a Tripled, and only widths of Linear"):
+                esper.widen(model, {"0": 8}, example=x)
+        else:
+            assert dict(esper.widen(model, {"0": 8}, example=x)) == expected
+        assert torch.allclose(output(model, x), before, atol=1e-6)
 
 
 def test_slopes_that_no_order_of_more_heads_has_are_refused():

@@ -11,6 +11,7 @@ Every inner feature gets further ones beside it. Three ways to keep the function
 In the first two ways, features over which nothing normalises, as those of attention heads, are drawn, and nothing reads them yet.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.func import functional_call
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
 from esper.kasmina.graft.flow import CONVOLUTIONS, Flow, Reach, before
@@ -41,7 +43,7 @@ TABLES = ("_parameters", "_buffers", "_modules")
 Way = Literal["zeros", "means", "copies"]
 WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
 
-Variant = Literal["plain", "buffers", "by head", "new heads first", "by head, new heads first", "scaled"]
+Variant = Literal["plain", "buffers", "by head", "new heads first", "by head, new heads first", "scaled", "joined"]
 VARIANTS: tuple[Variant, ...] = (
     "plain",
     "buffers",
@@ -49,6 +51,7 @@ VARIANTS: tuple[Variant, ...] = (
     "new heads first",
     "by head, new heads first",
     "scaled",
+    "joined",
 )
 
 NOISE = 0.5
@@ -66,7 +69,8 @@ _HEADS = re.compile(
 )
 _HEAD_SIZES = re.compile(r"head_?(dim|size)|d_head|dim_head|d_kv?$|key_value_proj_dim", re.I)
 _WIDTHS = re.compile(
-    r"emb|dim|hidden|width|channel|feature|d_model|d_ff|units|inner|split|planes|intermediate|size", re.I
+    r"emb|dim|hidden|width|channel|feature|d_model|d_ff|units|inner|split|planes|intermediate|size|normalized_shape",
+    re.I,
 )
 _NO_WIDTHS = re.compile(
     r"vocab|block|context|position|length|image|patch|kernel|window|batch|num_embeddings|chunk|codebook|class|stride|input|output"
@@ -120,6 +124,9 @@ class Multiplication:
             `path:name` of its config
         lists (dict[str, dict[str, list[int] | tuple[int, ...]]]): those that are lists of widths, such as `hidden_sizes`
         epsilons (dict[str, dict[str, float]]): by the same paths, what such norms add to the mean square
+        offsets (set[str]): weights of such norms to which 1 is added where they are applied, as in Gemma
+        roots (dict[str, list[str]]): attributes of embeddings by which these are multiplied: the root of their width
+        powers (dict[str, float]): of r, by which these embeddings, and norms before layers with the same weight, make up for it
     """
 
     def __init__(
@@ -131,7 +138,8 @@ class Multiplication:
         are added to it, as positions. 'by head': a layer writes query, key and value of one head beside each other. 'new heads
         first': each new head stands in front of the old one, as slopes of ALiBi for twice as many heads have the old ones at
         every second place. 'scaled': what the last layer reads is divided by a root of the width, where it shares its weight with
-        an embedding, as in T5.
+        an embedding, as in T5. 'joined': a Linear behind convolutions reads several streams side by side, as tokens of two kinds
+        or neighbouring patches, and not the positions of each channel.
 
         InputError if a layer is of a kind that is not known, frozen, or did not run.
         """
@@ -149,6 +157,10 @@ class Multiplication:
         self.counts: dict[str, dict[str, int]] = {}
         self.lists: dict[str, dict[str, list[int] | tuple[int, ...]]] = {}
         self.epsilons: dict[str, dict[str, float]] = {}
+        self.offsets: set[str] = set()
+        self.roots: dict[str, list[str]] = {}
+        self.powers: dict[str, float] = {}
+        self._flattens = False  # whether a layer reads the positions of maps, or several streams side by side
         self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
         check_module(module)
         on_aliases(
@@ -156,6 +168,8 @@ class Multiplication:
         )
         if variant == "buffers":
             self._grow_buffers()
+        if variant == "joined" and not self._flattens:
+            raise InputError("no layer reads several times as many features as a convolution returns channels")
 
     def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
         self._flow = flow = Flow(self._module, recording, weights)
@@ -183,7 +197,7 @@ class Multiplication:
             )
         self._grow_norms()
         self._grow_parameters(weights)
-        tables: tuple[dict[str, Any], ...] = self.counts, self.axes
+        tables: tuple[dict[str, Any], ...] = self.counts, self.axes, self.roots
         for path, first in flow.doubles.items():
             for table in tables:
                 found = {name: own for name, own in table.items() if f"{name}.".startswith(f"{first}.")}
@@ -283,8 +297,14 @@ class Multiplication:
         if writing:
             self.widths[path] = self._width(path)
         if isinstance(part, EMBEDDINGS):
-            self._grow(f"{prefix}weight", out._replace(axis=1))
+            self._grow(f"{prefix}weight", out._replace(axis=1), added=True)
             counts["embedding_dim"] = part.embedding_dim
+            root, known = math.sqrt(part.embedding_dim), type(part).__constants__
+            scalars = {
+                name: own for name, own in (vars(part) | part._buffers).items() if name not in known and _is_number(own)
+            }
+            if found := [name for name, own in scalars.items() if math.isclose(float(own), root, rel_tol=1e-2)]:
+                self.roots[path] = found
         elif isinstance(part, nn.RNNBase):
             self._grow_recurrent(part, path, into if reading else None, out if writing else None)
         elif isinstance(part, nn.MultiheadAttention):
@@ -301,7 +321,9 @@ class Multiplication:
         else:
             maps = [self._width(each) for each in reach.layers if isinstance(self._flow.parts[each], CONVOLUTIONS)]
             if maps and isinstance(part, nn.Linear) and part.in_features % max(maps) == 0:
-                into = into._replace(block=part.in_features // max(maps))
+                positions = part.in_features // max(maps)
+                self._flattens = self._flattens or positions > 1
+                into = into._replace(block=1 if self._variant == "joined" else positions)
             self._grow_matrix(part, path, into if reading else None, out if writing else None)
 
     def _grow_matrix(self, part: Any, path: str, into: Axis | None, out: Axis | None) -> None:
@@ -348,8 +370,11 @@ class Multiplication:
                 ):
                     self._grow(f"{prefix}{name}{end}", *([read] if read else []), *([out] if out else []))
 
-    def _grow(self, name: str, *axes: Axis) -> None:
-        """Note the axes of a parameter or buffer, if there is one. InputError if it cannot change."""
+    def _grow(self, name: str, *axes: Axis, added: bool = False) -> None:
+        """Note the axes of a parameter or buffer, if there is one. InputError if it cannot change.
+
+        added: whether what is frozen may become wider too, as a table of positions that is added to a stream.
+        """
         path, _, entry = name.rpartition(".")
         part = self._flow.parts[path]
         own = part._parameters.get(entry, part._buffers.get(entry))
@@ -357,7 +382,7 @@ class Multiplication:
             raise InputError(f"{name} is computed from other parameters before each pass")
         if not axes or own is None:
             return
-        if name in self._frozen:
+        if name in self._frozen and not added:
             raise InputError(f"{name} is frozen")
         self.axes.setdefault(name, []).extend(axes)
 
@@ -378,7 +403,7 @@ class Multiplication:
             names = [name for name in ("normalized_shape", "num_channels", "num_features") if hasattr(part, name)]
             self.counts[path] = {name: shape[0] or getattr(part, name) for name in names}
             for name, value in (("weight", None), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
-                self._grow(_prefix(path) + name, Axis(0, stream=over))
+                self._grow(_prefix(path) + name, Axis(0, self._head_size(node) if over else 1, stream=over))
                 self.scales[_prefix(path) + name] = value
             if over:
                 self._note_norm(path)
@@ -389,6 +414,8 @@ class Multiplication:
             for name, own in self._flow.parts[path]._parameters.items()
             if name != "bias" and own is not None
         }
+        if _adds_one(self._flow.parts[path]):
+            self.offsets.add(f"{_prefix(path)}weight")
         for where, holder in ((path, self._flow.parts[path]), *configs(self._flow.parts[""], "")):
             small = {
                 name: own for name, own in vars(holder).items() if isinstance(own, float) and "eps" in name.lower()
@@ -411,22 +438,29 @@ class Multiplication:
             ):
                 continue
             shape = tuple(weights[name].shape)
-            wanted = streams
+            wanted, over = streams, self._normalises(path)
             if self._inner[node] and self._heads:
                 if any(length == heads.size > 1 for length in shape for heads in self._heads.values()):
                     continue
                 wanted = {heads.number for heads in self._heads.values()}
+                if over:  # of all heads together
+                    wanted = set(shape)
             axis = next(
                 (axis for axis in reversed(range(len(shape))) if shape[axis] in wanted and shape[axis] > 1), None
             )
             if axis is None:
                 continue
-            over = self._normalises(path)
-            self._grow(name, Axis(axis, stream=not self._inner[node], copied=self._inner[node]))
+            inner = self._inner[node] and not over
+            block = self._head_size(node) if over else 1
+            self._grow(name, Axis(axis, block, stream=not inner, copied=inner), added=node not in factor)
             if node in factor:
                 self.scales[name] = None
             if over:
                 self._note_norm(path)
+
+    def _head_size(self, node: Node) -> int:
+        """Return how many features of an attention head stay beside each other on the way through a node; 1 elsewhere."""
+        return next((heads.size for heads in self._heads.values() if heads.size > 1), 1) if self._inner[node] else 1
 
     def _grow_buffers(self) -> None:
         """Note the buffers of a person's modules that may be added to a stream."""
@@ -450,6 +484,8 @@ class Multiplication:
                     tied.setdefault(id(own), []).append(_prefix(path) + entry)
         self._tied = list(tied.values())
         for first, *others in self._tied:
+            rooted = [path for name in (first, *others) if (path := name.rpartition(".")[0]) in self.roots]
+            self.powers |= dict.fromkeys((first, *others) if rooted else (), -0.5)
             for other in others:
                 one, two = (sorted(self.axes.get(name, [])) for name in (first, other))
                 if [each[:2] for each in one] != [each[:2] for each in two]:
@@ -460,13 +496,14 @@ class Multiplication:
                     reader = next(name for name, axes in ((first, one), (other, two)) if axes[0].reads).rpartition(".")[
                         0
                     ]
-                    norm = self._norm_before(reader)
+                    norm, names = self._norm_before(reader), set[str]()
                     if norm is not None:
                         held = self._flow.parts[norm]._parameters
                         names = {_prefix(norm) + name for name, each in held.items() if each is not None}
                         self._divided |= names
-                        if self._variant == "scaled":
-                            self.shares |= dict.fromkeys(names & self.normalising, 0.0)
+                    self.powers |= dict.fromkeys(names if rooted else (), 0.5)
+                    if norm is not None and self._variant == "scaled":
+                        self.shares |= dict.fromkeys(names & self.normalising, 0.0)
                     # New columns are read by one layer, so that they begin at 0, whatever the other writes by them.
                     joined = [each._replace(reads=False, stream=True) for each in one]
                     self.axes |= dict.fromkeys((first, *others), joined)
@@ -519,7 +556,7 @@ class Multiplication:
         inner = self.widths.keys() - by_head
         widths = {*self._before, *(self.widths[path] for path in inner)}
         widths |= {len(part.weight) for path in inner if isinstance(part := self._flow.parts[path], nn.Linear)}
-        sizes = {heads.size for heads in self._heads.values()}
+        sizes, numbers = ({heads[at] for heads in self._heads.values()} for at in (0, 1))
         for path, part in self._flow.parts.items():
             known = type(part).__module__.startswith("torch.") and not isinstance(part, nn.Transformer)
             if known or path in self._flow.layers:
@@ -531,9 +568,11 @@ class Multiplication:
                     if (self._heads and _HEADS.search(name)) or (own in widths and own > 1 and _WIDTHS.search(name)):
                         self.counts.setdefault(where, {})[name] = own
                 for name, listed in vars(holder).items():
-                    if not isinstance(listed, list | tuple) or _NO_WIDTHS.search(name) or not _WIDTHS.search(name):
+                    if not isinstance(listed, list | tuple) or not listed or _NO_WIDTHS.search(name):
                         continue
-                    if listed and all(type(own) is int and own > 1 and own in widths for own in listed):
+                    of_heads = bool(self._heads and _HEADS.search(name))
+                    among = numbers if of_heads else widths - {1}
+                    if (of_heads or _WIDTHS.search(name)) and all(type(own) is int and own in among for own in listed):
                         self.lists.setdefault(where, {})[name] = listed
 
     @torch.no_grad()
@@ -549,18 +588,15 @@ class Multiplication:
         blank = [parameter for parameter in network.parameters() if parameter.numel() and not parameter.any()]
         before = saved(networks)
         problem: InputError | None = None
-        attempts = (
-            [(way, True) for way in ways]
-            if not self.shares
-            else [(way, share) for way in ways for share in (True, False)]
-        )
-        for way, share in attempts:
+        both = (True, False)
+        attempts = itertools.product(both if self.roots else (False,), ways, both if self.shares else (True,))
+        for rooted, way, share in attempts:
             try:
                 for parameter in blank:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
                 expected = Outputs(network, example)
                 for size in (1.0, _LARGE):
-                    self._change(network, way, factor, key, share, size)
+                    self._change(network, way, factor, key, share, rooted, size)
                     kept = expected.are_of(network)
                     restore(before)
                     if not kept:
@@ -579,7 +615,7 @@ class Multiplication:
                     parameter.zero_()
             if kept:
                 for each in networks:
-                    self._change(each, way, factor, key, share)
+                    self._change(each, way, factor, key, share, rooted)
                 return way
         assert problem is not None, "there is a way to try"
         raise problem
@@ -590,10 +626,13 @@ class Multiplication:
         changed = [(tensors[name], len(axes)) for name, axes in self.axes.items() if name in tensors]  # a tied one once
         return sum(value.numel() * value.element_size() * factor**power for value, power in changed)
 
-    def _change(self, network: nn.Module, way: Way, factor: int, key: int, share: bool, size: float = 1.0) -> None:
+    def _change(
+        self, network: nn.Module, way: Way, factor: int, key: int, share: bool, rooted: bool, size: float = 1.0
+    ) -> None:
         """Multiply the widths of a network.
 
-        share: whether layers make up for the number of features in the place of norms. size: of features that nothing reads yet.
+        share: whether layers make up for the number of features in the place of norms. rooted: whether `roots` follow the width,
+        for which the embeddings make up. size: of features that nothing reads yet.
         """
         parts = {"": network, **dict(network.named_modules())}
         generator = torch.Generator().manual_seed(key)
@@ -614,6 +653,11 @@ class Multiplication:
             holder = vars(parts[path])[config] if config else parts[path]
             for name, listed in lists.items():  # of the first network: a config that modules share is multiplied once
                 vars(holder)[name] = type(listed)(factor * own for own in listed)
+        for path, names in self.roots.items() if rooted else ():
+            part = parts[path]
+            for name in names:
+                table = part._buffers if name in part._buffers else vars(part)
+                table[name] = table[name] * math.sqrt(factor)
         made: dict[int, nn.Parameter] = {}
         for name, axes in self.axes.items():
             path, _, entry = name.rpartition(".")
@@ -621,6 +665,10 @@ class Multiplication:
             old = getattr(part, entry)
             if id(old) not in made:
                 value, divided = old.detach(), name in self._divided and way == "copies"
+                if name in self.offsets:
+                    value = 1 + value
+                if rooted and name in self.powers:
+                    value = value * factor ** self.powers[name]
                 if way != "copies":
                     alone = -0.5 if name in self.normalising else 0.0
                     value = value * factor ** (self.shares.get(name, alone) if share else alone)
@@ -628,6 +676,8 @@ class Multiplication:
                     value = _scaled(value, axes[0], factor, self.scales[name])
                 else:
                     value = _multiplied(value, axes, way, factor, generator, size) / (factor if divided else 1)
+                if name in self.offsets:
+                    value = value - 1
                 row = getattr(part, "padding_idx", None)
                 if isinstance(row, int) and not bool(old[row].any()):
                     value[row] = 0  # of an embedding, which never learns there
@@ -672,10 +722,25 @@ def _multiplied(
 
 def _scaled(value: Tensor, at: Axis, factor: int, new: float | None) -> Tensor:
     """Return what is applied to each feature with more features, each with the value `new`, or with the mean of the old ones."""
-    old = value.unsqueeze(at.axis + 1)
-    fill = old.mean(at.axis, keepdim=True) if new is None else old.new_full((), new)
-    more = fill.expand_as(old.repeat_interleave(factor - 1, at.axis + 1)) if factor > 1 else old[:0]
-    return torch.cat([old, more], at.axis + 1).flatten(at.axis, at.axis + 1)
+    old = value.unflatten(at.axis, (-1, at.block)).unsqueeze(at.axis + 1)
+    fill = old.mean((at.axis, at.axis + 2), keepdim=True) if new is None else old.new_full((), new)
+    more = fill.expand_as(old.repeat_interleave(factor - 1, at.axis + 1))
+    return torch.cat([old, more], at.axis + 1).flatten(at.axis, at.axis + 2)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
+
+
+def _adds_one(norm: nn.Module) -> bool:
+    """Return whether a norm multiplies by 1 + its weight, so that weights of 0 do not silence it."""
+    weight = norm._parameters.get("weight")
+    if weight is None or isinstance(norm, _OVER_FEATURES) or len(list(norm.parameters())) > 1:
+        return False
+    with torch.no_grad(), suppress(Exception):  # a person's module, which may take more arguments
+        features = torch.linspace(1, 2, len(weight), dtype=weight.dtype, device=weight.device)
+        return bool(functional_call(norm, {"weight": torch.zeros_like(weight)}, (features[None],)).any())
+    return False
 
 
 def _prefix(path: str) -> str:

@@ -49,7 +49,7 @@ def axes_of(path: str, layer: nn.Module) -> Axes:
     """Return where the features of a layer are. InputError if the layer is of a kind that is not known."""
     check_own_weight(path, layer)
     kind = getattr(type(layer), "_esper_original", type(layer))
-    if kind in (nn.Linear, Linear):
+    if kind in (nn.Linear, Linear) or (isinstance(layer, nn.Linear) and _is_plain(layer)):
         return Axes(0, 1, "out_features", "in_features")
     if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         if layer.groups != 1:
@@ -61,6 +61,12 @@ def axes_of(path: str, layer: nn.Module) -> Axes:
     raise InputError(
         f"{path!r} is {with_article(kind.__name__)}, and only widths of Linear, Conv1d, Conv2d and Conv3d can change"
     )
+
+
+def _is_plain(layer: nn.Linear) -> bool:
+    """Return whether a layer of a class of its own holds a weight and a bias alone, and not in a code of whole numbers."""
+    alone = set(layer._parameters) <= {"weight", "bias"} and not (layer._buffers or layer._modules)
+    return alone and layer.weight.is_floating_point()
 
 
 def check_own_weight(path: str, layer: nn.Module) -> None:
