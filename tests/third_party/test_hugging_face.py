@@ -337,6 +337,23 @@ def test_a_resnet_gets_blocks_within_a_stage_that_its_config_counts_and_no_stage
     assert torch.equal(loaded(**given)[0], before)
 
 
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_blocks_of_one_side_alone_are_counted_in_the_config(side, tmp_path):
+    torch.manual_seed(0)
+    model, ids = t5().eval(), batch(3)["input_ids"]
+    given = {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
+    before = model(**given).logits
+    assert esper.deepen(model, 1, example=given, at=f"{side}.block") == {f"{side}.block": (2, 3)}
+    assert torch.allclose(model(**given).logits, before, atol=1e-6)
+    assert (model.config.num_layers, model.config.num_decoder_layers) == ((3, 2) if side == "encoder" else (2, 3))
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**given).logits, model(**given).logits)
+    if side == "encoder":  # transformers itself cannot generate with more blocks in the decoder than in the encoder
+        one, other = (each.generate(ids, max_new_tokens=3, decoder_start_token_id=0) for each in (loaded, model))
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("build", [gpt2, lambda: llama(20), vit], ids=["GPT-2", "Llama", "ViT"])
 def test_a_model_with_more_blocks_is_one_of_its_config(build, tmp_path):
     torch.manual_seed(0)

@@ -134,6 +134,36 @@ def test_blocks_that_share_a_norm_are_added_and_only_what_counts_blocks_follows(
     assert len(group["params"]) == len(group["param_names"])
 
 
+class Placed(nn.Module):
+    """A block that knows its place; the first has a further weight, as the bias by distance that all blocks of T5 share."""
+
+    def __init__(self, place, width=4):
+        super().__init__()
+        self.layer_idx, self.leave = place, nn.Linear(width, 4)
+        self.bias = nn.Parameter(torch.randn(4)) if place == 0 else None
+
+    def forward(self, x):
+        x = x if self.bias is None else x + self.bias
+        return x + self.leave(x if self.leave.in_features == 4 else torch.cat([x, x], -1))
+
+
+class Row(nn.Sequential):
+    """Has an attribute that counts its blocks, as no class of torch has."""
+
+
+@pytest.mark.parametrize("widths", [(4, 4, 4), (4, 4), (4, 4, 4, 8)])
+def test_all_blocks_of_the_class_are_counted_and_those_behind_know_their_new_place(widths):
+    torch.manual_seed(0)
+    model = Row(*(Placed(place, width) for place, width in enumerate(widths)))
+    model.n_layer, x = len(widths), torch.randn(3, 4)
+    before = model(x)
+    assert esper.deepen(model, 2, example=x) == {"": (len(widths), len(widths) + 2)}
+    assert torch.allclose(model(x), before, atol=1e-6)
+    assert [block.layer_idx for block in model] == list(range(len(widths) + 2))
+    assert [block.bias is None for block in model] == [False] + [True] * (len(widths) + 1)
+    assert (model.n_layer, model[-1].leave.in_features) == (len(widths) + 2, widths[-1])
+
+
 def test_frozen_blocks_are_refused():
     model = Windowed().requires_grad_(False)
     with pytest.raises(InputError, match=r"'blocks\.1' is frozen, and so would its copies be"):

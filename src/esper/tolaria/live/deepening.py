@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 import torch
@@ -81,6 +81,7 @@ def deepen(
         check_optimizer(own, parameters)
     path = at if at is not None else max(stacks, key=lambda each: _size(model.get_submodule(each)))
     start, stop = stacks[path]
+    count = _blocks_of_one_class(model.get_submodule(path), start)
     last = f"{path}.{stop - 1}" if path else str(stop - 1)
     if not any(parameter.requires_grad for parameter in model.get_submodule(last).parameters()):
         raise InputError(
@@ -89,7 +90,7 @@ def deepen(
     each = sum(parameter.numel() * parameter.element_size() for parameter in model.get_submodule(last).parameters())
     check_memory(networks, blocks * each, f"by {counted(blocks, 'block')}", "give fewer blocks")
     with undisturbed(*networks), torch.no_grad():
-        _add(networks, path, stop, blocks, example, stop - start)
+        _add(networks, path, stop, blocks, example, count)
     prefix = f"{path}." if path else ""
     made = [f"{prefix}{stop + number}." for number in range(blocks)]
     for own in optimizers:
@@ -99,11 +100,11 @@ def deepen(
     if any(id(parameter) in held for parameter in new.values()):
         left = [name for name, parameter in new.items() if parameter.requires_grad and id(parameter) not in held]
         warn_left(left, "is new", optimizers)
-    return {path: (stop - start, stop - start + blocks)}
+    return {path: (count, count + blocks)}
 
 
 def _stacks(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the longest run of equal blocks in each container, from its first to one past its last place.
+    """Return the longest run of equal blocks in each container, or the last of several, from its first to past its last place.
 
     A single block counts in a ModuleList, and in a Sequential if it is no layer of torch.
     """
@@ -123,8 +124,15 @@ def _stacks(model: nn.Module) -> dict[str, tuple[int, int]]:
             run for run in runs if run[1] - run[0] > 1 or own or not kinds[run[0]][0].__module__.startswith("torch.")
         ]
         if runs:
-            found[path] = max(runs, key=lambda run: run[1] - run[0])
+            found[path] = max(runs, key=lambda run: (run[1] - run[0], run[0]))
     return found
+
+
+def _blocks_of_one_class(container: Any, at: int) -> int:
+    """Return how many blocks around a place are of its class: a first one may have further weights, as a bias that all share."""
+    own, kinds = type(container[at]), [type(each) for each in container]
+    before, behind = reversed(kinds[:at]), kinds[at:]
+    return sum(1 for side in (before, behind) for _ in takewhile(lambda kind: kind is own, side))
 
 
 def _size(module: nn.Module) -> int:
@@ -242,26 +250,36 @@ def _insert(network: nn.Module, path: str, place: int, blocks: int, silenced: li
         block = copied(container[place - 1])
         for name in silenced:
             block.get_parameter(name).zero_()
-        for part in block.modules():
-            for name, value in list(vars(part).items()):
-                if type(value) is int and _PLACES.search(name):
-                    vars(part)[name] = value + number + 1
+        _move(block, number + 1)
         made.append(block)
+    for behind in container[place:]:
+        _move(behind, blocks)
     own = [*container[:place], *made, *container[place:]]
     container._modules.clear()
     container._modules.update({str(index): block for index, block in enumerate(own)})
+    whole = {id(holder) for _, holder in configs(network, "")}
     for part in network.modules():
         if type(part).__module__.startswith("torch.") or part in made:
             continue
         for _, holder in ((path, part), *configs(part, "")):
+            named = [name for name, value in vars(holder).items() if type(value) is int and value == count]
+            of_decoder = "dec" in path and id(holder) in whole and any("decoder" in name for name in named)
             for name, value in list(vars(holder).items()):
                 other = any(side in name and side[:3] not in path for side in ("encoder", "decoder"))
-                if other:  # the blocks of another stack
+                if other or (of_decoder and "decoder" not in name):  # the blocks of another stack, as of an encoder
                     continue
                 if type(value) is int and value == count and _DEPTHS.search(name) and not _PLACES.search(name):
                     vars(holder)[name] = count + blocks
                 elif isinstance(value, list | tuple) and _DEPTHS.search(name):
                     vars(holder)[name] = type(value)(_followed(network, holder, path, name, list(value), count, blocks))
+
+
+def _move(block: nn.Module, places: int) -> None:
+    """Note that a block stands so many places further on."""
+    for part in block.modules():
+        for name, value in list(vars(part).items()):
+            if type(value) is int and _PLACES.search(name):
+                vars(part)[name] = value + places
 
 
 def _followed(
