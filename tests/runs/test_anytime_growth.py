@@ -452,7 +452,7 @@ def test_with_a_cost_in_seconds_growth_waits_until_they_are_known_and_then_needs
     resumed.load_state_dict(state)
     assert (resumed.summary(), resumed.state_dict()["seconds"]) == (growth.summary(), state["seconds"])
     run = trained(made(cost="seconds", ratio=1e12, most_parameters=6 * size), 0, 30)
-    beside, slower, elasticity = run[3].state_dict()["seconds"]
+    beside, slower, elasticity, _ = run[3].state_dict()["seconds"]
     if run[3].growths:  # a wider step took no longer
         assert "would exceed most_parameters" in run[3].why
     else:
@@ -460,39 +460,90 @@ def test_with_a_cost_in_seconds_growth_waits_until_they_are_known_and_then_needs
         assert f"takes {slower:.2f} times the seconds" in run[3].why
 
 
+def mlp(width):
+    return nn.Sequential(nn.Linear(10, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The numbers of networks that are timed in turn, with seconds of the test's own: a pass takes longer from 32 units on."""
+    free, numbers = count(mlp(32)), []
+
+    def seconds(growth, *networks):
+        numbers.append(len(networks))
+        return [max(1.0, count(each) / free) for each in networks]
+
+    monkeypatch.setattr(esper.AnytimeGrowth, "_seconds", seconds)
+    return numbers
+
+
+def from_four_units(steps, stop=None, **settings):
+    """What a network of four units has become; the loop is left and resumed at a step."""
+    torch.manual_seed(0)
+    x, y = torch.randn(64, 10), torch.randint(2, (64,))
+    model = mlp(4)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    growth = esper.AnytimeGrowth(model, optimizer, example=x, cost="seconds", **settings)
+    for step in range(steps):
+        if step == stop:
+            state = growth.state_dict()
+            growth.finish()
+            growth = esper.AnytimeGrowth(model, optimizer, example=x, cost="seconds", **settings)
+            growth.load_state_dict(state)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step(y)
+    return model, growth
+
+
 @pytest.mark.parametrize(
     ("settings", "factor", "why"),
     [
         ({}, 8, "as a step of a network 2 times as wide takes"),  # it waits for targets, as the next size is slower
         ({"sizes": [1, 4]}, 4, "sizes ends with 4 times the first widths"),
+        ({"sizes": [1, 2, 6]}, 6, "sizes ends with 6 times the first widths"),
         ({"most_parameters": 1000}, 4, "parameters would exceed most_parameters=1,000"),
     ],
 )
-def test_a_network_begins_with_the_largest_size_that_is_nearly_free_by_one_growth(monkeypatch, settings, factor, why):
-    """Seconds of the test's own, as those of a machine differ: a pass takes longer from 32 units on."""
-
-    def mlp(width):
-        hidden = [nn.Linear(10, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
-        return nn.Sequential(*hidden, nn.Linear(width, 2))
-
-    free = count(mlp(32))
-    monkeypatch.setattr(
-        esper.AnytimeGrowth, "_seconds", lambda _, *networks: [max(1.0, count(each) / free) for each in networks]
-    )
-    model = mlp(4)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    x, y = torch.randn(64, 10), torch.randint(2, (64,))
-    growth = esper.AnytimeGrowth(model, optimizer, example=x, cost="seconds", **settings)
-    for _ in range(25):
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        growth.step(y)
+@pytest.mark.parametrize("stop", [None, 5, 20])
+def test_a_network_begins_with_the_largest_size_that_is_nearly_free_by_one_growth(timed, settings, factor, why, stop):
+    model, growth = from_four_units(25, stop, **settings)
     (only,) = growth.growths
     assert (only["step"], only["factor"], only["slower"]) == (21, factor, 1.0)
     assert f"a step of a network {factor} times as wide takes 1.00 times the seconds" in only["why"]
     assert [each.out_features for each in model if isinstance(each, nn.Linear)] == [4 * factor, 4 * factor, 2]
+    assert growth.parameters == count(mlp(4 * factor))
     assert why in growth.why
+    assert timed == [2] + [1] * (len(timed) - 1)  # each copy once
+
+
+def test_where_a_large_first_growth_cannot_be_the_smaller_ones_on_the_way_are_taken(timed, monkeypatch):
+    real = anytime.widen
+
+    def widen(model, factor, **settings):
+        if factor >= 8:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, factor, **settings)
+
+    monkeypatch.setattr(anytime, "widen", widen)
+    model, growth = from_four_units(25)
+    assert [each["factor"] for each in growth.growths] == [2, 4]
+    assert model[0].out_features == 32
+
+
+def test_a_network_a_part_of_which_would_stay_becomes_no_wider(timed, monkeypatch):
+    real = anytime.widen
+
+    def widen(model, factor, **settings):
+        found = real(model, factor, **settings)
+        found.left_out |= {"4": "the outputs are others"} if model[0].out_features > 4 * factor else {}
+        return found
+
+    monkeypatch.setattr(anytime, "widen", widen)
+    model, growth = from_four_units(25)
+    assert (model[0].out_features, len(growth.growths)) == (8, 1)
+    assert growth.why == "the features of '4' would stay as they are: the outputs are others"
 
 
 def test_passes_that_are_timed_draw_nothing_from_generators_of_torch_and_leave_the_network_alone():

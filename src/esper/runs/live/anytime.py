@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 9
+FORMAT = 10
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
@@ -48,7 +48,7 @@ TIMED, FEW, LONG_ENOUGH = 7, 3, 0.02
 NAP = 1e-5
 """Wait before each of these passes [seconds]."""
 NEARLY_FREE = 1.2
-"""Factor of the seconds of a step below which growths in the beginning are taken together: the knee of size and seconds."""
+"""Growths in the beginning are taken together until a step takes this many times as long as one of the first size."""
 TARGETS = 30.0
 """Targets seen for each parameter, when the network becomes wider, where `ratio` is not given and no probe decides."""
 WORTH = 0.01
@@ -80,6 +80,15 @@ WINDOW = 8.0
 
 _UNFINISHED: "weakref.WeakSet[AnytimeGrowth]" = weakref.WeakSet()
 """Growths whose hooks are at an optimizer."""
+
+
+class _Plan(NamedTuple):
+    """Describes a growth: the factor of the widths, that of the seconds of a step where they were measured, and its way."""
+
+    factor: int
+    slower: float | None
+    way: Way | None
+    why: str
 
 
 class AnytimeGrowth:
@@ -115,11 +124,12 @@ class AnytimeGrowth:
     With cost='seconds' a network becomes wider sooner where a wider one is hardly slower on this machine. If twice the widths
     multiply the parameters by p and the seconds of a step by p^e, it grows after e^3 * `ratio` targets for each parameter: at
     once where a wider step costs nothing. So a network starts at the largest size that is nearly free, however small it was
-    built: copies are made wider and timed, until one is not due or takes a fifth longer, and one growth leads there. The seconds
-    are the shortest of the first 20 steps of the loop, and of passes of the network and of a wider copy on `example`; a run can
-    be repeated only as closely as these. (With a loss of A / N^a + B / D^b after D targets and a cost of a target that rises as
-    N^e, the best N for a given cost is where a A / N^a = e b B / D^b, so D is in proportion to e^(1/b) N for like powers, which
-    are about 1/3: Hoffmann et al., "Training compute-optimal large language models", 2022.)
+    built. One growth leads there: in the beginning copies are made wider and timed, one after the other, while the next size is
+    due and a step takes less than 1.2 times as long as at first. The seconds are the shortest of the first 20 steps of the loop,
+    and of passes of the network and of wider copies on `example`; a run can be repeated only as closely as these. (With a loss
+    of A / N^a + B / D^b after D targets and a cost of a target that rises as N^e, the best N for a given cost is where
+    a A / N^a = e b B / D^b, so D is in proportion to e^(1/b) N for like powers, which are about 1/3: Hoffmann et al., "Training
+    compute-optimal large language models", 2022.)
 
     Several processes with copies of the network grow alike, as the first decides, where each gives shared=True. The targets of
     all of them count. DistributedDataParallel knows the parameters that it was made with, so wrap the network anew behind each
@@ -302,7 +312,8 @@ class AnytimeGrowth:
         self._grown_at = math.nan  # compute at the last growth, or of the first steps, which `EARLY` counts
         # of each size so far: parameters, the lowest loss on the probe, and the steps and the compute then
         self._lowest: list[tuple[int, float, int, float]] = []
-        self._times: list[float] = []  # at the first steps, where seconds are measured
+        # the seconds of the shortest of the first steps, where they are measured, and when the last step was
+        self._shortest, self._stepped = math.inf, math.nan
         self._rows = 0  # of the largest batch of targets; the last batch of an epoch may be smaller
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
@@ -378,8 +389,10 @@ class AnytimeGrowth:
         if self._kept is None or self.steps % GUARDED == 0:
             self._guard()
         self._loss, begun = None, time.perf_counter()
-        grown = self._is_due(targets, size) and self._grow()
-        self._tried = None
+        try:
+            grown = self._is_due(targets, size) and self._grow()
+        finally:
+            self._tried = None
         if self._probe is not None and self._loss is None and (not self._by_slope or self._look_at == math.inf):
             self._look()  # for `improved` and `verdict` alone
         if self._log is not None:
@@ -520,7 +533,7 @@ class AnytimeGrowth:
             "format": FORMAT,
             "settings": self._settings(),
             "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
-            "seconds": [self._beside, self._slower, self._elasticity],
+            "seconds": [self._beside, self._slower, self._elasticity, self._shortest],
             "slope": [self._grown_at, *self._curve],
             "looked": [self._looked, self._last_loss],
             "lowest": list(self._lowest),
@@ -577,7 +590,8 @@ class AnytimeGrowth:
             self._widen(each["factor"], each["seed"], each["way"])
         self.average.load_state_dict(state["average"])
         self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before = state["numbers"]
-        self._beside, self._slower, self._elasticity = state["seconds"]
+        self._beside, self._slower, self._elasticity, self._shortest = state["seconds"]
+        self._stepped = math.nan
         self._grown_at, *curve = state["slope"]
         self._curve = [(compute, loss) for compute, loss in curve]
         self._looked, self._last_loss = state["looked"]
@@ -707,28 +721,35 @@ class AnytimeGrowth:
             self._end(f"sizes ends with {now} times the first widths")
         return factor
 
-    def _wider(self, network: nn.Module, factor: int) -> nn.Module | None:
-        """Return a copy of a network that is so many times as wide, and note the way to it; None where it cannot be."""
-        if (
-            network is self.model and not self._guard()
-        ):  # what is not finite computes nothing to compare a wider network with
+    def _wider(self) -> nn.Module | None:
+        """Return a copy of the network as it would be behind the next growth, and note the way to it; None where it cannot be."""
+        if not self._guard():  # what is not finite computes nothing by which a wider network could be compared
             return None
+        wider, way, problem = self._copied(self.model, self._next_factor())
+        if self._ended(problem):
+            return None
+        self._tried, self._way = wider, way
+        return wider
+
+    def _copied(self, network: nn.Module, factor: int) -> tuple[nn.Module, Way | None, str]:
+        """Return a copy of a network that is so many times as wide, the way to it, and what stands against it in a process."""
         wider, way, problem = copied(network), None, ""
         try:
-            way = widen(wider, factor, example=self._example).way
+            found = widen(wider, factor, example=self._example, seed=self.seed + len(self.growths))
         except Exception as error:
             problem = _refusal(error)
+        else:
+            way = found.way
+            for layer, reason in found.left_out.items():
+                problem = problem or f"the features of {layer!r} would stay as they are: {reason}"
         size = count(wider)
         if self.most_parameters is not None and size > self.most_parameters:
             problem = f"{size:,} parameters would exceed most_parameters={self.most_parameters:,}"
-        if self._ended(problem):
-            return None
-        self._tried, self._way = wider, self._ranks.from_first((way,))[0]
-        return wider
+        problem = next(filter(None, self._ranks.from_each(problem)), "")
+        return wider, self._ranks.from_first((way,))[0], problem
 
     def _ended(self, problem: str) -> bool:
-        """Return whether a process has a problem with a wider network, which then stays as it is in all of them."""
-        problem = next(filter(None, self._ranks.from_each(problem)), "")
+        """Return whether there is a problem with a wider network, for which this one stays as large as it is."""
         if problem:
             self._end(problem)
         return bool(problem)
@@ -791,7 +812,7 @@ class AnytimeGrowth:
     def _grow(self) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
         before, measured = self.parameters, math.inf
-        if self._tried is None and self._wider(self.model, self._next_factor()) is None:
+        if self._tried is None and self._wider() is None:
             return False
         if self._probe is not None:
             measured = self._measured()
@@ -801,17 +822,20 @@ class AnytimeGrowth:
                 )
                 self._look_at = AGAIN * self.seen
                 return False
-        factor, way, seed, slower = self._next_factor(), self._way, self.seed + len(self.growths), self._slower
-        self._slower = None
-        if slower is not None and self.steps <= BEGINNING:
-            factor, slower = self._first_size(factor, slower)
+        plans, seed, problem = self._plans(), self.seed + len(self.growths), ""
         self._tried = None
-        try:
-            widths = self._widen(factor, seed, way)
-        except Exception as error:
-            if self._ranks.size > 1:  # the others are wider now
-                raise
-            return not self._ended(_refusal(error))
+        for plan in plans:
+            try:
+                widths = self._widen(plan.factor, seed, plan.way)
+            except Exception as error:
+                if self._ranks.size > 1:  # the others are wider now
+                    raise
+                problem = _refusal(error)
+                self._slower, self._look_at = None, 0.0
+            else:
+                break
+        else:
+            return not self._ended(problem)
         if self.fresh:
             drawn = _drawn_anew(self.model, seed)
             with torch.no_grad():
@@ -825,11 +849,11 @@ class AnytimeGrowth:
                 "seen": self.seen,
                 "before": before,
                 "parameters": self.parameters,
-                "factor": factor,
+                "factor": plan.factor,
                 "seed": seed,
-                "way": way,
-                "slower": slower,
-                "why": self._due,
+                "way": plan.way,
+                "slower": plan.slower,
+                "why": plan.why,
                 "widths": widths,
             }
         )
@@ -847,8 +871,10 @@ class AnytimeGrowth:
             device = next(self.model.parameters()).device
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # else a step lasts as long as its work takes to be given to the device
-            self._times.append(time.perf_counter())
-            if len(self._times) <= SETTLED:
+            now = time.perf_counter()
+            self._shortest = min(self._shortest, now - self._stepped if self._stepped > 0 else math.inf)
+            self._stepped = now
+            if self.steps <= SETTLED or self._shortest == math.inf:
                 self.why = f"the seconds of a step are known after {counted(SETTLED + 1, 'step')}"
                 return False
         shape = next((each.shape for each in tensors(self._example)), ())
@@ -857,32 +883,41 @@ class AnytimeGrowth:
                 f"example has the shape {tuple(shape)}, and batches of the loop have {self._rows} targets; with "
                 "cost='seconds', give a batch of the loop as example, so that the seconds measured are those of the loop"
             )
-        wider = self._wider(self.model, self._next_factor())
-        return wider is not None and self._time(copied(self.model), wider)
+        wider = self._wider()
+        if wider is None:
+            return False
+        problem = self._time(copied(self.model), wider)
+        return not self._ended(problem)
 
-    def _first_size(self, factor: int, slower: float) -> tuple[int, float]:
-        """Return the factor of a growth in the beginning, where further ones are due at once, and that of the seconds of a step.
+    def _plans(self) -> list[_Plan]:
+        """Return the next growth, behind a larger one that is tried first where further ones are due at once in the beginning.
 
         Copies are made wider and timed, so that the network itself does not pass through each of these sizes.
         """
-        network = self._tried
-        while network is not None and (step := self._next_factor(factor)) > 1 and slower < NEARLY_FREE:
-            wider = self._wider(network, step)
-            if wider is None or not self._time(network, wider, self._pass):
+        first = plan = _Plan(self._next_factor(), self._slower, self._way, self._due)
+        network, self._slower = self._tried, None
+        while network is not None and self.steps <= BEGINNING and (plan.slower or math.inf) < NEARLY_FREE:
+            step = self._next_factor(plan.factor)
+            if step == 1:
                 break
-            if self.seen < self._targets_of_each(self._multiple * factor) * count(network):
-                return factor, slower  # the next growth need not be timed again
-            assert self._slower is not None, "it was timed"
-            factor, slower, network = factor * step, slower * self._slower, wider
-            self._due = (
-                f"{self.seen:,} targets were seen, and a step of a network {factor} times as wide takes {slower:.2f} times the "
-                "seconds"
-            )
-        self._slower = None
-        return factor, slower
+            wider, _, problem = self._copied(network, step)
+            problem = problem or self._time(network, wider, self._pass)
+            if self._ended(problem) or self.seen < self._targets_of_each(self._multiple * plan.factor) * count(network):
+                break  # where it is not due, it need not be timed again
+            factor, slower, network = plan.factor * step, (plan.slower or 1.0) * (self._slower or 1.0), wider
+            of_larger = f"a step of a network {factor} times as wide takes {slower:.2f} times the seconds"
+            plan, self._slower = _Plan(factor, slower, None, f"{self.seen:,} targets were seen, and {of_larger}"), None
+        if plan is first:
+            return [first]
+        network = self._tried = None
+        _, way, problem = self._copied(self.model, plan.factor)
+        if problem:  # the sizes on the way there may be possible
+            self._slower, self._look_at = None, 0.0
+            return [first]
+        return [plan._replace(way=way), first]
 
-    def _time(self, network: nn.Module, wider: nn.Module, known: float | None = None) -> bool:
-        """Measure how much slower a step of a wider network is; False where it does not fit into the memory.
+    def _time(self, network: nn.Module, wider: nn.Module, known: float | None = None) -> str:
+        """Measure how much slower a step of a wider network is; returns what stands against it in a process.
 
         known: the seconds of a pass of the network, where it was timed before.
         """
@@ -895,17 +930,16 @@ class AnytimeGrowth:
             problem = "a step of the wider network does not fit into the memory"
         else:
             problem = ""
-        if self._ended(problem):
-            return False
+        if problem := next(filter(None, self._ranks.from_each(problem)), ""):
+            return problem
         if math.isnan(self._beside):
-            steps = [later - sooner for sooner, later in itertools.pairwise(self._times)]
-            self._beside, self._times = max(min(steps) - own, 0.0), []
+            self._beside = max(self._shortest - own, 0.0)
         self._pass = other
         self._slower = max((self._beside + other) / (self._beside + own), 1.0)
         self._beside, self._slower = self._ranks.from_first((self._beside, self._slower))
         larger = count(wider) / count(network)
         self._elasticity = min(math.log(self._slower) / math.log(larger), 1.0)
-        return True
+        return ""
 
     def _seconds(self, *networks: nn.Module) -> list[float]:
         """Return the seconds of a forward and backward pass on the example, for each network; several take turns."""
