@@ -7,7 +7,7 @@ import torch
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.leyline.errors import InputError
+from esper.leyline.errors import GrowthWarning, InputError
 from esper.tolaria.live.groups import OWNER
 from loops import LIFE, SETTINGS, STAGES, equal, repeatable, stages
 from populations import Script
@@ -228,10 +228,10 @@ def decoder(name, **settings):
     return getattr(tf, f"{name}ForCausalLM")(config)
 
 
-def bart():
+def bart(kind="Bart", build=tf.BartForConditionalGeneration):
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 20, "decoder_ffn_dim": 20}
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 24, "max_position_embeddings": 32}
-    return tf.BartForConditionalGeneration(tf.BartConfig(**sizes, **heads, scale_embedding=True))
+    return build(getattr(tf, f"{kind}Config")(**sizes, **heads, scale_embedding=True, pad_token_id=0))
 
 
 def swin():
@@ -275,6 +275,24 @@ def test_a_model_of_twice_the_width_is_one_of_its_config(name, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     assert torch.equal(loaded(**given).logits, model(**given).logits)
+
+
+def test_positions_that_are_computed_when_a_model_is_built_are_named_and_can_be_put_back(tmp_path):
+    torch.manual_seed(0)
+    model, ids = bart("Marian", tf.MarianMTModel).eval(), batch(3)["input_ids"]
+    given = {"input_ids": ids, "decoder_input_ids": ids[:, :7]}
+    before = model(**given).logits
+    with pytest.warns(
+        GrowthWarning, match="embed_positions.weight is wider too, but is not saved with the MarianMTModel"
+    ):
+        assert not esper.widen(model, 2, example=given).left_out
+    assert torch.allclose(model(**given).logits, before, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    for side in ("encoder", "decoder"):
+        mine, own = (getattr(each.model, side) for each in (model, loaded))
+        own.embed_positions.load_state_dict(mine.embed_positions.state_dict())
+    assert torch.allclose(loaded(**given).logits, model(**given).logits, atol=1e-6)
 
 
 def test_a_bloom_whose_heads_are_no_power_of_two_gets_wider_feed_forwards_alone_and_says_why():

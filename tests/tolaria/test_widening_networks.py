@@ -495,15 +495,73 @@ def test_a_linear_of_a_class_of_its_own_becomes_wider_if_it_holds_a_weight_and_a
             super().__init__(*widths)
             self.times = nn.Parameter(torch.tensor(3.0))
 
-    for kind, expected in ((Plain, {"0": (4, 8)}), (Tripled, None)):
+    class Equalised(Plain):
+        def __init__(self, *widths):
+            super().__init__(*widths)
+            self.scale = self.in_features**-0.5
+
+    class Drawn(Plain):
+        def reset_parameters(self):
+            nn.init.normal_(self.weight, std=self.out_features)
+            nn.init.zeros_(self.bias)
+
+    for kind in (Plain, Tripled, Equalised, Drawn):
         model, x = nn.Sequential(kind(3, 4), nn.ReLU(), kind(4, 2)), torch.randn(5, 3)
         before = output(model, x)
-        if expected is None:
-            with pytest.raises(InputError, match="'0' is a Tripled, and only widths of Linear"):
-                esper.widen(model, {"0": 8}, example=x)
+        if kind is Plain:
+            assert dict(esper.widen(model, {"0": 8}, example=x)) == {"0": (4, 8)}
         else:
-            assert dict(esper.widen(model, {"0": 8}, example=x)) == expected
+            with pytest.raises(InputError, match=f"'0' is an? {kind.__name__}, and only widths of Linear"):
+                esper.widen(model, {"0": 8}, example=x)
         assert torch.allclose(output(model, x), before, atol=1e-6)
+
+
+def test_small_weights_of_a_norm_to_which_one_is_added_stay_in_bfloat16():
+    torch.manual_seed(0)
+    model = Gemma()
+    for block in model.h:
+        nn.init.normal_(block.norm_1.weight, std=0.003)
+    model = model.bfloat16()
+    before = model.h[0].norm_1.weight.detach().clone()
+    assert esper.widen(model, 2, example=TOKENS, ways=["copies"]).way == "copies"
+    assert torch.equal(model.h[0].norm_1.weight[::2], before)
+
+
+def test_a_table_that_is_not_saved_is_named():
+    class Computed(Translation):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("positions", self.positions, persistent=False)
+
+    model = Computed()
+    with pytest.warns(GrowthWarning, match="positions is wider too, but is not saved with the Computed, and a network"):
+        assert not esper.widen(model, 2, example=TOKENS).left_out
+
+
+def test_numbers_that_look_like_widths_or_roots_of_them_stay_where_they_are_none():
+    class Odd(Gemma):
+        def __init__(self):
+            super().__init__()
+            self.heads, self.wte.gain, self.scale = [2, 2], math.sqrt(8), 1.5
+
+    torch.manual_seed(0)
+    model = Odd().double()
+    model.ln_f.normalized_shape = 8
+    assert not esper.widen(model, 2, example=TOKENS).left_out
+    assert (model.heads, model.wte.gain, model.scale, model.ln_f.normalized_shape) == ([2, 2], math.sqrt(8), 1.5, 16)
+
+
+def test_a_gamma_function_between_layers_is_no_attention():
+    class Gamma(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.second(torch.lgamma(1.5 + self.first(x).sigmoid()))
+
+    model, x = Gamma(), torch.randn(5, 3)
+    assert dict(esper.widen(model, 2, example=x)) == {"first": (4, 8)}
 
 
 def test_slopes_that_no_order_of_more_heads_has_are_refused():

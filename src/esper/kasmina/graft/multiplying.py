@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.func import functional_call
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
 from esper.kasmina.graft.flow import CONVOLUTIONS, Flow, Reach, before
@@ -72,12 +71,14 @@ _WIDTHS = re.compile(
     r"emb|dim|hidden|width|channel|feature|d_model|d_ff|units|inner|split|planes|intermediate|size|normalized_shape",
     re.I,
 )
+_SCALES = re.compile(r"scale|multiplier|normali[sz]er|root|sqrt", re.I)
 _NO_WIDTHS = re.compile(
     r"vocab|block|context|position|length|image|patch|kernel|window|batch|num_embeddings|chunk|codebook|class|stride|input|output"
     r"|segment|frame|^(n|num|number_of)_(\w+_)?layers?$",
     re.I,
 )
-"""Names of attributes of a person's modules, and of their configs, that count attention heads, or features."""
+"""Names of attributes of a person's modules, and of their configs, that count attention heads or features, or are a root of
+their number."""
 
 
 class Axis(NamedTuple):
@@ -125,8 +126,10 @@ class Multiplication:
         lists (dict[str, dict[str, list[int] | tuple[int, ...]]]): those that are lists of widths, such as `hidden_sizes`
         epsilons (dict[str, dict[str, float]]): by the same paths, what such norms add to the mean square
         offsets (set[str]): weights of such norms to which 1 is added where they are applied, as in Gemma
-        roots (dict[str, list[str]]): attributes of embeddings by which these are multiplied: the root of their width
-        powers (dict[str, float]): of r, by which these embeddings, and norms before layers with the same weight, make up for it
+        roots (dict[str, list[str]]): attributes of embeddings, or of the modules that hold them, which are the root of the width,
+            and by which embeddings are multiplied
+        powers (dict[str, float]): exponents of r for the weights of these embeddings (-1/2), and for the norms in front of layers
+            that share these weights (1/2)
     """
 
     def __init__(
@@ -160,6 +163,7 @@ class Multiplication:
         self.offsets: set[str] = set()
         self.roots: dict[str, list[str]] = {}
         self.powers: dict[str, float] = {}
+        self._rooted: set[str] = set()  # embeddings that are multiplied by such a root
         self._flattens = False  # whether a layer reads the positions of maps, or several streams side by side
         self._divided: set[str] = set()  # parameters of norms in front of a layer that is tied to one that writes
         check_module(module)
@@ -197,8 +201,10 @@ class Multiplication:
             )
         self._grow_norms()
         self._grow_parameters(weights)
-        tables: tuple[dict[str, Any], ...] = self.counts, self.axes, self.roots
+        tables: tuple[dict[str, Any], ...] = self.counts, self.axes
         for path, first in flow.doubles.items():
+            if isinstance(flow.parts[path], EMBEDDINGS):
+                self._note_roots(path, self._width(path))
             for table in tables:
                 found = {name: own for name, own in table.items() if f"{name}.".startswith(f"{first}.")}
                 table |= {path + name.removeprefix(first): own for name, own in found.items()}
@@ -247,7 +253,8 @@ class Multiplication:
         named = bool(re.search("norm|rms", type(part).__name__, re.I)) and not isinstance(part, _BY_FEATURE)
         if not (isinstance(part, _OVER_FEATURES) or (weights and named)) or path in self._flow.layers:
             return False
-        size = part.normalized_shape[-1] if hasattr(part, "normalized_shape") else max(map(len, weights), default=0)
+        shape = getattr(part, "normalized_shape", [len(weight) for weight in weights] or [0])
+        size = shape if isinstance(shape, int) else shape[-1]
         node = self._flow.node(path)
         return (
             node is None or not self._inner.get(node, False) or size not in {each.size for each in self._heads.values()}
@@ -297,14 +304,9 @@ class Multiplication:
         if writing:
             self.widths[path] = self._width(path)
         if isinstance(part, EMBEDDINGS):
-            self._grow(f"{prefix}weight", out._replace(axis=1), added=True)
+            self._grow(f"{prefix}weight", out._replace(axis=1), added=out.stream)
             counts["embedding_dim"] = part.embedding_dim
-            root, known = math.sqrt(part.embedding_dim), type(part).__constants__
-            scalars = {
-                name: own for name, own in (vars(part) | part._buffers).items() if name not in known and _is_number(own)
-            }
-            if found := [name for name, own in scalars.items() if math.isclose(float(own), root, rel_tol=1e-2)]:
-                self.roots[path] = found
+            self._note_roots(path, part.embedding_dim)
         elif isinstance(part, nn.RNNBase):
             self._grow_recurrent(part, path, into if reading else None, out if writing else None)
         elif isinstance(part, nn.MultiheadAttention):
@@ -325,6 +327,15 @@ class Multiplication:
                 self._flattens = self._flattens or positions > 1
                 into = into._replace(block=1 if self._variant == "joined" else positions)
             self._grow_matrix(part, path, into if reading else None, out if writing else None)
+
+    def _note_roots(self, path: str, width: int) -> None:
+        """Note the roots of the width by which an embedding, or the module that holds it, may multiply."""
+        node = self._flow.node(path)
+        outside = any(each.name().startswith("Mul") and before(each) == [node] for each in self._flow.order)
+        for where in (path, path.rpartition(".")[0])[: 1 + outside]:
+            if found := _roots(self._flow.parts[where], width):
+                self.roots[where] = found
+                self._rooted.add(path)
 
     def _grow_matrix(self, part: Any, path: str, into: Axis | None, out: Axis | None) -> None:
         prefix, counts = _prefix(path), self.counts[path]
@@ -484,7 +495,7 @@ class Multiplication:
                     tied.setdefault(id(own), []).append(_prefix(path) + entry)
         self._tied = list(tied.values())
         for first, *others in self._tied:
-            rooted = [path for name in (first, *others) if (path := name.rpartition(".")[0]) in self.roots]
+            rooted = self._rooted & {name.rpartition(".")[0] for name in (first, *others)}
             self.powers |= dict.fromkeys((first, *others) if rooted else (), -0.5)
             for other in others:
                 one, two = (sorted(self.axes.get(name, [])) for name in (first, other))
@@ -570,7 +581,7 @@ class Multiplication:
                 for name, listed in vars(holder).items():
                     if not isinstance(listed, list | tuple) or not listed or _NO_WIDTHS.search(name):
                         continue
-                    of_heads = bool(self._heads and _HEADS.search(name))
+                    of_heads = bool(self._heads and ":" in where and _HEADS.search(name))
                     among = numbers if of_heads else widths - {1}
                     if (of_heads or _WIDTHS.search(name)) and all(type(own) is int and own in among for own in listed):
                         self.lists.setdefault(where, {})[name] = listed
@@ -647,7 +658,8 @@ class Multiplication:
                     if (id(holder), name) not in done:
                         done.add((id(holder), name))
                         product = number * factor**power
-                        vars(holder)[name] = (product,) if name == "normalized_shape" else product
+                        of_torch = isinstance(holder, _OVER_FEATURES) and name == "normalized_shape"
+                        vars(holder)[name] = (product,) if of_torch else product
         for where, lists in self.lists.items():
             path, _, config = where.partition(":")
             holder = vars(parts[path])[config] if config else parts[path]
@@ -666,7 +678,7 @@ class Multiplication:
             if id(old) not in made:
                 value, divided = old.detach(), name in self._divided and way == "copies"
                 if name in self.offsets:
-                    value = 1 + value
+                    value = 1 + value.double()  # in few digits 1 + a small weight is 1
                 if rooted and name in self.powers:
                     value = value * factor ** self.powers[name]
                 if way != "copies":
@@ -677,7 +689,7 @@ class Multiplication:
                 else:
                     value = _multiplied(value, axes, way, factor, generator, size) / (factor if divided else 1)
                 if name in self.offsets:
-                    value = value - 1
+                    value = (value - 1).to(old.dtype)
                 row = getattr(part, "padding_idx", None)
                 if isinstance(row, int) and not bool(old[row].any()):
                     value[row] = 0  # of an embedding, which never learns there
@@ -728,8 +740,16 @@ def _scaled(value: Tensor, at: Axis, factor: int, new: float | None) -> Tensor:
     return torch.cat([old, more], at.axis + 1).flatten(at.axis, at.axis + 2)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
+def _roots(part: nn.Module, width: int) -> list[str]:
+    """Return the attributes and buffers of a module that scale by the root of a width, by their values and names."""
+    found = []
+    for name, own in (vars(part) | part._buffers).items():
+        single = isinstance(own, Tensor) and own.dim() == 0 and own.is_floating_point()
+        if not (single or isinstance(own, float)) or not _SCALES.search(name):
+            continue
+        if math.isclose(float(own), math.sqrt(width), rel_tol=1e-2 if single else 1e-6):  # of few digits
+            found.append(name)
+    return found
 
 
 def _adds_one(norm: nn.Module) -> bool:
@@ -737,10 +757,15 @@ def _adds_one(norm: nn.Module) -> bool:
     weight = norm._parameters.get("weight")
     if weight is None or isinstance(norm, _OVER_FEATURES) or len(list(norm.parameters())) > 1:
         return False
-    with torch.no_grad(), suppress(Exception):  # a person's module, which may take more arguments
-        features = torch.linspace(1, 2, len(weight), dtype=weight.dtype, device=weight.device)
-        return bool(functional_call(norm, {"weight": torch.zeros_like(weight)}, (features[None],)).any())
-    return False
+    features = torch.linspace(1, 2, len(weight), dtype=weight.dtype, device=weight.device)
+    norm._parameters["weight"] = nn.Parameter(torch.zeros_like(weight))
+    try:
+        with torch.no_grad():
+            return bool(norm.forward(features[None]).any())  # without hooks, which know other inputs
+    except Exception:  # a person's module, which may take more arguments
+        return False
+    finally:
+        norm._parameters["weight"] = weight
 
 
 def _prefix(path: str) -> str:

@@ -24,8 +24,8 @@ from esper.leyline.text import kind_of
 
 Result = TypeVar("Result")
 
-PRODUCT = re.compile(r"(?<!^Cu)[Mm]m|[Mm]v|Conv|(?<!^Upsample)(?<!^UpsampleBi)(?<!^UpsampleTri)[Ll]inear|Rnn")
-"""Names of the autograd nodes that multiply by a weight; interpolation and cumulative maxima do not."""
+PRODUCT = re.compile(r"(?<!^Cu)(?<!a)[Mm]m|[Mm]v|Conv|(?<!^Upsample)(?<!^UpsampleBi)(?<!^UpsampleTri)[Ll]inear|Rnn")
+"""Names of the autograd nodes that multiply by a weight; interpolation, cumulative maxima and gamma functions do not."""
 
 _RESHAPE = re.compile(
     r"^(T|Transpose|Permute|View|UnsafeView|Reshape|ReshapeAlias|ToCopy|Expand|Unsqueeze|Clone|Alias)Back"

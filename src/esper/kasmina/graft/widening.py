@@ -64,9 +64,12 @@ def axes_of(path: str, layer: nn.Module) -> Axes:
 
 
 def _is_plain(layer: nn.Linear) -> bool:
-    """Return whether a layer of a class of its own holds a weight and a bias alone, and not in a code of whole numbers."""
-    alone = set(layer._parameters) <= {"weight", "bias"} and not (layer._buffers or layer._modules)
-    return alone and layer.weight.is_floating_point()
+    """Return whether a layer of a class of its own holds what a Linear does, so that nothing else can depend on its width."""
+    known = nn.Linear(1, 1)
+    drawn = type(layer).reset_parameters is nn.Linear.reset_parameters and layer.weight.is_floating_point()
+    further = [own for name, own in vars(layer).items() if name not in vars(known)]
+    more = layer._buffers or layer._modules or layer._parameters.keys() - known._parameters.keys()
+    return drawn and not more and not any(type(own) in (int, float) or isinstance(own, Tensor) for own in further)
 
 
 def check_own_weight(path: str, layer: nn.Module) -> None:
