@@ -239,6 +239,11 @@ def swin():
     return tf.SwinForImageClassification(tf.SwinConfig(embed_dim=12, depths=[1, 1], num_heads=[3, 6], **sizes))
 
 
+def dinov2():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_channels": 1}
+    return tf.Dinov2ForImageClassification(tf.Dinov2Config(image_size=8, patch_size=4, **sizes))
+
+
 BUILDS = {
     "GPT-2": gpt2,
     "Llama": lambda: llama(20),
@@ -253,6 +258,7 @@ BUILDS = {
     "OLMo 2": lambda: decoder("Olmo2"),
     "BART, scaled embeddings": bart,
     "Swin": swin,
+    "DINOv2": dinov2,
     "MPT": lambda: tf.MptForCausalLM(tf.MptConfig(d_model=16, n_layers=2, n_heads=2, vocab_size=24)),
 }
 

@@ -551,6 +551,13 @@ def test_numbers_that_look_like_widths_or_roots_of_them_stay_where_they_are_none
     assert (model.heads, model.wte.gain, model.scale, model.ln_f.normalized_shape) == ([2, 2], math.sqrt(8), 1.5, 16)
 
 
+def test_a_token_that_took_no_part_beside_positions_is_as_wide_as_they_are():
+    model, x = ViT(), torch.randn(3, 1, 8, 8)
+    model.mask = nn.Parameter(torch.randn(1, 8))
+    assert not esper.widen(model, 2, example=x).left_out
+    assert (model.mask.shape, model.token.shape) == ((1, 16), (1, 1, 16))
+
+
 def test_a_gamma_function_between_layers_is_no_attention():
     class Gamma(nn.Module):
         def __init__(self):

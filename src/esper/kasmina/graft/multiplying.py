@@ -468,6 +468,21 @@ class Multiplication:
                 self.scales[name] = None
             if over:
                 self._note_norm(path)
+        self._grow_idle(weights)
+
+    def _grow_idle(self, weights: Mapping[str, Tensor]) -> None:
+        """Note the parameters that took no part, beside those of a stream in one module, as a token for masked places."""
+        ran = {id(getattr(node, "variable", None)) for node in self._flow.order}
+        for path, part in self._flow.parts.items():
+            own = {_prefix(path) + name: value for name, value in part._parameters.items() if value is not None}
+            wide = {
+                value.shape[-1]
+                for name, value in own.items()
+                if any(each.stream and each.axis == value.dim() - 1 for each in self.axes.get(name, []))
+            }
+            for name, value in own.items() if path not in self._flow.layers and not self._normalises(path) else ():
+                if name in weights and id(weights[name]) not in ran and value.dim() and value.shape[-1] in wide:
+                    self._grow(name, Axis(value.dim() - 1, stream=True), added=True)
 
     def _head_size(self, node: Node) -> int:
         """Return how many features of an attention head stay beside each other on the way through a node; 1 elsewhere."""
