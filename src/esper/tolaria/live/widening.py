@@ -167,7 +167,7 @@ def _shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def _warn_unsaved(model: nn.Module, before: Mapping[str, torch.Size]) -> None:
-    """Warn of a table that has become wider and is not saved with the network, as positions that are computed."""
+    """Say which tables have become wider that are not saved with the network, as positions that are computed."""
     left = getattr(model, "_keys_to_ignore_on_save", None) or []  # of transformers
     for name, shape in _shapes(model).items():
         path, _, entry = name.rpartition(".")
