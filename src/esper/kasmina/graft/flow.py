@@ -45,15 +45,18 @@ class Flow:
         known = [path for path in held if self._is_layer(path)]
         inside = {path for path in held if any(path.startswith(f"{layer}.") for layer in known)}
         own = {path: (type(self.parts[path]), *map(id, self.parts[path].parameters())) for path in known}
-        ran = {own[path]: path for path in reversed(known) if path in self.calls}
+        self.order = inputs_first(recording.loss.grad_fn)
+        multiplied = set[int]().union(*(factors(node) for node in self.order if PRODUCT.search(node.name())))
+        # a module around a layer may multiply by its weight itself
+        running = {*self.calls, *(path for path in known if id(weights.get(f"{path}.weight")) in multiplied)}
+        ran = {own[path]: path for path in reversed(known) if path in running}
         self.doubles = {path: ran[own[path]] for path in known if ran.get(own[path], path) != path}
         self.layers = set(known) - inside - set(self.doubles)
         for path in held:
             if isinstance(self.parts[path], nn.ParameterList | nn.ParameterDict):
                 raise InputError(self._why_unknown(path))
-            if path and path not in self.calls and path not in inside | set(self.doubles):
+            if path and path not in running and path not in inside | set(self.doubles):
                 raise InputError(f"{path!r} did not run on the example; give an example on which every layer runs")
-        self.order = inputs_first(recording.loss.grad_fn)
         self.owner = self._owners(weights)
 
     def _is_layer(self, path: str) -> bool:

@@ -569,8 +569,8 @@ class Multiplication:
             for call in calls
             if call.edge is not None and flow.parts[each]._parameters and each not in flow.layers
         }
-        source = flow.calls[flow.doubles.get(path, path)][0].source
-        node = None if source is None else source.node
+        calls = flow.calls.get(flow.doubles.get(path, path))
+        node = calls[0].source.node if calls and calls[0].source is not None else None
         while node is not None and node not in made:
             read = before(node)
             node = read[0] if len(read) == 1 else None
