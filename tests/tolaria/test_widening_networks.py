@@ -154,6 +154,17 @@ class ByHead(SharedKeys):
         return self.leave(x + self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
 
 
+class Functional(ByHead):
+    """Multiplies by the weights of its layers itself, as the shifted windows of torchvision's Swin."""
+
+    def forward(self, x):
+        x = self.enter(x)
+        qkv = F.linear(self.norm(x), self.qkv.weight, self.qkv.bias)
+        q, k, v = qkv.unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, -1)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.leave(x + F.linear(mixed, self.o.weight, self.o.bias))
+
+
 class Slopes(ByHead):
     """Biases of attention by distance have slopes that depend on the number of heads, as in Bloom (ALiBi)."""
 
@@ -323,6 +334,7 @@ NETWORKS = {
     "streams side by side": (TwoTokens, (3, 1, 8, 8), "means"),
     "shared keys": (SharedKeys, (2, 6, 5), "zeros"),
     "queries, keys and values by head": (ByHead, (2, 6, 5), "zeros"),
+    "weights of layers that a module multiplies by": (Functional, (2, 6, 5), "zeros"),
     "slopes by the number of heads": (Slopes, (2, 6, 5), "zeros"),
     "logits over a root of the width": (ScaledLogits, TOKENS, "zeros"),
     "ResNet, BatchNorm": (lambda: resnet(nn.BatchNorm2d), (3, 1, 8, 8), "zeros"),
@@ -387,6 +399,7 @@ def test_the_first_way_that_keeps_the_function_is_taken(name):
         TwoTokens: "joined",
         Translation: "buffers",
         ByHead: "by head",
+        Functional: "by head",
         Slopes: VARIANTS[4],
         ScaledLogits: "scaled",
     }
