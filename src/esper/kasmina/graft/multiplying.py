@@ -253,7 +253,7 @@ class Multiplication:
         named = bool(re.search("norm|rms", type(part).__name__, re.I)) and not isinstance(part, _BY_FEATURE)
         if not (isinstance(part, _OVER_FEATURES) or (weights and named)) or path in self._flow.layers:
             return False
-        shape = getattr(part, "normalized_shape", [len(weight) for weight in weights] or [0])
+        shape = getattr(part, "normalized_shape", max(map(len, weights), default=0))
         size = shape if isinstance(shape, int) else shape[-1]
         node = self._flow.node(path)
         return (
