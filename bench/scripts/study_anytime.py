@@ -76,7 +76,7 @@ TARGETS = {f"{times:g} times the targets": {"sooner": 1 / times} for times in (1
 EARLY = (1 / 8, 1 / 4, 1 / 2)
 """Shares of the first stop at which networks are looked at too, for the comparison in seconds."""
 RATES = (4e-3, 8e-3, 1.6e-2)
-WIDE_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+WIDE_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Rates that are tried with `--wide`."""
 WIDE = 64, 128, 256
 """Widths of texts with `--wide`."""
