@@ -745,8 +745,11 @@ class AnytimeGrowth:
         size = count(wider)
         if self.most_parameters is not None and size > self.most_parameters:
             problem = f"{size:,} parameters would exceed most_parameters={self.most_parameters:,}"
-        problem = next(filter(None, self._ranks.from_each(problem)), "")
-        return wider, self._ranks.from_first((way,))[0], problem
+        return wider, self._ranks.from_first((way,))[0], self._of_any(problem)
+
+    def _of_any(self, problem: str) -> str:
+        """Return the first problem that a process has; '' where none has one."""
+        return next(filter(None, self._ranks.from_each(problem)), "")
 
     def _ended(self, problem: str) -> bool:
         """Return whether there is a problem with a wider network, for which this one stays as large as it is."""
@@ -930,7 +933,7 @@ class AnytimeGrowth:
             problem = "a step of the wider network does not fit into the memory"
         else:
             problem = ""
-        if problem := next(filter(None, self._ranks.from_each(problem)), ""):
+        if problem := self._of_any(problem):
             return problem
         if math.isnan(self._beside):
             self._beside = max(self._shortest - own, 0.0)
