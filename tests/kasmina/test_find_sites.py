@@ -842,6 +842,8 @@ def test_an_output_without_floating_point_tensors_needs_a_loss():
 
     with pytest.raises(InputError, match="holds no floating-point tensor; give loss="):
         find_sites(Labels(nn.Linear(4, 8), nn.Linear(8, 2)), torch.randn(3, 4))
+    with pytest.raises(InputError, match="the output of the module is complex"):
+        find_sites(nn.Linear(4, 8, dtype=torch.complex64), torch.randn(3, 4, dtype=torch.complex64))
 
 
 def test_quantised_weights_are_refused_by_name():

@@ -201,6 +201,15 @@ def test_a_block_learns_whose_factor_is_zero_and_one_with_two_such_factors_is_re
         esper.deepen(Gated(product=True), 1, example=x)
 
 
+def test_a_block_that_stands_twice_in_its_stack_is_refused():
+    block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(block, block))
+    with pytest.raises(
+        InputError, match=r"'1\.1' and '1\.0' are one module; blocks of a stack have weights of their own"
+    ):
+        esper.deepen(model, 1, example=torch.randn(3, 4))
+
+
 def test_blocks_in_front_of_a_head_of_zeros_are_added():
     head = nn.Linear(4, 2)
     nn.init.zeros_(head.weight)

@@ -245,6 +245,8 @@ def distance(output: Any) -> Tensor:
         wanted = torch.arange(x.numel(), dtype=torch.float32, device=x.device).cos().view(x.shape)
         terms.append((x.float() - wanted).square().mean())
     if not terms:
+        if any(value.is_complex() for value in tensors(output)):
+            raise InputError("the output of the module is complex; Esper grows networks that return real numbers")
         raise InputError(
             f"the output of the module, {kind_of(output)}, holds no floating-point tensor; give loss=, a function of the "
             "output that returns one number"

@@ -225,6 +225,9 @@ def _silenced(model: nn.Module, block: str, example: Any) -> Iterator[list[str]]
     def found(weights: dict[str, Tensor]) -> tuple[list[str], list[str]]:
         flow = Flow(model, record(model, example, None), weights)
         if (node := flow.node(block)) is None:
+            first = next(path for path, part in model.named_modules() if part is model.get_submodule(block))
+            if first != block:
+                raise InputError(f"{block!r} and {first!r} are one module; blocks of a stack have weights of their own")
             raise InputError(f"{block!r} did not run on the example, or returns nothing that can be learned")
         reach = flow.reach([node], "")
         layers = [layer for layer in reach.layers if f"{layer}.".startswith(f"{block}.")]
