@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from esper.leyline.errors import InputError
@@ -40,6 +40,7 @@ def found(slim):
 
 
 @given(st.integers(1, 400), st.integers(1, 5000), st.integers(1, 5))
+@example(17, 41, 2)
 def test_the_rungs_of_a_search_spend_every_episode(candidates, episodes, last):
     steps = rungs(candidates, episodes, 2**20, last)
     spent = sum(count * more for count, more in steps)

@@ -190,7 +190,8 @@ def rungs(candidates: int, episodes: int, instances: int, last: int = 1) -> list
         cost = _cost(sizes[rung:])
         # rounded, because a first rung of 2 instances in place of 2.7 is a bad one
         share = (2 * left + cost) // (2 * cost)
-        more = min(share, max(left - sum(sizes[rung + 1 :]), 0) // count, instances)
+        # at most what leaves as many to each later rung
+        more = min(share, left // sum(sizes[rung:]), instances)
         steps.append((count, more))
         left, instances = left - count * more, instances - more
     if last == 1:
