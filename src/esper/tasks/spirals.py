@@ -18,9 +18,8 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.config.tree import build_config
 from esper.leyline.data import keys
 from esper.leyline.data.task import Task
-from esper.tasks.hosts.factories import MLP, VECTOR_MENU, ResidualMLP, VectorHost, room_for
-from esper.tasks.objectives import Classification
-from esper.tasks.splits import split
+from esper.tasks.hosts.factories import MLP, ResidualMLP, VectorHost, room_for
+from esper.tasks.small import table_task
 
 DATA = "2,048 points on two interleaved spirals"
 SUMMARY = f"{DATA}; a residual network"
@@ -46,17 +45,8 @@ def spirals() -> Task:
     the splits are the same in every run, and the features have torch's default dtype.
     """
     x, y = spiral_points(sum(SIZES))
-    splits = split(x, y, sizes=SIZES, seed=0)
-    return Task(
-        name="spirals",
-        summary=SUMMARY,
-        host=HOST,
-        room=room_for(HOST),
-        **splits._asdict(),
-        objective=Classification(2),
-        menu=VECTOR_MENU,
-        defaults={"steps": 24, "data": {"batch_size": 64, "batches_per_step": 16}},
-    )
+    task = table_task("spirals", SUMMARY, x, y, HOST, sizes=SIZES, batches=(64, 16))
+    return replace(task, scaling=None)  # `RADIUS` has scaled the points
 
 
 def spirals_narrow() -> Task:
