@@ -7,19 +7,19 @@ width and the number of blocks were chosen on the validation split (`--all`). Th
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
-from esper.kasmina.blueprints import count
+from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split, Task
 from esper.tasks.catalog import TASKS, get_task
 from esper.tasks.hosts.factories import CNN, MLP, ResidualCNN, ResidualMLP
-from esper.tasks.spirals import run_static, train_static
 
 Factory = Callable[[], SegmentedHost]
 TABLES = ("digits", "spirals", "iris", "wine", "breast-cancer")
@@ -34,6 +34,51 @@ def static(task: Task, factory: Factory, starts: int, part: Split) -> Tensor:
     with torch.no_grad():
         output = run_static(host, values, task.read(part.x).expand(starts, *[-1] * part.x.dim()))
         return task.objective.score(output, part.y.expand(starts, *part.y.shape)).mean(1)
+
+
+def train_static(
+    task: Task, factory: Callable[[], SegmentedHost], starts: int, batch: int, updates: int
+) -> tuple[SegmentedHost, dict[str, Tensor]]:
+    """Train `starts` hosts of a factory by AdamW, each with its own initial weights and its own order of examples.
+
+    Returns a host, and the weights of all hosts: every parameter with a leading axis, (starts, *shape).
+    """
+    hosts = []
+    for start in range(starts):
+        with drawn_with(start):
+            hosts.append(factory())
+    names = list(dict(hosts[0].named_parameters()))
+    values = {name: torch.stack([host.get_parameter(name).detach() for host in hosts]) for name in names}
+    for value in values.values():
+        value.requires_grad_()
+    optimizer = torch.optim.AdamW(values.values(), lr=build_config(task.defaults).optimizer.lr, weight_decay=0)
+    x = task.read(task.train.x)
+    assert isinstance(x, Tensor)
+    for index in _batches(len(x), starts, batch, updates):
+        loss = task.objective.loss(run_static(hosts[0], values, x[index]), task.train.y[index]).mean(1).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return hosts[0], {name: value.detach() for name, value in values.items()}
+
+
+def run_static(host: SegmentedHost, values: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Compute outputs (E, B, C) of E hosts on x (E, B, ...). `values` holds every parameter with a leading axis E."""
+    if host.stacks:
+        return functional_call(host, values, (x,))
+    rows = [{name: value[row] for name, value in values.items()} for row in range(len(x))]
+    return torch.stack([functional_call(host, row, (examples,)) for row, examples in zip(rows, x, strict=True)])
+
+
+def _batches(examples: int, starts: int, batch: int, total: int) -> Iterator[Tensor]:
+    """Yield `total` batches of indices (starts, batch). Every start goes through permutations of all examples in turn."""
+    generator = torch.Generator().manual_seed(0)
+    at, order = 0, torch.empty(starts, 0, dtype=torch.int64)
+    for _ in range(total):
+        if at + batch > order.shape[1]:
+            at, order = 0, torch.stack([torch.randperm(examples, generator=generator) for _ in range(starts)])
+        yield order[:, at : at + batch]
+        at += batch
 
 
 def opponents(task: Task) -> list[Factory]:

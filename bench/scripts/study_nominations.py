@@ -35,7 +35,7 @@ import esper
 from esper.kasmina.blueprints.vector import MLPSeed
 from esper.kasmina.graft.grafted import planted_at
 from esper.leyline.config.tree import GatesConfig, HeuristicConfig
-from esper.leyline.intervals import spread
+from esper.leyline.intervals import t_interval
 from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tolaria.live import population
 from esper.tolaria.live.missing import Read, energy, missing, read_sites, ridge, with_ones
@@ -407,8 +407,8 @@ def study(name: str, seeds: range, arms: Sequence[str], beside: str) -> None:
         if arm != beside and beside in runs:
             pairs = list(zip(mine, runs[beside], strict=True))
             ends = [min(a.trace[-1][0], b.trace[-1][0]) for a, b in pairs]
-            cells.append(spread([a.loss - b.loss for a, b in pairs], "+.3f"))
-            cells.append(spread([a.at(end) - b.at(end) for (a, b), end in zip(pairs, ends, strict=True)], "+.3f"))
+            cells.append(f"{t_interval([a.loss - b.loss for a, b in pairs]):+.3f}")
+            cells.append(f"{t_interval([a.at(end) - b.at(end) for (a, b), end in zip(pairs, ends, strict=True)]):+.3f}")
         else:
             cells += ["", ""]
         cells.append(f"{np.median([r.trace[-1][0] for r in mine]):.2f}")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import esper
-from esper.karn.terminal.console import spread
+from esper.leyline.intervals import t_interval
 from esper.nissa.rows import StepRow
 from esper_bench.records import load_record, run_script, save_record
 
@@ -51,7 +51,7 @@ def main() -> None:
             apart = (
                 ""
                 if amp == "off"
-                else f", test {spread(test.tolist(), '+.4f')}, curve {spread(curve.tolist(), '+.4f')} apart"
+                else f", test {t_interval(test.tolist()):+.4f}, curve {t_interval(curve.tolist()):+.4f} apart"
             )
             print(f"{task}, n {envs}, {amp}: test loss {np.mean(each['test']):.4f}{apart}, skipped {each['skipped']}")
 

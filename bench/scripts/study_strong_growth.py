@@ -51,7 +51,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import esper
 from esper.leyline.errors import InputError
-from esper.leyline.intervals import spread
+from esper.leyline.intervals import t_interval
 from esper.runs.healing.training import LowRankAdapter
 from esper.runs.live import anytime
 from esper.runs.live.anytime import BEGINNING, WINDOW, Cost
@@ -481,9 +481,9 @@ def report_untuned(figures: Mapping[str, Mapping[str, Any]]) -> str:
         for rate, ways in found.items():
             gain = [points(one, other) for one, other in zip(ways["kept"], ways["scaled"], strict=True)]
             gains.setdefault(rate, []).append(gain)
-            cells += [f"{np.mean(ways['scaled']):.3f}", f"{np.mean(ways['kept']):.3f}", spread(gain, "+.1f")]
+            cells += [f"{np.mean(ways['scaled']):.3f}", f"{np.mean(ways['kept']):.3f}", f"{t_interval(gain):+.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
-    means = [f" | | {spread(np.mean(each, 0).tolist(), '+.1f')}" for each in gains.values()]
+    means = [f" | | {t_interval(np.mean(each, 0).tolist()):+.1f}" for each in gains.values()]
     return "\n".join([*lines, f"| mean |{' |'.join(means)} |"])
 
 
@@ -598,7 +598,7 @@ def report(
                     key = f"{arm}, {axis}"
                     gain = [points(one["grown"], one[key]) for one in mine]
                     gains.setdefault((way, key), {})[name] = gain
-                    cells.append(spread(gain, "+.1f"))
+                    cells.append(f"{t_interval(gain):+.1f}")
                 if arm != "sweep":
                     cells.append(f"{times[f'times {arm}']:.2f}")
             sizes = [one["parameters"] for one in mine]
@@ -623,7 +623,7 @@ def report(
         there = [[one for name, one in gains.get((way, key), {}).items() if holds(way, name)] for key in ARMS]
         if there[0]:
             shared = min(len(one) for one in there[0])
-            cells = [spread(np.mean([one[:shared] for one in each], 0).tolist(), "+.1f") for each in there]
+            cells = [f"{t_interval(np.mean([one[:shared] for one in each], 0).tolist()):+.1f}" for each in there]
             lines.append(f"| {kind} | {way} | {len(there[0])} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -640,7 +640,9 @@ def report_frozen(records: Sequence[Mapping[str, Any]]) -> str:
         for key in ("score", "as long"):
             there = arm != "seeds"
             pairs = zip(records, mine, strict=True)
-            cells.append(spread([points(r["seeds"]["score"], one[key]) for r, one in pairs], "+.1f") if there else "")
+            cells.append(
+                f"{t_interval([points(r['seeds']['score'], one[key]) for r, one in pairs]):+.1f}" if there else ""
+            )
         adds = arm in ("seeds", "LoRA", "bypass")
         cells += [
             f"{np.mean([one['added'] for one in mine]):.0f}" if adds else "",

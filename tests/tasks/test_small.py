@@ -1,5 +1,3 @@
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,19 +5,18 @@ import torch.nn.functional as F
 from esper.kasmina.host import check_host
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Task
-from esper.tasks.small import breast_cancer, iris, wine
+from esper.tasks.small import classical
 
-FACTS = {"iris": (iris, 150, 4, 3), "wine": (wine, 178, 13, 3), "breast-cancer": (breast_cancer, 569, 30, 2)}
+FACTS = {"iris": (150, 4, 3), "wine": (178, 13, 3), "breast-cancer": (569, 30, 2)}
 
 
 @pytest.fixture(scope="module", params=FACTS)
 def task(request: pytest.FixtureRequest) -> Task:
-    make: Callable[[], Task] = FACTS[request.param][0]
-    return make()
+    return classical(request.param)
 
 
 def test_every_example_is_in_one_split(task: Task) -> None:
-    _, examples, features, classes = FACTS[task.name]
+    examples, features, classes = FACTS[task.name]
     assert task.test is not None
     parts = (task.train, task.probe, task.validation, task.test)
     assert sum(len(part.y) for part in parts) == examples

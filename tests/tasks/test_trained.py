@@ -5,8 +5,8 @@ import torch
 
 import esper
 from esper.kasmina.blueprints import drawn_with
-from esper.tasks.hosts.factories import MLP, ResidualMLP
-from esper.tasks.spirals import SMALL, Trained, run_static, spirals_trained, train_static
+from esper.tasks.hosts.factories import ResidualMLP
+from esper.tasks.spirals import SMALL, Trained, spirals_trained
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +42,6 @@ def test_the_pool_is_the_same_in_every_task_and_leaves_torchs_generator_alone(ta
     with drawn_with(3):
         second = again().state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_a_network_of_a_stack_trains_as_it_does_alone():
-    task = esper.get_task("iris")
-    _, several = train_static(task, MLP(4, 8, (3,), 3), 3, 16, 20)
-    host, one = train_static(task, MLP(4, 8, (3,), 3), 1, 16, 20)
-    for name, value in one.items():
-        assert value.shape == several[name][:1].shape
-    x = task.read(task.probe.x)[None]
-    assert run_static(host, one, x).shape == (1, 40, 3)
-    untrained = train_static(task, MLP(4, 8, (3,), 3), 1, 16, 0)[1]
-    loss = [task.objective.loss(run_static(host, w, x), task.probe.y[None]).mean().item() for w in (untrained, one)]
-    assert loss[1] < loss[0]
 
 
 def test_a_plain_opponent_of_a_trained_host_is_not_trained(task):

@@ -1,9 +1,7 @@
 """Make the mixture 'repair-tables': small tables of scikit-learn on the hosts of `repair`, sampled by key."""
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 
 from esper.leyline.data import keys
 from esper.leyline.data.batches import shape_leaves, shapes
@@ -13,10 +11,7 @@ from esper.tasks.hosts.feedforward import DamagedMLP
 from esper.tasks.objectives import Classification
 
 SUMMARY = "iris, wine and breast-cancer on the hosts of repair: sound, narrow, linear, frozen or slim MLPs"
-_BUILD: Mapping[str, Callable[[], Task]] = MappingProxyType(
-    {"iris": small.iris, "wine": small.wine, "breast-cancer": small.breast_cancer}
-)
-TABLES = tuple(_BUILD)
+TABLES = tuple(small.CLASSICAL)
 """The tables, which are drawn equally often."""
 _DRAW = 1000  # of the table; the draws of `repair` come before it
 
@@ -87,7 +82,7 @@ def describe(key: int) -> Facts:
 
 @lru_cache
 def _table(name: str) -> Task:
-    return _BUILD[name]()
+    return small.classical(name)
 
 
 def _features(task: Task) -> int:

@@ -16,7 +16,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import View
 from esper.tamiyo.catalog import find_controller, get_controller, with_sensors
-from esper.tasks.small import iris
+from esper.tasks.small import classical
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.measure.sensors import SENSORS
 from esper.tolaria.play import Observer, Step, planted, play
@@ -251,7 +251,8 @@ def test_a_plan_of_nothing_says_so() -> None:
 
 def test_a_menu_without_what_a_plan_needs_is_named() -> None:
     engine = VectorizedEngine(
-        iris(), build_config(iris().defaults, {"envs": 1, "blueprints": ["affine"], "baselines": []})
+        classical("iris"),
+        build_config(classical("iris").defaults, {"envs": 1, "blueprints": ["affine"], "baselines": []}),
     )
     client = Uniform()
     client.act(engine.reset())

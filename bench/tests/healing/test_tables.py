@@ -7,7 +7,7 @@ import torch
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
 from esper.tasks import repair
-from esper.tasks.small import wine
+from esper.tasks.small import classical
 from esper.tolaria.engine import VectorizedEngine
 from esper_bench.repair_tables import TABLES, describe, repair_tables, sample
 
@@ -34,7 +34,7 @@ def test_the_host_is_that_of_repair_with_the_features_and_classes_of_the_table()
 
 
 def test_the_splits_are_those_of_the_task_of_the_table_standardized() -> None:
-    task, instance = wine(), sample(first("wine"))
+    task, instance = classical("wine"), sample(first("wine"))
     assert torch.equal(instance.train.y, task.train.y)
     x = instance.train.x
     assert isinstance(x, torch.Tensor)

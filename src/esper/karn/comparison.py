@@ -16,7 +16,7 @@ from esper.karn.run_model import EpisodeSteps, Floats, RunModel
 from esper.karn.terminal.console import estimate
 from esper.leyline.config.arguments import to_path
 from esper.leyline.errors import InputError
-from esper.leyline.intervals import MeanInterval, shown, t_factor, t_interval
+from esper.leyline.intervals import MeanInterval, t_factor, t_interval
 from esper.leyline.text import counted, printable
 
 Key = tuple[str, str, int, int]
@@ -65,7 +65,7 @@ class Difference(NamedTuple):
     @property
     def shown(self) -> str:
         """The difference as +0.078 [+0.031, +0.124]."""
-        return shown(MeanInterval(*self), "+.4f")
+        return f"{MeanInterval(*self):+.4f}"
 
 
 class Verdict(NamedTuple):

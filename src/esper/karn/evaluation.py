@@ -11,7 +11,7 @@ from rich.text import Text
 from esper.karn.report.drawing import Figure, ForestRow, below_each_other, forest, paint
 from esper.karn.report.frame import Content, ReportSection, Table, flat_settings, table_of
 from esper.karn.terminal.console import empty_table, print_line, print_table, worker_lines
-from esper.leyline.intervals import MeanInterval, shown
+from esper.leyline.intervals import MeanInterval
 from esper.leyline.text import counted, printable, rounded
 
 Record = Mapping[str, Any]
@@ -158,7 +158,7 @@ def draw_evaluation(record: Record, form: str = "png") -> bytes:
 def spread(estimate: Record, form: str) -> str:
     """Return an estimate with its interval: 0.712 [0.690, 0.735]; '-' if it is absent."""
     value, low, high = (nan if estimate[name] is None else estimate[name] for name in ("value", "low", "high"))
-    return shown(MeanInterval(value, low, high, 0), form)
+    return f"{MeanInterval(value, low, high, 0):{form}}"
 
 
 def plain(estimate: Record, form: str) -> str:

@@ -27,8 +27,11 @@ class MeanInterval(NamedTuple):
     size: int
 
     def __format__(self, spec: str) -> str:
-        """Return the mean and the interval in brackets, each number in a format, as `f"{gain:+.4f}"`."""
-        return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+        """Return +0.078 [+0.031, +0.124] for `f"{gain:+.3f}"`; only the mean without an interval, and - without a mean."""
+        if math.isnan(self.mean):
+            return "-"
+        ends = "" if math.isnan(self.low) else f" [{rounded(self.low, spec)}, {rounded(self.high, spec)}]"
+        return rounded(self.mean, spec) + ends
 
     @property
     def above(self) -> bool:
@@ -71,20 +74,3 @@ def t_interval(values: Values) -> MeanInterval:
 def differences(ours: Values, theirs: Values) -> list[float | None]:
     """Subtract theirs from ours, pair by pair; None where one of the two was not measured."""
     return [None if a is None or b is None else a - b for a, b in zip(ours, theirs, strict=True)]
-
-
-def spread(values: Values, form: str) -> str:
-    """Write mean and 95 % t interval of the values that are not None, as +0.078 [+0.031, +0.124]; of one value the mean."""
-    return shown(t_interval(values), form)
-
-
-def shown(interval: MeanInterval, form: str) -> str:
-    """Return an interval as text: +0.078 [+0.031, +0.124]; only the mean without an interval, and - without a mean."""
-    mean, low, high, _ = interval
-    if math.isnan(mean):
-        return "-"
-    return (
-        rounded(mean, form)
-        if math.isnan(low)
-        else f"{rounded(mean, form)} [{rounded(low, form)}, {rounded(high, form)}]"
-    )

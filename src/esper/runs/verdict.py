@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import RewardConfig
-from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
+from esper.leyline.intervals import differences, mean_and_error, t_interval
 from esper.leyline.text import counted, rounded
 from esper.runs.baselines import BaselineResult
 from esper.runs.figures import objective_of
@@ -89,7 +89,7 @@ def verdict(summary: Mapping[str, Any], reward: RewardConfig) -> str:
         worth = f"J ({worth} less {' and '.join(prices)})"
     others = (
         f"{RIVALS[name]} has {rounded(mean_and_error(summary['compared'][name]['test_objective'])[0], '.3f')} "
-        f"(growth {shown(gain, '+.3f')})"
+        f"(growth {gain:+.3f})"
         for name, gain in rivals.items()
     )
     clauses = [", ".join([f"{worth} is {rounded(mean_and_error(grown)[0], '.3f')} with growth", *others])]
@@ -108,7 +108,7 @@ def verdict(summary: Mapping[str, Any], reward: RewardConfig) -> str:
         clauses.append(f"{seeds}, yet the host without it {without}")
         gap = t_interval(differences(summary[metric]["grown"], summary["baselines"]["twin"][metric]))
         if gap.above and reward.objective == "metric":
-            clauses.append(f"what the seeds add to {summary['metric']}, {shown(gap, '+.3f')}, is not worth their rent")
+            clauses.append(f"what the seeds add to {summary['metric']}, {gap:+.3f}, is not worth their rent")
     else:
         clauses.append(seeds)
     if twin is None:

@@ -16,20 +16,12 @@ from esper.tasks import images, repair, small, spirals, text
 
 _BUILT_IN: Mapping[str, tuple[Callable[[], AnyTask], str]] = {
     "repair": (repair.repair, repair.SUMMARY),
-    "digits": (small.digits, small.SUMMARY.format(small.DIGITS)),
+    "digits": (small.digits, small.SUMMARY),
     "digits-narrow": (small.digits_narrow, small.NARROW),
     "spirals": (spirals.spirals, spirals.SUMMARY),
     "spirals-narrow": (spirals.spirals_narrow, spirals.NARROW),
     "spirals-trained": (spirals.spirals_trained, spirals.TRAINED),
-    "iris": (small.iris, small.SUMMARY.format(small.IRIS)),
-    "iris-plain": (partial(small.plain, small.iris, small.IRIS), small.PLAIN.format(small.IRIS)),
-    "wine": (small.wine, small.SUMMARY.format(small.WINE)),
-    "wine-plain": (partial(small.plain, small.wine, small.WINE), small.PLAIN.format(small.WINE)),
-    "breast-cancer": (small.breast_cancer, small.SUMMARY.format(small.BREAST_CANCER)),
-    "breast-cancer-plain": (
-        partial(small.plain, small.breast_cancer, small.BREAST_CANCER),
-        small.PLAIN.format(small.BREAST_CANCER),
-    ),
+    **{name: (partial(small.classical, name), summary) for name, summary in small.CLASSICAL_SUMMARIES.items()},
     "digits-image": (images.digits_image, images.DIGITS),
     "digits-image-narrow": (images.digits_image_narrow, images.DIGITS_NARROW),
     "cifar10": (images.cifar10, images.CIFAR10),

@@ -4,23 +4,22 @@ E networks, B examples.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import functional_call
+from torch.func import functional_call, stack_module_state
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.host import SegmentedHost
 from esper.leyline.config.tree import build_config
 from esper.leyline.data import keys
 from esper.leyline.data.task import Task
-from esper.tasks.hosts.factories import MLP, VECTOR_MENU, ResidualMLP, VectorHost, room_for
-from esper.tasks.objectives import Classification
-from esper.tasks.splits import split
+from esper.tasks.hosts.factories import MLP, ResidualMLP, VectorHost, room_for
+from esper.tasks.small import table_task
 
 DATA = "2,048 points on two interleaved spirals"
 SUMMARY = f"{DATA}; a residual network"
@@ -46,17 +45,8 @@ def spirals() -> Task:
     the splits are the same in every run, and the features have torch's default dtype.
     """
     x, y = spiral_points(sum(SIZES))
-    splits = split(x, y, sizes=SIZES, seed=0)
-    return Task(
-        name="spirals",
-        summary=SUMMARY,
-        host=HOST,
-        room=room_for(HOST),
-        **splits._asdict(),
-        objective=Classification(2),
-        menu=VECTOR_MENU,
-        defaults={"steps": 24, "data": {"batch_size": 64, "batches_per_step": 16}},
-    )
+    task = table_task("spirals", SUMMARY, x, y, HOST, sizes=SIZES, batches=(64, 16))
+    return replace(task, scaling=None)  # `RADIUS` has scaled the points
 
 
 def spirals_narrow() -> Task:
@@ -110,9 +100,26 @@ class Trained:
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
-        data = build_config(self._task.defaults).data
-        updates = EPOCHS * (len(self._task.train.x) // data.batch_size)
-        return train_static(self._task, self.architecture, POOL, data.batch_size, updates)[1]
+        """Train all hosts of the pool by AdamW, each with its own initial weights and order of examples: (POOL, *shape) each."""
+        task, config = self._task, build_config(self._task.defaults)
+        hosts = []
+        for start in range(POOL):
+            with drawn_with(start):
+                hosts.append(self.architecture())
+        values, _ = stack_module_state(hosts)
+        optimizer = torch.optim.AdamW(values.values(), lr=config.optimizer.lr, weight_decay=0)
+        x = task.read(task.train.x)
+        assert isinstance(x, Tensor)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(EPOCHS):
+            order = torch.stack([torch.randperm(len(x), generator=generator) for _ in hosts])
+            for index in order.split(config.data.batch_size, 1):
+                outputs = functional_call(hosts[0], values, (x[index],))
+                loss = task.objective.loss(outputs, task.train.y[index]).mean(1).sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return {name: value.detach() for name, value in values.items()}
 
 
 def spirals_trained() -> Task:
@@ -136,48 +143,3 @@ def spirals_trained() -> Task:
             "heuristic": {"plant_below": 1.0, "narrow_from": 0.01, "narrow_blueprints": ("bypass-mlp",)},
         },
     )
-
-
-def train_static(
-    task: Task, factory: Callable[[], SegmentedHost], starts: int, batch: int, updates: int
-) -> tuple[SegmentedHost, dict[str, Tensor]]:
-    """Train `starts` hosts of a factory by AdamW, each with its own initial weights and its own order of examples.
-
-    Returns a host, and the weights of all hosts: every parameter with a leading axis, (starts, *shape).
-    """
-    hosts = []
-    for start in range(starts):
-        with drawn_with(start):
-            hosts.append(factory())
-    names = list(dict(hosts[0].named_parameters()))
-    values = {name: torch.stack([host.get_parameter(name).detach() for host in hosts]) for name in names}
-    for value in values.values():
-        value.requires_grad_()
-    optimizer = torch.optim.AdamW(values.values(), lr=build_config(task.defaults).optimizer.lr, weight_decay=0)
-    x = task.read(task.train.x)
-    assert isinstance(x, Tensor)
-    for index in _batches(len(x), starts, batch, updates):
-        loss = task.objective.loss(run_static(hosts[0], values, x[index]), task.train.y[index]).mean(1).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return hosts[0], {name: value.detach() for name, value in values.items()}
-
-
-def run_static(host: SegmentedHost, values: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Compute outputs (E, B, C) of E hosts on x (E, B, ...). `values` holds every parameter with a leading axis E."""
-    if host.stacks:
-        return functional_call(host, values, (x,))
-    rows = [{name: value[row] for name, value in values.items()} for row in range(len(x))]
-    return torch.stack([functional_call(host, row, (examples,)) for row, examples in zip(rows, x, strict=True)])
-
-
-def _batches(examples: int, starts: int, batch: int, total: int) -> Iterator[Tensor]:
-    """Yield `total` batches of indices (starts, batch). Every start goes through permutations of all examples in turn."""
-    generator = torch.Generator().manual_seed(0)
-    at, order = 0, torch.empty(starts, 0, dtype=torch.int64)
-    for _ in range(total):
-        if at + batch > order.shape[1]:
-            at, order = 0, torch.stack([torch.randperm(examples, generator=generator) for _ in range(starts)])
-        yield order[:, at : at + batch]
-        at += batch

@@ -7,7 +7,7 @@ import hashlib
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,35 +123,26 @@ def text_splits(files: Mapping[str, bytes], length: int, sizes: Iterable[int], o
     return Splits(*splits)
 
 
-class Stories(NamedTuple):
-    """Holds the tokens of the training and of the validation file, in the order of the files."""
-
-    train: NDArray[Any]
-    validation: NDArray[Any]
-    vocabulary: int
-    origin: Path  # the training file
-
-
 def tinystories() -> Task:
     """Make a task on the next byte of TinyStories (Eldan and Li, 2023), or the next token of a `.bin` file, from local files.
 
     The training file is the train split; consecutive thirds of the validation file are the probe, validation and test splits.
     """
-    stories = read_stories()
-    host = Transformer(stories.vocabulary, 64, 2, 4, STORY_LENGTH, "rotary")
-    windows = Windows(stories.train, STORY_LENGTH, stories.vocabulary)
+    tokens, held_tokens, vocabulary, origin = read_stories()
+    host = Transformer(vocabulary, 64, 2, 4, STORY_LENGTH, "rotary")
+    windows = Windows(tokens, STORY_LENGTH, vocabulary)
     if len(windows) < SENSED:
         raise InputError(
-            f"{stories.origin} holds {len(stories.train):,} tokens, and the train split takes at least {SENSED} windows of "
-            f"{STORY_LENGTH}; copy the whole file"
+            f"{origin} holds {len(tokens):,} tokens, and the train split takes at least {SENSED} windows of {STORY_LENGTH}; "
+            "copy the whole file"
         )
-    source = DatasetSource(windows, evenly(len(windows), TRAIN), "classification", stories.vocabulary)
-    held = Windows(stories.validation, STORY_LENGTH, stories.vocabulary)
+    source = DatasetSource(windows, evenly(len(windows), TRAIN), "classification", vocabulary)
+    held = Windows(held_tokens, STORY_LENGTH, vocabulary)
     third = len(held) // 3
     if third < LEAST:
         raise InputError(
-            f"the validation file beside {stories.origin} holds {len(stories.validation):,} tokens, and three splits take at "
-            f"least {LEAST} windows of {STORY_LENGTH} each; copy the whole file"
+            f"the validation file beside {origin} holds {len(held_tokens):,} tokens, and three splits take at least {LEAST} "
+            f"windows of {STORY_LENGTH} each; copy the whole file"
         )
     places = evenly(third, min(HELD, held.most_held)).numpy()
     probe, validation, test = (Split(*held.stacked(start * third + places)) for start in range(3))
@@ -163,7 +154,7 @@ def tinystories() -> Task:
         probe=probe,
         validation=validation,
         test=test,
-        objective=(NextByte if stories.train.dtype == np.uint8 else NextToken)(stories.vocabulary),
+        objective=(NextByte if tokens.dtype == np.uint8 else NextToken)(vocabulary),
         menu=SEQUENCE_MENU,
         defaults={"steps": 24, "data": {"batch_size": 16, "batches_per_step": 32}},
         source=source,
@@ -176,37 +167,49 @@ def evenly(there: int, most: int) -> torch.Tensor:
     return torch.arange(wanted) * there // wanted
 
 
-def read_stories(folder: Path | None = None) -> Stories:
-    """Return the tokens of local files, mapped or read, in `tinystories` of a folder of data sets, or in the folder itself."""
+def read_stories(folder: Path | None = None) -> tuple[NDArray[Any], NDArray[Any], int, Path]:
+    """Return the tokens of the training and of the validation file, mapped or read, the vocabulary, and where they are from.
+
+    The files are in `tinystories` of a folder of data sets, or in the folder itself. Tokens are the bytes of a text, or uint16 of
+    a `.bin` file, as nanoGPT writes it, whose vocabulary is the largest token and one.
+    """
     root = folder or data_folder()
     for place in (root / FOLDER, root):
-        if any((place / name).exists() for name in BINARY):
-            return _read_binary(place)
-        for names in TEXTS:
-            if any((place / name).exists() for name in names):
-                train, validation = (_mapped(path, np.uint8) for path in _both(place, names))
-                if SEPARATOR not in train[:SEEN].tobytes():
-                    raise InputError(
-                        f"{place / names[0]} has no {SEPARATOR.decode()} in its first {min(len(train), SEEN):,} bytes, by which "
-                        "stories are parted; give the published text, unpacked"
-                    )
-                return Stories(train, validation, 256, place / names[0])
+        for names in (BINARY, *TEXTS):
+            missing = [name for name in names if not (place / name).is_file()]
+            if len(missing) == 1:
+                other = next(name for name in names if name not in missing)
+                raise InputError(f"{place} lacks {missing[0]}; copy it beside {other}")
+            if missing:
+                continue
+            train, validation = (_mapped(place / name, np.uint16 if names is BINARY else np.uint8) for name in names)
+            vocabulary = 256
+            if names is BINARY:
+                starts = [(part, start) for part in (train, validation) for start in range(0, len(part), SEEN)]
+                vocabulary = 1 + max(int(part[start : start + SEEN].max()) for part, start in starts)
+            elif SEPARATOR not in train[:SEEN].tobytes():
+                raise InputError(
+                    f"{place / names[0]} has no {SEPARATOR.decode()} in its first {min(len(train), SEEN):,} bytes, by which "
+                    "stories are parted; give the published text, unpacked"
+                )
+            return train, validation, vocabulary, place / names[0]
     # the folder of data sets may hold parquet files of others
     for place, depth in ((root / FOLDER, "**/"), (root, "")):
         files = {part: sorted(place.glob(f"{depth}{part}-*.parquet")) for part in ("train", "validation")}
         if files["train"]:
-            return _read_parquet(place, files)
+            try:
+                from pyarrow import parquet
+            except ImportError:
+                raise InputError(
+                    f"{place} holds parquet files, and reading them needs pyarrow: {pip_install('vision')}"
+                ) from None
+            if not files["validation"]:
+                raise InputError(f"{place} lacks validation-*.parquet of TinyStories; copy the whole data set")
+            return _text_of(files["train"], parquet), _text_of(files["validation"], parquet), 256, place
     raise InputError(
         f"{root / FOLDER} holds no files of TinyStories; put {TEXTS[0][0]} and {TEXTS[0][1]}, or train.bin and val.bin with "
         f"tokens of your own, into it, or name the folder that holds it in {VARIABLE}"
     )
-
-
-def _both(folder: Path, names: Sequence[str]) -> list[Path]:
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise InputError(f"{folder} lacks {missing[0]}; copy it beside {next(n for n in names if n not in missing)}")
-    return [folder / name for name in names]
 
 
 def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
@@ -221,29 +224,8 @@ def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
         raise InputError(f"{path} cannot be read: {first_line(error)}; {_MEND}") from None
 
 
-def _read_binary(folder: Path) -> Stories:
-    """Read tokens as uint16, as nanoGPT writes them. The vocabulary is the largest token and one."""
-    paths = _both(folder, BINARY)
-    train, validation = (_mapped(path, np.uint16) for path in paths)
-    starts = [(part, start) for part in (train, validation) for start in range(0, len(part), SEEN)]
-    largest = max(int(part[start : start + SEEN].max()) for part, start in starts)
-    return Stories(train, validation, largest + 1, paths[0])
-
-
-def _read_parquet(folder: Path, files: Mapping[str, Sequence[Path]]) -> Stories:
-    """Return the first `UNPACKED` bytes of the column `text` of each part, with the separator behind each story."""
-    try:
-        from pyarrow import parquet
-    except ImportError:
-        raise InputError(
-            f"{folder} holds parquet files, and reading them needs pyarrow: {pip_install('vision')}"
-        ) from None
-    if not files["validation"]:
-        raise InputError(f"{folder} lacks validation-*.parquet of TinyStories; copy the whole data set")
-    return Stories(_text_of(files["train"], parquet), _text_of(files["validation"], parquet), 256, folder)
-
-
 def _text_of(paths: Sequence[Path], parquet: Any) -> NDArray[np.uint8]:
+    """Return the first `UNPACKED` bytes of the column `text` of the files of a part, with the separator behind each story."""
     text = bytearray()
     for path in paths:
         try:

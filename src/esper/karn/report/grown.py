@@ -11,7 +11,7 @@ from esper.karn.report.drawing import COLOURS, LASTING, Figure, ForestRow, Serie
 from esper.karn.report.frame import ReportSection, Table, with_error
 from esper.karn.run_model import NO_SEED, SIZE_CURVES, EpisodeSteps, RunModel
 from esper.karn.terminal.console import DESCRIPTIONS
-from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
+from esper.leyline.intervals import differences, mean_and_error, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted, printable
 
@@ -55,7 +55,7 @@ def first_figures(model: RunModel) -> list[Figure]:
         if not np.isnan(found.mean):
             style = "kept" if found.above else "pruned" if found.below else "plain"
             what = f"{name}, {DESCRIPTIONS.get(name, 'a static network')}"
-            rows.append(ForestRow(name, found.mean, found.low, found.high, style, f"{what}: {shown(found, '+.4f')}"))
+            rows.append(ForestRow(name, found.mean, found.low, found.high, style, f"{what}: {found:+.4f}"))
     if rows:
         title = "The grown networks less each static network, on the test split"
         figures.append(forest(title, rows, f"difference of {metric}, paired, with its 95 % interval"))

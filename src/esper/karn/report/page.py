@@ -42,7 +42,7 @@ from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import Config
 from esper.leyline.data.objective import objective
 from esper.leyline.errors import InputError, RunWarning, warn
-from esper.leyline.intervals import differences, shown, t_interval
+from esper.leyline.intervals import differences, t_interval
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
 from esper.store.disk import read_kept
@@ -465,7 +465,7 @@ def _compared(summary: Mapping[str, Any]) -> list[str]:
         if paired.size < 2:
             continue
         what = f"{name}, {console.DESCRIPTIONS.get(name, 'a static network')}"
-        many, figures = counted(paired.size, "environment"), shown(paired, "+.3f")
+        many, figures = counted(paired.size, "environment"), f"{paired:+.3f}"
         if not any(gaps):
             lines.append(f"The grown networks equal {what}, in all {many}.")
         elif paired.above or paired.below:

@@ -8,7 +8,7 @@ import numpy as np
 from esper.karn.report.drawing import COLOURS, Figure, ForestRow, Series, curves, forest
 from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import NAN, RunModel
-from esper.leyline.intervals import shown, t_interval
+from esper.leyline.intervals import t_interval
 from esper.leyline.text import counted
 from esper.nissa.rows import RoundRow
 
@@ -94,7 +94,7 @@ def _validation_lines(model: RunModel) -> list[str]:
         verdict = f"The policy became {'better' if change.above else 'worse'}"
     return [
         *lines,
-        f"{verdict} from the first validation to the last: J {shown(change, '+.4f')}, a paired 95 % interval over {many}, on "
+        f"{verdict} from the first validation to the last: J {change:+.4f}, a paired 95 % interval over {many}, on "
         "the same instances. It covers the choice of instances, not of the run seed.",
     ]
 

@@ -16,7 +16,7 @@ from rich.segment import Segments
 from rich.table import Table
 from rich.text import Text
 
-from esper.leyline.intervals import differences, mean_and_error, spread
+from esper.leyline.intervals import differences, mean_and_error, t_interval
 from esper.leyline.text import counted, printable, rounded
 
 _WIDE = 11  # width of the column of parameters, so that the table fits into 80 columns [characters]
@@ -194,11 +194,11 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
         if values is None:
             _add(table, name, "absent", "", [], None)
             continue
-        paired = spread(differences(grown, values), "+.3f")
+        paired = f"{t_interval(differences(grown, values)):+.3f}"
         _add(table, name, estimate(values, ".4f"), paired, static["params"], static["seconds"])
     if "constant" in summary:
         values = summary["constant"][f"test_{metric}"]
-        _add(table, "constant", estimate(values, ".4f"), spread(differences(grown, values), "+.3f"), [], None)
+        _add(table, "constant", estimate(values, ".4f"), f"{t_interval(differences(grown, values)):+.3f}", [], None)
     return table
 
 

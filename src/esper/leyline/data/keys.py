@@ -44,29 +44,14 @@ class Purpose(IntEnum):
 _GAMMA = -7046029254386353131  # 0x9E3779B97F4A7C15
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-_UNSIGNED = tuple(np.uint64(number % 2**64) for number in (_GAMMA, _MIX_1, _MIX_2, 30, 27, 31))
 
 
 def mix(x: Integers) -> Integers:
     """Compute splitmix64's output function of int64 values, elementwise; arithmetic wraps, shifts are logical."""
-    if isinstance(x, np.ndarray):
-        return _mix_array(x)
     x = x + _GAMMA
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_1
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_2
     return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _mix_array(x: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Compute `mix` in two arrays that are used again; shifts of unsigned numbers are logical."""
-    mixed = x.view(np.uint64) + _UNSIGNED[0]
-    shifted = mixed >> _UNSIGNED[3]
-    for factor, shift in zip(_UNSIGNED[1:3], _UNSIGNED[4:], strict=True):
-        mixed ^= shifted
-        mixed *= factor
-        np.right_shift(mixed, shift, out=shifted)
-    mixed ^= shifted
-    return mixed.view(np.int64)
 
 
 def key(*parts: Any) -> NDArray[np.int64]:

@@ -7,11 +7,10 @@ Each kind has one order of axes, in which seeds are written. A network of a pers
 order, such as (B, C, L) of `nn.Conv1d`: what a seed reads there is transposed in front of it, and its change behind it.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +54,8 @@ class Stream:
     kind: ClassVar[Kind]
     axes: ClassVar[int]  # axes of one example
     features: ClassVar[int]  # the axis of the features, counted from the last
+    _sides: ClassVar[slice] = slice(0, 0)  # the axes of the positions, counted from the last
+    _grid: ClassVar[int] = GRID  # most positions along each side whose features are measured
     orders: ClassVar[tuple[str, ...]] = ("",)
 
     def __post_init__(self) -> None:
@@ -104,8 +105,18 @@ class Stream:
 
     @classmethod
     def fitted(cls, u: Tensor, h: Tensor) -> Tensor:
-        """Average u (..., B, ...) to the resolution of the stream h: each position is the mean of those of u that it covers."""
-        return u
+        """Average u (..., B, ...) to the resolution of the stream h: each position is the mean of those of u that it covers.
+
+        This is adaptive average pooling, which looks ahead in a sequence where the lengths differ.
+        """
+        size = h.shape[cls._sides]
+        if u.shape[cls._sides] == size:
+            return u
+        pool: Any = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)[len(size) - 1]
+        channels = -1 - len(size)  # the axis of the features where pooling wants them
+        maps = u.movedim(cls.features, channels)
+        pooled: Tensor = pool(maps.flatten(0, channels - 1), size).unflatten(0, maps.shape[:channels])
+        return pooled.movedim(channels, cls.features)
 
     @classmethod
     def gated(cls, u: Tensor) -> Tensor:
@@ -119,8 +130,15 @@ class Stream:
 
     @classmethod
     def positions(cls, h: Tensor, like: Tensor | None = None) -> Tensor:
-        """Take features by example, (n, B, ...) -> (n, B P, C), at P fixed positions: as many as `like` has, or h."""
-        return h
+        """Take features by example, (n, B, ...) -> (n, B P, C), at P positions evenly apart: as many as `like` has, or h.
+
+        There are at most `GRID` positions along each side of a map or volume, and GRID^2 of a sequence.
+        """
+        chosen = h.movedim(cls.features, -1)
+        wanted = (h if like is None else like).shape[cls._sides]
+        for axis, (size, side) in enumerate(zip(h.shape[cls._sides], wanted, strict=True), 2):
+            chosen = chosen.index_select(axis, _middles(size, min(cls._grid, side), h.device))
+        return chosen.flatten(1, -2)
 
 
 class Vector(Stream):
@@ -142,20 +160,7 @@ class Map(Stream):
     orders = ("BCHW", "BHWC")
     axes = 3
     features = -3
-
-    @classmethod
-    def fitted(cls, u: Tensor, h: Tensor) -> Tensor:
-        """Map u (..., B, Cu, Hu, Wu) -> (..., B, Cu, H, W), by adaptive average pooling."""
-        sides = cls.axes - 1
-        size = tuple(h.shape[-sides:])
-        if u.shape[-sides:] == size:
-            return u
-        pool: Callable[[Tensor, tuple[int, ...]], Tensor] = (
-            F.adaptive_avg_pool2d if sides == 2 else F.adaptive_avg_pool3d  # type: ignore[assignment]
-        )
-        if u.dim() == cls.axes + 1:
-            return pool(u, size)
-        return pool(u.flatten(0, 1), size).unflatten(0, u.shape[:2])
+    _sides = slice(-2, None)
 
     @classmethod
     def gated(cls, u: Tensor) -> Tensor:
@@ -166,15 +171,6 @@ class Map(Stream):
     def spread(cls, gate: Tensor) -> Tensor:
         """Map (..., B, 1) -> (..., B, 1, 1, 1)."""
         return gate[(..., *(None,) * (cls.axes - 1))]
-
-    @classmethod
-    def positions(cls, h: Tensor, like: Tensor | None = None) -> Tensor:
-        """Map (n, B, C, H, W) -> (n, B P, C) at an even grid of positions, at most `GRID` along each side."""
-        sides = (like if like is not None else h).shape[3:]
-        chosen = h.movedim(2, -1)
-        for axis, (size, side) in enumerate(zip(h.shape[3:], sides, strict=True), 2):
-            chosen = chosen.index_select(axis, _middles(size, min(GRID, side), h.device))
-        return chosen.flatten(1, cls.axes)
 
 
 class Volume(Map):
@@ -187,6 +183,7 @@ class Volume(Map):
     orders = ("BCDHW", "BDHWC")
     axes = 4
     features = -4
+    _sides = slice(-3, None)
 
 
 class Sequence(Stream):
@@ -199,20 +196,8 @@ class Sequence(Stream):
     orders = ("BLC", "BCL", "LBC")
     axes = 2
     features = -1
-
-    @classmethod
-    def fitted(cls, u: Tensor, h: Tensor) -> Tensor:
-        """Map u (..., B, Lu, Cu) -> (..., B, L, Cu), by adaptive average pooling, which looks ahead where Lu and L differ."""
-        if u.shape[-2] == h.shape[-2]:
-            return u
-        pooled: Tensor = F.adaptive_avg_pool1d(u.flatten(0, -3).mT, h.shape[-2]).mT
-        return pooled.unflatten(0, u.shape[:-2])
-
-    @classmethod
-    def positions(cls, h: Tensor, like: Tensor | None = None) -> Tensor:
-        """Map (n, B, L, C) -> (n, B P, C) at P <= GRID^2 positions, evenly apart."""
-        length = (like if like is not None else h).shape[2]
-        return h.index_select(2, _middles(h.shape[2], min(GRID**2, length), h.device)).flatten(1, 2)
+    _sides = slice(-2, -1)
+    _grid = GRID**2
 
 
 CONVOLVED = (Kind.MAP, Kind.VOLUME)

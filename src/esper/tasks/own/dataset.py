@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from threading import Timer
 from typing import Any
 
@@ -24,7 +25,7 @@ from esper.tasks.hosts.feedforward import is_size
 from esper.tasks.own.labels import Kind, read_target, read_y
 
 CHUNK = 64
-"""Number of examples that a worker sends at a time."""
+"""Number of examples that are read, and that a worker sends, at a time."""
 SLOW = 10.0
 """How long examples may be read before anything is trained, until a warning says so [seconds]."""
 LOGITS, LEAST = 2**28, 16
@@ -40,10 +41,16 @@ def read_dataset(dataset: Dataset[Any], workers: int) -> tuple[Batch, Tensor]:
 
     InputError if the Dataset cannot be used or a worker ends; UserCodeError, with its cause, where the Dataset raises.
     """
-    count = length_of(dataset)
-    examples = _by_workers(dataset, count, workers) if workers else _here(dataset, range(count))
-    with told_where_slow(type(dataset).__name__, count):
-        return _stacked(range(count), examples)
+    count, name = length_of(dataset), type(dataset).__name__
+    read = partial(_pairs, dataset, torch.get_default_dtype())
+    chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
+
+    def done(chunks: int) -> str:
+        return f"{min(chunks * CHUNK, count)} of {count} examples"
+
+    pairs = read_by_workers(read, chunks, workers, name, done) if workers else map(read, chunks)
+    with told_where_slow(name, count):
+        return _stacked(range(count), chain.from_iterable(pairs))
 
 
 @contextmanager
@@ -84,12 +91,6 @@ def length_of(dataset: Dataset[Any]) -> int:
     return count
 
 
-def _here(dataset: Dataset[Any], indices: Iterable[int]) -> Iterator[Example]:
-    """Return the examples of these indices, read in this process."""
-    dtype = torch.get_default_dtype()
-    return (_pair(dataset, index, dtype) for index in indices)
-
-
 def _stacked(indices: Sequence[int], examples: Iterable[Example]) -> tuple[Batch, Tensor]:
     """Stack examples in one tensor for each leaf and one for the labels or targets. InputError if two differ in shape."""
     features: list[Batch] = []
@@ -106,18 +107,6 @@ def _stacked(indices: Sequence[int], examples: Iterable[Example]) -> tuple[Batch
                 )
     stacked: Batch = map_leaves(lambda *leaf: torch.stack(leaf), *features)
     return stacked, torch.stack(targets)
-
-
-def _by_workers(dataset: Dataset[Any], count: int, workers: int) -> Iterator[Example]:
-    """Yield every example in order, read by worker processes. InputError if a worker cannot be started, or ends."""
-    chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
-    read = partial(_pairs, dataset, torch.get_default_dtype())
-
-    def done(chunks: int) -> str:
-        return f"{min(chunks * CHUNK, count)} of {count} examples"
-
-    for pairs in read_by_workers(read, chunks, workers, type(dataset).__name__, done):
-        yield from pairs
 
 
 def _pairs(dataset: Dataset[Any], dtype: torch.dtype, indices: Iterable[int]) -> list[Example]:
@@ -204,7 +193,7 @@ class DatasetSource:
         if isinstance(self.dataset, Windows):
             windows = Split(*self.dataset.stacked(index))
             return windows if self.like is None else self._as_like(*windows, self.like, index)
-        features, y = _stacked(index.tolist(), _here(self.dataset, index.tolist()))
+        features, y = _stacked(index.tolist(), _pairs(self.dataset, torch.get_default_dtype(), index.tolist()))
         x: Batch = map_leaves(numbers_as_kept, features)
         labels = read_y(y)
         # A few rows of labels for positions can look one-hot, which the first examples did not.

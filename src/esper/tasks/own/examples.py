@@ -78,6 +78,8 @@ def read_examples(given: Given, host: Any, length: int | None) -> Examples:
         return _of_tokens(given, host, length)
     if length is not None:
         raise InputError(f"length is {length!r}, but no tokens are cut into windows; leave length out")
+    if isinstance(given.x, Dataset) and given.y is not None:
+        raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
     return _streamed(given) if given.stream else _in_memory(given)
 
 
@@ -155,8 +157,6 @@ def _read(x: Any, y: Any, workers: int) -> tuple[Batch, NDArray[Any]]:
     if isinstance(x, DataLoader):
         raise InputError("x is a DataLoader; give its data set, x.dataset: the task makes its own batches")
     if isinstance(x, Dataset):
-        if y is not None:
-            raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
         features, y = read_dataset(x, workers)
         return map_leaves(numbers_as_kept, features), read_y(y)
     if x is None:
@@ -299,18 +299,20 @@ def _streamed(given: Given) -> Examples:
         )
     kind: Kind = "regression" if regression else "classification"
     names = None if regression else class_names(given.classes)
-    if given.x is None and given.splits is not None:
-        datasets = [_dataset(given.splits[name]) for name in Splits._fields]
+    in_splits = given.splits if given.x is None else None
+    datasets = [given.x if in_splits is None else in_splits[name] for name in Splits._fields]
+    for dataset in datasets:
+        if not isinstance(dataset, Dataset):
+            raise InputError(
+                f"stream is True, but examples are {kind_of(dataset)}, which is in memory; give a torch.utils.data.Dataset or "
+                "tokens, or leave stream out"
+            )
+    if in_splits is not None:
         parts: Sequence[Tensor] = [torch.arange(length_of(dataset)) for dataset in datasets]
+    elif given.splits is not None:
+        parts = [torch.from_numpy(part) for part in _indices_of(given.splits, length_of(given.x))]
     else:
-        datasets = [_dataset(given.x)] * len(Splits._fields)
-        if given.y is not None:
-            raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
-        examples = length_of(datasets[0])
-        if given.splits is not None:
-            parts = [torch.from_numpy(part) for part in _indices_of(given.splits, examples)]
-        else:
-            parts = dealt(torch.zeros(examples), _sizes(given, datasets[0]), given.seed)
+        parts = dealt(torch.zeros(length_of(given.x)), _sizes(given, given.x), given.seed)
     classes = len(names) if names is not None and isinstance(given.classes, int | np.integer) else names
     sources = [DatasetSource(*each, kind, classes) for each in zip(datasets, parts, strict=True)]
     for name, source in zip(Splits._fields, sources, strict=True):
@@ -335,12 +337,3 @@ def _sizes(given: Given, dataset: Dataset[Any]) -> tuple[int, int, int, int]:
         most = min(most, dataset.most_held)
     probe, validation, test = (min(size, most) for size in sizes_of(given.fractions, examples)[1:])
     return examples - probe - validation - test, probe, validation, test
-
-
-def _dataset(x: Any) -> Dataset[Any]:
-    if isinstance(x, Dataset):
-        return x
-    raise InputError(
-        f"stream is True, but examples are {kind_of(x)}, which is in memory; give a torch.utils.data.Dataset or tokens, "
-        "or leave stream out"
-    )
