@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -44,7 +45,7 @@ from esper.leyline.text import kind_of, printable
 from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
 from esper.runs.configuration import growth_config, training_configs
-from esper.runs.evaluation.contenders import Contender, of_object, trainings
+from esper.runs.evaluation.contenders import Contender, of_object, trainings, unheard
 from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, evaluation_folder, run_evaluation
 from esper.runs.evaluation.work import disk_retry
 from esper.runs.folder.interrupt import ended_by_signals
@@ -325,21 +326,24 @@ def evaluate(
         )
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
     asked = worker_options(workers, devices, cluster, get_task)
-    say = None if asked.is_rank else evaluation_progress(progress)
+    say = (None if asked.is_rank else evaluation_progress(progress)) or unheard
     layers = [*map(parse_setting, _as_settings(settings)), *({"device": device} for device in asked.devices[:1])]
-
-    def compare(grown: Path | None) -> dict[str, Any]:
+    path = None if out is None or asked.is_rank else to_path(out, "out")
+    with ExitStack() as stack:
+        grown = None
+        if path is not None:
+            stack.enter_context(ended_by_signals())
+            shared = path.parent == ROOT
+            grown = stack.enter_context(evaluation_folder(path, say, overwrite=overwrite, shared=shared))
         found = [get_task(each) if isinstance(each, str) else each for each in chosen]
         many = isinstance(controllers, list | tuple) and not isinstance(controllers, Contender)
         listed: Sequence[Any] = [] if controllers is None else controllers if many else [controllers]  # type: ignore[assignment]
         made: list[Contender] = []
         for each in listed:
-            if isinstance(each, Contender):
-                made.append(each)
-            elif isinstance(each, str):
+            if isinstance(each, str):
                 made += trainings(each)
             else:
-                made.append(of_object(each, [contender.name for contender in made]))
+                made.append(each if isinstance(each, Contender) else of_object(each, [own.name for own in made]))
         record = run_evaluation(
             made,
             found,
@@ -353,26 +357,17 @@ def evaluate(
             watch=say,
             workers=asked,
         )
-        if asked.is_rank:
-            return record
-        if ready is not None:
+        if ready is not None and not asked.is_rank:
             ready(record)
-        if grown is not None:
+        if path is not None:
             config = build_config(found[0].defaults, *layers)
-            retry = disk_retry(config, note, path)
+            retry = disk_retry(config, say, path)
             retry(path / FIGURE, lambda: write_atomic(path / FIGURE, draw_evaluation(record)))
             if config.report:
                 report_of_evaluation(record, path)
             # last, as a folder with a record is whole
             retry(path / EVALUATION, lambda: write_atomic(path / EVALUATION, to_json(record)))
-        return record
-
-    note = say or (lambda line: None)
-    if out is None or asked.is_rank:
-        return compare(None)
-    path = to_path(out, "out")
-    with ended_by_signals(), evaluation_folder(path, note, overwrite=overwrite, shared=path.parent == ROOT) as grown:
-        return compare(grown)
+    return record
 
 
 def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:
