@@ -107,7 +107,7 @@ class Healed:
     Attributes:
         networks (nn.Module by name): the network of each row of the table, in evaluation mode
         ranked (names): the rows that train or add no more than the budget, that with the least loss on the probe first
-        table (Contenders): every network on the examples that were held back
+        table (ComparedNetworks): every network on the examples that were held back
         planted (HealingSeeds): what was planted where and why
         explanations (sentences): why seeds were removed or not planted
         adapter (bytes by name): the files of the adapter, as `esper.attach` reads them; empty if no seed was kept
