@@ -371,10 +371,7 @@ def evaluate(
 
 
 def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:
-    """Return the tasks of a run that is resumed: the given tasks, and tasks of Esper by their names.
-
-    InputError if a task made by other code is not given, or if a given task is not one of the run.
-    """
+    """Return the tasks of a resumed run: the given ones, and Esper's by name. InputError if one is missing, or not of the run."""
     own = [get_task(each) if isinstance(each, str) else each for each in given]
     brought = {task.name: task for task in own}
     others = [name for name in brought if name not in names]
@@ -418,12 +415,7 @@ def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterrupt) -> dict[str, Any]:
-    """Return the summary of a run, or raise KeyboardInterrupt if it was interrupted and `on_interrupt` is "raise".
-
-    Writes the report of a run that has a folder.
-
-    Issues a RunWarning if the run failed.
-    """
+    """Return the summary; write the report, warn of a failed run, and raise KeyboardInterrupt as `on_interrupt` says."""
     if summary["status"] == WORKER:
         return summary
     if folder is not None:
@@ -487,10 +479,7 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
 
 
 def _best(run: Path) -> Path:
-    """Return the folder of the network of a run's best environment. A line on stderr says which environment that is.
-
-    InputError if the run has not ended, or holds no such network.
-    """
+    """Return the folder of the network of a run's best environment, and name it on stderr. InputError if there is none."""
     check_links(run)
     if is_training(read_config(run)):
         raise InputError(

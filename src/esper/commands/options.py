@@ -110,10 +110,7 @@ _DEVICES = re.compile(rf"{_DEVICE}(,{_DEVICE})*,?")
 
 
 def spread_devices(arguments: Sequence[str]) -> list[str]:
-    """Return command-line arguments in which every device that follows `--devices` has the option in front of it.
-
-    click gives an option a fixed number of values. What does not look like a device stays an argument of the command.
-    """
+    """Put `--devices` in front of every device that follows it, since click gives an option a fixed number of values."""
     found, follows = list[str](), False
     for place, argument in enumerate(arguments):
         if argument == "--":
@@ -136,10 +133,7 @@ def use_one_thread() -> None:
 def read_layers(
     command: str, from_file: Mapping[str, Any], settings: Sequence[str] | None, options: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
-    """Return the layers of config from the file, from --set and from the other options, of which None is left out.
-
-    InputError if --set names a key that the command refuses, or if --set and options give both steps and epochs.
-    """
+    """Return layers of config, without options that are None. InputError for a refused key, or for both steps and epochs."""
     from esper.leyline.config.tree import parse_setting
 
     parsed = [parse_setting(setting) for setting in settings or ()]
