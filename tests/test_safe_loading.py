@@ -388,22 +388,22 @@ def test_a_parquet_file_that_would_unpack_to_more_than_a_gibibyte_is_refused_bef
 
 def test_kept_figures_that_would_unpack_to_more_than_any_are_refused(tmp_path, monkeypatch):
     from esper.runs.evaluation.contenders import named
-    from esper.runs.evaluation.evaluation import Design, Grower
-    from esper.runs.evaluation.work import play_parts
+    from esper.runs.evaluation.evaluation import Design
+    from esper.runs.evaluation.work import Runner
 
     design = Design.of(get_task("iris"), [{"steps": 1, "data": {"batch_size": 16}}], 1, "heldout", 0, 1)
-    (part,) = Grower.of(design, tmp_path, None, None).parts(named("never"))
-    play_parts([part])
+    parts, runner = design.parts(named("never")), Runner(tmp_path)
+    runner.play(parts)
     (path,) = tmp_path.glob("*.npz")
-    with zipfile.ZipFile(path) as parts:
-        content = {name: parts.read(name) for name in parts.namelist()}
+    with zipfile.ZipFile(path) as figures:
+        content = {name: figures.read(name) for name in figures.namelist()}
     for claimed, held in ((2**60, 0), (2**27, 2**27)):
         header = io.BytesIO()
         np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (claimed,)})
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as parts:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as figures:
             for index, (name, data) in enumerate(content.items()):
-                with parts.open(name, "w") as file:
+                with figures.open(name, "w") as file:
                     file.write(header.getvalue() if not index else data)
                     for _ in range(0 if index else held * 8 // 2**24):
                         file.write(b"\0" * 2**24)
-        assert "cannot be read as kept figures" in sentence(play_parts, [part])
+        assert "cannot be read as kept figures" in sentence(runner.play, parts)

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from esper.runs.evaluation.work import Kept
-from esper.runs.folder.environment import fingerprint
+from esper.runs.evaluation.work import Runner
 from esper.tasks.catalog import get_task
 from esper_bench.evaluation import plan_search
 from esper_bench.evaluation.plan_menu import Candidate, candidate_plans
@@ -46,7 +45,7 @@ class Menu:
         self.task, self.path = get_task(TASK).sealed(), out / "plans.npz"
         self.every = candidate_plans(self.task)
         self.first = np.array([index for index, each in enumerate(self.every) if each.first])
-        self.kept = Kept(out / "grown", fingerprint(self.task))
+        self.runner = Runner(out / "grown")
         (out / "grown").mkdir(parents=True, exist_ok=True)
         self.scores = np.full((len(self.every), len(COLLECTED)), np.nan)  # (plans, instances); nan where not collected
         if self.path.is_file():
@@ -59,9 +58,7 @@ class Menu:
         missing = [index for index in plans if np.isnan(self.scores[index]).all()]
         for group in alike(self.every, missing):
             own = [self.every[index] for index in group]
-            (self.scores[group],) = grow_abreast(
-                self.task, [(own, np.array(COLLECTED))], [], "training", self.kept, None, None
-            )
+            (self.scores[group],) = grow_abreast(self.task, [(own, np.array(COLLECTED))], [], "training", self.runner)
             print(", ".join(f"{self.every[index].name} {self.scores[index].mean():.3f}" for index in group), flush=True)
         there = np.flatnonzero(~np.isnan(self.scores).all(1))
         names = [self.every[index].content + str(sorted(self.every[index].settings)) for index in there]
@@ -168,7 +165,7 @@ def search(menu: Menu, budgets: Sequence[int]) -> str:
         ["episodes", "plans tried", "the plan", "J of the search", "J of it on the collected instances", "seconds"]
     ]
     for budget in budgets:
-        found = search_plans(menu.task, episodes=budget, kept=menu.kept, watch=print)
+        found = search_plans(menu.task, episodes=budget, runner=Runner(menu.runner.folder, print))
         place = menu.every.index(found.best)
         menu.collect([place])
         tried = f"{found.tried} of {found.candidates:,}"

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -44,7 +45,7 @@ from esper.leyline.text import kind_of, printable
 from esper.nissa.outputs import Output
 from esper.nissa.recovery import check_events
 from esper.runs.configuration import growth_config, training_configs
-from esper.runs.evaluation.contenders import Contender, of_object, trainings
+from esper.runs.evaluation.contenders import Contender, of_object, trainings, unheard
 from esper.runs.evaluation.evaluation import FIGURE, ROOT, Rivals, evaluation_folder, run_evaluation
 from esper.runs.evaluation.work import disk_retry
 from esper.runs.folder.interrupt import ended_by_signals
@@ -325,21 +326,24 @@ def evaluate(
         )
     chosen = [tasks] if isinstance(tasks, Task | Mixture | str) else list(tasks)
     asked = worker_options(workers, devices, cluster, get_task)
-    say = None if asked.is_rank else evaluation_progress(progress)
+    say = (None if asked.is_rank else evaluation_progress(progress)) or unheard
     layers = [*map(parse_setting, _as_settings(settings)), *({"device": device} for device in asked.devices[:1])]
-
-    def compare(grown: Path | None) -> dict[str, Any]:
+    path = None if out is None or asked.is_rank else to_path(out, "out")
+    with ExitStack() as stack:
+        grown = None
+        if path is not None:
+            stack.enter_context(ended_by_signals())
+            shared = path.parent == ROOT
+            grown = stack.enter_context(evaluation_folder(path, say, overwrite=overwrite, shared=shared))
         found = [get_task(each) if isinstance(each, str) else each for each in chosen]
         many = isinstance(controllers, list | tuple) and not isinstance(controllers, Contender)
         listed: Sequence[Any] = [] if controllers is None else controllers if many else [controllers]  # type: ignore[assignment]
         made: list[Contender] = []
         for each in listed:
-            if isinstance(each, Contender):
-                made.append(each)
-            elif isinstance(each, str):
+            if isinstance(each, str):
                 made += trainings(each)
             else:
-                made.append(of_object(each, [contender.name for contender in made]))
+                made.append(each if isinstance(each, Contender) else of_object(each, [own.name for own in made]))
         record = run_evaluation(
             made,
             found,
@@ -353,33 +357,21 @@ def evaluate(
             watch=say,
             workers=asked,
         )
-        if asked.is_rank:
-            return record
-        if ready is not None:
+        if ready is not None and not asked.is_rank:
             ready(record)
-        if grown is not None:
+        if path is not None:
             config = build_config(found[0].defaults, *layers)
-            retry = disk_retry(config, note, path)
+            retry = disk_retry(config, say, path)
             retry(path / FIGURE, lambda: write_atomic(path / FIGURE, draw_evaluation(record)))
             if config.report:
                 report_of_evaluation(record, path)
             # last, as a folder with a record is whole
             retry(path / EVALUATION, lambda: write_atomic(path / EVALUATION, to_json(record)))
-        return record
-
-    note = say or (lambda line: None)
-    if out is None or asked.is_rank:
-        return compare(None)
-    path = to_path(out, "out")
-    with ended_by_signals(), evaluation_folder(path, note, overwrite=overwrite, shared=path.parent == ROOT) as grown:
-        return compare(grown)
+    return record
 
 
 def tasks_of(folder: Path, names: Sequence[str], given: Sequence[AnyTask | str]) -> list[AnyTask]:
-    """Return the tasks of a run that is resumed: the given tasks, and tasks of Esper by their names.
-
-    InputError if a task made by other code is not given, or if a given task is not one of the run.
-    """
+    """Return the tasks of a resumed run: the given ones, and Esper's by name. InputError if one is missing, or not of the run."""
     own = [get_task(each) if isinstance(each, str) else each for each in given]
     brought = {task.name: task for task in own}
     others = [name for name in brought if name not in names]
@@ -423,12 +415,7 @@ def _as_settings(settings: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def end_of(summary: dict[str, Any], folder: Path | None, on_interrupt: OnInterrupt) -> dict[str, Any]:
-    """Return the summary of a run, or raise KeyboardInterrupt if it was interrupted and `on_interrupt` is "raise".
-
-    Writes the report of a run that has a folder.
-
-    Issues a RunWarning if the run failed.
-    """
+    """Return the summary; write the report, warn of a failed run, and raise KeyboardInterrupt as `on_interrupt` says."""
     if summary["status"] == WORKER:
         return summary
     if folder is not None:
@@ -492,10 +479,7 @@ def load(folder: str | PathLike[str], host: Callable[[], nn.Module] | None = Non
 
 
 def _best(run: Path) -> Path:
-    """Return the folder of the network of a run's best environment. A line on stderr says which environment that is.
-
-    InputError if the run has not ended, or holds no such network.
-    """
+    """Return the folder of the network of a run's best environment, and name it on stderr. InputError if there is none."""
     check_links(run)
     if is_training(read_config(run)):
         raise InputError(

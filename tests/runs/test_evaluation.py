@@ -11,8 +11,9 @@ from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Split
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import RULES, Contender, named
-from esper.runs.evaluation.evaluation import Design, Entry, Grower, compared, run_evaluation
+from esper.runs.evaluation.evaluation import Design, Entry, compared, run_evaluation
 from esper.runs.evaluation.record import Evaluation, RecordedFigures
+from esper.runs.evaluation.work import Runner
 from esper.runs.grow import grow
 from esper.runs.training.cohort import settings_of_policy
 from esper.store.files import to_json
@@ -60,7 +61,7 @@ def evaluate(task, contenders, instances, seeds, settings, static=(), sized_by=N
     design = Design.of(task, settings, seeds, instances=instances, **asked)
     for contender in contenders:
         design.check(contender)
-    return compared(Grower.of(design, folder, None, None), contenders, len(contenders), Entry(), static, sized_by)
+    return compared(design, Runner(folder), contenders, len(contenders), Entry(), static, sized_by)
 
 
 def run(task, contenders, instances=3, seeds=2, **over) -> Evaluation:

@@ -140,7 +140,7 @@ def test_a_signal_ends_an_evaluation_in_order_unless_the_program_handles_it(numb
 
 def test_an_evaluation_that_is_interrupted_says_how_it_goes_on():
     said = []
-    with pytest.raises(KeyboardInterrupt), hired(ALONE, [], {}, [], said.append):
+    with pytest.raises(KeyboardInterrupt), hired(ALONE, [], {}, [], None, said.append):
         raise KeyboardInterrupt
     assert said == [
         "interrupted; what was grown is stored where there is a folder, and the same command goes on from it"

@@ -8,8 +8,9 @@ import pytest
 from esper.leyline.config.tree import build_config
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import Contender, named, trainings
-from esper.runs.evaluation.evaluation import Design, Grower, run_evaluation, stacked
+from esper.runs.evaluation.evaluation import Design, run_evaluation
 from esper.runs.evaluation.statistics import interval, mean, mean_difference, share_of_headroom
+from esper.runs.evaluation.work import Runner
 from esper.store.files import to_json
 from esper.tamiyo.rules.baselines import Never
 from esper.tasks.catalog import get_task
@@ -87,12 +88,17 @@ def test_what_opponents_grew_is_reused(record, task, folder, monkeypatch):
 
 def test_the_oracle_chooses_among_its_plans_and_the_best_fixed_one(record, task, folder, monkeypatch):
     of, chosen = rivals.oracle, []
-    monkeypatch.setattr(rivals, "oracle", lambda task, plans: chosen.extend(plans) or of(task, plans))
+
+    def watched(task, plans, runs):
+        chosen.extend(runs[plan] for plan in plans)
+        return of(task, plans, runs)
+
+    monkeypatch.setattr(rivals, "oracle", watched)
     compare(task, folder)
     figures = record["tasks"][0]["runs"]
     best = np.array(figures[SEARCHED]["objective"])
-    np.testing.assert_array_equal(stacked(chosen[-1], "objective"), best)
-    scores = np.stack([stacked(runs, "objective") for runs in chosen])
+    np.testing.assert_array_equal(chosen[-1]["objective"], best)
+    scores = np.stack([runs["objective"] for runs in chosen])
     taken = np.take_along_axis(scores, best_by_others(scores)[None], 0)[0]
     np.testing.assert_array_equal(figures[ORACLE]["objective"], taken)
 
@@ -162,14 +168,14 @@ def test_trees_are_fitted_on_as_many_instances_as_the_budget_has_for_every_plan_
 ):
     task, short = blobs(menu=("bypass-rank-1",)), [{"steps": 1}]
     plans = choices_of(space_of(task, short))
-    grower = Grower.of(Design.of(task, short, 1, "heldout", 0, 1), tmp_path, None, None)
+    design, runner = Design.of(task, short, 1, "heldout", 0, 1), Runner(tmp_path)
     budget = search_budget([], 32 * len(plans) + 1)
-    fitted = fitted_tree(grower, budget, taught=False)
+    fitted = fitted_tree(design, runner, budget, taught=False)
     assert fitted.episodes == 32 * len(plans)
     client = fitted.make(build_config(task.defaults))
     assert set(client.forests.models) == {placed.plan.name for placed in plans} - {UNIFORM.name}
     monkeypatch.setattr("esper_bench.evaluation.plan_search.grow_contender", None)
-    assert fitted_tree(grower, budget, taught=False).content == fitted.content
+    assert fitted_tree(design, runner, budget, taught=False).content == fitted.content
 
 
 @pytest.mark.parametrize("names", [None, [FITTED]])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import named
-from esper.runs.evaluation.work import Kept
+from esper.runs.evaluation.work import Runner
 from esper.tasks.catalog import get_task
 from esper.tasks.repair import repair
 from esper_bench.controllers.plans import NONE, Placed, choices_of, plans_of, wished
@@ -131,7 +131,7 @@ def test_the_second_stage_has_the_finalists_and_plans_made_of_their_seeds_on_fur
         keys.append({key for _, block in asked for key in block.tolist()})
         plans.append({each.content for group, _ in asked for each in group})
 
-    found = search_plans(slim, [SHORT], episodes=64, watch=lines.append)
+    found = search_plans(slim, [SHORT], episodes=64, runner=Runner(watch=lines.append))
     every = candidate_plans(slim, [SHORT])
     singles = sum(each.first for each in every)
     first, second = rungs(singles, 32, 2**20), rungs(2, 32, 2**20)
@@ -195,9 +195,8 @@ def test_candidates_side_by_side_are_each_as_alone(mixture):
     plans = [each for each in candidates if isinstance(each.choice, Placed)][:4]
     schedules = [each for each in candidates if each.settings == PERMISSIVE][:3]
     for some, different in ((plans, True), (schedules, False)):
-        kept = Kept(None, {})
-        (together,) = grow_abreast(mixture, [(some, keys)], [SHORT], "training", kept)
-        alone = grow_abreast(mixture, [([each], keys) for each in some], [SHORT], "training", kept)
+        (together,) = grow_abreast(mixture, [(some, keys)], [SHORT], "training", Runner())
+        alone = grow_abreast(mixture, [([each], keys) for each in some], [SHORT], "training", Runner())
         np.testing.assert_array_equal(together, np.concatenate(alone))
         assert len(np.unique(together, axis=0)) > 1 or not different
 
@@ -214,15 +213,15 @@ def test_a_search_that_was_interrupted_goes_on_to_the_same_plan(slim, tmp_path, 
 
     monkeypatch.setattr("esper_bench.evaluation.plan_search.grow_contender", until)
     with pytest.raises(KeyboardInterrupt):
-        search_plans(slim, [SHORT], episodes=64, kept=Kept(tmp_path, {}))
+        search_plans(slim, [SHORT], episodes=64, runner=Runner(tmp_path))
     monkeypatch.setattr(
         "esper_bench.evaluation.plan_search.grow_contender", lambda *given: rest.append(given[2].envs) or grow(*given)
     )
-    again = search_plans(slim, [SHORT], episodes=64, kept=Kept(tmp_path, {}))
+    again = search_plans(slim, [SHORT], episodes=64, runner=Runner(tmp_path))
     assert again._replace(seconds=0.0) == whole._replace(seconds=0.0)
     assert sum(grown) + sum(rest) == 64
     monkeypatch.setattr("esper_bench.evaluation.plan_search.grow_contender", None)
-    assert search_plans(slim, [SHORT], episodes=64, kept=Kept(tmp_path, {}))._replace(seconds=0.0) == whole._replace(
+    assert search_plans(slim, [SHORT], episodes=64, runner=Runner(tmp_path))._replace(seconds=0.0) == whole._replace(
         seconds=0.0
     )
 

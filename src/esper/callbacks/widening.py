@@ -10,10 +10,7 @@ from esper.leyline.text import kind_of
 
 
 def count_targets(batch: Any) -> int:
-    """Return the number of targets of a batch: of an (input, target) pair, or of the 'labels' of a mapping that are not -100.
-
-    InputError if the batch is neither.
-    """
+    """Count the targets of an (input, target) pair, or the 'labels' that are not -100. InputError for any other batch."""
     if isinstance(batch, Mapping) and isinstance(labels := batch.get("labels"), Tensor):
         return int((labels != -100).sum())  # -100 is what losses of torch and of transformers leave out
     if isinstance(batch, list | tuple) and len(batch) == 2 and isinstance(batch[1], Tensor):

@@ -95,10 +95,7 @@ def _opened(out: Path | None, *, at_once: bool = False) -> Iterator[TextIO]:
 
 @contextmanager
 def _beside(out: Path) -> Iterator[Path]:
-    """Yield a temporary file that replaces FILE once the body has written all of it.
-
-    Raises InputError if FILE cannot be written, and OSError with FILE as its name on a full disk.
-    """
+    """Yield a temporary file that then replaces FILE. InputError if FILE cannot be written; OSError names it on a full disk."""
     from esper.store.disk import FULL, replacing
 
     if out.exists() and not out.is_file():  # a pipe or a device, which cannot be replaced

@@ -38,10 +38,7 @@ _LARGEST_INPUT = 2**26  # numbers in the example with which a program is traced
 
 
 def networks_of(run: Path, env: int | None) -> dict[Path, Path]:
-    """Return the folders of the networks of a run, by their names in the target folder; the name is empty if `env` is given.
-
-    InputError if the folder is not a run, contains a link, or holds no such network.
-    """
+    """Return folders of networks by their names in the target, "" for `env`. InputError for no run, a link, or no network."""
     if not is_run(run):
         raise InputError(f"{run} is not a run folder: it has no config.yaml. Name one that `esper grow` wrote")
     check_links(run)

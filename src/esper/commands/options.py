@@ -5,7 +5,7 @@ Numbers of the config are taken as text, so that the config alone defines which 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -24,6 +24,14 @@ SETTINGS, MACHINE, OUTPUT = "Settings", "Where it runs", "Output"
 of_settings, of_machine, of_output = (partial(Option, rich_help_panel=group) for group in (SETTINGS, MACHINE, OUTPUT))
 """An option of each group."""
 PLACE = "path.py:function or module:function, whose return is a task"  # how the help describes a task of the user's own
+
+
+def of_place(made: str, *names: str) -> Any:
+    """Return the option that names the function which makes something of a run, if it is the user's own."""
+    return Option(
+        *names, metavar="PLACE", help=f"path.py:function or module:function that makes {made}, if it is your own."
+    )
+
 
 Envs = Annotated[str | None, Option("--envs", metavar="E", help="Environments, twins not counted.")]
 Steps = Annotated[str | None, Option("--steps", metavar="T", help="Steps in an episode.")]
@@ -102,10 +110,7 @@ _DEVICES = re.compile(rf"{_DEVICE}(,{_DEVICE})*,?")
 
 
 def spread_devices(arguments: Sequence[str]) -> list[str]:
-    """Return command-line arguments in which every device that follows `--devices` has the option in front of it.
-
-    click gives an option a fixed number of values. What does not look like a device stays an argument of the command.
-    """
+    """Put `--devices` in front of every device that follows it, since click gives an option a fixed number of values."""
     found, follows = list[str](), False
     for place, argument in enumerate(arguments):
         if argument == "--":
@@ -128,10 +133,7 @@ def use_one_thread() -> None:
 def read_layers(
     command: str, from_file: Mapping[str, Any], settings: Sequence[str] | None, options: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
-    """Return the layers of config from the file, from --set and from the other options, of which None is left out.
-
-    InputError if --set names a key that the command refuses, or if --set and options give both steps and epochs.
-    """
+    """Return layers of config, without options that are None. InputError for a refused key, or for both steps and epochs."""
     from esper.leyline.config.tree import parse_setting
 
     parsed = [parse_setting(setting) for setting in settings or ()]
@@ -174,11 +176,12 @@ def fail(error: Exception | str, code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table: Callable[..., None]) -> None:
+def finish(summary: Mapping[str, Any], folder: Path, as_json: bool) -> None:
     """Write the report, print the summary, and exit with 130 if the run was interrupted, or with 1 if it failed."""
     from rich.console import Console
 
     from esper.karn.report.page import report_at_end
+    from esper.karn.terminal.console import print_summary, print_training
     from esper.runs.workers.transports import WORKER
 
     if summary["status"] == WORKER:
@@ -187,6 +190,7 @@ def finish(summary: Mapping[str, Any], folder: Path, as_json: bool, print_table:
     if as_json:
         typer.echo(json.dumps(summary, indent=2, allow_nan=False))
     else:
+        print_table = print_training if "rounds_done" in summary else print_summary
         print_table(summary, Console(), str(folder))
     if summary["status"] == "interrupted":
         from esper.api import names_of

@@ -22,11 +22,12 @@ from esper.commands.options import (
     Workers,
     finish,
     of_output,
+    of_place,
     read_layers,
     split_names,
     use_one_thread,
 )
-from esper.commands.viewing import Watched, beside, console_beside
+from esper.commands.viewing import Watched, beside
 from esper.leyline.errors import InputError
 
 
@@ -68,8 +69,7 @@ def grow(
     an earlier one.
     """
     use_one_thread()
-    from esper.karn.terminal.console import print_summary
-    from esper.karn.terminal.progress import live
+    from esper.karn.terminal.progress import growth_progress
     from esper.leyline.reference import is_own_controller
     from esper.runs.configuration import growth_config, load_config_file
     from esper.runs.folder.resume import Opening
@@ -97,10 +97,11 @@ def grow(
     config, found = growth_config(chosen, *layers)
     named = config.controller if is_own_controller(config.controller) else Path(config.controller).stem
     folder = run or Path("runs") / f"{file_name(task)}-{file_name(named)}-s{config.seed}"
-    with beside(folder, watch), live(console_beside(watch), config.steps, chosen.objective.metric) as progress:
+    # no bar while the window has the terminal
+    with beside(folder, watch), growth_progress(not watch, config.steps, chosen.objective.metric) as progress:
         opening = Opening(overwrite=overwrite)
         summary = run_population(chosen, config, found.make(config), folder, progress, opening, asked=asked)
-    finish(summary, folder, json_, print_summary)
+    finish(summary, folder, json_)
 
 
 def train(
@@ -149,8 +150,7 @@ def train(
     these overrides an earlier one.
     """
     use_one_thread()
-    from esper.karn.terminal.console import print_training
-    from esper.karn.terminal.progress import Aside, Rounds
+    from esper.karn.terminal.progress import training_progress
     from esper.runs.configuration import load_config_file, training_configs
     from esper.runs.folder.resume import Opening
     from esper.runs.training.train import train as train_controller
@@ -176,36 +176,17 @@ def train(
     options |= {"twin": twin, "ppo": None if rounds is None else {"rounds": rounds}}
     configs = training_configs(chosen, preset, *read_layers("train", from_file, settings, options))
     folder = run or Path("runs") / f"train-{'+'.join(map(file_name, names))}-s{configs[0].seed}"
-    with beside(folder, watch), Aside(Rounds(console_beside(watch))) as progress:
+    with beside(folder, watch), training_progress(not watch) as progress:
         opening = Opening(overwrite=overwrite)
         summary = train_controller(chosen, configs, folder, progress, opening, reward=paid, asked=asked)
-    finish(summary, folder, json_, print_training)
+    finish(summary, folder, json_)
 
 
 def resume(
     run: Annotated[Path, Argument(help="The run folder of `esper grow` or `esper train`.")],
-    tasks: Annotated[
-        list[str] | None,
-        Option(
-            "--task",
-            metavar="PLACE",
-            help="path.py:function or module:function that makes the run's task, if it is your own.",
-        ),
-    ] = None,
-    controller: Annotated[
-        str | None,
-        Option(
-            metavar="PLACE",
-            help="path.py:function or module:function that makes the run's controller, if it is your own.",
-        ),
-    ] = None,
-    reward: Annotated[
-        str | None,
-        Option(
-            metavar="PLACE",
-            help="path.py:function or module:function that makes the reward of a training, if it is your own.",
-        ),
-    ] = None,
+    tasks: Annotated[list[str] | None, of_place("the run's task", "--task")] = None,
+    controller: Annotated[str | None, of_place("the run's controller")] = None,
+    reward: Annotated[str | None, of_place("the reward of a training")] = None,
     settings: Annotated[
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="Change a key of the config, on record; may be repeated."),
@@ -227,11 +208,9 @@ def resume(
     """
     use_one_thread()
     from esper.api import go_on
-    from esper.karn.terminal.console import print_summary, print_training
-    from esper.runs.folder.resume import is_training, read_config
     from esper.runs.workers.workers import worker_options
     from esper.tasks.catalog import get_task
 
     asked = worker_options(workers, devices, cluster, get_task)
     summary = go_on(run, tasks or None, controller, reward, settings or (), other_data, True, asked=asked)
-    finish(summary, run, json_, print_training if is_training(read_config(run)) else print_summary)
+    finish(summary, run, json_)

@@ -6,16 +6,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
 from esper.commands.options import Json, PictureFormat, PicturesFolder, fail, say, say_pictures
 from esper.leyline.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def report(
@@ -124,15 +121,6 @@ def beside(folder: Path, wanted: bool) -> Iterator[None]:
         except BaseException:
             window.terminate()
             raise
-
-
-def console_beside(watched: bool) -> "Console":
-    """Return the console of the progress bar: stderr, or nowhere while the window has the terminal."""
-    import io
-
-    from rich.console import Console
-
-    return Console(file=io.StringIO()) if watched else Console(stderr=True)
 
 
 def serve(

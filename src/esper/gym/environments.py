@@ -3,7 +3,7 @@
 `GymPopulation` turns views into observations and outcomes into rewards for both, and for Stable-Baselines3. E environments.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
+from torch.utils._pytree import tree_map
 
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.keys import Purpose, key, uniform
@@ -118,7 +119,7 @@ class GymPopulation:
             "cost": np.minimum(inputs.cost, np.float32(CLIP)),
         }
         now = {"action_mask": view.masks._asdict(), "instance": view.space.instance}
-        return observation, mapped(now | info, np.array)  # copies, which their reader may change
+        return observation, tree_map(np.array, now | info)  # copies, which their reader may change
 
     def _instances(self, options: Mapping[str, Any]) -> NDArray[np.int64]:
         """Return (E,) keys of the instances of the next episode, from `options` or drawn."""
@@ -149,7 +150,7 @@ def action_space(space: Space) -> spaces.MultiDiscrete:
 
 
 def observation_space(space: Space) -> spaces.Space[Arrays]:
-    """Return the space of observations: S slots, K blueprints, and the columns that `columns` names; all values are finite."""
+    """Return the space of observations: S slots, K blueprints, and the columns of `_Named.columns`; all values are finite."""
     slots, menu, (env, slot) = len(space.slots), len(space.blueprints), input_names(space.sensors)
     return spaces.Dict(
         {
@@ -161,21 +162,9 @@ def observation_space(space: Space) -> spaces.Space[Arrays]:
     )
 
 
-def columns(space: Space) -> dict[str, tuple[str, ...]]:
-    """Return names along the last axis of the arrays of an observation, and names of the indices in `blueprint`."""
-    env, slot = input_names(space.sensors)
-    menu = tuple(info.name for info in space.blueprints)
-    return {"env": env, "slot": slot, "blueprint": ("", *menu), "cost": menu}
-
-
-def mapped(record: Info, read: Callable[[Any], Any]) -> Info:
-    """Return a nested dict of arrays with a function applied to each array."""
-    return {name: mapped(value, read) if isinstance(value, dict) else read(value) for name, value in record.items()}
-
-
 def row(record: Info, env: int) -> Info:
     """Return the entries of one environment in a nested dict of arrays (E, ...); scalars become plain numbers."""
-    return mapped(record, lambda values: values[env].copy() if np.ndim(values[env]) else values[env].item())
+    return tree_map(lambda values: values[env].copy() if np.ndim(values[env]) else values[env].item(), record)
 
 
 def _consecutive(seed: int, envs: int) -> NDArray[np.int64]:
@@ -199,8 +188,10 @@ class _Named:
 
     @property
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """Names of the numbers in an observation."""
-        return columns(self.space)
+        """Names along the last axis of the arrays of an observation, and of the indices in `blueprint`."""
+        env, slot = input_names(self.space.sensors)
+        menu = tuple(info.name for info in self.space.blueprints)
+        return {"env": env, "slot": slot, "blueprint": ("", *menu), "cost": menu}
 
 
 class EsperEnv(_Named, Env[Arrays, Heads]):

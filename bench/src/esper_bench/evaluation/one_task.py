@@ -6,9 +6,10 @@ from typing import Any
 
 from esper.leyline.data.task import AnyTask
 from esper.leyline.progress import Pace
-from esper.runs.evaluation.contenders import ROWS, Contender, Say
-from esper.runs.evaluation.evaluation import Design, Entry, Grower, compared
+from esper.runs.evaluation.contenders import ROWS, Contender, Say, unheard
+from esper.runs.evaluation.evaluation import Design, Entry, compared
 from esper.runs.evaluation.record import Evaluation
+from esper.runs.evaluation.work import Runner
 
 
 def evaluate(
@@ -24,7 +25,7 @@ def evaluate(
     sized_by: str | None = None,
     folder: Path | None = None,
     rows: int = ROWS,
-    watch: Say | None = None,
+    watch: Say = unheard,
     pace: Pace | None = None,
 ) -> Evaluation:
     """Grow N instances with R seeds under every contender, and evaluate the networks as exported on the test split.
@@ -41,4 +42,6 @@ def evaluate(
         design.check(contender)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    return compared(Grower.of(design, folder, watch, pace), contenders, len(contenders), Entry(), static, sized_by)
+    runner = Runner(folder, watch)
+    runner.pace = pace
+    return compared(design, runner, contenders, len(contenders), Entry(), static, sized_by)

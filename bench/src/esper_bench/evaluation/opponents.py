@@ -13,8 +13,9 @@ from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Space
 from esper.leyline.text import counted
-from esper.runs.evaluation.contenders import ROWS, Contender, named, tell
-from esper.runs.evaluation.evaluation import Grower
+from esper.runs.evaluation.contenders import ROWS, Contender, named
+from esper.runs.evaluation.evaluation import Design
+from esper.runs.evaluation.work import Runner
 from esper.tolaria.engine import VectorizedEngine
 from esper_bench.controllers.catalog import KEEPS, PLACEMENTS
 from esper_bench.controllers.forest import Forest, Forests
@@ -186,21 +187,21 @@ def oracle_plans(space: Space) -> list[Candidate]:
     return [Candidate(placed.words(space), placed, UNMEASURED) for placed in plans]
 
 
-def fitted_tree(grower: Grower, budget: Budget, *, taught: bool) -> Contender:
+def fitted_tree(design: Design, runner: Runner, budget: Budget, *, taught: bool) -> Contender:
     """Return a controller of trees that are fitted on training instances, with all episodes of the budget that go into them.
 
-    grower: of the task, with the settings that the contenders share. taught: whether the task measures drifts from an intact
-    network.
+    design: of the task, with the settings that the contenders share. runner: grows the networks. taught: whether the task
+    measures drifts from an intact network.
 
     Every plan that trees choose from is grown on the same instances, with one seed; J is computed on the probe split. The
     features are those of `tree`, and the drifts where the task has them.
     """
-    task, settings = grower.design.task, grower.design.settings
+    task, settings = design.task, design.settings
     plans = choices_of(space_of(task, settings))
     count = budget.episodes // len(plans)
     keys = np.array(task.keys("training")[:count])
     names = TAUGHT_FEATURES if taught else FEATURES
-    tell(grower.watch, f"{task.name}: {FITTED}, {counted(len(plans), 'plan')} on {counted(count, 'training instance')}")
+    runner.watch(f"{task.name}: {FITTED}, {counted(len(plans), 'plan')} on {counted(count, 'training instance')}")
     x, chunks = [], [keys[start : start + ROWS] for start in range(0, count, ROWS)]
     for chunk in chunks:
         layer = {"task": task.name, "envs": len(chunk), "baselines": [], "probe": {"sensors_every": 2**20}}
@@ -209,7 +210,7 @@ def fitted_tree(grower: Grower, budget: Budget, *, taught: bool) -> Contender:
     asked = [
         ([Candidate(placed.name, placed, UNMEASURED)], chunk) for chunk, placed in itertools.product(chunks, plans)
     ]
-    grown = grow_abreast(task, asked, settings, "training", grower.kept, grower.pace, grower.pool)
+    grown = grow_abreast(task, asked, settings, "training", runner)
     objective = {placed: np.concatenate([own[0] for own in grown[at :: len(plans)]]) for at, placed in enumerate(plans)}
     forests = Forests(tuple(names), fit_trees(np.concatenate(x), objective), count * len(plans))
     return Contender(

@@ -10,21 +10,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import Config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.view import Floats, Outcome
-from esper.leyline.progress import Pace
 from esper.leyline.text import counted
 from esper.runs.evaluation.contenders import (
     ROWS,
     Contender,
-    Say,
     contender_config,
     grow_contender,
-    tell,
 )
-from esper.runs.evaluation.work import Arrays, EvaluationPart, EvaluationPool, Kept, computed
+from esper.runs.evaluation.work import Arrays, EvaluationPart, Runner
 from esper.runs.figures import objective_of
 from esper.tolaria.play import Observer
 from esper_bench.controllers.plans import Placed
@@ -82,10 +80,7 @@ def search_plans(
     *,
     episodes: int = EPISODES,
     part: str = "training",
-    kept: Kept | None = None,
-    watch: Say | None = None,
-    pace: Pace | None = None,
-    pool: EvaluationPool | None = None,
+    runner: Runner | None = None,
 ) -> Found:
     """Find the fixed plan with the highest mean J on training instances, in two stages.
 
@@ -98,8 +93,8 @@ def search_plans(
     A stage is a successive halving (`rungs`) on instances of its own, the same for all of its plans. J is computed on the
     probe split, so `task` may be sealed. See `candidate_plans` for the candidates.
 
-    episodes: number of networks that the search grows, all with one seed. kept: stores the results of populations, which are
-    reused. pool: grows the populations; None grows them in this process.
+    episodes: number of networks that the search grows, all with one seed. runner: grows the populations, and says what the search
+    does; None grows them in this process, stores nothing and is silent.
 
     Raises InputError if `episodes` is below 1.
     """
@@ -107,7 +102,7 @@ def search_plans(
         raise InputError(f"the search for the best fixed plan was given {counted(episodes, 'episode')}; give 1 or more")
     every, begin = candidate_plans(task, settings), time.perf_counter()
     keys = task.keys(part)
-    field = _Field(task, settings, part, kept or Kept(None, {}), watch, pace, pool, every, keys)
+    field = _Field(task, settings, part, runner or Runner(), every, keys)
     stages = climb(every, episodes, len(keys), field.grow)
     return Found(
         best=every[stages[-1].order[0]],
@@ -234,10 +229,7 @@ class _Field(NamedTuple):
     task: AnyTask
     settings: Sequence[Mapping[str, Any]]
     part: str
-    kept: Kept
-    watch: Say | None
-    pace: Pace | None
-    pool: EvaluationPool | None
+    runner: Runner
     every: Sequence[Candidate]
     keys: Sequence[int]
 
@@ -245,12 +237,12 @@ class _Field(NamedTuple):
         """Return the sum of J (n,) of candidates over `more` instances after the first `done`."""
         where = counted(more, "further training instance" if done else "training instance")
         of = f" of {len(self.every):,}" if not done and len(alive) < len(self.every) else ""
-        tell(self.watch, f"{self.task.name}: search for the {SEARCHED}, {counted(len(alive), 'plan')}{of} on {where}")
+        self.runner.watch(f"{self.task.name}: search for the {SEARCHED}, {counted(len(alive), 'plan')}{of} on {where}")
         starts = range(done, done + more, ROWS)
         blocks = [np.array(self.keys[start : min(start + ROWS, done + more)]) for start in starts]
         together = list(itertools.product(_alike(self.every, alive), blocks))
         asked = [([self.every[index] for index in group], block) for group, block in together]
-        grown = grow_abreast(self.task, asked, self.settings, self.part, self.kept, self.pace, self.pool)
+        grown = grow_abreast(self.task, asked, self.settings, self.part, self.runner)
         totals = np.zeros(len(self.every))
         for (group, _), own in zip(together, grown, strict=True):
             totals[group] += own.sum(1)
@@ -262,9 +254,7 @@ def grow_abreast(
     asked: Sequence[tuple[Sequence[Candidate], NDArray[np.int64]]],
     settings: Sequence[Mapping[str, Any]],
     part: str,
-    kept: Kept,
-    pace: Pace | None = None,
-    pool: EvaluationPool | None = None,
+    runner: Runner,
 ) -> list[Floats]:
     """Return J (candidates, instances) on the probe split, for each pair of candidates and keys of instances in `asked`.
 
@@ -274,12 +264,12 @@ def grow_abreast(
     rooms = [max(1, most // len(instance)) for _, instance in asked]
     parts = [
         [
-            _part(task, candidates[start : start + room], instance, settings, part, kept)
+            _part(task, candidates[start : start + room], instance, settings, part)
             for start in range(0, len(candidates), room)
         ]
         for (candidates, instance), room in zip(asked, rooms, strict=True)
     ]
-    grown = iter(computed([*itertools.chain(*parts)], pool=pool, pace=pace))
+    grown = iter(each for each in runner.play([*itertools.chain(*parts)]) if not isinstance(each, Absent))
     return [
         np.concatenate([each["objective"].reshape(-1, len(instance)) for each in itertools.islice(grown, len(own))])
         for own, (_, instance) in zip(parts, asked, strict=True)
@@ -292,14 +282,13 @@ def _part(
     instance: NDArray[np.int64],
     settings: Sequence[Mapping[str, Any]],
     part: str,
-    kept: Kept,
 ) -> EvaluationPart:
     """Return the population of candidates, each on all instances."""
     contender = Contender("search", candidates[0].settings, partial(abreast, candidates, SEARCHED))
     config = contender_config(task, contender, settings, SEARCH_SEED, part, 0, len(candidates) * len(instance))
     who = ["search", *(candidate.content for candidate in candidates), json.dumps(instance.tolist())]
     compute = partial(_searched, contender, np.tile(instance, len(candidates)))
-    return EvaluationPart(kept, task, who, config, ("objective", "seconds"), compute)
+    return EvaluationPart(task, who, config, ("objective", "seconds"), compute)
 
 
 def _searched(

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,9 @@ from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.lifecycle.view import Floats
 from esper.leyline.text import counted, rounded
 from esper.runs.evaluation.contenders import RULES, Contender, named
-from esper.runs.evaluation.evaluation import Design, Entry, Grower, Participation, Rivals, Runs, stacked
+from esper.runs.evaluation.evaluation import Design, Entry, Participation, Rivals
 from esper.runs.evaluation.record import Record, RecordedFigures
+from esper.runs.evaluation.work import Arrays, Runner
 from esper_bench.controllers.plans import NONE, UNIFORM, Placed
 from esper_bench.evaluation.declared import FITTED, ORACLE, SEARCHED, Opponents, opponents_of
 from esper_bench.evaluation.opponents import (
@@ -52,6 +52,7 @@ class Opposition(Rivals):
         declared: Mapping[str, Opponents] | None = None,
     ) -> None:
         self.wanted, self.search_episodes, self.declared = names, search_episodes, dict(declared or {})
+        self.controllers: Sequence[Contender] = ()
         self.entered: list[Entered] = []
         self.elsewhere: list[dict[str, AnyTask]] = []
         self.taught: list[bool] = []
@@ -73,7 +74,7 @@ class Opposition(Rivals):
         tasks = [design.task for design in designs]
         declared = self._declared(tasks)
         check_opponents(self.wanted, tasks, declared, len(designs[0].seeds))
-        self.budget = search_budget(controllers, self.search_episodes)
+        self.controllers, self.budget = controllers, search_budget(controllers, self.search_episodes)
         for design, own in zip(designs, declared, strict=True):
             entered = enter(design.task, own, self.wanted, settings, len(design.seeds), self.budget)
             check_apart(controllers, entered.rules)
@@ -103,26 +104,29 @@ class Opposition(Rivals):
         }
         return Participation(counts, episodes * searches, references, lines, summary)
 
-    def grow(self, at: int, grower: Grower, folder: Path | None) -> Entry:
+    def grow(self, at: int, design: Design, runner: Runner) -> Entry:
         """Search for the best fixed plan, and return it with the opponents of a task."""
         entered = self.entered[at]
-        found = self._search(grower)
+        found = self._search(design, runner)
         opponents = list(entered.rules)
         if entered.fitted:
-            opponents.append(fitted_tree(grower, self.budget, taught=self.taught[at]))
+            opponents.append(fitted_tree(design, runner, self.budget, taught=self.taught[at]))
         elsewhere = []
         for name, reference in entered.references.items():
-            design = grower.design._replace(task=self.elsewhere[at][name])
-            own = Grower.of(design, folder, grower.watch, grower.pace, grower.pool)
+            own = design._replace(task=self.elsewhere[at][name])
             searched = reference.controller == SEARCHED
-            contender = self._search(own).contender if searched else named(reference.controller)
+            contender = self._search(own, runner).contender if searched else named(reference.controller)
             elsewhere.append((own, contender._replace(name=name)))
+        takes_part = {*RULES, *(each.name for each in (*self.controllers, *entered.rules))}
+        alike = {name: own for name, own in _ALIKE.items() if own in takes_part}
+        chosen_from = [alike.get(plan.name, f"plan {plan.name}") for plan in entered.plans]
+        chosen_from += [found.contender.name]
         return Entry(
             rules=[found.contender],
             opponents=opponents,
             elsewhere=elsewhere,
-            plans=[(plan.contender(f"plan {plan.name}"), _ALIKE.get(plan.name)) for plan in entered.plans],
-            best_of=(ORACLE, partial(oracle, grower.design.task)) if entered.plans else None,
+            plans=[plan.contender(f"plan {plan.name}") for plan in entered.plans if plan.name not in alike],
+            best_of=(ORACLE, partial(oracle, design.task, chosen_from)) if entered.plans else None,
             absent=entered.absent,
             facts=_facts(found, entered),
         )
@@ -130,18 +134,9 @@ class Opposition(Rivals):
     def _declared(self, tasks: Sequence[AnyTask]) -> list[Opponents]:
         return [self.declared.get(task.name) or opponents_of(task.name) for task in tasks]
 
-    def _search(self, grower: Grower) -> Found:
+    def _search(self, design: Design, runner: Runner) -> Found:
         """Search for the best fixed plan of the task of a design."""
-        design = grower.design
-        return search_plans(
-            design.task,
-            design.settings,
-            episodes=self.budget.episodes,
-            kept=grower.kept,
-            watch=grower.watch,
-            pace=grower.pace,
-            pool=grower.pool,
-        )
+        return search_plans(design.task, design.settings, episodes=self.budget.episodes, runner=runner)
 
 
 def evaluate(
@@ -161,18 +156,19 @@ def evaluate(
     return esper.evaluate(controllers, tasks, out=out, rivals=Opposition(opponents, search_episodes), **options)
 
 
-def oracle(task: AnyTask, plans: Sequence[Runs]) -> Runs:
-    """Return the figures of the best plan of every instance and seed, chosen by J of the other seeds (`best_by_others`).
+def oracle(task: AnyTask, plans: Sequence[str], runs: Mapping[str, Arrays]) -> Arrays:
+    """Return the figures (N, R) of the best plan of every instance and seed, chosen by J of the other seeds (`best_by_others`).
+
+    plans: names among those of `runs`, the figures of all that was grown.
 
     On one data set, the other runs are those from all other starts.
     """
     # (K, N, R)
-    values = {name: np.stack([stacked(runs, name) for runs in plans]) for name in RecordedFigures._fields}
+    values = {name: np.stack([runs[plan][name] for plan in plans]) for name in RecordedFigures._fields}
     scores = values["objective"]
     alike = scores if isinstance(task, Mixture) else scores.reshape(len(scores), 1, -1)
     chosen = best_by_others(alike).reshape(scores.shape[1:])
-    taken = {name: np.take_along_axis(value, chosen[None], 0)[0] for name, value in values.items()}
-    return [[{name: value[:, at] for name, value in taken.items()}] for at in range(len(plans[0]))]
+    return {name: np.take_along_axis(value, chosen[None], 0)[0] for name, value in values.items()}
 
 
 def best_by_others(scores: Floats) -> NDArray[np.int64]:

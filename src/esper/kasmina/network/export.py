@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import count, drawn_with, get_blueprint
 from esper.kasmina.graft.cut import CutHost
@@ -278,26 +279,27 @@ def save_network(
 
 def _program(network: nn.Module, example: Batch) -> tuple[bytes | None, str | None]:
     """Return the program of a network for any batch size and None, or None and the reason why torch.export cannot trace it."""
-    disabled, stored = logging.root.manager.disable, io.BytesIO()
+    disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            batch = torch.export.Dim("batch", min=1)
             positional, named = arguments(example)
-            axes: Any = tuple({0: batch} for _ in positional)
-            if named:
-                axes = {name: {0: batch} for name in named}
-            elif len(positional) > 1:  # the names in the signature of GrownNetwork.forward
-                axes = (axes[0], axes[1:])
             with _taking(network, named):
-                program = torch.export.export(network, positional, named, dynamic_shapes=axes)
-            torch.export.save(program, stored)
+                return program_of(network, positional, named, torch.export.Dim("batch", min=1)), None
     except Exception as error:  # torch.export raises errors of many kinds; the trained weights are saved in any case
         return None, first_line(error)
     finally:
         logging.disable(disabled)
-    return stored.getvalue(), None
+
+
+def program_of(network: nn.Module, positional: tuple[Any, ...], named: dict[str, Any], axis: Any) -> bytes:
+    """Return the file of torch.export of a network; axis 0 of every tensor that it takes has the length of `axis`."""
+    bound = inspect.signature(network.forward).bind(*positional, **named).arguments  # as torch.export names shapes
+    shapes = pytree.tree_map(lambda leaf: {0: axis} if isinstance(leaf, Tensor) else None, dict(bound))
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(network, positional, named, dynamic_shapes=shapes), file)
+    return file.getvalue()
 
 
 @contextmanager

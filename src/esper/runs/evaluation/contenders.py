@@ -144,7 +144,5 @@ def contender_config(
     return config.model_copy(update={"early_stopping": whole})
 
 
-def tell(watch: Say | None, text: str) -> None:
-    """Call `watch` with a line of progress, if it is given."""
-    if watch is not None:
-        watch(text)
+def unheard(line: str) -> None:
+    """Ignore a line of progress, where nobody asked for them."""

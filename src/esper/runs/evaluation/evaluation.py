@@ -20,25 +20,24 @@ from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_c
 from esper.leyline.data.task import AnyTask, Mixture
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.view import Floats, Outcome
+from esper.leyline.lifecycle.view import Outcome
 from esper.leyline.progress import Pace
 from esper.leyline.text import counted
 from esper.runs.baselines import GrowthResult, grown_of, train_baseline
-from esper.runs.evaluation.contenders import ROWS, RULES, Contender, Say, contender_config, grow_contender, named, tell
-from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
-from esper.runs.evaluation.work import (
-    Arrays,
-    EvaluationPart,
-    EvaluationPool,
-    Kept,
-    References,
-    computed,
-    evaluation_work,
-    hired,
-    play_parts,
+from esper.runs.evaluation.contenders import (
+    ROWS,
+    RULES,
+    Contender,
+    Say,
+    contender_config,
+    grow_contender,
+    named,
+    unheard,
 )
+from esper.runs.evaluation.record import Evaluation, Record, RecordedFigures, findings
+from esper.runs.evaluation.work import Arrays, EvaluationPart, References, Runner, evaluation_work, hired
 from esper.runs.figures import exported_objective, objective_of, test_splits
-from esper.runs.folder.environment import describe_environment, fingerprint
+from esper.runs.folder.environment import describe_environment
 from esper.runs.workers.transports import serve_rank
 from esper.runs.workers.workers import ALONE, WorkerOptions
 from esper.store.disk import DiskRetry, remove_unfinished
@@ -58,7 +57,7 @@ ASKED = ("task", "tasks", "controller", "envs", "twin", "baselines", "instances"
 
 
 class Design(NamedTuple):
-    """Holds the task, instances, seeds and settings that contenders share."""
+    """Holds the task, instances, seeds and settings that contenders share, and names their populations."""
 
     task: AnyTask
     settings: Sequence[Mapping[str, Any]]  # layers of config over that of the task
@@ -88,102 +87,70 @@ class Design(NamedTuple):
         config = build_config(task.defaults, *settings)
         if config.widen.at:
             raise InputError("widen.at is set, but networks become wider in `esper grow` alone; leave widen out")
-        base = config.seed
         for name in ASKED:
             if any(name in layer for layer in settings):
                 raise InputError(f"{name} is among the settings, but an evaluation sets it by itself; leave it out")
-        return cls(task, settings, tuple(range(base, base + seeds)), part, first, instances, rows)
+        consecutive = tuple(range(config.seed, config.seed + seeds))
+        return cls(task, settings, consecutive, part, first, instances, rows)
 
     def check(self, contender: Contender) -> None:
         """Raise InputError if a contender cannot decide on the task, by one decision in one environment."""
         instance_keys(self.task, self.config(contender, self.seeds[-1]))
-        config = contender_config(self.task, contender, self.settings, self.seeds[0], self.part, self.first, 1)
+        config = self.config(contender, self.seeds[0], envs=1)
         client = contender.make(config)
         engine = VectorizedEngine(self.task.sealed(), with_sensors(config, client))
         decide(client, engine.reset(), engine.trial)
 
-    def config(self, contender: Contender, seed: int) -> Config:
-        """Return the config of a contender on all instances at once."""
-        return contender_config(self.task, contender, self.settings, seed, self.part, self.first, self.instances)
+    def config(self, contender: Contender, seed: int, start: int = 0, envs: int | None = None) -> Config:
+        """Return the config of a contender on `envs` instances from `start` on, or on all."""
+        envs, first = self.instances if envs is None else envs, self.first + start
+        return contender_config(self.task, contender, self.settings, seed, self.part, first, envs)
 
     def populations(self, contender: Contender) -> Iterator[tuple[int, int, Config]]:
         """Yield every population of a contender: the index of its seed, its first instance, and its config."""
         for (at, seed), start in itertools.product(enumerate(self.seeds), range(0, self.instances, self.rows)):
-            envs, first = min(self.rows, self.instances - start), self.first + start
-            yield at, start, contender_config(self.task, contender, self.settings, seed, self.part, first, envs)
-
-
-Runs = list[list[Arrays]]
-"""The figures of a contender, by seed and population."""
-
-
-class Grower(NamedTuple):
-    """Names the populations of a design, and has them grown."""
-
-    design: Design  # the task and what contenders share
-    kept: Kept  # the stored results
-    watch: Say | None = None  # called with lines of progress
-    pace: Pace | None = None  # counts what was grown
-    pool: EvaluationPool | None = None  # compute the populations; None computes them in this process
-
-    @classmethod
-    def of(
-        cls,
-        design: Design,
-        folder: Path | None,
-        watch: Say | None,
-        pace: Pace | None,
-        pool: EvaluationPool | None = None,
-    ) -> "Grower":
-        """Return a grower that stores results in a folder, if one is given."""
-        kept = Kept(folder, {} if folder is None else fingerprint(design.task), partial(tell, watch))
-        return cls(design, kept, watch, pace, pool)
+            yield at, start, self.config(contender, seed, start, min(self.rows, self.instances - start))
 
     def parts(self, contender: Contender) -> list[EvaluationPart]:
         """Return every population of a contender, by seed and first instance."""
         who, compute = [contender.name, contender.content], partial(_figures, contender)
-        return [self.part(who, config, compute, start) for _, start, config in self.design.populations(contender)]
+        return [self.part_of(who, config, compute, start) for _, start, config in self.populations(contender)]
 
-    def part(
+    def part_of(
         self, who: Sequence[str], config: Config, compute: Callable[..., Arrays | Absent], start: int
     ) -> EvaluationPart:
-        """Return the part that computes the figures (E,) of a population, from the instance `start` of the design on."""
-        design = self.design
-        done = f"{start + config.envs} of {counted(design.instances, 'instance')}"
-        said = f"{design.task.name}: {who[0]}, seed {config.seed}, {done}"
-        return EvaluationPart(self.kept, design.task, who, config, RecordedFigures._fields, compute, said)
+        """Return the part that computes the figures (E,) of a population, from the instance `start` on."""
+        done = f"{start + config.envs} of {counted(self.instances, 'instance')}"
+        said = f"{self.task.name}: {who[0]}, seed {config.seed}, {done}"
+        return EvaluationPart(self.task, who, config, RecordedFigures._fields, compute, said)
 
-    def train(self, names: Sequence[str], sizer: Contender, grown: Runs) -> dict[str, Runs | Absent]:
+    def train(
+        self, runner: Runner, names: Sequence[str], sizer: Contender, grown: Arrays
+    ) -> dict[str, Arrays | Absent]:
         """Train the static networks of names for every population that `sizer` grew; Absent are those that the task lacks."""
-        design, populations = self.design, list(self.design.populations(sizer))
-        parts = [
-            self.part(
-                [name, sizer.name, sizer.content],
-                config,
-                partial(_trained, name, grown[at][start // design.rows]),
-                start,
-            )
-            for name in names
-            for at, start, config in populations
-        ]
-        made, found = iter(play_parts(parts, self.pool, self.watch, self.pace)), dict[str, Runs | Absent]()
+        populations, parts = list(self.populations(sizer)), []
+        for name, (at, start, config) in itertools.product(names, populations):
+            own = {key: each[start : start + config.envs, at] for key, each in grown.items()}
+            who = [name, sizer.name, sizer.content]
+            parts.append(self.part_of(who, config, partial(_trained, name, own), start))
+        made, found = iter(runner.play(parts)), dict[str, Arrays | Absent]()
         for name in names:
             trained = list(itertools.islice(made, len(populations)))
             absent = next((each for each in trained if isinstance(each, Absent)), None)
             if absent is not None:
-                tell(self.watch, f"{design.task.name}: {name} is absent: {absent.reason}")
-            found[name] = absent or self.by_seed([each for each in trained if not isinstance(each, Absent)])
+                runner.watch(f"{self.task.name}: {name} is absent: {absent.reason}")
+            found[name] = absent or self.joined(trained)
         return found
 
-    def by_seed(self, grown: Sequence[Arrays]) -> Runs:
-        """Return the results of the parts of a contender by seed."""
-        each = len(grown) // len(self.design.seeds)
-        return [list(grown[start : start + each]) for start in range(0, len(grown), each)]
-
-
-def stacked(runs: Sequence[Sequence[Arrays]], name: str) -> Floats:
-    """Return one figure of a contender, (N, R)."""
-    return np.stack([np.concatenate([chunk[name] for chunk in chunks]) for chunks in runs], 1)
+    def joined(self, made: Sequence[Arrays | Absent]) -> Arrays:
+        """Return the results of all populations of a contender, of which none is absent, as arrays (N, R, ...)."""
+        grown = [each for each in made if not isinstance(each, Absent)]
+        count = len(grown) // len(self.seeds)
+        by_seed = [grown[start : start + count] for start in range(0, len(grown), count)]
+        return {
+            name: np.stack([np.concatenate([own[name] for own in chunks]) for chunks in by_seed], 1)
+            for name in grown[0]
+        }
 
 
 _KEPT = ("stage", "blueprint", "blend", "alpha")
@@ -246,12 +213,11 @@ class Entry(NamedTuple):
 
     rules: Sequence[Contender] = ()  # compared with every controller, as the rules are
     opponents: Sequence[Contender] = ()  # grown on the task itself
-    # contenders on tasks of their own, which grow the same instances, each with its grower
-    elsewhere: Sequence[tuple[Grower, Contender]] = ()
-    # contenders that take part in `best_of` alone, and the contender whose networks they equal, or None
-    plans: Sequence[tuple[Contender, str | None]] = ()
-    # name of an opponent that has figures of the plans and of `rules`, and what chooses them
-    best_of: tuple[str, Callable[[Sequence[Runs]], Runs]] | None = None
+    # contenders on tasks of their own, which grow the same instances, each with its design
+    elsewhere: Sequence[tuple[Design, Contender]] = ()
+    plans: Sequence[Contender] = ()  # grown for `best_of` alone
+    # name of an opponent, and what makes its figures (N, R) from those of all that was grown, by name
+    best_of: tuple[str, Callable[[Mapping[str, Arrays]], Arrays]] | None = None
     absent: Mapping[str, str] = {}  # names of those that take no part, with the reasons
     facts: Mapping[str, Any] = {}  # what the record of the task says; its entry "lines" is printed below the tables
 
@@ -281,8 +247,8 @@ class Rivals:
         """Decide who takes part in each task. Raises InputError where a contender cannot."""
         return Participation([0] * len(designs))
 
-    def grow(self, at: int, grower: Grower, folder: Path | None) -> Entry:
-        """Return the contenders of task `at`, whose searches may grow networks by `grower`."""
+    def grow(self, at: int, design: Design, runner: Runner) -> Entry:
+        """Return the contenders of task `at`, whose searches may let the runner grow networks."""
         return Entry()
 
 
@@ -297,7 +263,7 @@ def run_evaluation(
     settings: Sequence[Mapping[str, Any]] = (),
     baselines: Sequence[str] = BASELINES,
     folder: Path | None = None,
-    watch: Say | None = None,
+    watch: Say = unheard,
     workers: WorkerOptions = ALONE,
     rivals: Rivals | None = None,
 ) -> Record:
@@ -309,7 +275,7 @@ def run_evaluation(
     workers that grow the populations; in a rank of torchrun above 0, this process is one of them until the evaluation
     ends.
     """
-    rivals = Rivals() if rivals is None else rivals
+    rivals = rivals or Rivals()
     rules = [named(name) for name in RULES]
     again = [(rule.name, rule.settings) for rule in rules]
     ours = [controller for controller in controllers if (controller.name, controller.settings) not in again]
@@ -320,21 +286,18 @@ def run_evaluation(
             f"{', '.join(map(repr, reserved))}"
         )
     try:
-        baseline_names(list(baselines))
+        static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
     except ValueError as error:
         raise InputError(f"baselines is {', '.join(map(str, baselines))!r}; {error}") from None
     if len({task.name for task in tasks}) < len(tasks) or not tasks:
         given = ", ".join(task.name for task in tasks) or "none"
         raise InputError(f"the tasks of the evaluation are {given}; give one or more, each once")
-    static = [name for name in baseline_names(list(baselines)) if name != BASELINES[0]]
     designs = [Design.of(task, settings, seeds, part, first, instances) for task in tasks]
     entered = rivals.enter(designs, ours, settings)
-    for design in designs:
-        for contender in (*rules, *ours):
-            design.check(contender)
-    grown = [len(rules) + len(ours) + len(static) + count for count in entered.counts]
-    populations = [len(list(design.populations(rules[0]))) for design in designs]
-    most = max(each * (own - len(static)) for each, own in zip(populations, grown, strict=True))
+    for design, contender in itertools.product(designs, (*rules, *ours)):
+        design.check(contender)
+    grown = [len(rules) + len(ours) + count for count in entered.counts]  # contenders
+    most = max(len(list(each.populations(rules[0]))) * own for each, own in zip(designs, grown, strict=True))
     if workers.any and workers.size > most:
         raise InputError(
             f"workers is {workers.size}, but the evaluation has {counted(most, 'population')} to grow, each by one worker; give "
@@ -342,33 +305,29 @@ def run_evaluation(
         )
     if workers.is_rank:
         return serve_rank(evaluation_work(workers, tasks, entered.references), workers.devices or (None,))
-    with hired(workers, tasks, entered.references, [*rules, *ours], watch) as pool:
+    with hired(workers, tasks, entered.references, [*rules, *ours], folder, watch) as runner:
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 why = f"cannot keep figures in {folder}: {error.strerror}"
                 raise InputError(f"{why}; name another folder") from None
-        pace = None
-        if watch is not None:
-            networks, search = sum(grown) * instances * seeds, entered.searched
-            more = f", and {search:,} in searches on training instances" if search else ""
-            watch(
-                f"{counted(networks, 'network')} to grow on {counted(len(tasks), 'task')}, with static networks{more}"
-            )
-            for line in entered.lines:
-                watch(line)
-            pace = Pace(networks + search, "networks", watch)
+        networks = (sum(grown) + len(static) * len(tasks)) * instances * seeds
+        more = f", and {entered.searched:,} in searches on training instances" if entered.searched else ""
+        watch(f"{counted(networks, 'network')} to grow on {counted(len(tasks), 'task')}, with static networks{more}")
+        for line in entered.lines:
+            watch(line)
+        runner.pace = Pace(networks + entered.searched, "networks", watch)
         sized_by = ours[0].name if ours else RULES[2]
         evaluations, facts = [], []
         for at, design in enumerate(designs):
-            grower = Grower.of(design, folder, watch, pace, pool)
-            entry = rivals.grow(at, grower, folder)
+            entry = rivals.grow(at, design, runner)
+            contenders = [*rules, *entry.rules, *ours]
             evaluations.append(
-                compared(grower, [*rules, *entry.rules, *ours], len(rules) + len(entry.rules), entry, static, sized_by)
+                compared(design, runner, contenders, len(contenders) - len(ours), entry, static, sized_by)
             )
             facts.append(entry.facts)
-        waited = {} if pool is None else {"workers": pool.summary()}
+        waited = runner.summary()
     rows = [contender.group or contender.name for contender in controllers]
     config = build_config(tasks[0].defaults, *settings)
     return {
@@ -386,7 +345,8 @@ def run_evaluation(
 
 
 def compared(
-    grower: Grower,
+    design: Design,
+    runner: Runner,
     contenders: Sequence[Contender],
     rules: int,
     entry: Entry,
@@ -394,34 +354,30 @@ def compared(
     sized_by: str | None,
 ) -> Evaluation:
     """Return the figures of contenders, the first `rules` of them before the rivals, and of static networks."""
-    design, absent = grower.design, dict(entry.absent)
-    task = design.task
-    episodes = {contender.name: contender.episodes for contender in (*contenders, *entry.opponents)}
-    episodes |= {contender.name: contender.episodes for _, contender in entry.elsewhere}
-    own = {each.name: (grower, each) for each in (*entry.opponents, *contenders)}  # a controller may be an opponent
-    others = {contender.name: (each, contender) for each, contender in entry.elsewhere}
-    fresh = [plan for plan, equal in entry.plans if equal not in own]
-    asked = [*own.values(), *others.values(), *((grower, plan) for plan in fresh)]
-    parts = [each.parts(contender) for each, contender in asked]  # the populations of all are played together
-    made = iter(computed([*itertools.chain(*parts)], pool=grower.pool, watch=grower.watch, pace=grower.pace))
-    grown = [each.by_seed([*itertools.islice(made, len(of))]) for (each, _), of in zip(asked, parts, strict=True)]
-    runs = dict(zip([*own, *others], grown, strict=False))
-    against = {name: runs[name] for name in (*(each.name for each in entry.opponents), *others)}
+    task, absent, names = design.task, dict(entry.absent), [each.name for each in contenders]
+    asked = [(design, each) for each in (*entry.opponents, *contenders, *entry.plans)] + [*entry.elsewhere]
+    asked = list({each.name: (own, each) for own, each in asked}.values())  # a controller may be an opponent
+    parts = [own.parts(contender) for own, contender in asked]  # the populations of all are played together
+    made = iter(runner.play([*itertools.chain(*parts)]))
+    every = {
+        contender.name: design.joined([*itertools.islice(made, len(of))])
+        for (_, contender), of in zip(asked, parts, strict=True)
+    }
+    against = [each.name for each in entry.opponents] + [each.name for _, each in entry.elsewhere]
     if entry.best_of is not None:
         name, choose = entry.best_of
-        planned = dict(zip((plan.name for plan in fresh), grown[len(runs) :], strict=True))
-        every: list[Runs] = [planned[plan.name] if equal not in own else runs[equal] for plan, equal in entry.plans]
-        against[name] = choose([*every, *(runs[each.name] for each in entry.rules)])
-    ours = contenders[rules:] if against else []
-    order = [*(each.name for each in contenders if each not in ours), *against, *(each.name for each in ours)]
-    runs = {name: (runs | against)[name] for name in dict.fromkeys(order)}
+        every[name] = choose(every)
+        against.append(name)
+    runs = {name: every[name] for name in (*names[:rules], *against, *names[rules:])}
     if static:
         sizer = next(contender for contender in contenders if contender.name == sized_by)
-        trained = grower.train(static, sizer, runs[sizer.name])
+        trained = design.train(runner, static, sizer, runs[sizer.name])
         absent |= {name: each.reason for name, each in trained.items() if isinstance(each, Absent)}
         runs |= {name: each for name, each in trained.items() if not isinstance(each, Absent)}
     groups = {each.group: tuple(own.name for own in contenders if own.group == each.group) for each in contenders}
     groups.pop("", None)
+    episodes = {contender.name: contender.episodes for _, contender in asked}
+    episodes |= {name: max((episodes[own] or 0 for own in of), default=0) or None for name, of in groups.items()}
     return Evaluation(
         task=task.name,
         metric=task.objective.metric,
@@ -430,16 +386,15 @@ def compared(
         seeds=design.seeds,
         sampled=isinstance(task, Mixture),
         figures=RecordedFigures(
-            *(np.stack([stacked(each, name) for each in runs.values()]) for name in RecordedFigures._fields)
+            *(np.stack([each[name] for each in runs.values()]) for name in RecordedFigures._fields)
         ),
         static=tuple(name for name in static if name not in absent),
         absent=absent,
         sized_by=sized_by,
-        rules=tuple(each.name for each in contenders[:rules]),
+        rules=tuple(names[:rules]),
         opponents=tuple(against),
         groups=groups,
-        episodes=episodes
-        | {name: max((episodes[own] or 0 for own in of), default=0) or None for name, of in groups.items()},
+        episodes=episodes,
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils import prune
 
 from esper.kasmina.blueprints import count
 from esper.kasmina.graft.find_sites import NoSiteError, find_sites
-from esper.kasmina.graft.grafted import call, free_sites, graft, undisturbed
+from esper.kasmina.graft.grafted import call, copied, free_sites, graft, undisturbed
 from esper.kasmina.graft.grown import stream_of
 from esper.kasmina.graft.recording import floats
 from esper.kasmina.network.saving import adapter_files, attach_files
@@ -278,19 +278,11 @@ def _grown(
     return trained, planted, [*removed, *growth.summary()["explanations"]], adapter
 
 
-class Planting(NamedTuple):
-    """Names a seed to plant: the name of a slot, the name of a blueprint, and the reason in words."""
-
-    slot: str
-    blueprint: str
-    why: str
-
-
 class InOrder(Rule):
     """Plants each of `plantings` once, as soon as it may; keeps it as soon as its gate allows, and else removes it."""
 
     def __init__(self) -> None:
-        self.plantings: list[Planting] = []
+        self.plantings: list[tuple[str, str, str]] = []  # slot, blueprint, and the reason in words
         self.planted = 0
         self._why: str | None = None
 
@@ -309,7 +301,7 @@ class InOrder(Rule):
                 return complete(view.masks, np.array([op]), np.array([able.argmax()]), choices)
         if self.planted < len(self.plantings):
             slot, blueprint, why = self.plantings[self.planted]
-            at, kind = (view.space.slots.index(slot), [entry.name for entry in view.space.blueprints].index(blueprint))
+            at, kind = view.space.slots.index(slot), [entry.name for entry in view.space.blueprints].index(blueprint)
             if valid[Op.GERMINATE, at] and view.masks.blueprint[0, at, kind]:
                 self.planted, self._why = self.planted + 1, why
                 return complete(view.masks, np.array([Op.GERMINATE]), np.array([at]), {**choices, Head.BLUEPRINT: kind})
@@ -322,16 +314,16 @@ class InOrder(Rule):
     def explain(self) -> list[str]:
         """Return what was not planted."""
         left = self.plantings[self.planted :]
-        return [f"{seed.blueprint} was not planted at {seed.slot}: no decision was left" for seed in left]
+        return [f"{blueprint} was not planted at {slot}: no decision was left" for slot, blueprint, _ in left]
 
 
-def plan(space: Space, sites: Mapping[str, Site], places: Sequence["Place"], room: float) -> list[Planting]:
+def plan(space: Space, sites: Mapping[str, Site], places: Sequence["Place"], room: float) -> list[tuple[str, str, str]]:
     """Return what to plant, in the order of the places: at each, the first of `MENU` that two thirds of the room can take.
 
-    room: parameters that all seeds may have. At least one seed is planned if any fits.
+    room: parameters that all seeds may have. At least one seed is planned if any fits. Each is a slot, a blueprint, and why.
     """
     names, left = [entry.name for entry in space.blueprints], room
-    found: list[Planting] = []
+    found: list[tuple[str, str, str]] = []
     for place in places:
         slot = space.slots.index(place.site)
         costs = {
@@ -344,7 +336,7 @@ def plan(space: Space, sites: Mapping[str, Site], places: Sequence["Place"], roo
         if chosen is None and not found:
             chosen = min((name for name, cost in costs.items() if cost <= room), key=costs.__getitem__, default=None)
         if chosen is not None and len(found) < SEEDS:
-            found.append(Planting(place.site, chosen, place.why))
+            found.append((place.site, chosen, place.why))
             left -= costs[chosen]
     return found
 
@@ -354,18 +346,13 @@ def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
 
     There the masked weight takes the place of the other, and the mask is 1.
     """
-    memo: dict[int, Any] = {}
-    for part in model.modules():  # what the pruning hooks computed has a history, which copy refuses
-        for value in list(vars(part).values()):
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                memo[id(value)] = value.detach().clone()
     # What tracing noted in graphs of torch.fx holds tensors without numbers, which copy.deepcopy refuses.
     graphs = [graph for part in model.modules() if isinstance(graph := vars(part).get("graph"), torch.fx.Graph)]
     notes = [(node, node.meta) for graph in graphs for node in graph.nodes]
     try:
         for node, _ in notes:
             node.meta = {}
-        host = copy.deepcopy(model, memo)
+        host = copied(model)
     except Exception as error:  # whatever a person's module raises
         raise InputError(
             f"the model cannot be copied: {typed_line(error)}; give a module that copy.deepcopy takes"

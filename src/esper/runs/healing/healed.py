@@ -1,8 +1,6 @@
 """Hold what a healing gives: the network, what was planted where and why, and the comparison with the usual remedies."""
 
 import html
-import inspect
-import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from esper.kasmina.network.export import program_of
 from esper.leyline.config.input import show
 from esper.leyline.errors import InputError, RunWarning, typed_line, warn
 from esper.leyline.intervals import mean_and_error, t_factor
@@ -107,7 +105,7 @@ class Healed:
     Attributes:
         networks (nn.Module by name): the network of each row of the table, in evaluation mode
         ranked (names): the rows that train or add no more than the budget, that with the least loss on the probe first
-        table (Contenders): every network on the examples that were held back
+        table (ComparedNetworks): every network on the examples that were held back
         planted (HealingSeeds): what was planted where and why
         explanations (sentences): why seeds were removed or not planted
         adapter (bytes by name): the files of the adapter, as `esper.attach` reads them; empty if no seed was kept
@@ -207,9 +205,12 @@ class Healed:
         All files are written beside the old ones and then renamed, healing.json last: a disk that is full leaves an earlier
         result as it was, and a process that is killed leaves no healing.json beside other files than its own.
         """
+        given = self.example
+        named = dict(given) if isinstance(given, Mapping) else {}
+        positional = () if named else tuple(given) if isinstance(given, tuple | list) else (given,)
         program, left = b"", ""
         try:
-            program = self._exported()
+            program = program_of(self.network, positional, named, torch.export.Dim.AUTO)
         except Exception as error:  # torch.export raises errors of many kinds
             left = f"; {MODULE} was not written, as torch.export refuses the network: {typed_line(error)}"
         staged = folder / _STAGED
@@ -238,21 +239,6 @@ class Healed:
         staged.rmdir()
         sync_folder(folder)
         return f"{folder}: {', '.join(written)}{left}"
-
-    def _exported(self) -> bytes:
-        """Return the file of torch.export, with a batch axis of any length."""
-        given, named = self.example, isinstance(self.example, Mapping)
-        arguments = () if named else tuple(given) if isinstance(given, tuple | list) else (given,)
-        keywords = dict(given) if named else {}
-        shapes: Any = pytree.tree_map(
-            lambda leaf: {0: torch.export.Dim.AUTO} if isinstance(leaf, torch.Tensor) else None, keywords or arguments
-        )
-        first = next(iter(inspect.signature(self.network.forward).parameters.values()), None)
-        if not named and first is not None and first.kind == inspect.Parameter.VAR_POSITIONAL:
-            shapes = (shapes,)  # as the forward of torch.export.unflatten
-        file = io.BytesIO()
-        torch.export.save(torch.export.export(self.network, arguments, keywords, dynamic_shapes=shapes), file)
-        return file.getvalue()
 
     def __repr__(self) -> str:
         rows = self._rows()

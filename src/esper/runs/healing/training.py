@@ -290,9 +290,7 @@ def revived(case: Case, rate: float) -> TrainedNetwork | None:
     network = copy.deepcopy(case.host)
     if not redraw_dead(network, torch.Generator().manual_seed(scalar(Purpose.BIRTH, case.seed))):
         return None
-    for parameter in network.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
-    return trained(network, case, rate, still=False)
+    return all_weights(case._replace(host=network, masks={}), rate)
 
 
 @torch.no_grad()
