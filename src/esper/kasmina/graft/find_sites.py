@@ -56,17 +56,11 @@ UNKNOWN_STREAM = "an unknown kind of stream"
 
 
 class Hidden(NamedTuple):
-    """Names the layers that write and that read some features between layers, by their dotted paths.
+    """Names the layers that write and that read some features between layers, by their dotted paths."""
 
-    Attributes:
-        writers (set[str]): the layers that return them; several, as the two of a gated pair
-        readers (set[str]): the layers that take them
-        norms (set[str]): BatchNorms between them
-    """
-
-    writers: set[str]
-    readers: set[str]
-    norms: set[str]
+    writers: set[str]  # the layers that return them; several, as the two of a gated pair
+    readers: set[str]  # the layers that take them
+    norms: set[str]  # BatchNorms between them
 
 
 class Candidates:

@@ -16,15 +16,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 class Reach(NamedTuple):
-    """Lists what the inputs of a layer, or the outputs of the network, depend on without another layer between.
+    """Lists what the inputs of a layer, or the outputs of the network, depend on without another layer between."""
 
-    Attributes:
-        layers (dict[str, bool]): the layers, and whether the way there leads through attention
-        nodes (dict[Node, bool]): the nodes of the autograd graph on the way, and whether attention follows on them
-    """
-
-    layers: dict[str, bool]
-    nodes: dict[Node, bool]
+    layers: dict[str, bool]  # the layers, and whether the way there leads through attention
+    nodes: dict[Node, bool]  # the nodes of the autograd graph on the way, and whether attention follows on them
 
 
 class Flow:

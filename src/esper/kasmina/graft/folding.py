@@ -94,19 +94,12 @@ def fold(
 
 
 class _Change(NamedTuple):
-    """Holds another value of a parameter, to be written later.
+    """Holds another value of a parameter, to be written later."""
 
-    Attributes:
-        part (nn.Module): the module that holds the parameter
-        name (str): its name there
-        value (Tensor): the value, whole; of another shape if the parameter becomes larger
-        width (tuple[str, int] | None): an attribute of the module that counts features, with its new value
-    """
-
-    part: nn.Module
-    name: str
-    value: Tensor
-    width: tuple[str, int] | None = None
+    part: nn.Module  # the module that holds the parameter
+    name: str  # its name there
+    value: Tensor  # the value, whole; of another shape if the parameter becomes larger
+    width: tuple[str, int] | None = None  # an attribute of the module that counts features, with its new value
 
     @property
     def held(self) -> nn.Parameter:

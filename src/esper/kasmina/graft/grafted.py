@@ -332,16 +332,11 @@ def _fused(root: nn.Module, path: str) -> str:
 
 
 class Reading(NamedTuple):
-    """Holds the measurements of one site in a pass.
+    """Holds the measurements of one site in a pass."""
 
-    Attributes:
-        calls (int): number of calls of the submodule
-        widths (dict): the width that a seed reads at each `Tap`, 0 if it cannot read it
-        again (bool): whether the submodule reads a tensor like the one that it returns, so that it can run on its own output
-    """
-
-    calls: int
-    widths: Mapping[Tap, int]
+    calls: int  # number of calls of the submodule
+    widths: Mapping[Tap, int]  # the width that a seed reads at each `Tap`, 0 if it cannot read it
+    # whether the submodule reads a tensor like the one that it returns, so that it can run on its own output
     again: bool
 
 

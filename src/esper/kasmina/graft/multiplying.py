@@ -82,23 +82,15 @@ their number."""
 
 
 class Axis(NamedTuple):
-    """Describes an axis of a parameter or buffer along which there will be more.
-
-    Attributes:
-        axis (int): the axis
-        block (int): elements that stay beside each other: 1, those of an attention head, or the positions of a channel of a map
-            that is flattened
-        reads (bool): whether the elements read features, and do not write them
-        stream (bool): whether something normalises over these features
-        copied (bool): whether these features are copied in any way, as keys and values that several heads share
-        first (bool): whether the new elements stand in front of the old ones that they belong to, and nothing reads them yet
-    """
+    """Describes an axis of a parameter or buffer along which there will be more."""
 
     axis: int
+    # elements that stay beside each other: 1, those of an attention head, or the positions of a channel of a flattened map
     block: int = 1
-    reads: bool = False
-    stream: bool = False
-    copied: bool = False
+    reads: bool = False  # whether the elements read features, and do not write them
+    stream: bool = False  # whether something normalises over these features
+    copied: bool = False  # whether these features are copied in any way, as keys and values that several heads share
+    # whether the new elements stand in front of the old ones that they belong to, and nothing reads them yet
     first: bool = False
 
 
@@ -111,26 +103,7 @@ class _Heads(NamedTuple):
 
 
 class Multiplication:
-    """Finds where a network gets the further features, by one pass on an example.
-
-    Attributes:
-        widths (dict[str, int]): the layers that write inner features, with the number of these
-        axes (dict[str, list[Axis]]): by the name of each parameter and buffer that changes; none of a scale of features
-        scales (dict[str, float or None]): parameters and buffers that are applied to each feature, with the value for new ones,
-            None for the mean of the old ones
-        normalising (set[str]): those of them that are the weights of norms over a stream, which are divided by sqrt(r)
-        shares (dict[str, float]): powers of r where layers alone read what such a norm returns, and are divided in its place: of
-            their weights, of those of the norm, and of its bias
-        counts (dict[str, dict[str, int]]): attributes that are multiplied, with their values, by the path of the submodule, or by
-            `path:name` of its config
-        lists (dict[str, dict[str, list[int] | tuple[int, ...]]]): those that are lists of widths, such as `hidden_sizes`
-        epsilons (dict[str, dict[str, float]]): by the same paths, what such norms add to the mean square
-        offsets (set[str]): weights of such norms to which 1 is added where they are applied, as in Gemma
-        roots (dict[str, list[str]]): attributes of embeddings, or of the modules that hold them, which are the root of the width,
-            and by which embeddings are multiplied
-        powers (dict[str, float]): exponents of r for the weights of these embeddings (-1/2), and for the norms in front of layers
-            that share these weights (1/2)
-    """
+    """Finds where a network gets the further features, by one pass on an example."""
 
     def __init__(
         self, module: nn.Module, example: Any, wider: Sequence[tuple[Hidden, int]] = (), variant: Variant = "plain"
@@ -152,16 +125,26 @@ class Multiplication:
         self._read = {path for hidden, _ in wider for path in hidden.readers}
         self._normed = {path for hidden, _ in wider for path in hidden.norms}
         self._frozen = {name for name, own in module.named_parameters() if not own.requires_grad}
-        self.widths: dict[str, int] = {}
+        self.widths: dict[str, int] = {}  # the layers that write inner features, with the number of these
+        # by the name of each parameter and buffer that changes; none of a scale of features
         self.axes: dict[str, list[Axis]] = {}
+        # parameters and buffers that are applied to each feature, with the value for new ones, None for the mean of the old ones
         self.scales: dict[str, float | None] = {}
+        # those of them that are the weights of norms over a stream, which are divided by sqrt(r)
         self.normalising: set[str] = set()
+        # powers of r where layers alone read what such a norm returns, and are divided in its place: of their weights, of
+        # those of the norm, and of its bias
         self.shares: dict[str, float] = {}
+        # attributes that are multiplied, with their values, by the path of the submodule, or by `path:name` of its config
         self.counts: dict[str, dict[str, int]] = {}
+        # those that are lists of widths, such as `hidden_sizes`
         self.lists: dict[str, dict[str, list[int] | tuple[int, ...]]] = {}
-        self.epsilons: dict[str, dict[str, float]] = {}
-        self.offsets: set[str] = set()
+        self.epsilons: dict[str, dict[str, float]] = {}  # by the same paths, what such norms add to the mean square
+        self.offsets: set[str] = set()  # weights of such norms to which 1 is added where they are applied, as in Gemma
+        # attributes of embeddings, or of the modules that hold them, which are the root of the width, and by which
+        # embeddings are multiplied
         self.roots: dict[str, list[str]] = {}
+        # exponents of r for the weights of these embeddings (-1/2), and for the norms in front of layers that share them (1/2)
         self.powers: dict[str, float] = {}
         self._rooted: set[str] = set()  # embeddings that are multiplied by such a root
         self._flattens = False  # whether a layer reads the positions of maps, or several streams side by side

@@ -14,31 +14,20 @@ from esper.leyline.lifecycle.streams import STREAMS, Kind, arranged, restored
 
 
 class Mode(StrEnum):
-    """Says how a seed takes part in a forward pass.
+    """Says how a seed takes part in a forward pass."""
 
-    Attributes:
-        OFF: the seed does not run; the output of the site is the very tensor that the submodule returned
-        STRAIGHT: the output has the values that the submodule returned, and the gradient reaches the seed as well
-        ON: the seed acts at its dose `alpha`
-    """
-
-    OFF = "off"
+    OFF = "off"  # the seed does not run; the output of the site is the very tensor that the submodule returned
+    # the output has the values that the submodule returned, and the gradient reaches the seed as well
     STRAIGHT = "straight"
-    ON = "on"
+    ON = "on"  # the seed acts at its dose `alpha`
 
 
 class Recipe(NamedTuple):
-    """Says from what a seed is rebuilt when its network is loaded.
+    """Says from what a seed is rebuilt when its network is loaded."""
 
-    Attributes:
-        site (Site): the site that it was planted at, in the network that was grafted
-        blueprint (str): name of its blueprint
-        reads (int): width of what it reads
-    """
-
-    site: Site
-    blueprint: str
-    reads: int
+    site: Site  # the site that it was planted at, in the network that was grafted
+    blueprint: str  # name of its blueprint
+    reads: int  # width of what it reads
 
 
 _BLENDS = {blend.name: blend for blend in Blend}

@@ -38,21 +38,13 @@ Stream = tuple[tuple[int, ...] | None, GradientEdge | None]
 
 
 class Call(NamedTuple):
-    """Records one call of a submodule. A stream is the first floating-point tensor of the input or of the output.
+    """Records one call of a submodule. A stream is the first floating-point tensor of the input or of the output."""
 
-    Attributes:
-        entered (tuple[int, ...] | None): shape of the input stream, or None if there is none
-        source (GradientEdge | None): the input stream in the autograd graph; None if it needs no gradient
-        left (tuple[int, ...] | None): shape of the output stream, or None if there is none
-        edge (GradientEdge | None): the output stream in the autograd graph; None if it needs no gradient
-        bundled (bool): whether the output is a structure that holds the stream, and not a tensor
-    """
-
-    entered: tuple[int, ...] | None
-    source: GradientEdge | None
-    left: tuple[int, ...] | None
-    edge: GradientEdge | None
-    bundled: bool
+    entered: tuple[int, ...] | None  # shape of the input stream, or None if there is none
+    source: GradientEdge | None  # the input stream in the autograd graph; None if it needs no gradient
+    left: tuple[int, ...] | None  # shape of the output stream, or None if there is none
+    edge: GradientEdge | None  # the output stream in the autograd graph; None if it needs no gradient
+    bundled: bool  # whether the output is a structure that holds the stream, and not a tensor
 
 
 class Recording(NamedTuple):

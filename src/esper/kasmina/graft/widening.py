@@ -30,19 +30,12 @@ _LARGE = 32.0
 
 
 class Axes(NamedTuple):
-    """Says where the features of a layer are.
+    """Says where the features of a layer are."""
 
-    Attributes:
-        writes (int): the axis of its weight along which the features are that it returns
-        reads (int): the axis of its weight along which those are that it is given
-        written (str): its attribute with the number of features that it returns
-        read (str): its attribute with the number of those that it is given
-    """
-
-    writes: int
-    reads: int
-    written: str
-    read: str
+    writes: int  # the axis of its weight along which the features are that it returns
+    reads: int  # the axis of its weight along which those are that it is given
+    written: str  # its attribute with the number of features that it returns
+    read: str  # its attribute with the number of those that it is given
 
 
 def axes_of(path: str, layer: nn.Module) -> Axes:
@@ -92,21 +85,13 @@ def width_of(path: str, layer: nn.Module) -> int:
 
 
 class AppendedValues(NamedTuple):
-    """Holds values that are appended to a parameter or buffer.
+    """Holds values that are appended to a parameter or buffer."""
 
-    Attributes:
-        path (str): of the submodule that holds it
-        name (str): its name there
-        axis (int): along which they are appended
-        values (Tensor): the values
-        width (tuple[str, int]): an attribute of the submodule that counts the features, with its new value
-    """
-
-    path: str
-    name: str
-    axis: int
-    values: Tensor
-    width: tuple[str, int]
+    path: str  # of the submodule that holds it
+    name: str  # its name there
+    axis: int  # along which they are appended
+    values: Tensor  # the values
+    width: tuple[str, int]  # an attribute of the submodule that counts the features, with its new value
 
 
 def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[AppendedValues]:

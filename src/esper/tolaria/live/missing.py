@@ -17,19 +17,12 @@ ENOUGH = 4096
 
 
 class Read(NamedTuple):
-    """Holds what was read at a site, one row for each position of each example.
+    """Holds what was read at a site, one row for each position of each example."""
 
-    Attributes:
-        source ((N, U) Tensor): what a bypass reads
-        inputs ((N, B) Tensor): what the last layer that makes the stream reads; of no features where that is another stream
-        gradient ((N, D) Tensor): of the loss of an example for the stream
-        positions (int): rows of one example
-    """
-
-    source: Tensor
-    inputs: Tensor
-    gradient: Tensor
-    positions: int
+    source: Tensor  # what a bypass reads
+    inputs: Tensor  # what the last layer that makes the stream reads; of no features where that is another stream
+    gradient: Tensor  # of the loss of an example for the stream
+    positions: int  # rows of one example
 
 
 def missing(read: Read) -> Tensor:
