@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from esper.kasmina.graft.recording import (
-    Graph,
+    PRODUCT,
     Recording,
+    before,
+    factors,
     floats,
+    inputs_first,
     mapped,
     on_aliases,
     record,
@@ -38,6 +41,9 @@ _KEEPS_FEATURES = re.compile(
     r"(Max|Avg|Mean|AdaptiveAvg|AdaptiveMax)Pool\w*|ToCopy|Alias|Clone)Backward\d*$"
 )
 """Names of the autograd nodes whose output has the features of their input, which no weight mixes."""
+
+_MIXES = re.compile(rf"{PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding")
+"""Names of the autograd nodes that are known to mix features or positions."""
 
 _KINDS = {
     (len(order), order.index("B"), order.index("C")): (kind, order)
@@ -73,25 +79,32 @@ class Candidates:
         given = next(tensors(example))
         self._input = tuple(given.shape) if given.is_floating_point() else None
         self._modules = submodules(module)
-        self._graph = Graph(recording.loss, weights.values())
-        self._convolved = self._graph.convolved
+        order = inputs_first(recording.loss.grad_fn)
+        matrices = {id(weight) for weight in weights.values() if weight.dim() >= 2}
+        products = {node: factors(node) & matrices for node in order if PRODUCT.search(node.name())}
+        self._nodes = set(order)
+        # the ids of the parameters with two axes or more that multiply a stream, and of those that convolve it
+        self._factors = set[int]().union(*products.values())
+        self._convolved = set[int]().union(*(ids for node, ids in products.items() if "Conv" in node.name()))
         self._layers = self._find_layers()
         self._inner = {path: [layer for layer in self._layers if _within(layer, path)] for path in self._calls}
         ends = {call.edge.node for layer in self._layers for call in self._calls[layer] if call.edge is not None}
-        self._behind = self._graph.before_products(ends)
+        self._behind = set[Node]()  # nodes that reach the loss through a product with a parameter, or through a layer
+        for node in reversed(order):
+            if node in self._behind or node in ends or products.get(node):
+                self._behind.update(before(node))
         self._head_weights = {
             id(p): layer for layer in self._layers if self._is_head(layer) for p in self._modules[layer].parameters()
         }
 
     def _find_layers(self) -> list[str]:
         """Return the submodules that multiply a stream by a weight themselves, in the order of their calls."""
-        factors = self._graph.factors
         known = [path for path in self._calls if isinstance(self._modules[path], _LAYERS)]
         others = [
             path
             for path in self._calls
             if not isinstance(self._modules[path], (*EMBEDDINGS, ParametrizationList))
-            and any(id(p) in factors for p in self._modules[path].parameters(recurse=False))
+            and any(id(p) in self._factors for p in self._modules[path].parameters(recurse=False))
             and not any(_within(path, layer) for layer in known)
         ]
         owners = {
@@ -135,33 +148,18 @@ class Candidates:
 
         With `same_shape`, return none unless two such members return the same shape.
         """
+        nodes = {path: {call.edge.node for call in self._calls[path] if call.edge is not None} for path in group}
+        under = {path: {*inputs_first(*(each for node in own for each in before(node)))} for path, own in nodes.items()}
         pairs = [
             (first, second)
             for first in group
             for second in group
             if (first == second or not (_within(first, second) or _within(second, first)))
-            and self._follows(second, first)
+            and nodes[first] & under[second]
         ]
         if same_shape and not any(self._calls[first][0].left == self._calls[second][0].left for first, second in pairs):
             return []
         return [path for path in group if any(path in pair for pair in pairs)]
-
-    def _follows(self, second: str, first: str) -> bool:
-        """Return whether a call of `second` depends on a call of `first`."""
-        nodes = {call.edge.node for call in self._calls[first] if call.edge is not None}
-        return any(
-            nodes & self._ancestors.get(call.edge.node, set()) for call in self._calls[second] if call.edge is not None
-        )
-
-    @cached_property
-    def _ancestors(self) -> dict[Node, set[Node]]:
-        calls = (
-            call
-            for path, inner in self._inner.items()
-            if inner and path not in self._layers
-            for call in self._calls[path]
-        )
-        return self._graph.ancestors({call.edge.node: None for call in calls if call.edge is not None})
 
     def _is_made_of(self, path: str, repeated: Collection[str]) -> bool:
         """Return whether a repeated block is a stage: mostly made of one other block, or of two of one class in sequence."""
@@ -188,9 +186,9 @@ class Candidates:
             if block is None or call.entered is None or call.left is None:
                 continue
             axis = self._features(path, len(call.left))
-            before, after = call.entered[axis], call.left[axis]
-            if before != after:
-                found[path] = f"{'widens' if after > before else 'narrows'} {before} to {after} in {block}"
+            entered, left = call.entered[axis], call.left[axis]
+            if entered != left:
+                found[path] = f"{'widens' if left > entered else 'narrows'} {entered} to {left} in {block}"
         return found
 
     def _outer_layers(self, blocks: Collection[str]) -> dict[str, str]:
@@ -239,7 +237,7 @@ class Candidates:
         nodes = [edge.node for edge in self._edges(path) if edge is not None]
         if not nodes:
             return "its output needs no gradient: torch.no_grad, a reentrant checkpoint, or no floating-point numbers"
-        if not any(node in self._graph.nodes for node in nodes):
+        if not any(node in self._nodes for node in nodes):
             return "the loss does not depend on its output"
         if self._is_head(path) and self._widths(path) is None:
             return "a head: its output reaches the loss without another layer"
@@ -257,7 +255,7 @@ class Candidates:
 
     def _is_head(self, path: str) -> bool:
         """Return whether the output of a submodule reaches the loss without passing another layer."""
-        nodes = [edge.node for edge in self._edges(path) if edge is not None and edge.node in self._graph.nodes]
+        nodes = [edge.node for edge in self._edges(path) if edge is not None and edge.node in self._nodes]
         return bool(nodes) and not any(node in self._behind for node in nodes)
 
     def _without_gradient(self, paths: Collection[str]) -> list[str]:
@@ -341,7 +339,7 @@ class Candidates:
     def _fed_by(self, path: str, *, tried: bool = False) -> tuple[set[str], set[GradientEdge]]:
         """Return the layers that feed a layer through functions that keep the features, none if anything else does, and the way.
 
-        tried: whether what is found will be tried, so that everything passes that is not known to mix features (`Graph.passes`).
+        tried: whether what is found will be tried, so that everything passes that is not known to mix features (`_MIXES`).
         """
         ends = {
             calls[0].edge: layer for layer in self._layers if layer != path and len(calls := self._calls[layer]) == 1
@@ -356,7 +354,7 @@ class Candidates:
                 found.add(ends[edge])
             elif (entered := through.get(edge)) not in (None, edge):
                 waiting.append(entered)
-            elif not (self._graph.passes(edge.node) if tried else _KEEPS_FEATURES.match(edge.node.name())):
+            elif _MIXES.search(edge.node.name()) if tried else not _KEEPS_FEATURES.match(edge.node.name()):
                 return set(), seen
             elif edge not in seen:
                 seen.add(edge)

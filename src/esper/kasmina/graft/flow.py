@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS
-from esper.kasmina.graft.recording import PRODUCT, Recording, factors, inputs_first, submodules
+from esper.kasmina.graft.recording import PRODUCT, Recording, before, factors, inputs_first, submodules
 from esper.leyline.errors import InputError
 from esper.leyline.text import with_article
 
@@ -116,8 +116,3 @@ class Flow:
         """Return the node of the autograd graph that a submodule's first call returned."""
         calls = self.calls.get(path)
         return calls[0].edge.node if calls and calls[0].edge is not None else None
-
-
-def before(node: Node | None) -> list[Node]:
-    """Return the nodes that a node of the autograd graph reads."""
-    return [each for each, _ in (node.next_functions if node else ()) if each is not None]

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
-from esper.kasmina.graft.flow import CONVOLUTIONS, Flow, Reach, before
+from esper.kasmina.graft.flow import CONVOLUTIONS, Flow, Reach
 from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.recording import (
     PRODUCT,
     Recording,
+    before,
     distance,
     on_aliases,
     record,

@@ -7,7 +7,7 @@ attributes, its training mode and the random generators are restored afterwards.
 import copy
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -287,60 +287,16 @@ def _restored(value: Any, contents: Any) -> Any:
     return value
 
 
-class Graph:
-    """Answers questions about the autograd graph of a loss."""
-
-    def __init__(self, loss: Tensor, weights: Iterable[Tensor]) -> None:
-        """`weights`: the parameters."""
-        self._order = inputs_first(loss.grad_fn)
-        matrices = {id(weight) for weight in weights if weight.dim() >= 2}
-        self._products = {node: factors(node) & matrices for node in self._order if PRODUCT.search(node.name())}
-        self.nodes = set(self._order)
-
-    @property
-    def factors(self) -> set[int]:
-        """The ids of the parameters with two axes or more that multiply a stream."""
-        return set().union(*self._products.values())
-
-    @property
-    def convolved(self) -> set[int]:
-        """The ids of the parameters among `factors` with which a stream is convolved."""
-        return set().union(*(ids for node, ids in self._products.items() if "Conv" in node.name()))
-
-    def passes(self, node: Node) -> bool:
-        """Return whether a node is no product of matrices, attention, softmax or embedding, which mix features or positions."""
-        return not re.search(rf"{PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding", node.name())
-
-    def before_products(self, layers: Collection[Node]) -> set[Node]:
-        """Return the nodes that reach the loss through a multiplication by a parameter or through one of `layers`."""
-        found: set[Node] = set()
-        for node in reversed(self._order):
-            if node in found or node in layers or self._products.get(node):
-                found.update(following for following, _ in node.next_functions if following is not None)
-        return found
-
-    def ancestors(self, nodes: Collection[Node]) -> dict[Node, set[Node]]:
-        """Return, for each of `nodes`, the others that it depends on."""
-        place = {node: index for index, node in enumerate(nodes)}
-        masks: dict[Node, int] = {}
-        reached: dict[Node, set[Node]] = {}
-        for node in self._order:
-            mask = 0
-            for following, _ in node.next_functions:
-                if following is not None:
-                    mask |= masks[following]
-            if node in place:
-                reached[node] = {other for other, index in place.items() if mask >> index & 1}
-                mask |= 1 << place[node]
-            masks[node] = mask
-        return reached
+def before(node: Node | None) -> list[Node]:
+    """Return the nodes that a node of the autograd graph reads."""
+    return [each for each, _ in (node.next_functions if node else ()) if each is not None]
 
 
-def inputs_first(root: Node | None) -> list[Node]:
-    """Return all nodes under the root, each after those that it depends on."""
+def inputs_first(*roots: Node | None) -> list[Node]:
+    """Return the roots and all nodes under them, each after those that it depends on."""
     order: list[Node] = []
     seen: set[Node] = set()
-    waiting: list[tuple[Node, bool]] = [(root, False)] if root is not None else []
+    waiting: list[tuple[Node, bool]] = [(root, False) for root in roots if root is not None]
     while waiting:
         node, done = waiting.pop()
         if done:
@@ -348,16 +304,16 @@ def inputs_first(root: Node | None) -> list[Node]:
         elif node not in seen:
             seen.add(node)
             waiting.append((node, True))
-            waiting.extend((each, False) for each, _ in node.next_functions if each is not None and each not in seen)
+            waiting.extend((each, False) for each in before(node) if each not in seen)
     return order
 
 
 def factors(node: Node) -> set[int]:
     """Yield the ids of the leaves that a node takes, unchanged or transposed, reshaped or cast."""
     found = set()
-    for each, _ in node.next_functions:
-        while each is not None and _RESHAPE.match(each.name()) and each.next_functions:
-            each = each.next_functions[0][0]
-        if each is not None and each.name().endswith("AccumulateGrad"):
+    for each in before(node):
+        while _RESHAPE.match(each.name()) and (reshaped := before(each)):
+            each = reshaped[0]
+        if each.name().endswith("AccumulateGrad"):
             found.add(id(each.variable))  # type: ignore[attr-defined]
     return found
