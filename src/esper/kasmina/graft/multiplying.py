@@ -14,8 +14,9 @@ In the first two ways, features over which nothing normalises, as those of atten
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,13 +33,12 @@ from esper.kasmina.graft.recording import (
     distance,
     on_aliases,
     record,
+    restore,
     results,
+    saved,
 )
-from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight
-from esper.leyline.errors import InputError, is_out_of_memory, typed_line
-
-TABLES = ("_parameters", "_buffers", "_modules")
-"""Attributes in which a module keeps what belongs to it."""
+from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight, on_example
+from esper.leyline.errors import InputError
 
 Way = Literal["zeros", "means", "copies"]
 WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
@@ -594,41 +594,29 @@ class Multiplication:
         InputError if there is none; nothing is changed then. Weights that are all 0 are drawn during the trial, because nothing
         would be seen behind them.
         """
-        network, generator = networks[0], torch.Generator().manual_seed(key)
-        blank = [parameter for parameter in network.parameters() if parameter.numel() and not parameter.any()]
-        before = saved(networks)
-        problem: InputError | None = None
         both = (True, False)
         attempts = itertools.product(both if self.roots else (False,), ways, both if self.shares else (True,))
-        for rooted, way, share in attempts:
-            try:
-                for parameter in blank:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-                expected = Outputs(network, example)
-                for size in (1.0, _LARGE):
-                    self._change(network, way, factor, key, share, rooted, size)
-                    kept = expected.are_of(network)
-                    restore(before)
-                    if not kept:
-                        break
-                if not kept:
-                    problem = InputError(
-                        "the outputs of the wider network are others; something depends on the number of features"
-                    )
-            except Exception as error:  # the network is the user's
-                if is_out_of_memory(error) or isinstance(error, InputError):
-                    raise
-                kept, problem = False, InputError(f"the wider network fails on the example: {typed_line(error)}")
-            finally:
-                restore(before)
-                for parameter in blank:
-                    parameter.zero_()
-            if kept:
-                for each in networks:
-                    self._change(each, way, factor, key, share, rooted)
-                return way
-        assert problem is not None, "there is a way to try"
-        raise problem
+        with trial(networks, example, key) as (expected, undo):
+            for rooted, way, share in attempts:
+                try:
+                    for size in (1.0, _LARGE):
+                        with on_example("wider"):
+                            self._change(networks[0], way, factor, key, share, rooted, size)
+                            same = expected.are_of(networks[0])
+                        undo()
+                        if not same:
+                            raise InputError(
+                                "the outputs of the wider network are others; something depends on the number of features"
+                            )
+                    break
+                except InputError as error:
+                    problem = error
+                    undo()
+            else:
+                raise problem
+        for each in networks:
+            self._change(each, way, factor, key, share, rooted)
+        return way
 
     def size(self, factor: int) -> int:
         """Return the bytes of the parameters and buffers that change, once their widths are multiplied."""
@@ -795,41 +783,21 @@ def configs(part: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:{name}", value
 
 
-def _holders(network: nn.Module) -> list[Any]:
-    """Return the modules of a network and their configs, each once."""
-    found = {
-        id(holder): holder for part in network.modules() for holder in (part, *(own for _, own in configs(part, "")))
-    }
-    return list(found.values())
+@contextmanager
+def trial(networks: Sequence[nn.Module], example: Any, key: int) -> Iterator[tuple[Outputs, Callable[[], None]]]:
+    """Yield what a network computes, and a function that undoes its changes, which are undone on exit in any case.
 
-
-class Saved(NamedTuple):
-    """Holds the state of a module or of a config, so that it can be restored."""
-
-    holder: Any
-    attributes: dict[str, Any]
-    lists: list[tuple[list[Any], list[Any]]]  # each list among the attributes, which may change in place, and its items
-
-
-def saved(networks: Sequence[nn.Module]) -> list[Saved]:
-    """Return the attributes of the modules of networks, and of their configs, for `restore`."""
-    found = []
-    for holder in (holder for network in networks for holder in _holders(network)):
-        # An LSTM keeps its weights in a list too.
-        lists = [(own, list(own)) for own in vars(holder).values() if isinstance(own, list)]
-        found.append(Saved(holder, _with_tables(vars(holder)), lists))
-    return found
-
-
-def restore(before: Sequence[Saved]) -> None:
-    """Give modules and configs their attributes of before again."""
-    for holder, attributes, lists in before:
-        vars(holder).clear()
-        vars(holder).update(_with_tables(attributes))
-        for own, items in lists:
-            own[:] = items
-
-
-def _with_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes with copies of the tables of a module."""
-    return {name: dict(own) if name in TABLES else own for name, own in attributes.items()}
+    Weights that are all 0 are drawn until then, because nothing would be seen behind them.
+    """
+    blank = [parameter for parameter in networks[0].parameters() if parameter.numel() and not parameter.any()]
+    parts = [part for network in networks for part in network.modules()]
+    before = saved([*parts, *{id(own): own for part in parts for _, own in configs(part, "")}.values()])
+    generator = torch.Generator().manual_seed(key)
+    for parameter in blank:
+        parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+    try:
+        yield Outputs(networks[0], example), partial(restore, before)
+    finally:
+        restore(before)
+        for parameter in blank:
+            parameter.zero_()

@@ -7,7 +7,7 @@ attributes, its training mode and the random generators are restored afterwards.
 import copy
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -137,7 +137,7 @@ def run(module: nn.Module, example: Any) -> Any:
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Restore what running a module can change: attributes of every submodule, training modes and random generators."""
-    saved = [(each, {key: _contents(value) for key, value in vars(each).items()}) for each in module.modules()]
+    before = saved(module.modules())
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  the global generator is the one to restore
     try:
@@ -146,9 +146,40 @@ def untouched(module: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-        for each, attributes in saved:
-            vars(each).clear()
-            vars(each).update({key: _restored(value, contents) for key, (value, contents) in attributes.items()})
+        restore(before)
+
+
+class Saved(NamedTuple):
+    """Holds the attributes of a module or of another object, so that they can be restored."""
+
+    holder: Any
+    attributes: dict[str, Any]
+    contents: list[
+        tuple[Any, Any]
+    ]  # each dictionary and list among the attributes, which may change in place, and a copy
+
+
+def saved(holders: Iterable[Any]) -> list[Saved]:
+    """Return the attributes of modules and other objects, for `restore`."""
+    found = []
+    for holder in holders:
+        parts = [own for own in vars(holder).values() if isinstance(own, dict | list)]
+        contents = [(own, dict(own) if isinstance(own, dict) else list(own)) for own in parts]
+        found.append(Saved(holder, dict(vars(holder)), contents))
+    return found
+
+
+def restore(before: Iterable[Saved]) -> None:
+    """Give modules and other objects their attributes of before again."""
+    for holder, attributes, contents in before:
+        vars(holder).clear()
+        vars(holder).update(attributes)
+        for own, items in contents:
+            own.clear()
+            if isinstance(own, dict):
+                own.update(items)
+            else:
+                own.extend(items)
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
@@ -271,20 +302,6 @@ def _stream(structure: Any) -> Stream:
     if x is None:
         return None, None
     return tuple(x.shape), get_gradient_edge(x) if x.requires_grad else None
-
-
-def _contents(value: Any) -> tuple[Any, Any]:
-    """Yield an attribute, and what it holds if it is a dictionary or a list."""
-    return value, dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else None
-
-
-def _restored(value: Any, contents: Any) -> Any:
-    if isinstance(value, dict):
-        value.clear()
-        value.update(contents)
-    elif isinstance(value, list):
-        value[:] = contents
-    return value
 
 
 def before(node: Node | None) -> list[Node]:
