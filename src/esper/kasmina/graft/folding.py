@@ -13,7 +13,7 @@ from esper.kasmina.blueprints.map import Channelwise, Convolutions
 from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import sites_of
-from esper.kasmina.graft.planted import Mode, Planted, Seat
+from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import floats
 from esper.kasmina.graft.sharding import fill, gather, gather_module, reshard
 from esper.leyline.errors import is_out_of_memory
@@ -333,7 +333,7 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
 
 
 @contextmanager
-def _streams(layer: nn.Module, planted: Planted | Seat) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _streams(layer: nn.Module, planted: Planted) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Record what flows at a site in front of the seed, if it acts, and behind it; copies, as a module may work in place."""
     front: list[Tensor] = []
     behind: list[Tensor] = []

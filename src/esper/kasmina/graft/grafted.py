@@ -25,7 +25,7 @@ from esper.kasmina.graft.grown import (
     swap,
     wire_between,
 )
-from esper.kasmina.graft.planted import Bank, Mode, Planted, Seat
+from esper.kasmina.graft.planted import Bank, Mode, Planted
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Stream
@@ -125,7 +125,7 @@ def uproot(module: nn.Module, name: str) -> None:
     point.planted = False
 
 
-def planted_at(module: nn.Module, name: str) -> Planted | Seat | None:
+def planted_at(module: nn.Module, name: str) -> Planted | None:
     """Return the seed at a site; None where it is free."""
     after, point = _at(module, name)
     found: Planted | Bank | None = getattr(after, CHILD) if point.planted else None
@@ -138,9 +138,9 @@ def holders(module: nn.Module) -> dict[str, Planted | Bank]:
     return {path: held for path, part in named if isinstance(held := getattr(part, CHILD, None), Planted | Bank)}
 
 
-def acting(module: nn.Module) -> dict[str, Planted | Seat]:
+def acting(module: nn.Module) -> dict[str, Planted]:
     """Return the seeds that change what a network computes, also of earlier growths, by the first name of their submodule."""
-    found: dict[str, Planted | Seat] = {}
+    found: dict[str, Planted] = {}
     for path, held in holders(module).items():
         seed = held.taken() if isinstance(held, Bank) else held
         if seed is not None and seed.mode == Mode.ON and not any(seed is other for other in found.values()):

@@ -108,11 +108,11 @@ class Grafts:
             found[name] = [self._blueprint_of[name], int(seed.blend)]
         return found
 
-    def at(self, name: str) -> Planted | Seat | None:
+    def at(self, name: str) -> Planted | None:
         """Return the seed at a site of the network; None where there is none."""
         return planted_at(self.network, name)
 
-    def everywhere(self, name: str) -> list[Planted | Seat]:
+    def everywhere(self, name: str) -> list[Planted]:
         """Return the seed at a site of the network, and then of its copies."""
         found = [planted_at(network, name) for network in (self.network, *self.copies)]
         return [each for each in found if each is not None]
@@ -202,9 +202,9 @@ class Grafts:
                 each.mode = mode
                 each.alpha.copy_(alpha)
 
-    def kept(self, seeds: Seeds) -> dict[str, Planted | Seat]:
+    def kept(self, seeds: Seeds) -> dict[str, Planted]:
         """Return by submodule each seed that is part of the network for good, also behind `trim`, but no folded one."""
-        held, found = holders(self.network), dict[str, Planted | Seat]()
+        held, found = holders(self.network), dict[str, Planted]()
         for slot, site in enumerate(self.sites):
             here = held.get(site.after)
             seed = here.taken() if isinstance(here, Bank) else here
