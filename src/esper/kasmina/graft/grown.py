@@ -364,19 +364,6 @@ def anchor(module: nn.Module, anchored: bool) -> None:
     root_of(module).anchor = torch.zeros((), device=like.device, requires_grad=True) if anchored else None
 
 
-def hold(module: nn.Module) -> None:
-    """Keep a submodule in evaluation mode, whatever mode it is set to, until `let_go`."""
-    point = swap(module)
-    point.asked, module.training = module.training, False
-
-
-def let_go(module: nn.Module) -> None:
-    """Set a held submodule to the mode that was last asked for."""
-    point: Point = module.__dict__[POINT]
-    assert point.asked is not None, "the submodule must be held"
-    module.training, point.asked = point.asked, None
-
-
 def _train_of(original: Callable[..., Any]) -> Callable[..., Any]:
     """Make the `train` of a grown class, which only records the mode while the submodule is held."""
 
@@ -562,10 +549,7 @@ class Frozen:
         Raises InputError if a name matches nothing.
         """
         self.network = network
-        whole, names = _names(freeze)
-        if not whole:
-            _check_names(network, names)
-        matched = {name for name in _named(network) if whole or _within(name, names)}
+        matched = _matched(network, freeze)
         self._before = [
             (parameter, parameter.requires_grad)
             for name, parameter in network.named_parameters(remove_duplicate=False)
@@ -576,8 +560,9 @@ class Frozen:
             parameter.grad = None  # an optimizer moves every parameter that has a gradient
         norms = [(name, part) for name, part in network.named_modules() if isinstance(part, _NormBase)]
         self._held = [part for name, part in norms if name in matched and part.track_running_stats]
-        for part in self._held:
-            hold(part)
+        for part in self._held:  # in evaluation mode, whatever mode it is set to until `release`
+            point = swap(part)
+            point.asked, part.training = part.training, False
         self._buffers = {name: buffer for name, buffer in network.named_buffers() if name in matched}
         self._versions: dict[str, int] = {}
         self._warned = False
@@ -604,27 +589,33 @@ class Frozen:
         for parameter, trained in self._before:
             parameter.requires_grad_(trained)
         for part in self._held:
-            let_go(part)
+            point: Point = part.__dict__[POINT]
+            assert point.asked is not None, "the submodule must be held"
+            part.training, point.asked = point.asked, None
         anchor(self.network, False)
 
 
-def _names(freeze: Any) -> tuple[bool, tuple[str, ...]]:
-    """Return whether the whole host freezes, or else the names that freeze."""
-    if freeze in ("host", "none"):
-        return freeze == "host", ()
+def _matched(network: nn.Module, freeze: Any) -> set[str]:
+    """Return the names of the submodules, parameters and buffers that freeze. InputError if a pattern matches nothing."""
+    if freeze == "none":
+        return set()
+    every = (network.named_modules, network.named_parameters, network.named_buffers)
+    known = list(dict.fromkeys(name for named in every for name, _ in named(remove_duplicate=False) if name))
+    if freeze == "host":
+        return set(known)
     if isinstance(freeze, str) or not isinstance(freeze, list | tuple) or not all(isinstance(n, str) for n in freeze):
         raise InputError(
             f"freeze is {freeze!r}; give 'host', 'none', or a list of names of submodules or parameters, as ['layers.*']"
         )
-    return False, tuple(freeze)
-
-
-def _named(network: nn.Module) -> Iterator[str]:
-    """Yield the names of all submodules, parameters and buffers, without that of the network itself."""
-    for named in (network.named_modules, network.named_parameters, network.named_buffers):
-        for name, _ in named(remove_duplicate=False):
-            if name:
-                yield name
+    trained: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
+    for pattern in freeze:
+        if not any(_within(name, [pattern]) for name in trained):
+            near = did_you_mean(pattern, known, most=3, similarity=0.4)
+            raise InputError(
+                f"freeze has {pattern!r}, which matches no submodule with parameters and no parameter; "
+                + (near or f"give a name such as {', '.join(map(repr, known[:3]))}")
+            )
+    return {name for name in known if _within(name, freeze)}
 
 
 def _within(name: str, patterns: Sequence[str]) -> bool:
@@ -632,16 +623,3 @@ def _within(name: str, patterns: Sequence[str]) -> bool:
     parts = name.split(".")
     around = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return any(fnmatchcase(each, pattern) for each in around for pattern in patterns)
-
-
-def _check_names(network: nn.Module, patterns: Sequence[str]) -> None:
-    """Raise InputError if a pattern matches nothing that can be frozen."""
-    known = list(dict.fromkeys(_named(network)))
-    trained: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        if not any(_within(name, [pattern]) for name in trained):
-            near = did_you_mean(pattern, known, most=3, similarity=0.4)
-            raise InputError(
-                f"freeze has {pattern!r}, which matches no submodule with parameters and no parameter; "
-                + (near or f"give a name such as {', '.join(map(repr, known[:3]))}")
-            )
