@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +17,9 @@ from esper.kasmina.graft.recording import (
     factors,
     floats,
     inputs_first,
-    mapped,
     on_aliases,
     record,
+    replaced,
     run,
     submodules,
     tensors,
@@ -596,12 +595,7 @@ def _changed(example: Any) -> Iterator[tuple[int, Any]]:
             continue
         for axis in range(1, x.dim() if x.is_floating_point() else 2):
             if x.shape[axis] >= 2:
-                yield x.shape[axis], mapped(example, partial(_swapped, x, _with_other_end(x, axis)))
-
-
-def _swapped(old: Tensor, new: Tensor, x: Tensor) -> Tensor:
-    """Return `new` in place of `old`, and any other x unchanged."""
-    return new if x is old else x
+                yield x.shape[axis], replaced(example, x, _with_other_end(x, axis))
 
 
 def _with_other_end(x: Tensor, axis: int) -> Tensor:

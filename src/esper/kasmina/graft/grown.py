@@ -6,13 +6,11 @@ original `forward` and then the seed, which is a child of the submodule. The key
 by a network that is compiled already, and a wrapper would rename the parameters.
 """
 
-import copy
 import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from threading import Lock
 from typing import Any, Literal, Protocol
@@ -24,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.planted import Bank, Planted
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.recording import floats, replaced
 from esper.kasmina.slot import DifferentiableFunction
 from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.lifecycle.slots import Site, Tap
@@ -202,7 +200,7 @@ def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: C
         h = grown = stream_of(output)
         for seat in planted.runs():
             grown = seat(grown, h, _read(point, seat.reads, own, h))
-        return output if grown is h else _replaced(output, h, grown)
+        return output if grown is h else replaced(output, h, grown)
     if not planted.runs:
         return output
     h = stream_of(output)
@@ -212,12 +210,12 @@ def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: C
         u = run() if planted.acts else _aside(module, run)
     else:
         u = _read(point, planted.reads, own, h)
-    return _replaced(output, h, planted(h, u))
+    return replaced(output, h, planted(h, u))
 
 
 def _again(original: Callable[..., Any], given: Any, own: Tensor, h: Tensor) -> Tensor:
     """Run a submodule on its own output in place of its input: what it adds to the stream then. Other arguments stay."""
-    args, kwargs = _replaced(given, own, h)
+    args, kwargs = replaced(given, own, h)
     return stream_of(original(*args, **kwargs)) - h
 
 
@@ -257,24 +255,6 @@ def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
 def stream_of(output: Any) -> Any:
     """Return the stream at a site: the output of its submodule, or its first floating tensor at any depth of a structure."""
     return output if isinstance(output, Tensor) else next(floats(output), output)
-
-
-def _replaced(output: Any, h: Tensor, grown: Tensor) -> Any:
-    """Return the output of a submodule with another stream in every place where the stream is."""
-    if isinstance(output, Tensor):
-        return grown if output is h else output
-    if isinstance(output, Mapping):
-        changed: Any = copy.copy(output)
-        for name, entry in output.items():
-            changed[name] = _replaced(entry, h, grown)
-        return changed
-    if isinstance(output, tuple | list):
-        entries = [_replaced(entry, h, grown) for entry in output]
-        return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
-    if is_dataclass(output) and not isinstance(output, type):
-        named = {field.name: _replaced(getattr(output, field.name), h, grown) for field in fields(output)}
-        return replace(output, **named)
-    return output
 
 
 def source_of(point: Point, tap: str) -> Wire | None:

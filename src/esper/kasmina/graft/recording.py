@@ -258,6 +258,11 @@ def mapped(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return structure
 
 
+def replaced(structure: Any, old: Tensor, new: Tensor) -> Any:
+    """Return the structure with `new` in every place where `old` is."""
+    return mapped(structure, lambda x: new if x is old else x)
+
+
 def distance(output: Any) -> Tensor:
     """Sum the mean of (x - cos(k))^2 over the floating-point tensors x of the output, where k counts the elements; ().
 
