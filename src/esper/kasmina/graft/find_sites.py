@@ -560,16 +560,10 @@ def _streams(module: nn.Module, example: Any, paths: Collection[str]) -> dict[st
             if x.dim() == 3 and (index == 0 or not path):
                 found[path if index == 0 else f"/{index}"] = x.detach().clone()
 
-    hooks = [
-        module.get_submodule(path).register_forward_hook(lambda _, __, output, path=path: keep(path, output))
-        for path in paths
-    ]
-    try:
-        with untouched(module):
-            keep("", run(module, example))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with untouched(module):  # which takes the hooks away too
+        for path in paths:
+            module.get_submodule(path).register_forward_hook(lambda _, __, output, path=path: keep(path, output))
+        keep("", run(module, example))
     return found
 
 

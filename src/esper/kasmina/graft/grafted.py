@@ -340,13 +340,6 @@ class Reading(NamedTuple):
     again: bool
 
 
-def call(network: Callable[..., Any], given: Any) -> Any:
-    """Return the output of a network for an input: a tuple or list holds its arguments, a mapping its named arguments."""
-    if isinstance(given, Mapping):
-        return network(**given)
-    return network(*given) if isinstance(given, tuple | list) else network(given)
-
-
 _OF_TORCH = ("_parameters", "_modules")
 
 

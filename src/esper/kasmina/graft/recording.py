@@ -8,8 +8,9 @@ import copy
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.func import functional_call
 
 from esper.kasmina.graft.planted import Planted
-from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 
 Result = TypeVar("Result")
@@ -104,14 +105,31 @@ def record(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None
     Without a loss, the loss is `distance` of the output. Raises InputError if the module cannot run on the example, or
     if the loss is not a number that depends on the module.
     """
-    calls: dict[str, list[Call]] = {}
+    calls, entered = dict[str, list[Call]](), list[Stream]()  # a stack, because calls nest
 
-    def note(path: str, entered: Stream, output: Any) -> None:
-        calls.setdefault(path, []).append(Call(*entered, *_stream(output), not isinstance(output, Tensor)))
+    def enter(_: nn.Module, arguments: Any, named: Any) -> None:
+        entered.append(_stream((arguments, named)))
 
-    with _listening(module, note):
+    def leave(path: str, _: nn.Module, arguments: Any, output: Any) -> None:
+        called = Call(*entered.pop(), *_stream(output), not isinstance(output, Tensor))
+        calls.setdefault(path, []).append(called)
+
+    with ExitStack() as hooks:
+        for path, each in submodules(module).items():
+            hooks.enter_context(each.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(each.register_forward_hook(partial(leave, path)))
         output = run(module, example)
-    return Recording(calls, _checked_loss(module, output, loss))
+    with in_words("the loss cannot take the output of the module", "correct the loss"):
+        value = (loss or distance)(output)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+        raise InputError(f"the loss is {what}; return a tensor with one number")
+    if value.grad_fn is None:
+        raise InputError(
+            f"the loss does not depend on the parameters of {type(module).__name__}: it has no gradient; run the forward without "
+            "torch.no_grad() and without detach()"
+        )
+    return Recording(calls, value)
 
 
 def run(module: nn.Module, example: Any) -> Any:
@@ -119,19 +137,19 @@ def run(module: nn.Module, example: Any) -> Any:
 
     Raises InputError if the module cannot run on it.
     """
-    given = mapped(example, lambda x: x.detach().clone())  # the module may change its input in place
-    try:
-        if isinstance(given, Mapping):
-            return module(**given)
-        return module(*given) if isinstance(given, tuple | list) else module(given)
-    except Exception as error:  # a user's module can raise any error; its first line gives the reason
-        if is_out_of_memory(error):
-            raise
-        shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors(example))
-        raise InputError(
-            f"{type(module).__name__} cannot run on the example ({shown or type(example).__name__}): {typed_line(error)}; give a "
-            "tensor for module(x), a tuple for module(*x) or a mapping for module(**x)"
-        ) from error
+    shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors(example))
+    with in_words(
+        f"{type(module).__name__} cannot run on the example ({shown or type(example).__name__})",
+        "give a tensor for module(x), a tuple for module(*x) or a mapping for module(**x)",
+    ):
+        return call(module, mapped(example, lambda x: x.detach().clone()))  # the module may change its input in place
+
+
+def call(network: Callable[..., Any], given: Any) -> Any:
+    """Return the output of a network for an input: a tuple or list holds its arguments, a mapping its named arguments."""
+    if isinstance(given, Mapping):
+        return network(**given)
+    return network(*given) if isinstance(given, tuple | list) else network(given)
 
 
 @contextmanager
@@ -186,28 +204,6 @@ def submodules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the submodules of a module by dotted path, without the module itself and without seeds that are planted in it."""
     seeds = tuple(f"{path}." for path, each in module.named_modules() if isinstance(each, Planted))
     return {path: each for path, each in module.named_modules() if path and not f"{path}.".startswith(seeds)}
-
-
-@contextmanager
-def _listening(module: nn.Module, note: Callable[[str, Stream, Any], None]) -> Iterator[None]:
-    """Call note(path, input stream, output) after every call of a submodule."""
-    handles = []
-    entered: list[Stream] = []  # a stack, because calls nest
-    for path, each in submodules(module).items():
-
-        def before(_: nn.Module, arguments: Any, named: Any) -> None:
-            entered.append(_stream((arguments, named)))
-
-        def after(_: nn.Module, arguments: Any, output: Any, path: str = path) -> None:
-            note(path, entered.pop(), output)
-
-        handles.append(each.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(each.register_forward_hook(after))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def floats(structure: Any) -> Iterator[Tensor]:
@@ -280,26 +276,6 @@ def distance(output: Any) -> Tensor:
             "output that returns one number"
         )
     return torch.stack(terms).sum()
-
-
-def _checked_loss(module: nn.Module, output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    try:
-        value = (loss or distance)(output)
-    except InputError:
-        raise
-    except Exception as error:  # a user's function can raise any error; its first line gives the reason
-        raise InputError(
-            f"the loss cannot take the output of the module: {typed_line(error)}; correct the loss"
-        ) from error
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-        raise InputError(f"the loss is {what}; return a tensor with one number")
-    if value.grad_fn is None:
-        raise InputError(
-            f"the loss does not depend on the parameters of {type(module).__name__}: it has no gradient; run the forward without "
-            "torch.no_grad() and without detach()"
-        )
-    return value
 
 
 def _stream(structure: Any) -> Stream:

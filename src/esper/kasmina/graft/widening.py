@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.folding import successor
-from esper.kasmina.graft.grafted import call
-from esper.kasmina.graft.recording import floats, mapped, restore, results, saved
+from esper.kasmina.graft.recording import call, floats, mapped, restore, results, saved
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.duplicates import is_dense
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line

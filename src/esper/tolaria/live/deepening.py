@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.flow import Flow
-from esper.kasmina.graft.grafted import call, copied, undisturbed
+from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.multiplying import configs, trial
-from esper.kasmina.graft.recording import floats, mapped, on_aliases, record
+from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, record
 from esper.kasmina.graft.widening import on_example
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted

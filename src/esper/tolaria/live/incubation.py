@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.kasmina.graft.grafted import call, planted_at, undisturbed
+from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.planted import Mode, Planted
+from esper.kasmina.graft.recording import call
 from esper.kasmina.graft.sharding import gather, in_parts, own_part, reshard
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 from esper.tolaria.live.groups import Groups
-from esper.tolaria.live.probe import Probe, in_words
+from esper.tolaria.live.probe import Probe
 from esper.tolaria.live.ranks import Ranks
 
 Scale = Callable[[Tensor], Tensor]

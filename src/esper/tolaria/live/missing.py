@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import POINT, Point, first_tensor, sites_of, stream_of
+from esper.kasmina.graft.recording import call
 from esper.leyline.lifecycle.slots import Site
 
 ENOUGH = 4096

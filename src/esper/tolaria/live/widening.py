@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
-from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
-from esper.kasmina.graft.recording import floats, mapped, on_aliases, restore, saved
+from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, restore, saved
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_of, width_of
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
