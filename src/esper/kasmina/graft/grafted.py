@@ -388,47 +388,42 @@ def survey(module: nn.Module, run: Callable[[], Any], *, wider: bool = False) ->
     Otherwise the network is not changed. Raises InputError if no forward pass calls a site, if its stream differs from the
     declared one, or if its submodule runs whatever children it has.
     """
-    tapes: dict[nn.Module, _Calls] = {part: _Calls() for part in module.modules() if POINT in part.__dict__}
-    for part, tape in tapes.items():
+    calls: dict[nn.Module, list[_Call]] = {part: [] for part in module.modules() if POINT in part.__dict__}
+    for part, own in calls.items():
         point: Point = part.__dict__[POINT]
-        point.tape = tape
+        point.tape = lambda *each, own=own: own.append(_Call(*each))
         if point.site is not None and not point.planted:  # a seed of an earlier growth stays where it is
             setattr(part, CHILD, _Tripwire(point.site))
     try:
         with undisturbed(module):
             run()
     finally:
-        for part in tapes:
+        for part in calls:
             part.__dict__[POINT].tape = None
             if isinstance(part._modules.get(CHILD), _Tripwire):
                 delattr(part, CHILD)
     if wider:
         found = {}
         for name, site in sites_of(module).items():
-            outputs = tapes[module.get_submodule(site.after)].outputs
-            width = site.stream.width_at(stream_of(outputs[0])) if outputs else site.stream.width
+            own = calls[module.get_submodule(site.after)]
+            width = site.stream.width_at(stream_of(own[0].output)) if own else site.stream.width
             found[name] = replace(site, stream=replace(site.stream, width=width))
         root_of(module).sites = found
-    return {name: _reading(module, site, tapes) for name, site in sites_of(module).items()}
+    return {name: _reading(module, site, calls) for name, site in sites_of(module).items()}
 
 
-class _Calls:
-    """Records the first input and the output of a submodule, for every call."""
+class _Call(NamedTuple):
+    """Records one call of a submodule."""
 
-    def __init__(self) -> None:
-        self.outputs: list[Any] = []
-        self._given: list[tuple[Tensor, int] | None] = []
+    given: Tensor | None  # its first floating tensor
+    version: int | None  # that of this tensor before the call
+    output: Any  # in front of any seed
 
-    def begin(self, given: Tensor | None) -> None:
-        self._given.append(None if given is None else (given, given._version))
 
-    def end(self, output: Any) -> None:
-        self.outputs.append(output)
-
-    def first(self) -> Tensor | None:
-        """Return the input of the submodule in its first call; None if that is not a floating tensor, or was changed in place."""
-        given = self._given[0] if self._given else None
-        return given[0] if given is not None and given[0]._version == given[1] else None
+def _first_input(calls: Sequence[_Call]) -> Tensor | None:
+    """Return the input of a submodule in its first call; None if that is not a floating tensor, or was changed in place."""
+    given = calls[0].given if calls else None
+    return given if given is not None and given._version == calls[0].version else None
 
 
 class _Tripwire(nn.Module):
@@ -444,14 +439,14 @@ class _Tripwire(nn.Module):
         )
 
 
-def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -> Reading:
+def _reading(module: nn.Module, site: Site, calls: Mapping[nn.Module, Sequence[_Call]]) -> Reading:
     """Return the reading of a site. Raises InputError if it cannot be a site."""
-    tape = tapes[module.get_submodule(site.after)]
-    if not tape.outputs:
+    own = calls[module.get_submodule(site.after)]
+    if not own:
         raise InputError(
             f"site {site.name!r} is behind {site.after!r}, which no forward pass in evaluation mode calls; choose another"
         )
-    here = stream_of(tape.outputs[0])
+    here = stream_of(own[0].output)
     if site.stream.width_at(here) != site.stream.width:
         found = f"shape {tuple(here.shape)}" if isinstance(here, Tensor) else kind_of(here)
         axes = f" ({', '.join(site.stream.order)})" if site.stream.permutation else ""
@@ -459,14 +454,14 @@ def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -
             f"site {site.name!r} has a {site.stream.kind}{axes} of width {site.stream.width}, but {site.after!r} returns "
             f"{found}; streams are {', '.join(f'{each.__name__} {1 + each.axes}-D' for each in STREAMS.values())}"
         )
-    before = tapes[module.get_submodule(site.around)].first()
-    taps = {Tap.HERE: here, Tap.BEFORE: before, Tap.INPUT: tapes[module].first()}
+    before = _first_input(calls[module.get_submodule(site.around)])
+    taps = {Tap.HERE: here, Tap.BEFORE: before, Tap.INPUT: _first_input(calls[module])}
     widths = {tap: _width(site, here, given) for tap, given in taps.items()}
     if site.stream.permutation:  # nobody knows in which order the axes of the network's input are
         widths[Tap.INPUT] = 0
-    own = tape.first()
-    again = own is not None and (own.shape, own.dtype) == (here.shape, here.dtype)
-    return Reading(len(tape.outputs), widths, again)
+    read = _first_input(own)
+    again = read is not None and (read.shape, read.dtype) == (here.shape, here.dtype)
+    return Reading(len(own), widths, again)
 
 
 def _width(site: Site, here: Tensor, given: Any) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from threading import Lock
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +34,8 @@ POINT = "_esper_point"
 _HERE, _BEFORE, _INPUT = (tap.value for tap in (Tap.HERE, Tap.BEFORE, Tap.INPUT))
 
 
-class Tape(Protocol):
-    """Observes the calls of a submodule."""
-
-    def begin(self, given: Tensor | None) -> None:
-        """Note a call before the forward; `given` is its first floating tensor."""
-
-    def end(self, output: Any) -> None:
-        """Note the output of the forward, in front of any seed."""
-
+Tape = Callable[[Tensor | None, int | None, Any], None]
+"""Takes the first floating tensor that a submodule was given, its version then, and the output, in front of any seed."""
 
 _OUTSIDE, _AMONG, _ALONE = -1, -2, -3
 """Where a thread is: outside of any pass, in a forward pass, or in the one whose value is in `only`; >= 0 in a backward pass."""
@@ -142,11 +135,11 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
         for wire in point.records:
             if wire.readers:
                 wire.put(first_tensor(args, kwargs))
-        if point.tape is not None:
-            point.tape.begin(first_tensor(args, kwargs))
+        given = None if point.tape is None else first_tensor(args, kwargs)
+        version = None if given is None else given._version
         output = original(self, *args, **kwargs)
         if point.tape is not None:
-            point.tape.end(output)
+            point.tape(given, version, output)
         if point.planted:
             output = _grown(self, point, (args, kwargs), output, functools.partial(original, self))
         if point.anchor is not None and torch.is_grad_enabled():
