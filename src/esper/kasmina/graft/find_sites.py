@@ -119,7 +119,10 @@ class Candidates:
             for same_shape in (True, False):
                 blocks = self._blocks(layers, same_shape)
                 if blocks:
-                    yield blocks | self._inner_layers(blocks) | self._outer_layers(blocks)
+                    outer = [path for path in self._layers if not any(_within(path, block) for block in blocks)]
+                    behind = [path for path in outer if self._behind_narrow(path)]
+                    beside = {path: f"a {self._kind(path)} outside of the blocks" for path in behind}
+                    yield blocks | self._inner_layers(blocks) | beside
         yield {path: f"a {self._kind(path)} outside of any repeated block" for path in self._layers}
 
     def _blocks(self, layers: int, same_shape: bool) -> dict[str, str]:
@@ -189,11 +192,6 @@ class Candidates:
             if entered != left:
                 found[path] = f"{'widens' if left > entered else 'narrows'} {entered} to {left} in {block}"
         return found
-
-    def _outer_layers(self, blocks: Collection[str]) -> dict[str, str]:
-        """Return the layers outside of the blocks that are behind a narrow place."""
-        outer = (path for path in self._layers if not any(_within(path, block) for block in blocks))
-        return {path: f"a {self._kind(path)} outside of the blocks" for path in outer if self._behind_narrow(path)}
 
     # Submodules that are not sites.
 
@@ -462,25 +460,18 @@ class Candidates:
         )
 
     def _remarks(self, path: str) -> str:
-        calls = self._calls[path]
-        several = f"; runs {len(calls)} times" if len(calls) > 1 else ""
-        narrow = self._behind_narrow(path)
-        return (
-            (f"; {narrow}" if narrow else "")
-            + self._remark_on_axes(path)
-            + several
-            + "; its stream is the first floating-point tensor of what it returns" * calls[0].bundled
-        )
-
-    def _remark_on_axes(self, path: str) -> str:
-        """Return what the axes of a stream were judged by, if they are not in the order of seeds; else an empty string."""
-        stream = self.stream(path)
-        if isinstance(stream, str) or not stream.permutation:
-            return ""
-        by = "batch_first=False"
-        if stream.order[0] == "B":
-            by = " and ".join(self._told(path, len(stream.order), last=stream.order[-1] == "C"))
-        return f"; its axes are ({', '.join(stream.order)}), by {by}"
+        """Return what else the reason for a site says, as by what the axes of its stream were judged in another order."""
+        calls, stream, remarks = self._calls[path], self.stream(path), [self._behind_narrow(path)]
+        if isinstance(stream, Stream) and stream.permutation:
+            by = "batch_first=False"
+            if stream.order[0] == "B":
+                by = " and ".join(self._told(path, len(stream.order), last=stream.order[-1] == "C"))
+            remarks.append(f"its axes are ({', '.join(stream.order)}), by {by}")
+        if len(calls) > 1:
+            remarks.append(f"runs {len(calls)} times")
+        if calls[0].bundled:
+            remarks.append("its stream is the first floating-point tensor of what it returns")
+        return "".join(f"; {each}" for each in remarks if each)
 
     def _edges(self, path: str) -> tuple[GradientEdge | None, ...]:
         return tuple(call.edge for call in self._calls[path])
