@@ -11,9 +11,9 @@ from torch import nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
 from esper.kasmina.graft.find_sites import FoundSites
-from esper.kasmina.graft.grafted import call, graft, planted_at, ungraft
+from esper.kasmina.graft.grafted import graft, planted_at, ungraft
 from esper.kasmina.graft.planted import Mode
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.recording import call, floats
 from esper.kasmina.network.saving import attach, load_grown
 from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage

@@ -6,7 +6,8 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from esper.leyline.text import printable
 
@@ -127,6 +128,19 @@ def is_library(file: str) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of Python, NumPy or torch says that memory ran out; on the CPU torch raises a RuntimeError."""
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_SHORTAGE.search(str(error))))
+
+
+@contextmanager
+def in_words(what: str, mend: str) -> Iterator[None]:
+    """Raise InputError in one sentence if the person's model or loss, which can raise anything, fails inside the block."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"{what}: {typed_line(error).rstrip('.')}; {mend}") from error
 
 
 def requested_memory(error: BaseException) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints import count
-from esper.kasmina.graft.grafted import call
+from esper.kasmina.graft.recording import call
 from esper.leyline.errors import InputError
 from esper.runs.healing.training import HealingExamples, examples_of, usual_loss
 from esper.tolaria.live.probe import Loss

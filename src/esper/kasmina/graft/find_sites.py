@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +11,15 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from esper.kasmina.graft.recording import (
-    Graph,
+    PRODUCT,
     Recording,
+    before,
+    factors,
     floats,
-    mapped,
+    inputs_first,
     on_aliases,
     record,
+    replaced,
     run,
     submodules,
     tensors,
@@ -39,6 +41,9 @@ _KEEPS_FEATURES = re.compile(
 )
 """Names of the autograd nodes whose output has the features of their input, which no weight mixes."""
 
+_MIXES = re.compile(rf"{PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding")
+"""Names of the autograd nodes that are known to mix features or positions."""
+
 _KINDS = {
     (len(order), order.index("B"), order.index("C")): (kind, order)
     for kind in STREAMS.values()
@@ -56,17 +61,11 @@ UNKNOWN_STREAM = "an unknown kind of stream"
 
 
 class Hidden(NamedTuple):
-    """Names the layers that write and that read some features between layers, by their dotted paths.
+    """Names the layers that write and that read some features between layers, by their dotted paths."""
 
-    Attributes:
-        writers (set[str]): the layers that return them; several, as the two of a gated pair
-        readers (set[str]): the layers that take them
-        norms (set[str]): BatchNorms between them
-    """
-
-    writers: set[str]
-    readers: set[str]
-    norms: set[str]
+    writers: set[str]  # the layers that return them; several, as the two of a gated pair
+    readers: set[str]  # the layers that take them
+    norms: set[str]  # BatchNorms between them
 
 
 class Candidates:
@@ -79,25 +78,32 @@ class Candidates:
         given = next(tensors(example))
         self._input = tuple(given.shape) if given.is_floating_point() else None
         self._modules = submodules(module)
-        self._graph = Graph(recording.loss, weights.values())
-        self._convolved = self._graph.convolved
+        order = inputs_first(recording.loss.grad_fn)
+        matrices = {id(weight) for weight in weights.values() if weight.dim() >= 2}
+        products = {node: factors(node) & matrices for node in order if PRODUCT.search(node.name())}
+        self._nodes = set(order)
+        # the ids of the parameters with two axes or more that multiply a stream, and of those that convolve it
+        self._factors = set[int]().union(*products.values())
+        self._convolved = set[int]().union(*(ids for node, ids in products.items() if "Conv" in node.name()))
         self._layers = self._find_layers()
         self._inner = {path: [layer for layer in self._layers if _within(layer, path)] for path in self._calls}
         ends = {call.edge.node for layer in self._layers for call in self._calls[layer] if call.edge is not None}
-        self._behind = self._graph.before_products(ends)
+        self._behind = set[Node]()  # nodes that reach the loss through a product with a parameter, or through a layer
+        for node in reversed(order):
+            if node in self._behind or node in ends or products.get(node):
+                self._behind.update(before(node))
         self._head_weights = {
             id(p): layer for layer in self._layers if self._is_head(layer) for p in self._modules[layer].parameters()
         }
 
     def _find_layers(self) -> list[str]:
         """Return the submodules that multiply a stream by a weight themselves, in the order of their calls."""
-        factors = self._graph.factors
         known = [path for path in self._calls if isinstance(self._modules[path], _LAYERS)]
         others = [
             path
             for path in self._calls
             if not isinstance(self._modules[path], (*EMBEDDINGS, ParametrizationList))
-            and any(id(p) in factors for p in self._modules[path].parameters(recurse=False))
+            and any(id(p) in self._factors for p in self._modules[path].parameters(recurse=False))
             and not any(_within(path, layer) for layer in known)
         ]
         owners = {
@@ -113,7 +119,10 @@ class Candidates:
             for same_shape in (True, False):
                 blocks = self._blocks(layers, same_shape)
                 if blocks:
-                    yield blocks | self._inner_layers(blocks) | self._outer_layers(blocks)
+                    outer = [path for path in self._layers if not any(_within(path, block) for block in blocks)]
+                    behind = [path for path in outer if self._behind_narrow(path)]
+                    beside = {path: f"a {self._kind(path)} outside of the blocks" for path in behind}
+                    yield blocks | self._inner_layers(blocks) | beside
         yield {path: f"a {self._kind(path)} outside of any repeated block" for path in self._layers}
 
     def _blocks(self, layers: int, same_shape: bool) -> dict[str, str]:
@@ -141,33 +150,18 @@ class Candidates:
 
         With `same_shape`, return none unless two such members return the same shape.
         """
+        nodes = {path: {call.edge.node for call in self._calls[path] if call.edge is not None} for path in group}
+        under = {path: {*inputs_first(*(each for node in own for each in before(node)))} for path, own in nodes.items()}
         pairs = [
             (first, second)
             for first in group
             for second in group
             if (first == second or not (_within(first, second) or _within(second, first)))
-            and self._follows(second, first)
+            and nodes[first] & under[second]
         ]
         if same_shape and not any(self._calls[first][0].left == self._calls[second][0].left for first, second in pairs):
             return []
         return [path for path in group if any(path in pair for pair in pairs)]
-
-    def _follows(self, second: str, first: str) -> bool:
-        """Return whether a call of `second` depends on a call of `first`."""
-        nodes = {call.edge.node for call in self._calls[first] if call.edge is not None}
-        return any(
-            nodes & self._ancestors.get(call.edge.node, set()) for call in self._calls[second] if call.edge is not None
-        )
-
-    @cached_property
-    def _ancestors(self) -> dict[Node, set[Node]]:
-        calls = (
-            call
-            for path, inner in self._inner.items()
-            if inner and path not in self._layers
-            for call in self._calls[path]
-        )
-        return self._graph.ancestors({call.edge.node: None for call in calls if call.edge is not None})
 
     def _is_made_of(self, path: str, repeated: Collection[str]) -> bool:
         """Return whether a repeated block is a stage: mostly made of one other block, or of two of one class in sequence."""
@@ -194,15 +188,10 @@ class Candidates:
             if block is None or call.entered is None or call.left is None:
                 continue
             axis = self._features(path, len(call.left))
-            before, after = call.entered[axis], call.left[axis]
-            if before != after:
-                found[path] = f"{'widens' if after > before else 'narrows'} {before} to {after} in {block}"
+            entered, left = call.entered[axis], call.left[axis]
+            if entered != left:
+                found[path] = f"{'widens' if left > entered else 'narrows'} {entered} to {left} in {block}"
         return found
-
-    def _outer_layers(self, blocks: Collection[str]) -> dict[str, str]:
-        """Return the layers outside of the blocks that are behind a narrow place."""
-        outer = (path for path in self._layers if not any(_within(path, block) for block in blocks))
-        return {path: f"a {self._kind(path)} outside of the blocks" for path in outer if self._behind_narrow(path)}
 
     # Submodules that are not sites.
 
@@ -245,7 +234,7 @@ class Candidates:
         nodes = [edge.node for edge in self._edges(path) if edge is not None]
         if not nodes:
             return "its output needs no gradient: torch.no_grad, a reentrant checkpoint, or no floating-point numbers"
-        if not any(node in self._graph.nodes for node in nodes):
+        if not any(node in self._nodes for node in nodes):
             return "the loss does not depend on its output"
         if self._is_head(path) and self._widths(path) is None:
             return "a head: its output reaches the loss without another layer"
@@ -263,7 +252,7 @@ class Candidates:
 
     def _is_head(self, path: str) -> bool:
         """Return whether the output of a submodule reaches the loss without passing another layer."""
-        nodes = [edge.node for edge in self._edges(path) if edge is not None and edge.node in self._graph.nodes]
+        nodes = [edge.node for edge in self._edges(path) if edge is not None and edge.node in self._nodes]
         return bool(nodes) and not any(node in self._behind for node in nodes)
 
     def _without_gradient(self, paths: Collection[str]) -> list[str]:
@@ -347,7 +336,7 @@ class Candidates:
     def _fed_by(self, path: str, *, tried: bool = False) -> tuple[set[str], set[GradientEdge]]:
         """Return the layers that feed a layer through functions that keep the features, none if anything else does, and the way.
 
-        tried: whether what is found will be tried, so that everything passes that is not known to mix features (`Graph.passes`).
+        tried: whether what is found will be tried, so that everything passes that is not known to mix features (`_MIXES`).
         """
         ends = {
             calls[0].edge: layer for layer in self._layers if layer != path and len(calls := self._calls[layer]) == 1
@@ -362,7 +351,7 @@ class Candidates:
                 found.add(ends[edge])
             elif (entered := through.get(edge)) not in (None, edge):
                 waiting.append(entered)
-            elif not (self._graph.passes(edge.node) if tried else _KEEPS_FEATURES.match(edge.node.name())):
+            elif _MIXES.search(edge.node.name()) if tried else not _KEEPS_FEATURES.match(edge.node.name()):
                 return set(), seen
             elif edge not in seen:
                 seen.add(edge)
@@ -471,25 +460,18 @@ class Candidates:
         )
 
     def _remarks(self, path: str) -> str:
-        calls = self._calls[path]
-        several = f"; runs {len(calls)} times" if len(calls) > 1 else ""
-        narrow = self._behind_narrow(path)
-        return (
-            (f"; {narrow}" if narrow else "")
-            + self._remark_on_axes(path)
-            + several
-            + "; its stream is the first floating-point tensor of what it returns" * calls[0].bundled
-        )
-
-    def _remark_on_axes(self, path: str) -> str:
-        """Return what the axes of a stream were judged by, if they are not in the order of seeds; else an empty string."""
-        stream = self.stream(path)
-        if isinstance(stream, str) or not stream.permutation:
-            return ""
-        by = "batch_first=False"
-        if stream.order[0] == "B":
-            by = " and ".join(self._told(path, len(stream.order), last=stream.order[-1] == "C"))
-        return f"; its axes are ({', '.join(stream.order)}), by {by}"
+        """Return what else the reason for a site says, as by what the axes of its stream were judged in another order."""
+        calls, stream, remarks = self._calls[path], self.stream(path), [self._behind_narrow(path)]
+        if isinstance(stream, Stream) and stream.permutation:
+            by = "batch_first=False"
+            if stream.order[0] == "B":
+                by = " and ".join(self._told(path, len(stream.order), last=stream.order[-1] == "C"))
+            remarks.append(f"its axes are ({', '.join(stream.order)}), by {by}")
+        if len(calls) > 1:
+            remarks.append(f"runs {len(calls)} times")
+        if calls[0].bundled:
+            remarks.append("its stream is the first floating-point tensor of what it returns")
+        return "".join(f"; {each}" for each in remarks if each)
 
     def _edges(self, path: str) -> tuple[GradientEdge | None, ...]:
         return tuple(call.edge for call in self._calls[path])
@@ -569,16 +551,10 @@ def _streams(module: nn.Module, example: Any, paths: Collection[str]) -> dict[st
             if x.dim() == 3 and (index == 0 or not path):
                 found[path if index == 0 else f"/{index}"] = x.detach().clone()
 
-    hooks = [
-        module.get_submodule(path).register_forward_hook(lambda _, __, output, path=path: keep(path, output))
-        for path in paths
-    ]
-    try:
-        with untouched(module):
-            keep("", run(module, example))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with untouched(module):  # which takes the hooks away too
+        for path in paths:
+            module.get_submodule(path).register_forward_hook(lambda _, __, output, path=path: keep(path, output))
+        keep("", run(module, example))
     return found
 
 
@@ -604,12 +580,7 @@ def _changed(example: Any) -> Iterator[tuple[int, Any]]:
             continue
         for axis in range(1, x.dim() if x.is_floating_point() else 2):
             if x.shape[axis] >= 2:
-                yield x.shape[axis], mapped(example, partial(_swapped, x, _with_other_end(x, axis)))
-
-
-def _swapped(old: Tensor, new: Tensor, x: Tensor) -> Tensor:
-    """Return `new` in place of `old`, and any other x unchanged."""
-    return new if x is old else x
+                yield x.shape[axis], replaced(example, x, _with_other_end(x, axis))
 
 
 def _with_other_end(x: Tensor, axis: int) -> Tensor:

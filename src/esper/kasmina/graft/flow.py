@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS
-from esper.kasmina.graft.recording import PRODUCT, Recording, factors, inputs_first, submodules
+from esper.kasmina.graft.recording import PRODUCT, Recording, before, factors, inputs_first, submodules
 from esper.leyline.errors import InputError
 from esper.leyline.text import with_article
 
@@ -16,15 +16,10 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 class Reach(NamedTuple):
-    """Lists what the inputs of a layer, or the outputs of the network, depend on without another layer between.
+    """Lists what the inputs of a layer, or the outputs of the network, depend on without another layer between."""
 
-    Attributes:
-        layers (dict[str, bool]): the layers, and whether the way there leads through attention
-        nodes (dict[Node, bool]): the nodes of the autograd graph on the way, and whether attention follows on them
-    """
-
-    layers: dict[str, bool]
-    nodes: dict[Node, bool]
+    layers: dict[str, bool]  # the layers, and whether the way there leads through attention
+    nodes: dict[Node, bool]  # the nodes of the autograd graph on the way, and whether attention follows on them
 
 
 class Flow:
@@ -121,8 +116,3 @@ class Flow:
         """Return the node of the autograd graph that a submodule's first call returned."""
         calls = self.calls.get(path)
         return calls[0].edge.node if calls and calls[0].edge is not None else None
-
-
-def before(node: Node | None) -> list[Node]:
-    """Return the nodes that a node of the autograd graph reads."""
-    return [each for each, _ in (node.next_functions if node else ()) if each is not None]

@@ -13,7 +13,7 @@ from esper.kasmina.blueprints.map import Channelwise, Convolutions
 from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import sites_of
-from esper.kasmina.graft.planted import Mode, Planted, Seat
+from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.recording import floats
 from esper.kasmina.graft.sharding import fill, gather, gather_module, reshard
 from esper.leyline.errors import is_out_of_memory
@@ -94,19 +94,12 @@ def fold(
 
 
 class _Change(NamedTuple):
-    """Holds another value of a parameter, to be written later.
+    """Holds another value of a parameter, to be written later."""
 
-    Attributes:
-        part (nn.Module): the module that holds the parameter
-        name (str): its name there
-        value (Tensor): the value, whole; of another shape if the parameter becomes larger
-        width (tuple[str, int] | None): an attribute of the module that counts features, with its new value
-    """
-
-    part: nn.Module
-    name: str
-    value: Tensor
-    width: tuple[str, int] | None = None
+    part: nn.Module  # the module that holds the parameter
+    name: str  # its name there
+    value: Tensor  # the value, whole; of another shape if the parameter becomes larger
+    width: tuple[str, int] | None = None  # an attribute of the module that counts features, with its new value
 
     @property
     def held(self) -> nn.Parameter:
@@ -340,7 +333,7 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
 
 
 @contextmanager
-def _streams(layer: nn.Module, planted: Planted | Seat) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _streams(layer: nn.Module, planted: Planted) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Record what flows at a site in front of the seed, if it acts, and behind it; copies, as a module may work in place."""
     front: list[Tensor] = []
     behind: list[Tensor] = []

@@ -25,7 +25,7 @@ from esper.kasmina.graft.grown import (
     swap,
     wire_between,
 )
-from esper.kasmina.graft.planted import Bank, Mode, Planted, Seat
+from esper.kasmina.graft.planted import Bank, Mode, Planted
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.lifecycle.streams import STREAMS, Stream
@@ -125,7 +125,7 @@ def uproot(module: nn.Module, name: str) -> None:
     point.planted = False
 
 
-def planted_at(module: nn.Module, name: str) -> Planted | Seat | None:
+def planted_at(module: nn.Module, name: str) -> Planted | None:
     """Return the seed at a site; None where it is free."""
     after, point = _at(module, name)
     found: Planted | Bank | None = getattr(after, CHILD) if point.planted else None
@@ -138,9 +138,9 @@ def holders(module: nn.Module) -> dict[str, Planted | Bank]:
     return {path: held for path, part in named if isinstance(held := getattr(part, CHILD, None), Planted | Bank)}
 
 
-def acting(module: nn.Module) -> dict[str, Planted | Seat]:
+def acting(module: nn.Module) -> dict[str, Planted]:
     """Return the seeds that change what a network computes, also of earlier growths, by the first name of their submodule."""
-    found: dict[str, Planted | Seat] = {}
+    found: dict[str, Planted] = {}
     for path, held in holders(module).items():
         seed = held.taken() if isinstance(held, Bank) else held
         if seed is not None and seed.mode == Mode.ON and not any(seed is other for other in found.values()):
@@ -332,24 +332,12 @@ def _fused(root: nn.Module, path: str) -> str:
 
 
 class Reading(NamedTuple):
-    """Holds the measurements of one site in a pass.
+    """Holds the measurements of one site in a pass."""
 
-    Attributes:
-        calls (int): number of calls of the submodule
-        widths (dict): the width that a seed reads at each `Tap`, 0 if it cannot read it
-        again (bool): whether the submodule reads a tensor like the one that it returns, so that it can run on its own output
-    """
-
-    calls: int
-    widths: Mapping[Tap, int]
+    calls: int  # number of calls of the submodule
+    widths: Mapping[Tap, int]  # the width that a seed reads at each `Tap`, 0 if it cannot read it
+    # whether the submodule reads a tensor like the one that it returns, so that it can run on its own output
     again: bool
-
-
-def call(network: Callable[..., Any], given: Any) -> Any:
-    """Return the output of a network for an input: a tuple or list holds its arguments, a mapping its named arguments."""
-    if isinstance(given, Mapping):
-        return network(**given)
-    return network(*given) if isinstance(given, tuple | list) else network(given)
 
 
 _OF_TORCH = ("_parameters", "_modules")
@@ -400,47 +388,42 @@ def survey(module: nn.Module, run: Callable[[], Any], *, wider: bool = False) ->
     Otherwise the network is not changed. Raises InputError if no forward pass calls a site, if its stream differs from the
     declared one, or if its submodule runs whatever children it has.
     """
-    tapes: dict[nn.Module, _Calls] = {part: _Calls() for part in module.modules() if POINT in part.__dict__}
-    for part, tape in tapes.items():
+    calls: dict[nn.Module, list[_Call]] = {part: [] for part in module.modules() if POINT in part.__dict__}
+    for part, own in calls.items():
         point: Point = part.__dict__[POINT]
-        point.tape = tape
+        point.tape = lambda *each, own=own: own.append(_Call(*each))
         if point.site is not None and not point.planted:  # a seed of an earlier growth stays where it is
             setattr(part, CHILD, _Tripwire(point.site))
     try:
         with undisturbed(module):
             run()
     finally:
-        for part in tapes:
+        for part in calls:
             part.__dict__[POINT].tape = None
             if isinstance(part._modules.get(CHILD), _Tripwire):
                 delattr(part, CHILD)
     if wider:
         found = {}
         for name, site in sites_of(module).items():
-            outputs = tapes[module.get_submodule(site.after)].outputs
-            width = site.stream.width_at(stream_of(outputs[0])) if outputs else site.stream.width
+            own = calls[module.get_submodule(site.after)]
+            width = site.stream.width_at(stream_of(own[0].output)) if own else site.stream.width
             found[name] = replace(site, stream=replace(site.stream, width=width))
         root_of(module).sites = found
-    return {name: _reading(module, site, tapes) for name, site in sites_of(module).items()}
+    return {name: _reading(module, site, calls) for name, site in sites_of(module).items()}
 
 
-class _Calls:
-    """Records the first input and the output of a submodule, for every call."""
+class _Call(NamedTuple):
+    """Records one call of a submodule."""
 
-    def __init__(self) -> None:
-        self.outputs: list[Any] = []
-        self._given: list[tuple[Tensor, int] | None] = []
+    given: Tensor | None  # its first floating tensor
+    version: int | None  # that of this tensor before the call
+    output: Any  # in front of any seed
 
-    def begin(self, given: Tensor | None) -> None:
-        self._given.append(None if given is None else (given, given._version))
 
-    def end(self, output: Any) -> None:
-        self.outputs.append(output)
-
-    def first(self) -> Tensor | None:
-        """Return the input of the submodule in its first call; None if that is not a floating tensor, or was changed in place."""
-        given = self._given[0] if self._given else None
-        return given[0] if given is not None and given[0]._version == given[1] else None
+def _first_input(calls: Sequence[_Call]) -> Tensor | None:
+    """Return the input of a submodule in its first call; None if that is not a floating tensor, or was changed in place."""
+    given = calls[0].given if calls else None
+    return given if given is not None and given._version == calls[0].version else None
 
 
 class _Tripwire(nn.Module):
@@ -456,14 +439,14 @@ class _Tripwire(nn.Module):
         )
 
 
-def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -> Reading:
+def _reading(module: nn.Module, site: Site, calls: Mapping[nn.Module, Sequence[_Call]]) -> Reading:
     """Return the reading of a site. Raises InputError if it cannot be a site."""
-    tape = tapes[module.get_submodule(site.after)]
-    if not tape.outputs:
+    own = calls[module.get_submodule(site.after)]
+    if not own:
         raise InputError(
             f"site {site.name!r} is behind {site.after!r}, which no forward pass in evaluation mode calls; choose another"
         )
-    here = stream_of(tape.outputs[0])
+    here = stream_of(own[0].output)
     if site.stream.width_at(here) != site.stream.width:
         found = f"shape {tuple(here.shape)}" if isinstance(here, Tensor) else kind_of(here)
         axes = f" ({', '.join(site.stream.order)})" if site.stream.permutation else ""
@@ -471,14 +454,14 @@ def _reading(module: nn.Module, site: Site, tapes: Mapping[nn.Module, _Calls]) -
             f"site {site.name!r} has a {site.stream.kind}{axes} of width {site.stream.width}, but {site.after!r} returns "
             f"{found}; streams are {', '.join(f'{each.__name__} {1 + each.axes}-D' for each in STREAMS.values())}"
         )
-    before = tapes[module.get_submodule(site.around)].first()
-    taps = {Tap.HERE: here, Tap.BEFORE: before, Tap.INPUT: tapes[module].first()}
+    before = _first_input(calls[module.get_submodule(site.around)])
+    taps = {Tap.HERE: here, Tap.BEFORE: before, Tap.INPUT: _first_input(calls[module])}
     widths = {tap: _width(site, here, given) for tap, given in taps.items()}
     if site.stream.permutation:  # nobody knows in which order the axes of the network's input are
         widths[Tap.INPUT] = 0
-    own = tape.first()
-    again = own is not None and (own.shape, own.dtype) == (here.shape, here.dtype)
-    return Reading(len(tape.outputs), widths, again)
+    read = _first_input(own)
+    again = read is not None and (read.shape, read.dtype) == (here.shape, here.dtype)
+    return Reading(len(own), widths, again)
 
 
 def _width(site: Site, here: Tensor, given: Any) -> int:

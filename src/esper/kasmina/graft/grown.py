@@ -6,16 +6,14 @@ original `forward` and then the seed, which is a child of the submodule. The key
 by a network that is compiled already, and a wrapper would rename the parameters.
 """
 
-import copy
 import copyreg
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from threading import Lock
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.planted import Bank, Planted
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.recording import floats, replaced
 from esper.kasmina.slot import DifferentiableFunction
 from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.lifecycle.slots import Site, Tap
@@ -36,15 +34,8 @@ POINT = "_esper_point"
 _HERE, _BEFORE, _INPUT = (tap.value for tap in (Tap.HERE, Tap.BEFORE, Tap.INPUT))
 
 
-class Tape(Protocol):
-    """Observes the calls of a submodule."""
-
-    def begin(self, given: Tensor | None) -> None:
-        """Note a call before the forward; `given` is its first floating tensor."""
-
-    def end(self, output: Any) -> None:
-        """Note the output of the forward, in front of any seed."""
-
+Tape = Callable[[Tensor | None, int | None, Any], None]
+"""Takes the first floating tensor that a submodule was given, its version then, and the output, in front of any seed."""
 
 _OUTSIDE, _AMONG, _ALONE = -1, -2, -3
 """Where a thread is: outside of any pass, in a forward pass, or in the one whose value is in `only`; >= 0 in a backward pass."""
@@ -144,11 +135,11 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
         for wire in point.records:
             if wire.readers:
                 wire.put(first_tensor(args, kwargs))
-        if point.tape is not None:
-            point.tape.begin(first_tensor(args, kwargs))
+        given = None if point.tape is None else first_tensor(args, kwargs)
+        version = None if given is None else given._version
         output = original(self, *args, **kwargs)
         if point.tape is not None:
-            point.tape.end(output)
+            point.tape(given, version, output)
         if point.planted:
             output = _grown(self, point, (args, kwargs), output, functools.partial(original, self))
         if point.anchor is not None and torch.is_grad_enabled():
@@ -202,7 +193,7 @@ def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: C
         h = grown = stream_of(output)
         for seat in planted.runs():
             grown = seat(grown, h, _read(point, seat.reads, own, h))
-        return output if grown is h else _replaced(output, h, grown)
+        return output if grown is h else replaced(output, h, grown)
     if not planted.runs:
         return output
     h = stream_of(output)
@@ -212,12 +203,12 @@ def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: C
         u = run() if planted.acts else _aside(module, run)
     else:
         u = _read(point, planted.reads, own, h)
-    return _replaced(output, h, planted(h, u))
+    return replaced(output, h, planted(h, u))
 
 
 def _again(original: Callable[..., Any], given: Any, own: Tensor, h: Tensor) -> Tensor:
     """Run a submodule on its own output in place of its input: what it adds to the stream then. Other arguments stay."""
-    args, kwargs = _replaced(given, own, h)
+    args, kwargs = replaced(given, own, h)
     return stream_of(original(*args, **kwargs)) - h
 
 
@@ -257,24 +248,6 @@ def _read(point: Point, tap: str, own: Tensor | None, h: Tensor) -> Tensor:
 def stream_of(output: Any) -> Any:
     """Return the stream at a site: the output of its submodule, or its first floating tensor at any depth of a structure."""
     return output if isinstance(output, Tensor) else next(floats(output), output)
-
-
-def _replaced(output: Any, h: Tensor, grown: Tensor) -> Any:
-    """Return the output of a submodule with another stream in every place where the stream is."""
-    if isinstance(output, Tensor):
-        return grown if output is h else output
-    if isinstance(output, Mapping):
-        changed: Any = copy.copy(output)
-        for name, entry in output.items():
-            changed[name] = _replaced(entry, h, grown)
-        return changed
-    if isinstance(output, tuple | list):
-        entries = [_replaced(entry, h, grown) for entry in output]
-        return type(output)(*entries) if hasattr(output, "_fields") else type(output)(entries)
-    if is_dataclass(output) and not isinstance(output, type):
-        named = {field.name: _replaced(getattr(output, field.name), h, grown) for field in fields(output)}
-        return replace(output, **named)
-    return output
 
 
 def source_of(point: Point, tap: str) -> Wire | None:
@@ -362,19 +335,6 @@ def anchor(module: nn.Module, anchored: bool) -> None:
     """Make the outputs of a grafted network require a gradient, or not, even if nothing in the network does."""
     like = next(module.parameters())
     root_of(module).anchor = torch.zeros((), device=like.device, requires_grad=True) if anchored else None
-
-
-def hold(module: nn.Module) -> None:
-    """Keep a submodule in evaluation mode, whatever mode it is set to, until `let_go`."""
-    point = swap(module)
-    point.asked, module.training = module.training, False
-
-
-def let_go(module: nn.Module) -> None:
-    """Set a held submodule to the mode that was last asked for."""
-    point: Point = module.__dict__[POINT]
-    assert point.asked is not None, "the submodule must be held"
-    module.training, point.asked = point.asked, None
 
 
 def _train_of(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -562,10 +522,7 @@ class Frozen:
         Raises InputError if a name matches nothing.
         """
         self.network = network
-        whole, names = _names(freeze)
-        if not whole:
-            _check_names(network, names)
-        matched = {name for name in _named(network) if whole or _within(name, names)}
+        matched = _matched(network, freeze)
         self._before = [
             (parameter, parameter.requires_grad)
             for name, parameter in network.named_parameters(remove_duplicate=False)
@@ -576,8 +533,9 @@ class Frozen:
             parameter.grad = None  # an optimizer moves every parameter that has a gradient
         norms = [(name, part) for name, part in network.named_modules() if isinstance(part, _NormBase)]
         self._held = [part for name, part in norms if name in matched and part.track_running_stats]
-        for part in self._held:
-            hold(part)
+        for part in self._held:  # in evaluation mode, whatever mode it is set to until `release`
+            point = swap(part)
+            point.asked, part.training = part.training, False
         self._buffers = {name: buffer for name, buffer in network.named_buffers() if name in matched}
         self._versions: dict[str, int] = {}
         self._warned = False
@@ -604,27 +562,33 @@ class Frozen:
         for parameter, trained in self._before:
             parameter.requires_grad_(trained)
         for part in self._held:
-            let_go(part)
+            point: Point = part.__dict__[POINT]
+            assert point.asked is not None, "the submodule must be held"
+            part.training, point.asked = point.asked, None
         anchor(self.network, False)
 
 
-def _names(freeze: Any) -> tuple[bool, tuple[str, ...]]:
-    """Return whether the whole host freezes, or else the names that freeze."""
-    if freeze in ("host", "none"):
-        return freeze == "host", ()
+def _matched(network: nn.Module, freeze: Any) -> set[str]:
+    """Return the names of the submodules, parameters and buffers that freeze. InputError if a pattern matches nothing."""
+    if freeze == "none":
+        return set()
+    every = (network.named_modules, network.named_parameters, network.named_buffers)
+    known = list(dict.fromkeys(name for named in every for name, _ in named(remove_duplicate=False) if name))
+    if freeze == "host":
+        return set(known)
     if isinstance(freeze, str) or not isinstance(freeze, list | tuple) or not all(isinstance(n, str) for n in freeze):
         raise InputError(
             f"freeze is {freeze!r}; give 'host', 'none', or a list of names of submodules or parameters, as ['layers.*']"
         )
-    return False, tuple(freeze)
-
-
-def _named(network: nn.Module) -> Iterator[str]:
-    """Yield the names of all submodules, parameters and buffers, without that of the network itself."""
-    for named in (network.named_modules, network.named_parameters, network.named_buffers):
-        for name, _ in named(remove_duplicate=False):
-            if name:
-                yield name
+    trained: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
+    for pattern in freeze:
+        if not any(_within(name, [pattern]) for name in trained):
+            near = did_you_mean(pattern, known, most=3, similarity=0.4)
+            raise InputError(
+                f"freeze has {pattern!r}, which matches no submodule with parameters and no parameter; "
+                + (near or f"give a name such as {', '.join(map(repr, known[:3]))}")
+            )
+    return {name for name in known if _within(name, freeze)}
 
 
 def _within(name: str, patterns: Sequence[str]) -> bool:
@@ -632,16 +596,3 @@ def _within(name: str, patterns: Sequence[str]) -> bool:
     parts = name.split(".")
     around = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return any(fnmatchcase(each, pattern) for each in around for pattern in patterns)
-
-
-def _check_names(network: nn.Module, patterns: Sequence[str]) -> None:
-    """Raise InputError if a pattern matches nothing that can be frozen."""
-    known = list(dict.fromkeys(_named(network)))
-    trained: dict[str, Tensor] = dict(network.named_parameters(remove_duplicate=False))
-    for pattern in patterns:
-        if not any(_within(name, [pattern]) for name in trained):
-            near = did_you_mean(pattern, known, most=3, similarity=0.4)
-            raise InputError(
-                f"freeze has {pattern!r}, which matches no submodule with parameters and no parameter; "
-                + (near or f"give a name such as {', '.join(map(repr, known[:3]))}")
-            )

@@ -14,8 +14,9 @@ In the first two ways, features over which nothing normalises, as those of atten
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,21 +24,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
-from esper.kasmina.graft.flow import CONVOLUTIONS, Flow, Reach, before
+from esper.kasmina.graft.flow import CONVOLUTIONS, Flow, Reach
 from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.recording import (
     PRODUCT,
     Recording,
+    before,
     distance,
     on_aliases,
     record,
+    restore,
     results,
+    saved,
 )
-from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight
-from esper.leyline.errors import InputError, is_out_of_memory, typed_line
-
-TABLES = ("_parameters", "_buffers", "_modules")
-"""Attributes in which a module keeps what belongs to it."""
+from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight, on_example
+from esper.leyline.errors import InputError
 
 Way = Literal["zeros", "means", "copies"]
 WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
@@ -82,23 +83,15 @@ their number."""
 
 
 class Axis(NamedTuple):
-    """Describes an axis of a parameter or buffer along which there will be more.
-
-    Attributes:
-        axis (int): the axis
-        block (int): elements that stay beside each other: 1, those of an attention head, or the positions of a channel of a map
-            that is flattened
-        reads (bool): whether the elements read features, and do not write them
-        stream (bool): whether something normalises over these features
-        copied (bool): whether these features are copied in any way, as keys and values that several heads share
-        first (bool): whether the new elements stand in front of the old ones that they belong to, and nothing reads them yet
-    """
+    """Describes an axis of a parameter or buffer along which there will be more."""
 
     axis: int
+    # elements that stay beside each other: 1, those of an attention head, or the positions of a channel of a flattened map
     block: int = 1
-    reads: bool = False
-    stream: bool = False
-    copied: bool = False
+    reads: bool = False  # whether the elements read features, and do not write them
+    stream: bool = False  # whether something normalises over these features
+    copied: bool = False  # whether these features are copied in any way, as keys and values that several heads share
+    # whether the new elements stand in front of the old ones that they belong to, and nothing reads them yet
     first: bool = False
 
 
@@ -111,26 +104,7 @@ class _Heads(NamedTuple):
 
 
 class Multiplication:
-    """Finds where a network gets the further features, by one pass on an example.
-
-    Attributes:
-        widths (dict[str, int]): the layers that write inner features, with the number of these
-        axes (dict[str, list[Axis]]): by the name of each parameter and buffer that changes; none of a scale of features
-        scales (dict[str, float or None]): parameters and buffers that are applied to each feature, with the value for new ones,
-            None for the mean of the old ones
-        normalising (set[str]): those of them that are the weights of norms over a stream, which are divided by sqrt(r)
-        shares (dict[str, float]): powers of r where layers alone read what such a norm returns, and are divided in its place: of
-            their weights, of those of the norm, and of its bias
-        counts (dict[str, dict[str, int]]): attributes that are multiplied, with their values, by the path of the submodule, or by
-            `path:name` of its config
-        lists (dict[str, dict[str, list[int] | tuple[int, ...]]]): those that are lists of widths, such as `hidden_sizes`
-        epsilons (dict[str, dict[str, float]]): by the same paths, what such norms add to the mean square
-        offsets (set[str]): weights of such norms to which 1 is added where they are applied, as in Gemma
-        roots (dict[str, list[str]]): attributes of embeddings, or of the modules that hold them, which are the root of the width,
-            and by which embeddings are multiplied
-        powers (dict[str, float]): exponents of r for the weights of these embeddings (-1/2), and for the norms in front of layers
-            that share these weights (1/2)
-    """
+    """Finds where a network gets the further features, by one pass on an example."""
 
     def __init__(
         self, module: nn.Module, example: Any, wider: Sequence[tuple[Hidden, int]] = (), variant: Variant = "plain"
@@ -152,16 +126,26 @@ class Multiplication:
         self._read = {path for hidden, _ in wider for path in hidden.readers}
         self._normed = {path for hidden, _ in wider for path in hidden.norms}
         self._frozen = {name for name, own in module.named_parameters() if not own.requires_grad}
-        self.widths: dict[str, int] = {}
+        self.widths: dict[str, int] = {}  # the layers that write inner features, with the number of these
+        # by the name of each parameter and buffer that changes; none of a scale of features
         self.axes: dict[str, list[Axis]] = {}
+        # parameters and buffers that are applied to each feature, with the value for new ones, None for the mean of the old ones
         self.scales: dict[str, float | None] = {}
+        # those of them that are the weights of norms over a stream, which are divided by sqrt(r)
         self.normalising: set[str] = set()
+        # powers of r where layers alone read what such a norm returns, and are divided in its place: of their weights, of
+        # those of the norm, and of its bias
         self.shares: dict[str, float] = {}
+        # attributes that are multiplied, with their values, by the path of the submodule, or by `path:name` of its config
         self.counts: dict[str, dict[str, int]] = {}
+        # those that are lists of widths, such as `hidden_sizes`
         self.lists: dict[str, dict[str, list[int] | tuple[int, ...]]] = {}
-        self.epsilons: dict[str, dict[str, float]] = {}
-        self.offsets: set[str] = set()
+        self.epsilons: dict[str, dict[str, float]] = {}  # by the same paths, what such norms add to the mean square
+        self.offsets: set[str] = set()  # weights of such norms to which 1 is added where they are applied, as in Gemma
+        # attributes of embeddings, or of the modules that hold them, which are the root of the width, and by which
+        # embeddings are multiplied
         self.roots: dict[str, list[str]] = {}
+        # exponents of r for the weights of these embeddings (-1/2), and for the norms in front of layers that share them (1/2)
         self.powers: dict[str, float] = {}
         self._rooted: set[str] = set()  # embeddings that are multiplied by such a root
         self._flattens = False  # whether a layer reads the positions of maps, or several streams side by side
@@ -610,41 +594,29 @@ class Multiplication:
         InputError if there is none; nothing is changed then. Weights that are all 0 are drawn during the trial, because nothing
         would be seen behind them.
         """
-        network, generator = networks[0], torch.Generator().manual_seed(key)
-        blank = [parameter for parameter in network.parameters() if parameter.numel() and not parameter.any()]
-        before = saved(networks)
-        problem: InputError | None = None
         both = (True, False)
         attempts = itertools.product(both if self.roots else (False,), ways, both if self.shares else (True,))
-        for rooted, way, share in attempts:
-            try:
-                for parameter in blank:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-                expected = Outputs(network, example)
-                for size in (1.0, _LARGE):
-                    self._change(network, way, factor, key, share, rooted, size)
-                    kept = expected.are_of(network)
-                    restore(before)
-                    if not kept:
-                        break
-                if not kept:
-                    problem = InputError(
-                        "the outputs of the wider network are others; something depends on the number of features"
-                    )
-            except Exception as error:  # the network is the user's
-                if is_out_of_memory(error) or isinstance(error, InputError):
-                    raise
-                kept, problem = False, InputError(f"the wider network fails on the example: {typed_line(error)}")
-            finally:
-                restore(before)
-                for parameter in blank:
-                    parameter.zero_()
-            if kept:
-                for each in networks:
-                    self._change(each, way, factor, key, share, rooted)
-                return way
-        assert problem is not None, "there is a way to try"
-        raise problem
+        with trial(networks, example, key) as (expected, undo):
+            for rooted, way, share in attempts:
+                try:
+                    for size in (1.0, _LARGE):
+                        with on_example("wider"):
+                            self._change(networks[0], way, factor, key, share, rooted, size)
+                            same = expected.are_of(networks[0])
+                        undo()
+                        if not same:
+                            raise InputError(
+                                "the outputs of the wider network are others; something depends on the number of features"
+                            )
+                    break
+                except InputError as error:
+                    problem = error
+                    undo()
+            else:
+                raise problem
+        for each in networks:
+            self._change(each, way, factor, key, share, rooted)
+        return way
 
     def size(self, factor: int) -> int:
         """Return the bytes of the parameters and buffers that change, once their widths are multiplied."""
@@ -811,41 +783,21 @@ def configs(part: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:{name}", value
 
 
-def _holders(network: nn.Module) -> list[Any]:
-    """Return the modules of a network and their configs, each once."""
-    found = {
-        id(holder): holder for part in network.modules() for holder in (part, *(own for _, own in configs(part, "")))
-    }
-    return list(found.values())
+@contextmanager
+def trial(networks: Sequence[nn.Module], example: Any, key: int) -> Iterator[tuple[Outputs, Callable[[], None]]]:
+    """Yield what a network computes, and a function that undoes its changes, which are undone on exit in any case.
 
-
-class Saved(NamedTuple):
-    """Holds the state of a module or of a config, so that it can be restored."""
-
-    holder: Any
-    attributes: dict[str, Any]
-    lists: list[tuple[list[Any], list[Any]]]  # each list among the attributes, which may change in place, and its items
-
-
-def saved(networks: Sequence[nn.Module]) -> list[Saved]:
-    """Return the attributes of the modules of networks, and of their configs, for `restore`."""
-    found = []
-    for holder in (holder for network in networks for holder in _holders(network)):
-        # An LSTM keeps its weights in a list too.
-        lists = [(own, list(own)) for own in vars(holder).values() if isinstance(own, list)]
-        found.append(Saved(holder, _with_tables(vars(holder)), lists))
-    return found
-
-
-def restore(before: Sequence[Saved]) -> None:
-    """Give modules and configs their attributes of before again."""
-    for holder, attributes, lists in before:
-        vars(holder).clear()
-        vars(holder).update(_with_tables(attributes))
-        for own, items in lists:
-            own[:] = items
-
-
-def _with_tables(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attributes with copies of the tables of a module."""
-    return {name: dict(own) if name in TABLES else own for name, own in attributes.items()}
+    Weights that are all 0 are drawn until then, because nothing would be seen behind them.
+    """
+    blank = [parameter for parameter in networks[0].parameters() if parameter.numel() and not parameter.any()]
+    parts = [part for network in networks for part in network.modules()]
+    before = saved([*parts, *{id(own): own for part in parts for _, own in configs(part, "")}.values()])
+    generator = torch.Generator().manual_seed(key)
+    for parameter in blank:
+        parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+    try:
+        yield Outputs(networks[0], example), partial(restore, before)
+    finally:
+        restore(before)
+        for parameter in blank:
+            parameter.zero_()

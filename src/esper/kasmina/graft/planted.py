@@ -14,31 +14,20 @@ from esper.leyline.lifecycle.streams import STREAMS, Kind, arranged, restored
 
 
 class Mode(StrEnum):
-    """Says how a seed takes part in a forward pass.
+    """Says how a seed takes part in a forward pass."""
 
-    Attributes:
-        OFF: the seed does not run; the output of the site is the very tensor that the submodule returned
-        STRAIGHT: the output has the values that the submodule returned, and the gradient reaches the seed as well
-        ON: the seed acts at its dose `alpha`
-    """
-
-    OFF = "off"
+    OFF = "off"  # the seed does not run; the output of the site is the very tensor that the submodule returned
+    # the output has the values that the submodule returned, and the gradient reaches the seed as well
     STRAIGHT = "straight"
-    ON = "on"
+    ON = "on"  # the seed acts at its dose `alpha`
 
 
 class Recipe(NamedTuple):
-    """Says from what a seed is rebuilt when its network is loaded.
+    """Says from what a seed is rebuilt when its network is loaded."""
 
-    Attributes:
-        site (Site): the site that it was planted at, in the network that was grafted
-        blueprint (str): name of its blueprint
-        reads (int): width of what it reads
-    """
-
-    site: Site
-    blueprint: str
-    reads: int
+    site: Site  # the site that it was planted at, in the network that was grafted
+    blueprint: str  # name of its blueprint
+    reads: int  # width of what it reads
 
 
 _BLENDS = {blend.name: blend for blend in Blend}
@@ -149,58 +138,34 @@ class Planted(nn.Module):
         return f"tap={self.tap.value}, blend={self.blend.name}, mode={self.mode.value}"
 
 
-ON, STRAIGHT, ATTACHED, GATE, MULTIPLY = range(5)
-"""Entries of `Seat.switch`."""
-
-
-class Seat(nn.Module):
+class Seat(Planted):
     """Holds the place of a seed of one blueprint. With equal weights it computes what a `Planted` does, value by value.
 
-    taken: whether a seed is planted here; a seat that is free leaves the stream as it is. mode, attached, learns, recipe: as
-    those of a `Planted`; the first two are kept in `switch` as well, where a pass reads them.
+    taken: whether a seed is planted here; a seat that is free leaves the stream as it is. learns: whether gradients stay on its
+    parameters.
 
     switch (5,): bool, whether the seed acts, whether it learns straight-through, whether its gradient reaches what it reads, and
-    whether its blend is GATE or MULTIPLY; a buffer that is not saved, like `pull` ().
-    alpha (): the dose in mode ON, a buffer.
+    whether its blend is GATE or MULTIPLY; a buffer that is not saved, which follows these attributes.
     """
 
-    axes: tuple[int, ...] = ()
-    alpha: Tensor
-    pull: Tensor
+    taken = False
+    learns = False
     switch: Tensor
 
     def __init__(self, seed: Seed, tap: Tap, kind: Kind, axes: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        like = next(seed.parameters())
-        self.seed, self.tap, self.kind, self.axes, self.reads = seed, tap, kind, axes, tap.value
-        self.blend, self.taken, self.learns = Blend.ADD, False, False
-        self.recipe: Recipe | None = None
-        self._mode, self._attached = Mode.OFF, True
-        self.register_buffer("alpha", like.detach().new_zeros(()))
-        self.register_buffer("pull", like.detach().new_zeros(()), persistent=False)
-        self.register_buffer("switch", torch.zeros(5, dtype=torch.bool, device=like.device), persistent=False)
+        super().__init__(seed, tap, Blend.GATE, kind, axes)
+        self.register_buffer("switch", torch.zeros(5, dtype=torch.bool, device=self.alpha.device), persistent=False)
+        self._blend = Blend.ADD.name
 
-    @property
-    def mode(self) -> Mode:
-        """How the seed takes part in a pass."""
-        return self._mode
-
-    @mode.setter
-    def mode(self, mode: Mode) -> None:
-        if mode != self._mode:
-            self._mode = mode
-            self._set()
-
-    @property
-    def attached(self) -> bool:
-        """Whether the gradient of the seed reaches what it reads."""
-        return self._attached
-
-    @attached.setter
-    def attached(self, attached: bool) -> None:
-        if attached != self._attached:
-            self._attached = attached
-            self._set()
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Let `switch` follow: a pass reads it in place of the attributes, so that no graph depends on them."""
+        changed = name in ("_mode", "_blend", "attached") and vars(self).get(name) != value
+        super().__setattr__(name, value)
+        if changed and "switch" in self._buffers:
+            gated, multiplied = (self._blend == blend.name for blend in (Blend.GATE, Blend.MULTIPLY))
+            values = (self._mode == "on", self._mode == "straight", self.attached, gated, multiplied)
+            with torch.no_grad():
+                self.switch.copy_(torch.tensor(values))
 
     @torch.no_grad()
     def take(self, planted: Planted) -> None:
@@ -211,19 +176,16 @@ class Seat(nn.Module):
                 tensor.copy_(theirs[name])
             else:
                 tensor.zero_()  # the gate of a seed that blends otherwise
-        self.blend, self.taken, self.learns = planted.blend, True, True
+        self._blend, self.taken, self.learns = planted.blend.name, True, True
         self.pull.zero_()
-        self._set()
 
     @torch.no_grad()
     def free(self) -> None:
         """Let the seed do nothing from now on."""
-        self.taken, self.learns, self._mode, self._attached, self.blend = False, False, Mode.OFF, True, Blend.ADD
-        for parameter in self.parameters():
-            parameter.grad = None
+        self.learn(False)
+        self.taken, self.mode, self.attached, self._blend = False, Mode.OFF, True, Blend.ADD.name
         self.alpha.zero_()
         self.pull.zero_()
-        self._set()
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that an optimizer moves, in their order: the gate only where it is used."""
@@ -231,33 +193,29 @@ class Seat(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors of the seed by name, the gate only where it is used."""
-        return {
-            name: tensor
-            for name, tensor in self.seed.state_dict().items()
-            if self.blend == Blend.GATE or not name.startswith("gate.")
-        }
+        gated = self.blend == Blend.GATE
+        return {name: own for name, own in super().weights().items() if gated or not name.startswith("gate.")}
 
     def learn(self, learns: bool) -> None:
         """Set whether gradients stay on its parameters from now on; where they do not, those that are there are dropped."""
         self.learns = learns
         if not learns:
-            for parameter in self.parameters():
-                parameter.grad = None
+            self.zero_grad()
 
     def drops(self, parameter: Tensor) -> bool:
         """Return whether a gradient of a parameter is of no use: an optimizer would move what it is for, or clip by it."""
-        if not self.learns or self._mode == Mode.OFF:
+        if not self.learns or self._mode == "off":
             return True
         return self.blend != Blend.GATE and any(parameter is p for p in self.seed.gate.parameters())
 
     def planted(self) -> Planted:
         """Return the seed on its own, with the same parameters."""
         planted = Planted(self.seed, self.tap, self.blend, self.kind, self.axes).train(self.training)
-        planted.mode, planted.attached, planted.recipe = self._mode, self._attached, self.recipe
+        planted.mode, planted.attached, planted.recipe = self.mode, self.attached, self.recipe
         planted.alpha.copy_(self.alpha)
         return planted
 
-    def forward(self, y: Tensor, h: Tensor, u: Tensor) -> Tensor:
+    def forward(self, y: Tensor, h: Tensor, u: Tensor) -> Tensor:  # type: ignore[override]
         """Return the stream (B, ...) behind this seat: y is behind the seat before, h in front of all seats, u what it reads."""
         stream = STREAMS[self.kind]
         on, straight, attached, gated, multiplied = self.switch.unbind()
@@ -272,20 +230,9 @@ class Seat(nn.Module):
         change = Proximal.of(restored(change.to(h.dtype), self.axes), h.detach(), pull)
         return _Join.of(y, change, on, straight)
 
-    def _set(self) -> None:
-        values = (
-            self._mode == Mode.ON,
-            self._mode == Mode.STRAIGHT,
-            self._attached,
-            self.blend == Blend.GATE,
-            self.blend == Blend.MULTIPLY,
-        )
-        with torch.no_grad():
-            self.switch.copy_(torch.tensor(values))
-
     def extra_repr(self) -> str:
         """Return what `print` shows beside the seed."""
-        return f"tap={self.tap.value}, {f'blend={self.blend.name}, mode={self._mode.value}' if self.taken else 'free'}"
+        return super().extra_repr() if self.taken else f"tap={self.tap.value}, free"
 
 
 class Bank(nn.Module):

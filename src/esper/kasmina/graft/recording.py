@@ -7,9 +7,10 @@ attributes, its training mode and the random generators are restored afterwards.
 import copy
 import random
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.func import functional_call
 
 from esper.kasmina.graft.planted import Planted
-from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 
 Result = TypeVar("Result")
@@ -38,21 +39,13 @@ Stream = tuple[tuple[int, ...] | None, GradientEdge | None]
 
 
 class Call(NamedTuple):
-    """Records one call of a submodule. A stream is the first floating-point tensor of the input or of the output.
+    """Records one call of a submodule. A stream is the first floating-point tensor of the input or of the output."""
 
-    Attributes:
-        entered (tuple[int, ...] | None): shape of the input stream, or None if there is none
-        source (GradientEdge | None): the input stream in the autograd graph; None if it needs no gradient
-        left (tuple[int, ...] | None): shape of the output stream, or None if there is none
-        edge (GradientEdge | None): the output stream in the autograd graph; None if it needs no gradient
-        bundled (bool): whether the output is a structure that holds the stream, and not a tensor
-    """
-
-    entered: tuple[int, ...] | None
-    source: GradientEdge | None
-    left: tuple[int, ...] | None
-    edge: GradientEdge | None
-    bundled: bool
+    entered: tuple[int, ...] | None  # shape of the input stream, or None if there is none
+    source: GradientEdge | None  # the input stream in the autograd graph; None if it needs no gradient
+    left: tuple[int, ...] | None  # shape of the output stream, or None if there is none
+    edge: GradientEdge | None  # the output stream in the autograd graph; None if it needs no gradient
+    bundled: bool  # whether the output is a structure that holds the stream, and not a tensor
 
 
 class Recording(NamedTuple):
@@ -112,14 +105,31 @@ def record(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | None
     Without a loss, the loss is `distance` of the output. Raises InputError if the module cannot run on the example, or
     if the loss is not a number that depends on the module.
     """
-    calls: dict[str, list[Call]] = {}
+    calls, entered = dict[str, list[Call]](), list[Stream]()  # a stack, because calls nest
 
-    def note(path: str, entered: Stream, output: Any) -> None:
-        calls.setdefault(path, []).append(Call(*entered, *_stream(output), not isinstance(output, Tensor)))
+    def enter(_: nn.Module, arguments: Any, named: Any) -> None:
+        entered.append(_stream((arguments, named)))
 
-    with _listening(module, note):
+    def leave(path: str, _: nn.Module, arguments: Any, output: Any) -> None:
+        called = Call(*entered.pop(), *_stream(output), not isinstance(output, Tensor))
+        calls.setdefault(path, []).append(called)
+
+    with ExitStack() as hooks:
+        for path, each in submodules(module).items():
+            hooks.enter_context(each.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(each.register_forward_hook(partial(leave, path)))
         output = run(module, example)
-    return Recording(calls, _checked_loss(module, output, loss))
+    with in_words("the loss cannot take the output of the module", "correct the loss"):
+        value = (loss or distance)(output)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
+        raise InputError(f"the loss is {what}; return a tensor with one number")
+    if value.grad_fn is None:
+        raise InputError(
+            f"the loss does not depend on the parameters of {type(module).__name__}: it has no gradient; run the forward without "
+            "torch.no_grad() and without detach()"
+        )
+    return Recording(calls, value)
 
 
 def run(module: nn.Module, example: Any) -> Any:
@@ -127,25 +137,25 @@ def run(module: nn.Module, example: Any) -> Any:
 
     Raises InputError if the module cannot run on it.
     """
-    given = mapped(example, lambda x: x.detach().clone())  # the module may change its input in place
-    try:
-        if isinstance(given, Mapping):
-            return module(**given)
-        return module(*given) if isinstance(given, tuple | list) else module(given)
-    except Exception as error:  # a user's module can raise any error; its first line gives the reason
-        if is_out_of_memory(error):
-            raise
-        shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors(example))
-        raise InputError(
-            f"{type(module).__name__} cannot run on the example ({shown or type(example).__name__}): {typed_line(error)}; give a "
-            "tensor for module(x), a tuple for module(*x) or a mapping for module(**x)"
-        ) from error
+    shown = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}" for x in tensors(example))
+    with in_words(
+        f"{type(module).__name__} cannot run on the example ({shown or type(example).__name__})",
+        "give a tensor for module(x), a tuple for module(*x) or a mapping for module(**x)",
+    ):
+        return call(module, mapped(example, lambda x: x.detach().clone()))  # the module may change its input in place
+
+
+def call(network: Callable[..., Any], given: Any) -> Any:
+    """Return the output of a network for an input: a tuple or list holds its arguments, a mapping its named arguments."""
+    if isinstance(given, Mapping):
+        return network(**given)
+    return network(*given) if isinstance(given, tuple | list) else network(given)
 
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
     """Restore what running a module can change: attributes of every submodule, training modes and random generators."""
-    saved = [(each, {key: _contents(value) for key, value in vars(each).items()}) for each in module.modules()]
+    before = saved(module.modules())
     devices = sorted({p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"})
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002  the global generator is the one to restore
     try:
@@ -154,37 +164,46 @@ def untouched(module: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)  # noqa: NPY002
-        for each, attributes in saved:
-            vars(each).clear()
-            vars(each).update({key: _restored(value, contents) for key, (value, contents) in attributes.items()})
+        restore(before)
+
+
+class Saved(NamedTuple):
+    """Holds the attributes of a module or of another object, so that they can be restored."""
+
+    holder: Any
+    attributes: dict[str, Any]
+    contents: list[
+        tuple[Any, Any]
+    ]  # each dictionary and list among the attributes, which may change in place, and a copy
+
+
+def saved(holders: Iterable[Any]) -> list[Saved]:
+    """Return the attributes of modules and other objects, for `restore`."""
+    found = []
+    for holder in holders:
+        parts = [own for own in vars(holder).values() if isinstance(own, dict | list)]
+        contents = [(own, dict(own) if isinstance(own, dict) else list(own)) for own in parts]
+        found.append(Saved(holder, dict(vars(holder)), contents))
+    return found
+
+
+def restore(before: Iterable[Saved]) -> None:
+    """Give modules and other objects their attributes of before again."""
+    for holder, attributes, contents in before:
+        vars(holder).clear()
+        vars(holder).update(attributes)
+        for own, items in contents:
+            own.clear()
+            if isinstance(own, dict):
+                own.update(items)
+            else:
+                own.extend(items)
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module]:
     """Return the submodules of a module by dotted path, without the module itself and without seeds that are planted in it."""
     seeds = tuple(f"{path}." for path, each in module.named_modules() if isinstance(each, Planted))
     return {path: each for path, each in module.named_modules() if path and not f"{path}.".startswith(seeds)}
-
-
-@contextmanager
-def _listening(module: nn.Module, note: Callable[[str, Stream, Any], None]) -> Iterator[None]:
-    """Call note(path, input stream, output) after every call of a submodule."""
-    handles = []
-    entered: list[Stream] = []  # a stack, because calls nest
-    for path, each in submodules(module).items():
-
-        def before(_: nn.Module, arguments: Any, named: Any) -> None:
-            entered.append(_stream((arguments, named)))
-
-        def after(_: nn.Module, arguments: Any, output: Any, path: str = path) -> None:
-            note(path, entered.pop(), output)
-
-        handles.append(each.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(each.register_forward_hook(after))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def floats(structure: Any) -> Iterator[Tensor]:
@@ -235,6 +254,11 @@ def mapped(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return structure
 
 
+def replaced(structure: Any, old: Tensor, new: Tensor) -> Any:
+    """Return the structure with `new` in every place where `old` is."""
+    return mapped(structure, lambda x: new if x is old else x)
+
+
 def distance(output: Any) -> Tensor:
     """Sum the mean of (x - cos(k))^2 over the floating-point tensors x of the output, where k counts the elements; ().
 
@@ -254,26 +278,6 @@ def distance(output: Any) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def _checked_loss(module: nn.Module, output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
-    try:
-        value = (loss or distance)(output)
-    except InputError:
-        raise
-    except Exception as error:  # a user's function can raise any error; its first line gives the reason
-        raise InputError(
-            f"the loss cannot take the output of the module: {typed_line(error)}; correct the loss"
-        ) from error
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        what = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
-        raise InputError(f"the loss is {what}; return a tensor with one number")
-    if value.grad_fn is None:
-        raise InputError(
-            f"the loss does not depend on the parameters of {type(module).__name__}: it has no gradient; run the forward without "
-            "torch.no_grad() and without detach()"
-        )
-    return value
-
-
 def _stream(structure: Any) -> Stream:
     x = next(floats(structure), None)
     if x is None:
@@ -281,74 +285,16 @@ def _stream(structure: Any) -> Stream:
     return tuple(x.shape), get_gradient_edge(x) if x.requires_grad else None
 
 
-def _contents(value: Any) -> tuple[Any, Any]:
-    """Yield an attribute, and what it holds if it is a dictionary or a list."""
-    return value, dict(value) if isinstance(value, dict) else list(value) if isinstance(value, list) else None
+def before(node: Node | None) -> list[Node]:
+    """Return the nodes that a node of the autograd graph reads."""
+    return [each for each, _ in (node.next_functions if node else ()) if each is not None]
 
 
-def _restored(value: Any, contents: Any) -> Any:
-    if isinstance(value, dict):
-        value.clear()
-        value.update(contents)
-    elif isinstance(value, list):
-        value[:] = contents
-    return value
-
-
-class Graph:
-    """Answers questions about the autograd graph of a loss."""
-
-    def __init__(self, loss: Tensor, weights: Iterable[Tensor]) -> None:
-        """`weights`: the parameters."""
-        self._order = inputs_first(loss.grad_fn)
-        matrices = {id(weight) for weight in weights if weight.dim() >= 2}
-        self._products = {node: factors(node) & matrices for node in self._order if PRODUCT.search(node.name())}
-        self.nodes = set(self._order)
-
-    @property
-    def factors(self) -> set[int]:
-        """The ids of the parameters with two axes or more that multiply a stream."""
-        return set().union(*self._products.values())
-
-    @property
-    def convolved(self) -> set[int]:
-        """The ids of the parameters among `factors` with which a stream is convolved."""
-        return set().union(*(ids for node, ids in self._products.items() if "Conv" in node.name()))
-
-    def passes(self, node: Node) -> bool:
-        """Return whether a node is no product of matrices, attention, softmax or embedding, which mix features or positions."""
-        return not re.search(rf"{PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding", node.name())
-
-    def before_products(self, layers: Collection[Node]) -> set[Node]:
-        """Return the nodes that reach the loss through a multiplication by a parameter or through one of `layers`."""
-        found: set[Node] = set()
-        for node in reversed(self._order):
-            if node in found or node in layers or self._products.get(node):
-                found.update(following for following, _ in node.next_functions if following is not None)
-        return found
-
-    def ancestors(self, nodes: Collection[Node]) -> dict[Node, set[Node]]:
-        """Return, for each of `nodes`, the others that it depends on."""
-        place = {node: index for index, node in enumerate(nodes)}
-        masks: dict[Node, int] = {}
-        reached: dict[Node, set[Node]] = {}
-        for node in self._order:
-            mask = 0
-            for following, _ in node.next_functions:
-                if following is not None:
-                    mask |= masks[following]
-            if node in place:
-                reached[node] = {other for other, index in place.items() if mask >> index & 1}
-                mask |= 1 << place[node]
-            masks[node] = mask
-        return reached
-
-
-def inputs_first(root: Node | None) -> list[Node]:
-    """Return all nodes under the root, each after those that it depends on."""
+def inputs_first(*roots: Node | None) -> list[Node]:
+    """Return the roots and all nodes under them, each after those that it depends on."""
     order: list[Node] = []
     seen: set[Node] = set()
-    waiting: list[tuple[Node, bool]] = [(root, False)] if root is not None else []
+    waiting: list[tuple[Node, bool]] = [(root, False) for root in roots if root is not None]
     while waiting:
         node, done = waiting.pop()
         if done:
@@ -356,16 +302,16 @@ def inputs_first(root: Node | None) -> list[Node]:
         elif node not in seen:
             seen.add(node)
             waiting.append((node, True))
-            waiting.extend((each, False) for each, _ in node.next_functions if each is not None and each not in seen)
+            waiting.extend((each, False) for each in before(node) if each not in seen)
     return order
 
 
 def factors(node: Node) -> set[int]:
     """Yield the ids of the leaves that a node takes, unchanged or transposed, reshaped or cast."""
     found = set()
-    for each, _ in node.next_functions:
-        while each is not None and _RESHAPE.match(each.name()) and each.next_functions:
-            each = each.next_functions[0][0]
-        if each is not None and each.name().endswith("AccumulateGrad"):
+    for each in before(node):
+        while _RESHAPE.match(each.name()) and (reshaped := before(each)):
+            each = reshaped[0]
+        if each.name().endswith("AccumulateGrad"):
             found.add(id(each.variable))  # type: ignore[attr-defined]
     return found

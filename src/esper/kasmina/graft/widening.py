@@ -2,8 +2,10 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
 from esper.kasmina.graft.folding import successor
-from esper.kasmina.graft.grafted import call
-from esper.kasmina.graft.recording import floats, mapped, results
+from esper.kasmina.graft.recording import call, floats, mapped, restore, results, saved
 from esper.kasmina.stack.layers import Linear
+from esper.leyline.data.duplicates import is_dense
 from esper.leyline.errors import InputError, is_out_of_memory, typed_line
 from esper.leyline.text import with_article
 
@@ -30,19 +32,12 @@ _LARGE = 32.0
 
 
 class Axes(NamedTuple):
-    """Says where the features of a layer are.
+    """Says where the features of a layer are."""
 
-    Attributes:
-        writes (int): the axis of its weight along which the features are that it returns
-        reads (int): the axis of its weight along which those are that it is given
-        written (str): its attribute with the number of features that it returns
-        read (str): its attribute with the number of those that it is given
-    """
-
-    writes: int
-    reads: int
-    written: str
-    read: str
+    writes: int  # the axis of its weight along which the features are that it returns
+    reads: int  # the axis of its weight along which those are that it is given
+    written: str  # its attribute with the number of features that it returns
+    read: str  # its attribute with the number of those that it is given
 
 
 def axes_of(path: str, layer: nn.Module) -> Axes:
@@ -92,21 +87,13 @@ def width_of(path: str, layer: nn.Module) -> int:
 
 
 class AppendedValues(NamedTuple):
-    """Holds values that are appended to a parameter or buffer.
+    """Holds values that are appended to a parameter or buffer."""
 
-    Attributes:
-        path (str): of the submodule that holds it
-        name (str): its name there
-        axis (int): along which they are appended
-        values (Tensor): the values
-        width (tuple[str, int]): an attribute of the submodule that counts the features, with its new value
-    """
-
-    path: str
-    name: str
-    axis: int
-    values: Tensor
-    width: tuple[str, int]
+    path: str  # of the submodule that holds it
+    name: str  # its name there
+    axis: int  # along which they are appended
+    values: Tensor  # the values
+    width: tuple[str, int]  # an attribute of the submodule that counts the features, with its new value
 
 
 def additions(model: nn.Module, hidden: Hidden, width: int, key: int) -> list[AppendedValues]:
@@ -178,6 +165,17 @@ class _InDouble(TorchDispatchMode):
         return func(*args, **named)
 
 
+@contextmanager
+def on_example(kind: str) -> Iterator[None]:
+    """Raise InputError if a network that was changed, which is the user's, fails inside the block; kind: "wider" or "deeper"."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"the {kind} network fails on the example: {typed_line(error)}") from error
+
+
 class Outputs:
     """Holds what a network computes, to compare it with what it computes after a change.
 
@@ -202,7 +200,8 @@ class Outputs:
             raise InputError(
                 "no output on the example is finite, so that a change of the network would not be seen; give another example"
             )
-        for variant in (_drawn_where_equal(example), _twice_as_long(example)):
+        for change in (partial(_drawn_where_equal, torch.Generator().manual_seed(0)), _twice_as_long):
+            variant = _changed(example, change)
             if variant is None:
                 continue
             try:
@@ -225,38 +224,25 @@ class Outputs:
             return [value.clone() for value in floats(results(call(network, given)))]
 
 
-def _drawn_where_equal(example: Any) -> Any:
-    """Return an example with draws in place of each floating-point tensor that has one value throughout; None without any."""
-    generator, found = torch.Generator().manual_seed(0), False
-
-    def drawn(leaf: Any) -> Any:
-        nonlocal found
-        if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.layout != torch.strided or not leaf.numel():
-            return leaf
-        if not leaf.is_floating_point() or not ((leaf == leaf.flatten()[0]) | leaf.isnan()).all():
-            return leaf
-        found = True
-        return torch.randn(leaf.shape, generator=generator).to(leaf)
-
-    other = pytree.tree_map(drawn, example)
-    return other if found else None
+def _changed(example: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return an example with what a function returns for each dense tensor, or None if it returns each as it is."""
+    leaves, tree = pytree.tree_flatten(example)
+    made = [change(leaf) if isinstance(leaf, Tensor) and is_dense(leaf) and leaf.numel() else leaf for leaf in leaves]
+    return None if all(map(operator.is_, leaves, made)) else pytree.tree_unflatten(made, tree)
 
 
-def _twice_as_long(example: Any) -> Any:
-    """Return an example with a second position, that of the next row or 0, in each tensor (B, 1, ...); None without any."""
-    found = False
+def _drawn_where_equal(generator: torch.Generator, leaf: Tensor) -> Tensor:
+    """Return draws in place of a floating-point tensor that has one value throughout."""
+    if not leaf.is_floating_point() or not ((leaf == leaf.flatten()[0]) | leaf.isnan()).all():
+        return leaf
+    return torch.randn(leaf.shape, generator=generator).to(leaf)
 
-    def longer(leaf: Any) -> Any:
-        nonlocal found
-        if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.layout != torch.strided:
-            return leaf
-        if leaf.dim() < 2 or leaf.shape[1] != 1 or not leaf.numel():
-            return leaf
-        found = True
-        return torch.cat([leaf, leaf.roll(1, 0) if len(leaf) > 1 else torch.zeros_like(leaf)], 1)
 
-    other = pytree.tree_map(longer, example)
-    return other if found else None
+def _twice_as_long(leaf: Tensor) -> Tensor:
+    """Return a tensor (B, 1, ...) with a second position, that of the next row or 0."""
+    if leaf.dim() < 2 or leaf.shape[1] != 1:
+        return leaf
+    return torch.cat([leaf, leaf.roll(1, 0) if len(leaf) > 1 else torch.zeros_like(leaf)], 1)
 
 
 def _zeros(like: Tensor, axis: int, size: int) -> Tensor:
@@ -291,43 +277,19 @@ def append(network: nn.Module, found: Sequence[AppendedValues]) -> None:
             setattr(part, width_name, width)
 
 
-class WideningTrial:
-    """Widens the layers of a network and of its moving averages; what was appended can be taken back."""
+def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues], expected: Outputs) -> None:
+    """Append values to the layers of a network, which must go on to compute what is expected, and of its moving averages.
 
-    def __init__(self, networks: Sequence[nn.Module], example: Any) -> None:
-        """The networks are in evaluation mode until the last call here."""
-        self.networks = networks
-        self._before: list[tuple[nn.Module, dict[str, Any]]] = []
-        self._expected = Outputs(networks[0], example)
-
-    def append(self, found: Sequence[AppendedValues]) -> int:
-        """Append values to the layers; return the number of changes before, for `take_back`.
-
-        InputError if the network then fails or computes something else; nothing is changed.
-        """
-        begun = len(self._before)
-        try:
-            for network in self.networks:
-                for path in dict.fromkeys(each.path for each in found):
-                    part = network.get_submodule(path)
-                    state = {"_parameters": dict(part._parameters), "_buffers": dict(part._buffers)}
-                    self._before.append((part, {**vars(part), **state}))
-                append(network, found)
-            self._try(found)
-        except BaseException:
-            self.take_back(begun)
-            raise
-        return begun
-
-    def _try(self, found: Sequence[AppendedValues]) -> None:
-        """Raise InputError if the network fails on the example, or if its outputs depend on the new features.
-
-        They are 0 behind the next layers, whatever they are. So the features are tried large and of both signs too, which shows
-        a largest one, a mean or a norm of features, and a part of them that is taken by its position.
-        """
-        network = self.networks[0]
+    InputError if the network then fails on the example, or if its outputs depend on the new features; nothing is changed then.
+    These are 0 behind the next layers, whatever they are. So they are tried large and of both signs too, which shows a largest
+    one, a mean or a norm of features, and a part of them that is taken by its position.
+    """
+    before = saved(network.get_submodule(each.path) for network in networks for each in found)
+    try:
+        for network in networks:
+            append(network, found)
         tails = [
-            getattr(network.get_submodule(path), name).narrow(axis, -values.shape[axis], values.shape[axis])
+            getattr(networks[0].get_submodule(path), name).narrow(axis, -values.shape[axis], values.shape[axis])
             for path, name, axis, values, _ in found
         ]
         drawn = [tail.clone() for tail in tails]
@@ -335,26 +297,17 @@ class WideningTrial:
             for tail, (_, name, *_) in zip(tails, found, strict=True) if sign else ():
                 tail.mul_(_LARGE)  # the weights of the next layers stay 0
                 tail.add_(sign * _LARGE if name == "bias" else 0)
-            try:
-                same = self._expected.are_of(network)
-            except Exception as error:  # the network is the user's
-                if is_out_of_memory(error):
-                    raise
-                raise InputError(f"the wider network fails on the example: {typed_line(error)}") from error
-            finally:
-                for tail, values in zip(tails, drawn, strict=True):
-                    tail.copy_(values)
+            with on_example("wider"):
+                same = expected.are_of(networks[0])
             if not same:
                 raise InputError(
                     "the network depends on the number of these features, as a normalisation over them does"
                 )
-
-    def take_back(self, begun: int = 0) -> None:
-        """Take back all but the first changes."""
-        while len(self._before) > begun:
-            part, state = self._before.pop()
-            vars(part).clear()
-            vars(part).update(state)
+            for tail, values in zip(tails, drawn, strict=True):
+                tail.copy_(values)
+    except BaseException:
+        restore(before)
+        raise
 
 
 @contextmanager
@@ -365,7 +318,7 @@ def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapp
     of the network that grew. The values are those of fresh memory, for the block to fill in.
     """
     parameters = dict(model.named_parameters())
-    before: list[tuple[nn.Module, dict[str, Any]]] = []
+    before = saved(model.modules())
     try:
         for name, shape in shapes.items():
             path, _, entry = name.rpartition(".")
@@ -376,7 +329,6 @@ def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapp
                 axes = axes_of(path, part)
             except InputError:
                 continue
-            before.append((part, {**vars(part), "_parameters": dict(part._parameters)}))
             made = parameters[name].detach().new_empty(tensors[name].shape)
             setattr(part, entry, successor(parameters[name], made))
             if entry == "weight":
@@ -385,7 +337,5 @@ def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapp
                         setattr(part, attribute, made.shape[axis])
         yield
     except BaseException:
-        for part, state in reversed(before):
-            vars(part).clear()
-            vars(part).update(state)
+        restore(before)
         raise

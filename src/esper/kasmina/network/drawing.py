@@ -81,7 +81,7 @@ def parts_of(network: nn.Module) -> list[DrawnLine]:
         return list(_grown_parts(network))
     parts = []
     for name, child in network.named_children():
-        planted = [(path, module) for path, module in child.named_modules() if isinstance(module, Planted)]
+        planted = [(path, module) for path, module in child.named_modules() if type(module) is Planted]  # no seats
         own = count(child) - sum(count(seed) for _, seed in planted)
         parts.append(DrawnLine("host", name, _layers(child), "", own))
         for path, seed in planted:

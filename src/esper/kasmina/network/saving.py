@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import drawn_with, get_blueprint
 from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ungraft
 from esper.kasmina.graft.grown import CHILD, check_tensors, is_grafted, prefix_behind
-from esper.kasmina.graft.planted import Mode, Planted, Recipe, Seat
+from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.slot import Seed
@@ -102,7 +102,7 @@ class _SavedNetwork(_Saved):
 
 
 def save_adapter(
-    network: nn.Module, seeds: Mapping[str, Planted | Seat], sites: Iterable[str], folder: Path | str | None
+    network: nn.Module, seeds: Mapping[str, Planted], sites: Iterable[str], folder: Path | str | None
 ) -> None:
     """Write seeds of a network to a folder.
 
@@ -114,7 +114,7 @@ def save_adapter(
         _write(folder, files)
 
 
-def adapter_files(network: nn.Module, seeds: Mapping[str, Planted | Seat], sites: Iterable[str]) -> dict[str, bytes]:
+def adapter_files(network: nn.Module, seeds: Mapping[str, Planted], sites: Iterable[str]) -> dict[str, bytes]:
     """Return the files that `save_adapter` writes, by name."""
     described = _described(network, seeds)
     tensors = {
@@ -339,7 +339,7 @@ def _loaded(data: bytes, path: Path, again: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _described(network: nn.Module, seeds: Mapping[str, Planted | Seat]) -> list[_SavedSeed]:
+def _described(network: nn.Module, seeds: Mapping[str, Planted]) -> list[_SavedSeed]:
     """Return what is saved of seeds, by the submodule that they are behind, beside their weights."""
     found, names = [], set[str]()
     for path, seed in seeds.items():
@@ -366,7 +366,7 @@ def _described(network: nn.Module, seeds: Mapping[str, Planted | Seat]) -> list[
     return found
 
 
-def _recipe(path: str, seed: Planted | Seat) -> Recipe:
+def _recipe(path: str, seed: Planted) -> Recipe:
     """Return what a seed is built from, named as in the network that is saved: a part of the one that grew, or one around it."""
     recipe = seed.recipe
     if recipe is None:

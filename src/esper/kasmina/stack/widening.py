@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import Blueprint, drawn_with
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
 from esper.kasmina.graft.grafted import undisturbed
-from esper.kasmina.graft.widening import WideningTrial, additions, append, width_of
+from esper.kasmina.graft.recording import restore, saved
+from esper.kasmina.graft.widening import Outputs, additions, append, append_tried, width_of
 from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.layout import HERE, Layout
@@ -102,15 +103,16 @@ def _widen(host: SegmentedHost, layout: Layout, example: Batch, factor: int) -> 
     wider, slots = list[Hidden](), np.zeros(len(layout.slots), bool)
     widths, left_out = dict[str, tuple[int, int]](), dict[str, str]()
     with undisturbed(host), torch.no_grad():
-        trial = WideningTrial([host], example)
+        expected = Outputs(host, example)
         for hidden in groups:
             name, before = min(hidden.writers), layout.widths(host.eval(), example).taps
             try:
                 width = factor * (old := width_of(name, host.get_submodule(name)))
-                begun = trial.append(additions(host, hidden, width, len(wider)))
+                unchanged = saved(host.modules())
+                append_tried([host], additions(host, hidden, width, len(wider)), expected)
                 after = layout.widths(host.eval(), example).taps
                 if (reason := _misfit(layout, before, after)) is not None:
-                    trial.take_back(begun)
+                    restore(unchanged)
                     raise InputError(reason)
             except InputError as error:
                 left_out[name] = str(error)

@@ -15,9 +15,9 @@ from torch.nn.utils import prune
 
 from esper.kasmina.blueprints import count
 from esper.kasmina.graft.find_sites import NoSiteError, find_sites
-from esper.kasmina.graft.grafted import call, copied, free_sites, graft, undisturbed
+from esper.kasmina.graft.grafted import copied, free_sites, graft, undisturbed
 from esper.kasmina.graft.grown import stream_of
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.recording import call, floats
 from esper.kasmina.network.saving import adapter_files, attach_files
 from esper.leyline.data.duplicates import example_digests, repeated
 from esper.leyline.errors import DataWarning, InputError, typed_line, warn

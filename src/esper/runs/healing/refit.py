@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.grafted import undisturbed
+from esper.kasmina.graft.recording import call
 from esper.runs.healing.training import Case, LowRankAdapter, TrainedNetwork, probe_loss
 from esper.tolaria.live.missing import ridge
 

@@ -21,8 +21,8 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.graft.grafted import call, undisturbed
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.grafted import undisturbed
+from esper.kasmina.graft.recording import call, floats
 from esper.leyline.data.arrays import numeric_array, real
 from esper.leyline.data.batches import check_lengths, check_pairs
 from esper.leyline.data.keys import Purpose, key, permutations, scalar

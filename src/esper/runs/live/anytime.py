@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.graft.find_sites import check_module
-from esper.kasmina.graft.grafted import call, copied, undisturbed
+from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import check_tensors
 from esper.kasmina.graft.multiplying import Way
-from esper.kasmina.graft.recording import floats, tensors
+from esper.kasmina.graft.recording import call, floats, tensors
 from esper.kasmina.graft.sharding import in_parts, is_sharded
 from esper.leyline.config.arguments import check_switch, to_path
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn

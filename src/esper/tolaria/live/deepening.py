@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain, takewhile
 from typing import Any
 
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.flow import Flow
-from esper.kasmina.graft.grafted import call, copied, undisturbed
-from esper.kasmina.graft.multiplying import configs, restore, saved
-from esper.kasmina.graft.recording import floats, mapped, on_aliases, record
-from esper.kasmina.graft.widening import Outputs
-from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.kasmina.graft.grafted import copied, undisturbed
+from esper.kasmina.graft.multiplying import configs, trial
+from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, record
+from esper.kasmina.graft.widening import on_example
+from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 from esper.tolaria.live.groups import each_of
 from esper.tolaria.live.widening import averages, check_growable, check_memory, check_optimizer, warn_left
@@ -82,7 +83,8 @@ def deepen(
     path = at if at is not None else max(stacks, key=lambda each: _size(model.get_submodule(each)))
     start, stop = stacks[path]
     count = _blocks_of_one_class(model.get_submodule(path), start)
-    last = f"{path}.{stop - 1}" if path else str(stop - 1)
+    prefix = f"{path}." if path else ""
+    last = f"{prefix}{stop - 1}"
     if not any(parameter.requires_grad for parameter in model.get_submodule(last).parameters()):
         raise InputError(
             f"{last!r} is frozen, and so would its copies be; let its parameters require gradients until the blocks are added"
@@ -91,7 +93,6 @@ def deepen(
     check_memory(networks, blocks * each, f"by {counted(blocks, 'block')}", "give fewer blocks")
     with undisturbed(*networks), torch.no_grad():
         _add(networks, path, stop, blocks, example, count)
-    prefix = f"{path}." if path else ""
     made = [f"{prefix}{stop + number}." for number in range(blocks)]
     for own in optimizers:
         _join(own, model, made, f"{prefix}{stop - 1}.")
@@ -144,63 +145,40 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
 
     Weights that are all 0 are drawn during the trial, but not those of the new blocks: nothing would be seen behind them.
     """
-    before, ran = saved(networks), list[nn.Module]()
-    blank = {id(each): each for each in networks[0].parameters() if each.numel() and not each.any()}
-    last = networks[0].get_submodule(f"{path}.{place - 1}" if path else str(place - 1))
-    blank_inside = [name for name, each in last.named_parameters() if id(each) in blank]
-    generator = torch.Generator().manual_seed(0)
-    for each in blank.values():
-        each.copy_(torch.randn(each.shape, generator=generator).mul_(0.1))
+    network, last, ran = networks[0], f"{path}.{place - 1}".lstrip("."), set[nn.Module]()
+    blank = [name for name, each in network.get_submodule(last).named_parameters() if each.numel() and not each.any()]
     problem = InputError(f"{path!r} has no layer that writes what a new block adds; give another stack by at=")
-    try:
-        expected = Outputs(networks[0], example)
+    with trial(networks, example, 0) as (expected, undo):
         # a factor that is 0 may be enough, as in ReZero before training
-        as_it_is = [list[str]()] if blank_inside else []
-        for silenced in chain(
-            as_it_is, _silenced(networks[0], f"{path}.{place - 1}" if path else str(place - 1), example)
-        ):
-            _insert(networks[0], path, place, blocks, [*silenced, *blank_inside], count)
+        for silenced in chain([list[str]()] if blank else [], _silenced(network, last, example)):
+            _insert(network, path, place, blocks, [*silenced, *blank], count)
+            container: Any = network.get_submodule(path)
+            made = container[place : place + blocks]
             ran.clear()
-            container: Any = networks[0].get_submodule(path)
-            handles = [
-                each.register_forward_hook(lambda module, *_: ran.append(module))
-                for each in container[place : place + blocks]
-            ]
             try:
-                same = expected.are_of(networks[0])
-            except Exception as error:  # the network is the user's
-                if is_out_of_memory(error):
-                    raise
-                problem = InputError(f"the deeper network fails on the example: {typed_line(error)}")
-            else:
-                if len({*ran}) < blocks:
-                    problem = InputError(f"the forward pass of the network does not run a new block of {path!r}")
-                elif same:
-                    if _learns(networks[0], container[place : place + blocks], example):
-                        restore(before)
-                        for parameter in blank.values():
-                            parameter.zero_()
-                        for network in networks:
-                            _insert(network, path, place, blocks, silenced, count)
-                        return
-                    problem = InputError(
-                        f"a new block of {path!r} would never learn, because two factors of what it adds are 0; train the "
-                        "network first, so that one of them is not"
-                    )
-                else:
-                    problem = InputError(
+                with on_example("deeper"), ExitStack() as hooks:
+                    for each in made:
+                        hooks.enter_context(each.register_forward_hook(lambda module, *_: ran.add(module)))
+                    same = expected.are_of(network)
+                if len(ran) < blocks:
+                    raise InputError(f"the forward pass of the network does not run a new block of {path!r}")
+                if not same:
+                    raise InputError(
                         f"a new block of {path!r} changes the outputs, as what it returns is not added to its input"
                     )
-            finally:
-                for handle in handles:
-                    handle.remove()
-            restore(before)
-        raise problem
-    except BaseException:
-        restore(before)
-        for each in blank.values():
-            each.zero_()
-        raise
+                if _learns(network, made, example):
+                    break
+                raise InputError(
+                    f"a new block of {path!r} would never learn, because two factors of what it adds are 0; train the "
+                    "network first, so that one of them is not"
+                )
+            except InputError as error:
+                problem = error
+                undo()
+        else:
+            raise problem
+    for each in networks:
+        _insert(each, path, place, blocks, silenced, count)
 
 
 def _learns(network: nn.Module, made: Any, example: Any) -> bool:

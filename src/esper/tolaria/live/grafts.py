@@ -1,7 +1,7 @@
 """Hold the seeds in one network that a person's own loop trains, and in its moving averages. S slots."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -60,10 +60,14 @@ class Grafts:
         self._prefixes = tuple(prefix_behind(site.after) for site in self.sites)
         self.compilations = Compilations(network)
         self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
-        self._seats = Seats(shared=ranks.size > 1)
+        self._handles: list[RemovableHandle] = []
+        self._due = False  # whether the gradients of seats of this backward pass are to be dropped at its end
 
     def reserve(self, fits: Bools) -> None:
-        """Put a seat at each site for each blueprint of the menu that can be planted there, (S, blueprints)."""
+        """Put a seat at each site for each blueprint of the menu that can be planted there, (S, blueprints).
+
+        A seat that no seed has taken computes too, because the graph of the network never changes; its gradients are dropped.
+        """
         self.reserved = True
         for slot in np.flatnonzero(fits.any(1)).tolist():
             site, seats = self.sites[slot], {}
@@ -75,7 +79,9 @@ class Grafts:
                 seats[entry.name].recipe = made.recipe
             bank = Bank(seats)
             copies = [copy.deepcopy(bank).requires_grad_(False) for _ in self.copies]
-            self._seats.add(bank.all(), [seat for each in copies for seat in each.all()])
+            for seat in bank.all():
+                for parameter in seat.parameters():
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, seat)))
             for network, own in zip((self.network, *self.copies), (bank, *copies), strict=True):
                 plant(network, site.name, own)
 
@@ -108,11 +114,11 @@ class Grafts:
             found[name] = [self._blueprint_of[name], int(seed.blend)]
         return found
 
-    def at(self, name: str) -> Planted | Seat | None:
+    def at(self, name: str) -> Planted | None:
         """Return the seed at a site of the network; None where there is none."""
         return planted_at(self.network, name)
 
-    def everywhere(self, name: str) -> list[Planted | Seat]:
+    def everywhere(self, name: str) -> list[Planted]:
         """Return the seed at a site of the network, and then of its copies."""
         found = [planted_at(network, name) for network in (self.network, *self.copies)]
         return [each for each in found if each is not None]
@@ -173,7 +179,8 @@ class Grafts:
 
     def settle(self) -> None:
         """Replace the seats of every site by the seed that is planted in one of them, if there is one."""
-        self._seats.clear()
+        for handle in self._handles:
+            handle.remove()
         for network in (self.network, *self.copies) if self.reserved else ():
             for site in self.sites:
                 seat = planted_at(network, site.name)
@@ -202,9 +209,9 @@ class Grafts:
                 each.mode = mode
                 each.alpha.copy_(alpha)
 
-    def kept(self, seeds: Seeds) -> dict[str, Planted | Seat]:
+    def kept(self, seeds: Seeds) -> dict[str, Planted]:
         """Return by submodule each seed that is part of the network for good, also behind `trim`, but no folded one."""
-        held, found = holders(self.network), dict[str, Planted | Seat]()
+        held, found = holders(self.network), dict[str, Planted]()
         for slot, site in enumerate(self.sites):
             here = held.get(site.after)
             seed = here.taken() if isinstance(here, Bank) else here
@@ -214,10 +221,11 @@ class Grafts:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers of the network and its copies, by name, without free seats; they share memory."""
-        free = self._seats.free()
         found: dict[str, Tensor] = {}
         for index, network in enumerate((self.network, *self.copies)):
             reshard(network)
+            seats = [seat for seat in _seats(network) if not seat.taken]
+            free = {id(tensor) for seat in seats for tensor in (*seat.parameters(), *seat.buffers())}
             first = f"copy.{index}." if index else ""
             for name, tensor in (*network.named_parameters(), *network.named_buffers()):
                 if id(tensor) not in free:
@@ -259,7 +267,9 @@ class Grafts:
 
     def trained_params(self) -> int:
         """Count the parameters that require a gradient, of the host and of the seeds that are there."""
-        idle = self._seats.idle()
+        seats = _seats(self.network)
+        learning = {id(parameter) for seat in seats if seat.learns for parameter in seat.trained()}
+        idle = {id(parameter) for seat in seats for parameter in seat.parameters()} - learning
         return sum(
             parameter.numel()
             for parameter in self.network.parameters()
@@ -272,6 +282,24 @@ class Grafts:
             self.compilations.changed()
 
     # Inside.
+
+    def _arrived(self, seat: Seat, parameter: Tensor) -> None:
+        """Drop a gradient that is of no use as soon as it is there."""
+        if seat.drops(parameter):
+            parameter.grad = None
+        if self.ranks.size > 1 and not self._due:
+            self._due = True
+            # DistributedDataParallel fills in gradients in a callback of its own, which is queued when the first of these
+            # callbacks runs: the second drops them behind it.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._drop))
+
+    def _drop(self) -> None:
+        self._due = False
+        for seat in _seats(self.network):
+            for parameter in seat.parameters():
+                if seat.mode != Mode.ON or seat.drops(parameter):
+                    parameter.grad = None
 
     def _beside(self, path: str) -> list[Named]:
         """Return the parameters of the host, from those of a submodule outwards through the modules around it.
@@ -289,58 +317,6 @@ class Grafts:
         return sorted(found, key=lambda named: id(named[1]) in tables)
 
 
-class Seats:
-    """Follows the seats of a network and of its copies, and drops the gradients of those that no seed has taken.
-
-    A seat that no seed has taken computes too, because the graph of the network never changes; its gradients are dropped.
-    """
-
-    def __init__(self, *, shared: bool) -> None:
-        """shared: whether several processes train the network, which then average the gradients of all parameters."""
-        self.shared = shared
-        self._all: list[Seat] = []
-        self._handles: list[RemovableHandle] = []
-        self._due = False  # whether the gradients of this backward pass are to be dropped at its end
-
-    def add(self, own: Iterable[Seat], copied: Iterable[Seat]) -> None:
-        """Take in seats of the network, and those of its copies, which no loss trains."""
-        for seat in own:
-            self._all.append(seat)
-            for parameter in seat.parameters():
-                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, seat)))
-        self._all += copied
-
-    def clear(self) -> None:
-        """Forget all seats."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._all.clear()
-
-    def free(self) -> set[int]:
-        """Return the `id` of each parameter and buffer of the seats that no seed has taken."""
-        free = (seat for seat in self._all if not seat.taken)
-        return {id(tensor) for seat in free for tensor in (*seat.parameters(), *seat.buffers())}
-
-    def idle(self) -> set[int]:
-        """Return the `id` of each parameter of the seats that does not learn."""
-        learning = {id(parameter) for seat in self._all if seat.learns for parameter in seat.trained()}
-        return {id(parameter) for seat in self._all for parameter in seat.parameters()} - learning
-
-    def _arrived(self, seat: Seat, parameter: Tensor) -> None:
-        """Drop a gradient that is of no use as soon as it is there."""
-        if seat.drops(parameter):
-            parameter.grad = None
-        if self.shared and not self._due:
-            self._due = True
-            # DistributedDataParallel fills in gradients in a callback of its own, which is queued when the first of these
-            # callbacks runs: the second drops them behind it.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self._drop))
-
-    def _drop(self) -> None:
-        self._due = False
-        for seat in self._all:
-            for parameter in seat.parameters():
-                if seat.mode != Mode.ON or seat.drops(parameter):
-                    parameter.grad = None
+def _seats(network: nn.Module) -> list[Seat]:
+    """Return the seats of a network, free or taken."""
+    return [part for part in network.modules() if isinstance(part, Seat)]

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from esper.kasmina.graft.grafted import call, planted_at, undisturbed
-from esper.kasmina.graft.planted import Mode, Planted, Seat
+from esper.kasmina.graft.grafted import planted_at, undisturbed
+from esper.kasmina.graft.planted import Mode, Planted
+from esper.kasmina.graft.recording import call
 from esper.kasmina.graft.sharding import gather, in_parts, own_part, reshard
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 from esper.tolaria.live.groups import Groups
-from esper.tolaria.live.probe import Probe, in_words
+from esper.tolaria.live.probe import Probe
 from esper.tolaria.live.ranks import Ranks
 
 Scale = Callable[[Tensor], Tensor]
@@ -160,7 +161,7 @@ class Incubation:
         self.straight, self._usual = bool(state["straight"]), int(state["passes"])
         self._norms = {name: (entry["sum"].clone(), int(entry["count"])) for name, entry in state["norms"].items()}
 
-    def _seed(self, name: str) -> Planted | Seat:
+    def _seed(self, name: str) -> Planted:
         planted = planted_at(self.network, name)
         assert planted is not None, "an incubating seed must be in the network"
         return planted
@@ -278,7 +279,7 @@ class Incubation:
             weight = pull.new_tensor((-1 if self.groups.maximizes(name) else 1) * self.proximal / self._usual)
             pull.copy_(weight if self.scale is None else self.scale(weight))
 
-    def _shadow(self, name: str, planted: Planted | Seat, x: Any, y: Any) -> list[Tensor | None]:
+    def _shadow(self, name: str, planted: Planted, x: Any, y: Any) -> list[Tensor | None]:
         """Compute the gradients of the network's loss with this one seed at dose 1, in evaluation mode."""
         parameters = planted.trained()
         others = [p for p in self.network.parameters() if p.requires_grad and not any(p is mine for mine in parameters)]

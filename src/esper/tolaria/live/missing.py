@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import POINT, Point, first_tensor, sites_of, stream_of
+from esper.kasmina.graft.recording import call
 from esper.leyline.lifecycle.slots import Site
 
 ENOUGH = 4096
@@ -17,19 +18,12 @@ ENOUGH = 4096
 
 
 class Read(NamedTuple):
-    """Holds what was read at a site, one row for each position of each example.
+    """Holds what was read at a site, one row for each position of each example."""
 
-    Attributes:
-        source ((N, U) Tensor): what a bypass reads
-        inputs ((N, B) Tensor): what the last layer that makes the stream reads; of no features where that is another stream
-        gradient ((N, D) Tensor): of the loss of an example for the stream
-        positions (int): rows of one example
-    """
-
-    source: Tensor
-    inputs: Tensor
-    gradient: Tensor
-    positions: int
+    source: Tensor  # what a bypass reads
+    inputs: Tensor  # what the last layer that makes the stream reads; of no features where that is another stream
+    gradient: Tensor  # of the loss of an example for the stream
+    positions: int  # rows of one example
 
 
 def missing(read: Read) -> Tensor:

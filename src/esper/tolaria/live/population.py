@@ -6,6 +6,7 @@ incubate, the measuring, and the way back to an earlier moment.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.stages import ADDED, LIVE, Stage, among
+from esper.leyline.lifecycle.streams import Stream
 from esper.leyline.lifecycle.view import MISSING, Bools, Seeds, Space, choose
 from esper.tolaria.live.averages import Average
 from esper.tolaria.live.grafts import Grafts
@@ -462,8 +464,7 @@ def measure_live(
     signs = torch.stack([_paired(own)[1], output_spread.to(own), total(live.network).to(own)])
     trained = norms or {}
     participation_ratios = [  # nan where nothing flowed
-        participation_ratio(torch.cat(each.features, 1))[0].to(own) if each.features else own.new_full((), torch.nan)
-        for each in heard
+        participation_ratio(torch.cat(each, 1))[0].to(own) if each else own.new_full((), torch.nan) for each in heard
     ]
     sensors = None
     if asked.sensors:
@@ -499,29 +500,18 @@ def total(network: nn.Module) -> Tensor:
     return torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in network.parameters()]).sum()
 
 
-class _Heard:
-    """Records the features of a stream at positions of every example of every batch."""
-
-    def __init__(self, site: Site) -> None:
-        self.stream = site.stream
-        self.features: list[Tensor] = []
-
-    def begin(self, given: Tensor | None) -> None:
-        """Do nothing: only the output is listened to."""
-
-    def end(self, output: Any) -> None:
-        """Keep the output at its positions; a copy, as a module behind it may work in place."""
-        h = self.stream.arranged(stream_of(output).detach())
-        self.features.append(self.stream.positions(h[None].float()).clone())
-
-
 @contextmanager
-def _listening(network: nn.Module, sites: tuple[Site, ...]) -> Iterator[list[_Heard]]:
-    """Record what flows at each site, in front of any seed, while the network runs."""
+def _listening(network: nn.Module, sites: tuple[Site, ...]) -> Iterator[list[list[Tensor]]]:
+    """Record the features of the stream at each site, in front of any seed, at positions of every example of every batch."""
     points = [network.get_submodule(site.after).__dict__[POINT] for site in sites]
-    heard = [_Heard(site) for site in sites]
-    for point, each in zip(points, heard, strict=True):
-        point.tape = each
+    heard = [list[Tensor]() for _ in sites]
+
+    def keep(stream: Stream, features: list[Tensor], given: Any, version: Any, output: Any) -> None:
+        h = stream.arranged(stream_of(output).detach())
+        features.append(stream.positions(h[None].float()).clone())  # a module behind it may work in place
+
+    for point, site, features in zip(points, sites, heard, strict=True):
+        point.tape = partial(keep, site.stream, features)
     try:
         yield heard
     finally:

@@ -1,7 +1,7 @@
 """Measure a live network on its probe: fixed batches of a person's own, and the loss of each example where it can be computed."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from esper.kasmina.graft.grafted import call
-from esper.kasmina.graft.recording import floats
+from esper.kasmina.graft.recording import call, floats
 from esper.leyline.data.batches import check_pairs
-from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 
 Loss = Callable[[Any, Any], Tensor]
@@ -154,19 +153,6 @@ class Probe:
         value = self.loss(output, target)
         _check_loss(value, examples)
         return value.double().reshape(len(value), -1).mean(1) if value.dim() else value.double().reshape(1)
-
-
-@contextmanager
-def in_words(what: str, mend: str) -> Iterator[None]:
-    """Raise InputError in one sentence if the person's model or loss, which can raise anything, fails inside the block."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise InputError(f"{what}: {typed_line(error).rstrip('.')}; {mend}") from error
 
 
 def _check_finite(loss: Tensor) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from esper.kasmina.graft.grafted import call, planted_at
+from esper.kasmina.graft.grafted import planted_at
 from esper.kasmina.graft.planted import Mode
+from esper.kasmina.graft.recording import call
 from esper.tolaria.live.groups import Groups, placed_moments
 from esper.tolaria.live.probe import Probe
 

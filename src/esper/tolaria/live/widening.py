@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.graft.find_sites import Hidden, find_hidden
-from esper.kasmina.graft.grafted import call, undisturbed
+from esper.kasmina.graft.grafted import undisturbed
 from esper.kasmina.graft.grown import is_grafted
 from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
-from esper.kasmina.graft.recording import floats, mapped, on_aliases
+from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, restore, saved
 from esper.kasmina.graft.sharding import is_sharded
-from esper.kasmina.graft.widening import WideningTrial, additions, axes_of, width_of
+from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_of, width_of
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
 from esper.leyline.text import did_you_mean, kind_of
 from esper.tolaria.live.groups import begin_state, each_of
@@ -124,14 +124,13 @@ def widen(
     check_memory(networks, _least_size(model, groups, asked), "to more features", "give smaller widths")
     widths, left_out, way = dict[str, tuple[int, int]](), dict[str, str](), None
     with undisturbed(*networks), torch.no_grad(), ExitStack() as undone:
-        layers, wider = WideningTrial(networks, example), list[tuple[Hidden, int]]()
-        undone.callback(layers.take_back)
+        expected, wider = Outputs(model, example), list[tuple[Hidden, int]]()
+        undone.callback(restore, saved(part for network in networks for part in network.modules()))
         for number, (name, width) in enumerate(asked.items()):
             try:
                 old = width_of(name, model.get_submodule(name))
                 _check_idle(model, idle, old)
-                found = additions(model, groups[name], width, seed + number)
-                layers.append(found)
+                append_tried(networks, additions(model, groups[name], width, seed + number), expected)
             except InputError as error:
                 left_out[name] = str(error)
             else:
