@@ -15,6 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from esper.leyline.config.tree import FaultsConfig
 from esper.leyline.data.task import AnyTask
 from esper.leyline.errors import (
@@ -33,6 +35,7 @@ from esper.runs.workers.transports import (
     RayTransport,
     TorchrunTransport,
     connect,
+    pickled,
     world_size,
 )
 from esper.simic.exchange import Exchange, ExchangeError
@@ -212,7 +215,7 @@ class WorkerPool(Workers):
 class ShardPool(Workers):
     """Lets the workers of a growth, each of which holds a shard of its rows, carry out commands in lockstep.
 
-    A command is a tree with the number of a `population`. The commands that change a worker are kept, so that the worker that
+    A command is a mapping with the number of a `population`. The commands that change a worker are kept, so that the worker that
     is started in place of a lost one carries them out again, and then holds what the lost one held.
     """
 
@@ -248,8 +251,9 @@ class ShardPool(Workers):
             self._later[worker].append({"population": population, "name": "close", "arguments": [], "kept": False})
 
     def _send(self, worker: int, commands: Sequence[Tree]) -> None:
+        content = np.frombuffer(pickled(list(commands), "a command of the run"), np.uint8)
         self._busy.add(worker)
-        self.transport.send(worker, pack({"part": {"commands": list(commands)}}))
+        self.transport.send(worker, pack({"part": {"commands": content}}))
 
     def _collect(self, asked: Mapping[int, Sequence[Tree]]) -> dict[int, Tree]:
         """Wait until no worker is busy; return the answers of those that were asked. A lost worker is started again."""
