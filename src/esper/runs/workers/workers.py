@@ -7,7 +7,6 @@ process that started the others, and what it holds is all that they need to begi
 """
 
 import os
-import pickle
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,6 @@ from esper.leyline.errors import (
     OutOfMemory,
     UserCodeError,
     WorkerError,
-    typed_line,
 )
 from esper.leyline.text import counted
 from esper.runs.folder.environment import COMPARED, describe_versions, fingerprint
@@ -36,6 +34,7 @@ from esper.runs.workers.transports import (
     TorchrunTransport,
     connect,
     pickled,
+    unpickled,
     world_size,
 )
 from esper.simic.exchange import Exchange, ExchangeError
@@ -503,17 +502,16 @@ class SentTask(NamedTuple):
     @classmethod
     def of(cls, task: AnyTask, find: Callable[[str], AnyTask] | None, *, sealed: bool = True) -> "SentTask":
         """Pickle a task, without its test split if `sealed`, or take its name if it can be built from that."""
+        given = task.sealed() if sealed else task
+        mend = "define its host and its functions at the top of a module, or name the task as path.py:function"
         try:
-            return cls(task.name, pickle.dumps(task.sealed() if sealed else task))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return cls(task.name, pickled(given, f"the task {task.name!r}", mend))
+        except InputError:
             with suppress(InputError):
                 if find is not None:
                     find(task.name)
                     return cls(task.name, None, find, sealed)
-            raise InputError(
-                f"the task {task.name!r} cannot be sent to a worker ({typed_line(error)}); define its host and its functions at "
-                "the top of a module, or name the task as path.py:function"
-            ) from None
+            raise
 
     def task(self) -> AnyTask:
         """Return the task, in a worker. Raises InputError if it cannot be imported there."""
@@ -521,13 +519,8 @@ class SentTask(NamedTuple):
             assert self.find is not None, "a task without content is found by its name"
             made = self.find(self.name)
             return made.sealed() if self.sealed else made
-        try:
-            task: AnyTask = pickle.loads(self.content)
-        except (AttributeError, ImportError, pickle.UnpicklingError) as error:
-            raise InputError(
-                f"a worker cannot import the task {self.name!r} ({typed_line(error)}); define it in a file that can be imported, "
-                "or name it as path.py:function"
-            ) from None
+        mend = "define it in a file that can be imported, or name it as path.py:function"
+        task: AnyTask = unpickled(self.content, f"the task {self.name!r}", mend)
         return task
 
 
