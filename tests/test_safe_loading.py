@@ -48,8 +48,7 @@ NAMES = {
 
 
 ALLOWED = {
-    "runs/workers/workers.py": ["pickle"],  # what a process sends to those that it starts
-    "runs/workers/transports.py": ["pickle"],
+    "runs/workers/transports.py": ["pickle"],  # what a process sends to those that it starts
     "commands/healing.py": ["torch.export.load"],  # the program that the user names to be healed
 }
 """What SECURITY.md names as executed."""

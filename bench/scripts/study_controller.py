@@ -37,6 +37,7 @@ from numpy.typing import NDArray
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import AnyTask, Instance, Mixture, Split
 from esper.leyline.errors import InputError
+from esper.leyline.progress import Progress
 from esper.runs.configuration import TRAINING
 from esper.runs.evaluation.contenders import ROWS, Contender, named
 from esper.runs.evaluation.record import Evaluation
@@ -230,7 +231,7 @@ class Exam(NamedTuple):
     rows: int = ROWS
 
 
-class Told:
+class Told(Progress):
     """Says how a training goes on whenever it was validated."""
 
     def __init__(self, name: str) -> None:

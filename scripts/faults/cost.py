@@ -23,6 +23,7 @@ from esper.leyline.config.tree import CheckpointConfig, build_config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, Stage, among
+from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.training.train import train
 from esper.store.checkpoint import Checkpoints
@@ -130,7 +131,7 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float]:
     return value, time.perf_counter() - begin
 
 
-class InTurn:
+class InTurn(Progress):
     """A Progress that lets the next training run after each of its own rounds."""
 
     def __init__(self, mine: threading.Semaphore, following: threading.Semaphore) -> None:
@@ -153,9 +154,6 @@ class InTurn:
         self.own.append(time.process_time() - self._mark[1])
         self.end()
         self.begin()
-
-    def note(self, text: str) -> None:
-        """Nothing."""
 
 
 def training(task: AnyTask, settings: Mapping[str, Any], out: Path) -> Record:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from esper.leyline.config.tree import PPOConfig
 from esper.runs.configuration import training_configs
 from esper.runs.training.train import RoundHistory, train
 from esper.store.checkpoint import Checkpoints
@@ -35,16 +36,17 @@ def campaign(out: Path, quick: bool) -> None:
     assert found is not None
     for number in AFTER:
         if number not in kept:
-            record = {"rounds": number, **writing(after(found.state, number), out, 2 if quick else REPEATS)}
+            state = after(found.state, number, configs[0].ppo)
+            record = {"rounds": number, **writing(state, out, 2 if quick else REPEATS)}
             append(out / FILE, record)
             print(record, flush=True)
 
 
-def after(state: Tree, rounds: int) -> Tree:
+def after(state: Tree, rounds: int, ppo: PPOConfig) -> Tree:
     """The state of a training after so many rounds."""
-    history, figures = RoundHistory(), state["trainer"]["history"]["last"][-1]
-    for _ in range(rounds):
-        history.add(figures)
+    history, figures = RoundHistory(ppo), state["trainer"]["history"]["last"][-1]
+    for number in range(rounds):
+        history.add(number, figures)
     return {**state, "trainer": {**state["trainer"], "history": history.state()}}
 
 

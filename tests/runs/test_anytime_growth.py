@@ -450,9 +450,10 @@ def test_with_a_cost_in_seconds_growth_waits_until_they_are_known_and_then_needs
     state = growth.state_dict()
     *_, resumed = made(cost="seconds", ratio=1e-9)
     resumed.load_state_dict(state)
-    assert (resumed.summary(), resumed.state_dict()["seconds"]) == (growth.summary(), state["seconds"])
+    assert (resumed.summary(), resumed.state_dict()["progress"]) == (growth.summary(), state["progress"])
     run = trained(made(cost="seconds", ratio=1e12, most_parameters=6 * size), 0, 30)
-    beside, slower, elasticity, _ = run[3].state_dict()["seconds"]
+    progress = run[3].state_dict()["progress"]
+    beside, slower, elasticity = (progress[name] for name in ("_beside", "_slower", "_elasticity"))
     if run[3].growths:  # a wider step took no longer
         assert "would exceed most_parameters" in run[3].why
     else:
@@ -657,7 +658,7 @@ def test_a_step_that_raises_leaves_no_scaled_rate_behind():
 
 def test_a_state_of_another_network_is_refused_before_anything_is_wider():
     state = trained(made(), 0, 40)[3].state_dict()
-    assert state["growths"]
+    assert state["progress"]["growths"]
     _, _, _, growth = made()
     size, average = growth.parameters, dict(state["average"])
     del average[next(reversed(average))]

@@ -100,9 +100,15 @@ def test_bad_arguments_are_refused_in_a_sentence(options, said):
 def test_a_plan_of_sizes_is_refused_with_the_name_of_what_has_one(plan):
     model = host()
     with pytest.raises(
-        InputError, match=r"takes no (plan|sizes)=; to widen .* call esper\.AnytimeGrowth\(model, optimizer"
+        InputError,
+        match=r"esper\.Growth has no argument '(plan|sizes)'; .* to widen .* call esper\.AnytimeGrowth\(model, optimizer",
     ):
         Growth(model, torch.optim.SGD(model.parameters(), lr=0.1), **plan)
+
+
+def test_a_misspelled_argument_is_refused_with_the_one_that_is_meant():
+    with pytest.raises(InputError, match=r"esper\.Growth has no argument 'budgte'; did you mean 'budget'"):
+        grow(budgte=0.1)
 
 
 def test_a_probe_that_changes_while_a_network_grows_is_refused():

@@ -19,15 +19,17 @@ def test_the_first_signal_asks_and_the_second_interrupts():
             signal.raise_signal(signal.SIGINT)
 
 
-def test_rearmed_it_lets_one_more_signal_ask_and_the_next_interrupts():
+def test_another_one_lets_one_more_signal_ask_and_the_next_interrupts():
+    before = signal.getsignal(signal.SIGINT)
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)
-        interrupt.rearm()
-        assert (interrupt.asked, interrupt.ending) == (True, False)
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.ending
-        with pytest.raises(KeyboardInterrupt):
+        with Interrupt(hangup=False) as another:
+            assert (interrupt.asked, another.asked) == (True, False)
             signal.raise_signal(signal.SIGINT)
+            assert another.asked
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_signal_that_the_run_does_not_answer_gets_a_word(monkeypatch):
@@ -81,17 +83,11 @@ def test_a_run_without_a_signal_leaves_no_thread():
 
 
 def test_the_second_hangup_of_a_closed_terminal_asks_for_nothing_more():
-    with Interrupt() as interrupt:
+    with Interrupt():
         signal.raise_signal(signal.SIGHUP)
-        interrupt.rearm()
-        signal.raise_signal(signal.SIGHUP)
-        assert not interrupt.ending
-
-
-def test_not_rearmed_the_first_signal_is_the_one_that_ends():
-    with Interrupt() as interrupt:
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.ending
+        with Interrupt(hangup=False) as another:
+            signal.raise_signal(signal.SIGHUP)
+            assert not another.asked
 
 
 def test_afterwards_the_signal_does_what_it_did():

@@ -409,7 +409,9 @@ def widening(folder, *, arguments=None, **options):
 
 def plain(growth):
     """The state of a growth without NaN, which is not equal to itself, and without the place in its run folder."""
-    return {name: value for name, value in growth.state_dict().items() if name not in ("seconds", "slope", "log")}
+    state = growth.state_dict()
+    progress = {name: value for name, value in state["progress"].items() if name not in ("_beside", "_grown_at")}
+    return progress, {name: value for name, value in state.items() if name not in ("progress", "log")}
 
 
 def test_a_widening_resumed_by_the_trainer_at_any_size_is_the_one_that_was_never_stopped(tmp_path):

@@ -112,8 +112,8 @@ def train_baselines(
 ) -> dict[str, BaselineResult | Absent]:
     """Train every baseline that the config names, in order. Baselines that an interrupt prevents are `Absent`.
 
-    After an interrupted growth, they train for the steps that the growth took, if `interrupt` was rearmed. A further
-    interrupt leaves out those that are not trained yet. until, pool: as in `train_baseline`.
+    After an interrupted growth, they train for the steps that the growth took, if `interrupt` is another one than that of the
+    growth. It leaves out those that are not trained yet. until, pool: as in `train_baseline`.
     """
     found: dict[str, BaselineResult | Absent] = {}
     hint = "; Ctrl-C leaves out the static networks that are not trained yet"  # said once
@@ -121,14 +121,14 @@ def train_baselines(
         if name == "twin":
             assert twin is not None
             found[name] = twin
-        elif interrupt.ending or cut_off(found):
+        elif interrupt.asked or cut_off(found):
             found[name] = INTERRUPTED
         else:
             try:
                 note(f"training the baseline {name} for {counted(steps, 'step')}{hint}")
                 hint = ""
                 found[name] = train_baseline(
-                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.ending, pool=pool
+                    name, task, config, grown, steps, until=until, twin=twin, stop=lambda: interrupt.asked, pool=pool
                 )
             except KeyboardInterrupt:
                 found[name] = INTERRUPTED

@@ -145,19 +145,20 @@ def grow(
                 status: Status = "finished" if engine.over else "interrupted"
                 if episode.steps and (engine.governor.record.rollbacks[: config.envs] == episode.steps).all():
                     status = "failed"
+                ending = interrupt
                 if status == "interrupted":
                     interrupt.answered()
                     taken = counted(episode.steps, "step")
                     after = "; another Ctrl-C ends the run at once, without a summary"
                     if beside := [name for name in config.baselines if name != "twin"]:
-                        interrupt.rearm()
+                        ending = readers.enter_context(Interrupt(hangup=False))
                         after = f", then the static networks ({', '.join(beside)}) train for {taken} too; another Ctrl-C leaves "
                         after += "those out"
                     watch.answer(
                         f"interrupted after {episode.steps:,} of {counted(config.steps, 'step')}: the networks are evaluated and "
                         f"exported as they are{after}"
                     )
-                summary = _close(episode, journal, interrupt, status)
+                summary = _close(episode, journal, ending, status)
         except KeyboardInterrupt:
             # a further SIGINT, which ends the process at once
             episode.last.save(run.hub, episode.store, watch.answer, LEFT_OUT)
@@ -168,8 +169,8 @@ def grow(
     return summary
 
 
-def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: Status) -> Summary:
-    """Evaluate and export the grown networks, and train the static networks; return the summary."""
+def _close(episode: "Episode", journal: Journal, ending: Interrupt, status: Status) -> Summary:
+    """Evaluate and export the grown networks, and train the static networks until `ending`; return the summary."""
     task, config, engine, run, watch = episode.task, episode.config, episode.engine, episode.run, episode.watch
     ended, envs = engine.view().seeds, slice(0, config.envs)
     exported = engine.finish()
@@ -192,7 +193,7 @@ def _close(episode: "Episode", journal: Journal, interrupt: Interrupt, status: S
         until = np.where(stopped < 0, episode.steps, stopped)
     placed = config.model_copy(update={"device": engine.config.device})  # a run may continue on another device
     static = train_baselines(
-        task, placed, grown_of(engine), episode.steps, twin, interrupt, watch.note, until, episode.pool
+        task, placed, grown_of(engine), episode.steps, twin, ending, watch.note, until, episode.pool
     )
     if cut_off(static):
         status = "interrupted"

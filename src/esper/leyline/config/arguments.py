@@ -18,17 +18,23 @@ _Arguments = ParamSpec("_Arguments")
 _Returned = TypeVar("_Returned")
 
 
-def known_as(name: str) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
-    """Let a wrong argument raise an InputError with the public name of the function and the most similar name; a decorator."""
+def known_as(
+    name: str, elsewhere: Mapping[str, str] | None = None
+) -> Callable[[Callable[_Arguments, _Returned]], Callable[_Arguments, _Returned]]:
+    """Let a wrong argument raise an InputError with the public name of the function and the most similar name; a decorator.
+
+    elsewhere: what to call in place of the function, by an argument that it does not have.
+    """
 
     def decorate(function: Callable[_Arguments, _Returned]) -> Callable[_Arguments, _Returned]:
         signature = inspect.signature(function)
+        names = [each for each in signature.parameters if each != "self"]
 
         @functools.wraps(function)
         def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Returned:
             for given in kwargs:
-                if given not in signature.parameters:
-                    hint = did_you_mean(given, signature.parameters) or f"it takes {', '.join(signature.parameters)}"
+                if given not in names:
+                    hint = (elsewhere or {}).get(given) or did_you_mean(given, names) or f"it takes {', '.join(names)}"
                     raise InputError(f"{name} has no argument {given!r}; {hint}")
             try:
                 signature.bind(*args, **kwargs)

@@ -15,10 +15,10 @@ WORD_AFTER = 0.5
 
 
 class Interrupt:
-    """Turns signals into the flags `asked` and `ending`, as a context manager.
+    """Turns signals into the flag `asked`, as a context manager.
 
-    The first SIGINT or SIGTERM sets `asked`, and the second has its usual effect. After `rearm`, the next one sets `ending`,
-    and the one after it has its usual effect.
+    The first SIGINT or SIGTERM sets `asked`, and the second has its usual effect. To let the second request an end too, of what
+    the run does after the first, enter another Interrupt with hangup=False then.
 
     Every SIGHUP sets `asked`, because closing a terminal can send two: one from the kernel and one from the shell. An ignored
     SIGHUP, as under nohup, stays ignored.
@@ -26,35 +26,22 @@ class Interrupt:
     Python delivers signals to the main thread. In another thread the context manager does nothing.
     """
 
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None, *, hangup: bool = True) -> None:
         """`say` shows a line. It is called if a signal has come and `answered` was not called within `WORD_AFTER`.
 
         A thread calls it, because a step may compile a graph for a minute, and because a signal handler must not print: it
-        may interrupt a print.
+        may interrupt a print. hangup: whether SIGHUP sets `asked`.
         """
         self.asked = False  # whether any signal has come
-        self._rearmed = self._again = False
-        self._say = say
+        self._say, self._hangup = say, hangup
         # True: a signal has come; False: it is answered, or the run is over
         self._events: SimpleQueue[bool] = SimpleQueue()
-
-    @property
-    def ending(self) -> bool:
-        """Whether a signal has come since `rearm`; if that was not called, whether any signal has come."""
-        return self._again if self._rearmed else self.asked
-
-    def rearm(self) -> None:
-        """Let the next SIGINT or SIGTERM set `ending` instead of its usual effect."""
-        self._rearmed, self._again = True, False
-        if self._installed:
-            for number in self._previous:
-                signal.signal(number, self._ask)
 
     def __enter__(self) -> Self:
         self._installed = threading.current_thread() is threading.main_thread()
         if self._installed:
-            ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            asking = [number for number in ASKING if not (ignored and number == signal.SIGHUP)]
+            left = not self._hangup or signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            asking = [number for number in ASKING if not (left and number == signal.SIGHUP)]
             self._previous = {number: signal.signal(number, self._ask) for number in asking}
             if self._say is not None:
                 threading.Thread(target=self._wait, args=(self._say,), name="interrupt", daemon=True).start()
@@ -82,8 +69,6 @@ class Interrupt:
         if not self.asked:
             self._events.put(True)
         self.asked = True
-        if self._rearmed and number != signal.SIGHUP:
-            self._again = True
         # A shell starts a background job with SIGINT ignored. A second signal ends the process even then.
         for each, previous in self._previous.items():
             if each == signal.SIGHUP:

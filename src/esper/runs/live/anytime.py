@@ -37,7 +37,7 @@ from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 10
+FORMAT = 11
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
@@ -77,6 +77,13 @@ _SHARDED = (
 )
 WINDOW = 8.0
 """The running average weighs a step at compute C by (C / total)^8, so that about the last tenth of the compute counts."""
+
+_PROGRESS = (
+    *("steps", "seen", "why", "growths", "rollbacks", "_since", "_compute", "_look_at", "_loss_before", "_cooling"),
+    *("_beside", "_slower", "_elasticity", "_shortest", "_grown_at", "_curve", "_looked", "_last_loss", "_lowest"),
+    "_scales",
+)
+"""Attributes of plain values that the state holds."""
 
 _UNFINISHED: "weakref.WeakSet[AnytimeGrowth]" = weakref.WeakSet()
 """Growths whose hooks are at an optimizer."""
@@ -456,15 +463,8 @@ class AnytimeGrowth:
 
     def summary(self) -> dict[str, Any]:
         """Return how far the training is, each growth, and why the network is not larger, as plain values."""
-        return {
-            "steps": self.steps,
-            "seen": self.seen,
-            "parameters": self.parameters,
-            "growths": list(self.growths),
-            "rollbacks": list(self.rollbacks),
-            "why": self.why,
-            "verdict": self.verdict,
-        }
+        names = ("steps", "seen", "parameters", "growths", "rollbacks", "why", "verdict")
+        return copy.deepcopy({name: getattr(self, name) for name in names})
 
     @property
     def improved(self) -> bool:
@@ -532,18 +532,9 @@ class AnytimeGrowth:
         return {
             "format": FORMAT,
             "settings": self._settings(),
-            "numbers": [self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before],
-            "seconds": [self._beside, self._slower, self._elasticity, self._shortest],
-            "slope": [self._grown_at, *self._curve],
-            "looked": [self._looked, self._last_loss],
-            "lowest": list(self._lowest),
-            "scales": dict(self._scales),
-            "cooling": self._cooling,
-            "growths": [dict(each) for each in self.growths],
-            "rollbacks": [dict(each) for each in self.rollbacks],
+            "progress": copy.deepcopy({name: getattr(self, name) for name in _PROGRESS}),
             "log": None if self._log is None else self._log.state(),
             "average": {name: value.detach().clone() for name, value in self.average.state_dict().items()},
-            "why": self.why,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -570,7 +561,8 @@ class AnytimeGrowth:
             if (there := state["settings"][name]) != own and name != "most_parameters":  # a limit may be another one
                 raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
         model, average = copied(self.model), copied(self.average)  # a refusal changes nothing
-        for each in state["growths"]:
+        progress = copy.deepcopy({name: state["progress"][name] for name in _PROGRESS})
+        for each in progress["growths"]:
             size = count(model)
             if each["before"] != size:
                 raise InputError(
@@ -586,20 +578,11 @@ class AnytimeGrowth:
                 f"the network of the state has {size:,} parameters, above most_parameters={self.most_parameters:,}; raise the "
                 "limit"
             )
-        for each in state["growths"]:
+        for each in progress["growths"]:
             self._widen(each["factor"], each["seed"], each["way"])
         self.average.load_state_dict(state["average"])
-        self.steps, self.seen, self._since, self._compute, self._look_at, self._loss_before = state["numbers"]
-        self._beside, self._slower, self._elasticity, self._shortest = state["seconds"]
+        vars(self).update(progress)
         self._stepped = math.nan
-        self._grown_at, *curve = state["slope"]
-        self._curve = [(compute, loss) for compute, loss in curve]
-        self._looked, self._last_loss = state["looked"]
-        self._lowest = [tuple(each) for each in state["lowest"]]
-        self._scales = dict(state["scales"])
-        self._cooling = None if state["cooling"] is None else tuple(state["cooling"])
-        self.growths, self.why = [dict(each) for each in state["growths"]], state["why"]
-        self.rollbacks = [dict(each) for each in state["rollbacks"]]
         if state["settings"]["most_parameters"] != self.most_parameters and self._cooling is None:
             self._look_at = 0.0  # what else ended growth ends it again
             self._next_factor()
@@ -846,20 +829,8 @@ class AnytimeGrowth:
                     if own.requires_grad and name in drawn:
                         own.lerp_(self._scales[name] * drawn[name], self.fresh)
         self._loss_before, self._since, self._grown_at = measured, 0, self._compute
-        self.growths.append(
-            {
-                "step": self.steps,
-                "seen": self.seen,
-                "before": before,
-                "parameters": self.parameters,
-                "factor": plan.factor,
-                "seed": seed,
-                "way": plan.way,
-                "slower": plan.slower,
-                "why": plan.why,
-                "widths": widths,
-            }
-        )
+        sizes = {"before": before, "parameters": self.parameters, "widths": widths}
+        self.growths.append({"step": self.steps, "seen": self.seen, "seed": seed, **sizes, **plan._asdict()})
         self._next_factor()
         self._guard()
         return True

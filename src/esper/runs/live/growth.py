@@ -1,12 +1,11 @@
 """Grow one network in a training loop of a person's own."""
 
-import functools
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted,
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.network.saving import folder_of, save_adapter, save_grown
+from esper.leyline.config.arguments import known_as
 from esper.leyline.config.tree import Config, GrowthConfig, build_growth_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
@@ -73,7 +73,6 @@ LEAST = 50
 to hold them back until it had taken more gained nothing [decisions]"""
 
 M = TypeVar("M", bound=nn.Module)
-P = ParamSpec("P")
 
 _IDLE = 20
 """Calls of `Growth.step` without a step of the optimizer that are worth a word: more than a few skipped batches."""
@@ -84,24 +83,13 @@ TREND = 8
 LOOKED_AT, ONE_IN = 64, 16
 """Batches of the loop that are compared with the probe: the first so many, then one in so many."""
 
+_AS_A_WHOLE = (
+    "Growth plants seeds; to widen the network as a whole while it trains, call esper.AnytimeGrowth(model, optimizer, "
+    "example=x), which takes sizes= too"
+)
+
 _UNFINISHED: weakref.WeakSet["Growth"] = weakref.WeakSet()
 """Growths whose seeds are in a model and an optimizer."""
-
-
-def _without_plan(init: Callable[P, None]) -> Callable[P, None]:
-    """Let arguments of a plan of sizes raise InputError, which names the class that has one, in place of TypeError."""
-
-    @functools.wraps(init)
-    def checked(*arguments: P.args, **named: P.kwargs) -> None:
-        for name in ("plan", "sizes"):
-            if name in named:
-                raise InputError(
-                    f"esper.Growth plants seeds and takes no {name}=; to widen the network as a whole while it trains, call "
-                    "esper.AnytimeGrowth(model, optimizer, example=x), which takes sizes= too"
-                )
-        init(*arguments, **named)
-
-    return checked
 
 
 class Growth:
@@ -165,7 +153,7 @@ class Growth:
         InputError: in one sentence, where one of these cannot be
     """
 
-    @_without_plan
+    @known_as("esper.Growth", elsewhere={"plan": _AS_A_WHOLE, "sizes": _AS_A_WHOLE})
     def __init__(
         self,
         model: nn.Module,

@@ -25,7 +25,6 @@ from esper.kasmina.lifecycle import Edits, dormant
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.division import joined_bodies, joined_snapshots, picked_body, picked_snapshot
 from esper.kasmina.stack.layout import HostTable
-from esper.kasmina.stack.plan import Branches
 from esper.leyline.config.tree import Config
 from esper.leyline.data.batches import picked
 from esper.leyline.data.task import AnyTask, Split, with_steps
@@ -34,7 +33,7 @@ from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import Bools, Floats, Seeds, choose, take
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
-from esper.runs.workers.transports import give_sign, pickled, unpickled
+from esper.runs.workers.transports import give_sign, unpickled
 from esper.runs.workers.workers import SentTask, ShardPool, WorkerOptions, shared_facts, start_workers
 from esper.store.tensors import Tree
 from esper.tolaria.engine import TaskEngine
@@ -160,8 +159,7 @@ class ShardedPopulation:
         found = []
         for own, of in zip(self._envs, self.rows, strict=True):
             update = {"envs": own.stop - own.start, "first_instance": config.first_instance + own.start}
-            part = ShardPart(config.model_copy(update=update), instance[own], len(of), own.start, derive)
-            found.append([np.frombuffer(pickled(part), np.uint8)])
+            found.append([ShardPart(config.model_copy(update=update), instance[own], len(of), own.start, derive)])
         surveys = self.ask("make", found, kept=True)
         self.skipped = np.zeros(len(self._owner), np.int64)  # (R,) as in `StackedPopulation`
         self._table = HostTable(len(self._owner), len(surveys[0]["shared"]["slots"]), menu_of(task, config))
@@ -179,7 +177,7 @@ class ShardedPopulation:
         for at, part in enumerate(self.parts_of(seeds)):
             own = [pairs[self._owner[pairs[:, 0]] == at] for pairs in changes]  # (n, 2) of row and slot
             local = [np.stack([self._place[pairs[:, 0]], pairs[:, 1]], 1) for pairs in own]
-            arguments.append([*local, part, step])
+            arguments.append([Edits(*local), part, step])
         self.tell("edit", arguments)
 
     def widen(self, seeds: Seeds, step: int) -> None:
@@ -190,14 +188,14 @@ class ShardedPopulation:
         self.ask("train", [[part, parameter_norms] for part in self.parts_of(seeds)], kept=True)
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
-        whole = {name: getattr(asked, name) for name in ("trained", "sensors", "finite", "validation")}
         chosen = [np.flatnonzero(self._owner[asked.branches.env] == at) for at in range(len(self.rows))]
         looked = np.zeros(0, np.int64) if asked.look is None else self._owner[np.nonzero(asked.look)[0]]
         arguments: list[Sequence[Any]] = []
         for rows, part, of in zip(self.rows, self.parts_of(seeds), chosen, strict=True):
             branches = take(asked.branches, of)
             look = None if asked.look is None or not asked.look[rows].any() else asked.look[rows]
-            arguments.append([part, branches._replace(env=self._place[branches.env]), look, whole])
+            branches = branches._replace(env=self._place[branches.env])
+            arguments.append([part, asked._replace(branches=branches, look=look)])
         # in float16 a probe takes the updates that were skipped off the counts of steps
         parts = self.ask("probe", arguments, kept=asked.trained and self._scaled)
         found: dict[str, Any] = {
@@ -293,7 +291,7 @@ class ShardedPopulation:
         parts = self.ask(
             "evaluate",
             [
-                [part, _content(split if isinstance(split, Split) else list(split[own]))]
+                [part, split if isinstance(split, Split) else list(split[own])]
                 for part, own in zip(self.parts_of(seeds), self._envs, strict=True)
             ],
         )
@@ -301,7 +299,7 @@ class ShardedPopulation:
         return metric, loss
 
     def outputs(self, seeds: Seeds, split: Split) -> Floats:
-        return self._whole(self.ask("outputs", [[part, _content(split)] for part in self.parts_of(seeds)]))
+        return self._whole(self.ask("outputs", [[part, split] for part in self.parts_of(seeds)]))
 
     def export(self, seeds: Seeds, env: int) -> tuple[nn.Module, dict[str, Any]]:
         """Return a network of a body in this process that holds its row alone."""
@@ -448,11 +446,6 @@ def _scattered(parts: Sequence[NDArray[Any]], places: Sequence[Indices]) -> NDAr
     return np.concatenate(parts)[np.concatenate(places).argsort()]
 
 
-def _content(splits: Split | Sequence[Split]) -> NDArray[np.uint8]:
-    """Return splits as bytes; what environments share is in them once."""
-    return np.frombuffer(pickled(splits, "a held-out split"), np.uint8)
-
-
 # In the workers.
 
 
@@ -467,7 +460,9 @@ class ShardPart(NamedTuple):
 
 
 class Shard:
-    """Carries out commands on one shard: its public methods. Their arguments are of the n rows; numbers of rows are below n."""
+    """Carries out commands on one shard: its public methods, and those of its population. Their arguments are of the n rows;
+    numbers of rows are below n.
+    """
 
     def __init__(self, task: AnyTask, part: ShardPart) -> None:
         task = task if part.derive is None else part.derive(task)
@@ -496,22 +491,18 @@ class Shard:
         self._population.begin(instance[self._every], episode)
         return self.survey()
 
-    def edit(self, born: Indices, freed: Indices, seeds: Sequence[NDArray[Any]], step: int) -> None:
-        self._population.edit(Edits(born, freed), self._seeds(seeds), step)
-
-    def widen(self, seeds: Sequence[NDArray[Any]], step: int) -> Tree:
+    def widen(self, seeds: Seeds, step: int) -> Tree:
         self._population.widen(self._seeds(seeds), step)
         return self.survey()
 
-    def train(self, seeds: Sequence[NDArray[Any]], parameter_norms: bool) -> None:
+    def train(self, seeds: Seeds, parameter_norms: bool) -> None:
         self._population.train(self._seeds(seeds), parameter_norms=parameter_norms)
 
-    def probe(self, seeds: Sequence[NDArray[Any]], branches: Sequence[Any], look: Bools | None, asked: Tree) -> Tree:
+    def probe(self, seeds: Seeds, asked: ProbeRequest) -> Tree:
         """Return the figures of the rows, and of the branches."""
-        if look is not None:
-            look = np.concatenate([look, np.zeros((self._ghosts, look.shape[1]), bool)])
-        request = ProbeRequest(Branches(*branches), look=look, **asked)
-        found, rows = self._population.probe(self._seeds(seeds), request)._asdict(), slice(0, self._rows)
+        if (look := asked.look) is not None:
+            asked = asked._replace(look=np.concatenate([look, np.zeros((self._ghosts, look.shape[1]), bool)]))
+        found, rows = self._population.probe(self._seeds(seeds), asked)._asdict(), slice(0, self._rows)
         for name in ("loss", "metric", "participation", "signs", "sensors", "finite"):
             found[name] = None if found[name] is None else found[name][rows]
         if found["validation"] is not None:
@@ -525,38 +516,26 @@ class Shard:
             found["trained"] = {**trained._asdict(), **of_rows}
         return found
 
-    def tainted(self, rows: Indices, step: int) -> list[int]:
-        return [int(row) for row in self._population.tainted(rows, step)]
-
-    def growth(self, rows: Indices, slot: Indices, blueprint: Indices) -> int:
-        return self._population.growth(rows, slot, blueprint)
-
-    def arrange(self, seeds: Sequence[NDArray[Any]]) -> None:
-        self._population.arrange(self._seeds(seeds))
-
     # Snapshots of rows, by the number of their keeper.
 
     def keeper(self, slots: int) -> None:
         self._keepers.append(self._population.keeper(dormant(self._rows + self._ghosts, slots)))
 
-    def take(self, keeper: int, seeds: Sequence[NDArray[Any]], rows: Bools, step: int) -> None:
+    def take(self, keeper: int, seeds: Seeds, rows: Bools, step: int) -> None:
         self._keepers[keeper].take(self._seeds(seeds), self._marked(rows), step)
 
-    def put_back(self, keeper: int, seeds: Sequence[NDArray[Any]], rows: Bools, kept: Sequence[NDArray[Any]]) -> None:
+    def put_back(self, keeper: int, seeds: Seeds, rows: Bools, kept: Seeds) -> None:
         self._keepers[keeper].put_back(self._seeds(seeds), self._marked(rows), self._seeds(kept))
 
     def keeper_state(self, keeper: int, now: int) -> Tree:
         return self._keepers[keeper].state(now)
 
-    def load_keeper(self, keeper: int, state: Tree, seeds: Sequence[NDArray[Any]]) -> None:
+    def load_keeper(self, keeper: int, state: Tree, seeds: Seeds) -> None:
         state = picked_snapshot(state, self._every)
-        state["seeds"] = self._seeds([field[: self._rows] for field in state["seeds"].values()])._asdict()
+        state["seeds"] = self._seeds(Seeds(*(field[: self._rows] for field in state["seeds"].values())))._asdict()
         self._keepers[keeper].load_state(state, self._seeds(seeds))
 
     # The state of the rows.
-
-    def snapshot(self) -> Tree:
-        return self._population.snapshot()
 
     def load(self, tree: Tree, instance: Indices, episode: int) -> Tree:
         skipped = {"skipped": tree["skipped"][self._every]} if "skipped" in tree else {}
@@ -566,22 +545,25 @@ class Shard:
 
     # The networks as exported.
 
-    def evaluate(self, seeds: Sequence[NDArray[Any]], splits: NDArray[np.uint8]) -> list[NDArray[np.float64]]:
-        found = self._population.evaluate(self._seeds(seeds), unpickled(splits.tobytes()))
-        return [each[: self._rows] for each in found]
+    def evaluate(self, seeds: Seeds, split: Split | Sequence[Split]) -> list[Floats]:
+        return [each[: self._rows] for each in self._population.evaluate(self._seeds(seeds), split)]
 
-    def outputs(self, seeds: Sequence[NDArray[Any]], split: NDArray[np.uint8]) -> NDArray[np.float64]:
-        return self._population.outputs(self._seeds(seeds), unpickled(split.tobytes()))[: self._rows]
+    def outputs(self, seeds: Seeds, split: Split) -> Floats:
+        return self._population.outputs(self._seeds(seeds), split)[: self._rows]
 
     def compiled(self) -> dict[str, float] | None:
         return self._population.compiled
 
-    def close(self) -> None:
-        self._population.close()
+    def carry_out(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Call a method of this object, or else of the population, with the seeds of all rows."""
+        if (own := getattr(self, name, None)) is not None:
+            return own(*arguments)
+        given = [self._seeds(each) if isinstance(each, Seeds) else each for each in arguments]
+        return getattr(self._population, name)(*given)
 
-    def _seeds(self, seeds: Sequence[NDArray[Any]]) -> Seeds:
+    def _seeds(self, seeds: Seeds) -> Seeds:
         """Return the seeds of all rows from those of the n rows; the slots of a ghost are empty."""
-        empty = dormant(self._ghosts, seeds[0].shape[1])
+        empty = dormant(self._ghosts, seeds.stage.shape[1])
         return Seeds(*(np.concatenate([own, none]) for own, none in zip(seeds, empty, strict=True)))
 
     def _marked(self, rows: Bools) -> Bools:
@@ -600,20 +582,20 @@ class ShardWorker:
     def play(self, part: Tree, *observers: Observer) -> Tree:
         """Carry out commands. Returns the result of the last one, and the duration of all [seconds]."""
         begin, value = time.perf_counter(), None
-        for command in part["commands"]:  # very many in place of a worker that was lost
+        for command in unpickled(part["commands"].tobytes()):  # very many in place of a worker that was lost
             give_sign(observers)
             value = self._carry_out(command["population"], command["name"], command["arguments"])
         return {"value": value, "seconds": time.perf_counter() - begin}
 
     def _carry_out(self, population: int, name: str, arguments: Sequence[Any]) -> Any:
         if name == "make":
-            made: ShardPart = unpickled(arguments[0].tobytes())  # from the process that started this one
+            made: ShardPart = arguments[0]
             if self._device is not None:
                 made = made._replace(config=made.config.model_copy(update={"device": self._device}))
             shard = self._shards[population] = Shard(self._task, made)
             return shard.survey()
         if name == "close":
             if (closed := self._shards.pop(population, None)) is not None:  # else it is in none of this worker's hands
-                closed.close()
+                closed.carry_out("close", ())
             return None
-        return getattr(self._shards[population], name)(*arguments)
+        return self._shards[population].carry_out(name, arguments)

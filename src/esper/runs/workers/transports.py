@@ -143,25 +143,24 @@ def give_sign(observers: Sequence[Observer]) -> None:
             each.sign()
 
 
-def pickled(work: object, name: str = "the run") -> bytes:
-    """Return what workers are sent as bytes. Raises InputError, which calls it `name`, if it cannot be pickled."""
+def pickled(
+    work: object, name: str = "the run", mend: str = "define functions and classes of your own at the top of a module"
+) -> bytes:
+    """Return what workers are sent as bytes. Raises InputError, with a name for it and what to do, if it cannot be pickled."""
     try:
         return pickle.dumps(work)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise InputError(
-            f"{name} cannot be sent to a worker ({typed_line(error)}); define functions and classes of your own at the top of a "
-            "module"
-        ) from None
+        raise InputError(f"{name} cannot be sent to a worker ({typed_line(error)}); {mend}") from None
 
 
-def unpickled(content: bytes) -> Any:
-    """Return a specification. Raises InputError if what it names cannot be imported in this process."""
+def unpickled(
+    content: bytes, name: str = "what the run needs", mend: str = "define it in a file that can be imported"
+) -> Any:
+    """Return what was pickled. Raises InputError, likewise, if what it names cannot be imported in this process."""
     try:
         return pickle.loads(content)
     except (AttributeError, ImportError, pickle.UnpicklingError) as error:
-        raise InputError(
-            f"a worker cannot import what the run needs ({typed_line(error)}); define it in a file that can be imported"
-        ) from None
+        raise InputError(f"a worker cannot import {name} ({typed_line(error)}); {mend}") from None
 
 
 def serve_pickled(connection: Connection, content: bytes, device: str | None, method: str) -> None:

@@ -7,13 +7,14 @@ process that started the others, and what it holds is all that they need to begi
 """
 
 import os
-import pickle
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from esper.leyline.config.tree import FaultsConfig
 from esper.leyline.data.task import AnyTask
@@ -24,7 +25,6 @@ from esper.leyline.errors import (
     OutOfMemory,
     UserCodeError,
     WorkerError,
-    typed_line,
 )
 from esper.leyline.text import counted
 from esper.runs.folder.environment import COMPARED, describe_versions, fingerprint
@@ -33,6 +33,8 @@ from esper.runs.workers.transports import (
     RayTransport,
     TorchrunTransport,
     connect,
+    pickled,
+    unpickled,
     world_size,
 )
 from esper.simic.exchange import Exchange, ExchangeError
@@ -212,7 +214,7 @@ class WorkerPool(Workers):
 class ShardPool(Workers):
     """Lets the workers of a growth, each of which holds a shard of its rows, carry out commands in lockstep.
 
-    A command is a tree with the number of a `population`. The commands that change a worker are kept, so that the worker that
+    A command is a mapping with the number of a `population`. The commands that change a worker are kept, so that the worker that
     is started in place of a lost one carries them out again, and then holds what the lost one held.
     """
 
@@ -248,8 +250,9 @@ class ShardPool(Workers):
             self._later[worker].append({"population": population, "name": "close", "arguments": [], "kept": False})
 
     def _send(self, worker: int, commands: Sequence[Tree]) -> None:
+        content = np.frombuffer(pickled(list(commands), "a command of the run"), np.uint8)
         self._busy.add(worker)
-        self.transport.send(worker, pack({"part": {"commands": list(commands)}}))
+        self.transport.send(worker, pack({"part": {"commands": content}}))
 
     def _collect(self, asked: Mapping[int, Sequence[Tree]]) -> dict[int, Tree]:
         """Wait until no worker is busy; return the answers of those that were asked. A lost worker is started again."""
@@ -499,17 +502,16 @@ class SentTask(NamedTuple):
     @classmethod
     def of(cls, task: AnyTask, find: Callable[[str], AnyTask] | None, *, sealed: bool = True) -> "SentTask":
         """Pickle a task, without its test split if `sealed`, or take its name if it can be built from that."""
+        given = task.sealed() if sealed else task
+        mend = "define its host and its functions at the top of a module, or name the task as path.py:function"
         try:
-            return cls(task.name, pickle.dumps(task.sealed() if sealed else task))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            return cls(task.name, pickled(given, f"the task {task.name!r}", mend))
+        except InputError:
             with suppress(InputError):
                 if find is not None:
                     find(task.name)
                     return cls(task.name, None, find, sealed)
-            raise InputError(
-                f"the task {task.name!r} cannot be sent to a worker ({typed_line(error)}); define its host and its functions at "
-                "the top of a module, or name the task as path.py:function"
-            ) from None
+            raise
 
     def task(self) -> AnyTask:
         """Return the task, in a worker. Raises InputError if it cannot be imported there."""
@@ -517,13 +519,8 @@ class SentTask(NamedTuple):
             assert self.find is not None, "a task without content is found by its name"
             made = self.find(self.name)
             return made.sealed() if self.sealed else made
-        try:
-            task: AnyTask = pickle.loads(self.content)
-        except (AttributeError, ImportError, pickle.UnpicklingError) as error:
-            raise InputError(
-                f"a worker cannot import the task {self.name!r} ({typed_line(error)}); define it in a file that can be imported, "
-                "or name it as path.py:function"
-            ) from None
+        mend = "define it in a file that can be imported, or name it as path.py:function"
+        task: AnyTask = unpickled(self.content, f"the task {self.name!r}", mend)
         return task
 
 
