@@ -37,7 +37,7 @@ TAPE, BODY, TRAIN = "kasmina/stack/tape.py", "kasmina/stack/body.py", "runs/trai
 OPTIMIZER, PPO, REWARDS = "tolaria/stacked/optimizer.py", "simic/ppo.py", "simic/rewards.py"
 
 MUTATIONS = (
-    # Branches and imitation: seeds that do not act, rows of others, one round alone
+    # Branches and imitation: seeds that do not act, rows of others, the policy of another round
     Mutation(
         BODY, "there if (branches.dose[through:there, slot] > 0).any() else through", "through", "kasmina/test_body.py"
     ),
@@ -47,7 +47,7 @@ MUTATIONS = (
         "whole = len(joining) == len(envs) - 1",
         "tolaria/test_coalitions.py",
     ),
-    Mutation(TRAIN, "self.shown.append(fresh)", "pass", "simic/test_imitation.py"),
+    Mutation(TRAIN, "self.policy.load_state(shown.policy)", "pass", "simic/test_imitation.py"),
     # Lifecycle: off by one, wrong stage, forgotten state
     Mutation(
         LIFECYCLE,

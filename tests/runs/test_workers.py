@@ -191,7 +191,7 @@ def test_a_worker_that_is_lost_in_any_phase_of_a_round_changes_nothing(alone, tm
 
 
 @pytest.mark.campaign
-def test_what_a_teacher_has_shown_is_kept_where_workers_are_lost_or_leave(tmp_path, monkeypatch):
+def test_what_a_teacher_has_shown_is_played_again_where_its_rollouts_are_lost(tmp_path, monkeypatch):
     """By a worker that is lost, and by one that leaves the training, in the last of three rounds of imitation."""
     rounds = {"ppo": {**SMALL["ppo"], "imitation_rounds": 3}}
     trained(tmp_path / "alone", **rounds)
@@ -201,7 +201,11 @@ def test_what_a_teacher_has_shown_is_kept_where_workers_are_lost_or_leave(tmp_pa
         killing.setattr("esper.runs.training.train.Trainer", Killing)
         _, watch = trained(tmp_path / "killed", WorkerOptions(2), **rounds)
     assert Killing.killed == -1
-    assert [note.split(";")[0] for note in watch.notes] == ["worker 1 was lost"]
+    lost, again = watch.notes
+    assert lost.startswith("worker 1 was lost")
+    assert (
+        again == "playing 2 episodes of imitation again, whose rollouts another worker had; the results stay the same"
+    )
     assert content(tmp_path / "killed") == content(tmp_path / "alone")
 
     def interrupt(number):

@@ -16,6 +16,7 @@ from esper.runs.workers.workers import Stop
 from esper.simic.imitation import Apprentice, led_by_teacher
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
+from esper.store.tensors import pack
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.policy.observation import input_names
 from esper.tamiyo.rules.heuristic import Heuristic
@@ -182,13 +183,34 @@ def test_a_round_in_which_the_policy_acts_too_goes_on_after_an_interrupt_as_if_t
         first.imitate(-1, After(first, STEPS + STEPS // 2))
     second.load_state(copy.deepcopy(first.state()))
     second.imitate(-1, Interrupt())
-    for mine, theirs in zip(second.shown[-1][0].observation, whole.shown[-1][0].observation, strict=True):
+    for mine, theirs in zip(
+        second.shown[-1].rollouts[0].observation, whole.shown[-1].rollouts[0].observation, strict=True
+    ):
         assert torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+
+
+def test_what_another_worker_was_shown_is_played_again_to_the_same_bits():
+    whole, second = (a_trainer(imitation_rounds=3) for _ in range(2))
+    for number in (-3, -2):
+        whole.imitate(number, Interrupt())
+    state = copy.deepcopy(whole.state())
+    for shown in state["shown"]:
+        shown["rollouts"] = []
+    second.load_state(state)
+    assert [(shown.part.number, place) for shown, place in second.lacking()] == [(-3, 0), (-2, 0)]
+    for trainer in (whole, second):
+        trainer.imitate(-1, Interrupt())
+    assert second.lacking() == []
+    mine, theirs = (
+        pack({name: state[name] for name in ("number", "steps", "record", "policy", "learner", "shown")})
+        for state in (whole.state(), second.state())
+    )
+    assert mine == theirs
 
 
 def test_what_the_teacher_has_shown_is_kept_until_learning_begins(imitated):
     trainer, _, _ = imitated
-    before = [shown[0].actions[Head.OP].clone() for shown in trainer.shown]
+    before = [shown.rollouts[0].actions[Head.OP].clone() for shown in trainer.shown]
     assert len(before) == 6
     assert not all(torch.equal(before[0], other) for other in before[1:])
     trainer.learn(0, Interrupt())

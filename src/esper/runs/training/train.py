@@ -8,10 +8,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,7 +60,7 @@ from esper.store.tensors import Tree, pack, unpack
 from esper.tamiyo.catalog import FOLDER
 from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper.tolaria.governor import GovernorRecord
-from esper.tolaria.play import Observer, Step
+from esper.tolaria.play import Observer, Step, Until
 from esper.tolaria.runtime import resolve_device
 from esper.tolaria.stacked.population import check_place
 
@@ -190,7 +191,12 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
     while True:
         try:
             if peers is not None and not trainer.begun:
-                trainer.use(peers.join({"state": trainer.state()}, trainer.owners(peers.size)))
+                trainer.use(peers.join(trainer.sent(), trainer.owners(peers.size)))
+            if again := len(trainer.lacking()) + trainer.lacked_by_others():
+                watch.note(
+                    f"playing {counted(again, 'episode')} of imitation again, whose rollouts another worker had; the "
+                    "results stay the same"
+                )
             for number, figures, better, failed in trainer.rounds(interrupt):
                 if better and run.path is not None:
                     save_policy(trainer.best_policy(), run.path / FOLDER, run.retry)
@@ -307,6 +313,14 @@ class _KeptRows(list[bytes]):
         """Do nothing: the rows are kept."""
 
 
+class ShownRound(NamedTuple):
+    """Holds what a teacher has shown in a round of imitation, and all that its episodes depend on."""
+
+    part: WorkItem  # of the first cohort
+    policy: dict[str, Any]  # state of the policy at the begin of the round
+    rollouts: dict[int, Rollout]  # those of this worker, by cohort
+
+
 class Trainer:
     """Trains a learner on its cohorts, and keeps the best round so far. Each worker has one, and all have the same state."""
 
@@ -327,8 +341,7 @@ class Trainer:
         self.learner = learner_of(policy, config)
         self.exchange = self.learner.exchange
         self.player = Player(cohorts, self.learner, reward, self.hub)
-        # By cohort, of each round of imitation so far. The first worker, whose state the others begin with, has those of all.
-        self.shown: list[dict[int, Rollout]] = []
+        self.shown: list[ShownRound] = []  # by the teacher so far, of each round
         self.best: tuple[float, int] | None = None  # J on validation instances, and the round
         self.history = RoundHistory(config.ppo)
         self.wrong: dict[str, str] = {}  # with the learner after the last round
@@ -361,9 +374,12 @@ class Trainer:
         for place, cohort in enumerate(self.cohorts):
             if not exchange.owns(place):
                 cohort.release()
-                if exchange.rank > 0:
-                    for shown in self.shown:
-                        shown.pop(place, None)
+
+    def sent(self) -> dict[str, Any]:
+        """Return what another worker begins with."""
+        state = self.state()
+        state["shown"] = [{**shown, "rollouts": []} for shown in state["shown"]]
+        return {"state": state}
 
     def rounds(self, interrupt: Interrupt, *observers: Observer) -> Iterator[tuple[int, dict[str, float], bool, bool]]:
         """Run the rounds that are left. Yields the number of each, its figures, whether its validation is the best so far, and
@@ -404,17 +420,54 @@ class Trainer:
         """Run one round of imitation of the teacher. The numbers of these rounds end with -1."""
         passed = max(number + self.config.ppo.imitation_rounds, 0)  # a resumed run may have fewer rounds
         part = WorkItem("imitation", 0, number, self.learner.updates, LED[min(passed, len(LED) - 1)])
+        self._show_again(interrupt, observers)
+        policy = deepcopy(self.policy.state())
         own, seconds = self._play(part, interrupt, observers)
         begin = time.perf_counter()
-        fresh = {place: rollout.copied() for place, rollout in own.items()}
-        if self.exchange.size > 1:  # before the update, after which the round could not be played again
-            every = self.exchange.collect(pack({"rollouts": [[at, each.tree()] for at, each in fresh.items()]}))
-            fresh |= {at: Rollout.of_tree(tree) for each in every for at, tree in unpack(each)["rollouts"]}
-        played = [each for shown in (*self.shown, fresh) for each in self._divided(shown)]
+        fresh = ShownRound(part, policy, {place: rollout.copied() for place, rollout in own.items()})
+        played = [each for shown in (*self.shown, fresh) for each in self._divided(shown.rollouts)]
         passes = self.config.ppo.imitation_passes if number == -1 else None
         figures = self.learner.imitate(played, len(by_task(self.cohorts)), passes)
         self.shown.append(fresh)
         return self._close(figures, seconds, begin)
+
+    def lacking(self) -> list[tuple[ShownRound, int]]:
+        """Return the episodes of imitation, each with its cohort, of which this worker should have the rollout and does not.
+
+        Another worker has played them, or this one before it was started again. No worker sends a rollout, or a training with
+        many of them would wait for one that gets all.
+        """
+        own = [place for place in range(len(self.cohorts)) if self.exchange.owns(place)]
+        return [(shown, place) for shown in self._needed() for place in own if place not in shown.rollouts]
+
+    def lacked_by_others(self) -> int:
+        """Return the number of episodes of imitation that the other workers lack, which begin with none."""
+        return len(self._needed()) * sum(not self.exchange.owns(place) for place in range(len(self.cohorts)))
+
+    def _needed(self) -> Sequence[ShownRound]:
+        return self.shown if self.number < 0 else ()  # learning needs none of them
+
+    def _show_again(self, interrupt: Interrupt, observers: Sequence[Observer]) -> None:
+        """Play the episodes that are `lacking` again, with the policy that played them and to the same bits. Writes no rows."""
+        lacking = self.lacking()
+        if not lacking:
+            return
+        assert not self.begun, "the engines of a round that was begun are in use"
+        present, hub, until = deepcopy(self.policy.state()), self.player.hub, Until(lambda: interrupt.asked)
+        self.player.hub = Hub()
+        try:
+            for shown, place in lacking:
+                self.policy.load_state(shown.policy)
+                part = shown.part._replace(cohort=place)
+                self.player.close(part, self.player.open(part), until, *observers)
+                if until.stopped:
+                    raise Stop
+                client = self.player.client(part)
+                shown.rollouts[place] = client.rollout().copied()
+                client.clear()
+        finally:
+            self.policy.load_state(present)
+            self.player.hub = hub
 
     def validate(self, number: int, figures: dict[str, float], *observers: Observer) -> bool:
         """Grow the validation instances greedily and add J to the figures. Returns whether J is the best so far."""
@@ -522,7 +575,14 @@ class Trainer:
             "record": self.record._asdict(),
             "policy": self.policy.state(),
             "learner": self.learner.state(),
-            "shown": [[[place, rollout.tree()] for place, rollout in shown.items()] for shown in self.shown],
+            "shown": [
+                {
+                    "part": list(shown.part),
+                    "policy": shown.policy,
+                    "rollouts": [[place, rollout.tree()] for place, rollout in shown.rollouts.items()],
+                }
+                for shown in self.shown
+            ],
             "best": self.best,
             "history": self.history.state(),
             "cohorts": self.player.state() if self.begun else None,  # they forget everything between rounds
@@ -537,7 +597,14 @@ class Trainer:
         self.record = GovernorRecord(**state["record"])
         self.policy.load_state(state["policy"])
         self.learner.load_state(state["learner"])
-        self.shown = [{place: Rollout.of_tree(tree) for place, tree in entry} for entry in state["shown"]]
+        self.shown = [
+            ShownRound(
+                WorkItem(*entry["part"]),
+                entry["policy"],
+                {place: Rollout.of_tree(tree) for place, tree in entry["rollouts"]},
+            )
+            for entry in state["shown"]
+        ]
         self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
         self.history.load_state(state["history"])
         if state["cohorts"] is not None:
