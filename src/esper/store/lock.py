@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from esper.leyline.errors import InputError
-from esper.store.disk import Retry
+from esper.store.disk import Retry, read_kept
 
 LOCK = "lock"
 _LARGEST = 64 * 2**10  # bytes of it that are read
@@ -104,10 +104,8 @@ def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry) -> It
 def owner_of(path: Path) -> dict[str, Any] | None:
     """Return the process that a lock file names; None if the file is empty, as just after its creation, or not of Esper."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            owner = json.loads(file.read(_LARGEST))
-    except (OSError, ValueError, RecursionError):
+        owner = json.loads(read_kept(path, _LARGEST, ""))
+    except (InputError, ValueError, RecursionError):
         return None
     known = isinstance(owner, dict) and {"pid", "host", "started", "since", "command"} <= set(owner)
     return owner if known and isinstance(owner["pid"], int) else None
