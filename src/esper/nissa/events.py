@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec.inspect
 import numpy as np
@@ -25,47 +25,16 @@ from esper.nissa.rows import (
     EpisodeRow,
     LifecycleRow,
     PlayedRow,
-    RewardRow,
     RollbackRow,
     Row,
     RunRow,
-    StepRow,
 )
 from esper.store.disk import open_regular
 
 DIGITS = 5  # significant digits of measurements
 
+# the changes that have a basis; a removed seed may leave PRUNED in the same step
 _DECIDED = (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED)
-
-
-def step_row(view: View, outcome: Outcome, *, twin_metrics: Floats | None = None) -> StepRow:
-    """Return the row of the step that `outcome` describes and that led to `view`."""
-    measured, seeds = view.measurements, view.seeds
-    return StepRow(
-        episode=outcome.episode,
-        step=outcome.step,
-        metrics=rounded(outcome.after.metric),
-        losses=rounded(outcome.after.loss),
-        train_losses=rounded(measured.train_loss),
-        stages=seeds.stage,
-        alphas=rounded(seeds.alpha),
-        added_param_counts=outcome.after.added_params,
-        twin_metrics=None if twin_metrics is None else rounded(twin_metrics),
-    )
-
-
-class Basis(NamedTuple):
-    """Holds the reason and the measurements of a decision to plant, keep or remove a seed; None for what was not measured.
-
-    The fields are those of `LifecycleRow`.
-    """
-
-    why: str
-    contribution_mean: float | None = None
-    contribution_se: float | None = None
-    gain_mean: float | None = None
-    gain_se: float | None = None
-    gate_checks: str | None = None
 
 
 def lifecycle_rows(
@@ -75,12 +44,12 @@ def lifecycle_rows(
     changes: Transitions,
     before: Seeds,
     after: Seeds,
-    bases: Mapping[tuple[int, int], Basis],
+    bases: Mapping[tuple[int, int], Mapping[str, Any]],
 ) -> Iterator[LifecycleRow]:
     """Yield one row per change of stage between two states of the seeds, in the order of `changes`.
 
-    `bases` holds the reasons of plantings, removals and fossilizations, by environment and slot. The blueprint of a removed
-    seed is taken from `before`.
+    `bases` holds the reason and the measurements of plantings, removals and fossilizations, as fields of the row, by environment
+    and slot. The blueprint of a removed seed is taken from `before`.
     """
     planted = np.where(after.blueprint >= 0, after.blueprint, before.blueprint)
     for env, slot, source, target in np.stack(changes, axis=1).tolist():
@@ -94,7 +63,7 @@ def lifecycle_rows(
             to_stage=Stage(target).name,
             blueprint=space.blueprints[index].name if index >= 0 else None,
             alpha=digits(after.alpha[env, slot]) or 0.0,
-            **(bases[env, slot]._asdict() if target in _DECIDED and (env, slot) in bases else {}),
+            **(bases.get((env, slot), {}) if target in _DECIDED else {}),
         )
 
 
@@ -137,16 +106,6 @@ def anomaly_rows(outcome: Outcome, found: NDArray[np.int8], raised: tuple[str, i
             raised_level=level if steps else None,
             raised_steps=steps,
         )
-
-
-def reward_row(outcome: Outcome, components: Mapping[str, Floats]) -> RewardRow:
-    """Return the row of the rewards of a step. components: (E,) each."""
-    return RewardRow(
-        episode=outcome.episode,
-        step=outcome.step,
-        rewards=rounded(np.sum(list(components.values()), axis=0)),
-        components={name: rounded(values) for name, values in components.items()},
-    )
 
 
 def episode_rows(
