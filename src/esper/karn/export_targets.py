@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -152,7 +151,7 @@ class MLflow(Target):
         part = store.with_suffix(".part")
         (self.folder / KEPT).mkdir(exist_ok=True)
         lock = Lock(self.folder / KEPT, lambda line: None)
-        wait_for(lock, 60.0)
+        lock.take(60.0)
         try:
             if not store.exists():
                 part.unlink(missing_ok=True)
@@ -249,18 +248,6 @@ MAKE: Mapping[str, Callable[[Path], Target]] = {
     "trackio": Trackio,
 }
 """The targets by name; each writes into a folder."""
-
-
-def wait_for(lock: Lock, patience: float) -> None:
-    """Take a lock. InputError if another process still holds it after `patience` seconds."""
-    until = time.monotonic() + patience
-    while True:
-        try:
-            return lock.take()
-        except InputError:
-            if time.monotonic() >= until:
-                raise
-        time.sleep(0.2)
 
 
 def as_markdown(table: Table) -> str:

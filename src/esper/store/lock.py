@@ -37,15 +37,16 @@ class Lock:
     def held(self) -> bool:
         return self._lock.is_locked
 
-    def take(self) -> None:
+    def take(self, patience: float = _TRIES) -> None:
         """Take the lock of an existing folder. InputError, with nothing changed, if another process holds it.
 
-        The lock file of a killed process is taken over, and `note` is told.
+        patience: how long to wait until that process releases it [seconds]. The lock file of a killed process is taken over, and
+        `note` is told.
         """
         if self.path.exists() and not self.path.is_file():
             raise InputError(f"{self.path} is not a regular file; remove it, or name another run folder")
         try:
-            self._lock.acquire(timeout=_TRIES, poll_interval=_TRIES / 4)
+            self._lock.acquire(timeout=max(patience, _TRIES), poll_interval=_TRIES / 4)
             left = owner_of(self.path)
             os.ftruncate(self._descriptors[-1], 0)
             os.write(self._descriptors[-1], json.dumps(describe_process()).encode() + b"\n")
