@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.karn.report.drawing import Figure, Shape, paint
-from esper.karn.report.frame import Table, table_of
-from esper.karn.terminal.console import can_print, comparison_table
+from esper.karn.terminal.console import Table, can_print, comparison_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
 from esper.store.lock import Lock
@@ -263,7 +262,7 @@ def final_table(summary: Mapping[str, Any]) -> Table | None:
     if not can_print(summary, training):
         return None
     if not training:
-        shown = table_of("", comparison_table(summary))
+        shown = comparison_table(summary)
         return shown._replace(columns=["network", *shown.columns[1:]])
     figures: Mapping[str, float | None] = summary["last_rounds"]
     known = [(name, f"{value:.3g}") for name, value in figures.items() if value is not None]

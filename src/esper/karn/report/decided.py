@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.karn.report.drawing import Figure, ForestRow, forest
-from esper.karn.report.frame import ReportSection, Table, with_error
+from esper.karn.report.frame import ReportSection, with_error
 from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, DecisionLog, RunModel
+from esper.karn.terminal.console import Table
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
 from esper.nissa.rows import LifecycleRow

@@ -11,31 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2 import Environment, FunctionLoader, Template
 from markupsafe import Markup
-from rich.table import Table as RichTable
 
 from esper.karn.report.drawing import Figure, draw, paint
+from esper.karn.terminal.console import Table
 from esper.leyline.distribution import installed_version
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
 from esper.store.disk import write_atomic
 
 FORMATS = ("png", "pdf", "svg")
-
-
-class Table(NamedTuple):
-    """Holds a table of a section; the first cell of a row is its name, and `texts` are the columns of words, which may wrap."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    texts: Sequence[int] = ()
-
-
-def table_of(caption: str, table: RichTable) -> Table:
-    """Return a table that is printed elsewhere, with its header and cells as they are."""
-    columns = [printable(str(column.header)) for column in table.columns]
-    cells = [[printable(str(cell)) for cell in column.cells] for column in table.columns]
-    return Table(caption, columns, list(zip(*cells, strict=True)))
 
 
 class ReportSection(NamedTuple):

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 
 from esper.karn.report.decided import REFUSALS
 from esper.karn.report.drawing import COLOURS, LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
-from esper.karn.report.frame import ReportSection, Table, with_error
+from esper.karn.report.frame import ReportSection, with_error
 from esper.karn.run_model import NO_SEED, SIZE_CURVES, EpisodeSteps, RunModel
-from esper.karn.terminal.console import DESCRIPTIONS
+from esper.karn.terminal.console import DESCRIPTIONS, Table
 from esper.leyline.intervals import differences, mean_and_error, shown, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted, printable

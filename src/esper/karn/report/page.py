@@ -16,10 +16,11 @@ from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.report import frame, grown
 from esper.karn.report.decided import decisions_section, faults_section
 from esper.karn.report.drawing import COLOURS, Series, curves
-from esper.karn.report.frame import Content, Pictures, ReportSection, Table, flat_settings, table_of
+from esper.karn.report.frame import Content, Pictures, ReportSection, flat_settings
 from esper.karn.report.trained import round_seconds, training_sections
 from esper.karn.run_model import NO_SEED, RunModel
 from esper.karn.terminal import console
+from esper.karn.terminal.console import Table
 from esper.leyline.config.arguments import to_path
 from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import Config
@@ -372,8 +373,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         *console.rare_class_lines(summary),
         *console.explanation_lines(summary),
     ]
-    caption = "Grown networks beside static ones, on the test split"
-    tables = [table_of(caption, console.comparison_table(summary)), *_rare_classes(summary), _by_environment(model)]
+    tables = [console.comparison_table(summary), *_rare_classes(summary), _by_environment(model)]
     notes = [*console.objective_lines(summary), *console.table_notes(summary), *console.split_lines(summary)]
     return verdicts, lines, tables, notes
 
