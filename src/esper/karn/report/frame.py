@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from jinja2 import Environment, FunctionLoader, Template
 from markupsafe import Markup
 
@@ -130,10 +129,3 @@ def write_pictures(content: Content, folder: Path, form: str = "png") -> Picture
     except OSError as error:
         raise InputError(f"cannot write pictures to {folder}: {error.strerror}; name another folder") from None
     return Pictures(paths, absent)
-
-
-def with_error(mean: float, error: float) -> str:
-    """Return a mean with its standard error; 'not measured' for nan."""
-    if np.isnan(mean):
-        return "not measured"
-    return f"{mean:+.4f}" + ("" if np.isnan(error) else f" ± {error:.4f}")

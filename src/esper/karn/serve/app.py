@@ -22,6 +22,7 @@ from esper.karn.serve import contents, pages
 from esper.karn.serve.access import Door, Guard
 from esper.karn.serve.library import KEPT, Followed, Library, ListedRun
 from esper.leyline.errors import InputError
+from esper.leyline.intervals import plus_minus
 from esper.leyline.text import counted, printable
 from esper.nissa.rows import DecisionRow, RunRow
 from esper.store.disk import file_name, open_regular
@@ -131,7 +132,7 @@ class RouteContext:
             download=f"/runs/{key}/decisions.jsonl?{urlencode(kept)}",
             earlier=address(max(start - pages.PART, 0)) if start else None,
             later=address(end) if end < count else None,
-            measured=pages.measured,
+            measured=plus_minus,
         )
         return pages.shell(f"Decisions of {folder.name}", content, links=pages.run_links(key), here="Decisions")
 

@@ -1,7 +1,6 @@
 """Print the tables and lines of commands at their end. They are never cut, however narrow the terminal is."""
 
 import io
-import math
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -16,8 +15,8 @@ from rich.segment import Segments
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from esper.leyline.intervals import differences, mean_and_error, spread
-from esper.leyline.text import counted, printable, rounded
+from esper.leyline.intervals import differences, mean_and_error, plus_minus, spread
+from esper.leyline.text import counted, printable
 
 _WIDE = 11  # width of the column of parameters, so that the table fits into 80 columns [characters]
 
@@ -387,10 +386,7 @@ def _waits(summary: Mapping[str, Any]) -> list[str]:
 
 def estimate(values: Sequence[float | None] | None, form: str) -> str:
     """Return mean and standard error of the values that are not None, as 0.9866 ± 0.0021."""
-    mean, error = mean_and_error(values)
-    if math.isnan(mean):
-        return "-"
-    return rounded(mean, form) if math.isnan(error) else f"{rounded(mean, form)} ± {error:{form.lstrip('+')}}"
+    return plus_minus(*mean_and_error(values), form)
 
 
 def time_line(summary: Mapping[str, Any]) -> str:
