@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec.inspect
 
 from esper.leyline.lifecycle.stages import Stage
-from esper.nissa.rows import ROWS, SCHEMA, PlayedRow, Row
+from esper.nissa.rows import ROWS, SCHEMA, PlayedRow, Row, axes_of
 
 HEAD = f"""# The events of a run
 
@@ -136,8 +136,9 @@ def fields(row: type[Row]) -> dict[str, tuple[str, bool, str]]:
         if row is Row
         else (PlayedRow if issubclass(row, PlayedRow) and row is not PlayedRow else Row).__struct_fields__
     )
+    types = {field.name: field.type for field in msgspec.structs.fields(row)}
     return {
-        field.encode_name: (*type_name(field.type), _meaning(field.type))
+        field.encode_name: (*type_name(field.type), _meaning(field.type, axes_of(types[field.name])))
         for field in found.fields
         if field.name not in known
     }
@@ -158,10 +159,12 @@ def type_name(kind: msgspec.inspect.Type) -> tuple[str, bool]:
     return NAMES[type(kind)], False
 
 
-def _meaning(kind: msgspec.inspect.Type) -> str:
+def _meaning(kind: msgspec.inspect.Type, axes: str) -> str:
+    """Return the description of a field, behind the shape of its lists; the lists of a map have theirs in the description."""
     assert isinstance(kind, msgspec.inspect.Metadata), "every field says what it means"
     assert kind.extra_json_schema is not None
-    return str(kind.extra_json_schema["description"])
+    shape = f"({axes},) " if len(axes) == 1 else f"({', '.join(axes)}) "
+    return f"{shape if axes and type_name(kind)[0].startswith('list') else ''}{kind.extra_json_schema['description']}"
 
 
 def _kind(row: type[Row]) -> str:

@@ -16,7 +16,7 @@ import esper
 from esper.api import load
 from esper.cli import main
 from esper.karn.comparison import content_of as comparison_content
-from esper.karn.comparison import read_comparison, result_rows
+from esper.karn.comparison import read_comparison, result_table
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.reader import read_model
 from esper.karn.report.page import content_of
@@ -228,7 +228,7 @@ def read_all(folder, other):
         comparison = read_comparison([folder, other])
         content_of(comparison.runs[0].model, "r")
         comparison_content(comparison)
-        result_rows(comparison.runs)
+        result_table(comparison.runs)
     except InputError as refusal:
         return str(refusal)
     return None

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import InputError
-from esper.store.changes import digest_of, read_trail, record_change
+from esper.store.changes import read_trail, record_change
+from esper.store.disk import sha256_of
 
 steps = st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=8)
 
@@ -33,7 +34,7 @@ def test_a_run_is_known_by_its_first_config_whatever_was_changed_and_wherever_a_
             record_change(folder, config, [], number)  # and the config is never written
         else:
             change(folder, config, number)
-        assert read_trail(folder).run == digest_of(b"a")
+        assert read_trail(folder).run == sha256_of(b"a")
 
 
 def test_the_trail_holds_the_changes_in_effect_in_their_order(tmp_path):
@@ -49,7 +50,7 @@ def test_what_is_recorded_is_plain(tmp_path):
     change(folder, "b", 3)
     (entry,) = json.loads((folder / "changes.json").read_text())
     assert entry.pop("time") > 0
-    assert entry == {"steps": 3, "set": ["key=b"], "from": digest_of(b"a"), "to": digest_of(b"b")}
+    assert entry == {"steps": 3, "set": ["key=b"], "from": sha256_of(b"a"), "to": sha256_of(b"b")}
 
 
 def test_the_same_change_tried_again_is_one_entry(tmp_path):
@@ -63,7 +64,7 @@ def test_a_config_that_was_edited_by_hand_is_another_run(tmp_path):
     folder = begin(tmp_path)
     change(folder, "b")
     (folder / "config.yaml").write_text("e")
-    assert read_trail(folder).run == digest_of(b"e")
+    assert read_trail(folder).run == sha256_of(b"e")
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,10 @@ def compare(
     same host and data. Where no two of the runs can be compared, the command says why and exits with 2.
     """
     from rich.console import Console
-    from rich.text import Text
 
     from esper.karn import comparison
     from esper.karn.report.frame import write_pictures
-    from esper.karn.terminal.console import empty_table, print_line, print_table
-    from esper.leyline.text import printable
+    from esper.karn.terminal.console import print_line, print_table
     from esper.store.files import to_json
 
     found = comparison.compare(*runs, out=out)
@@ -66,10 +64,7 @@ def compare(
             fail(" ".join(sentences), 2)
         return
     console = Console()
-    table = empty_table(comparison.RESULT_COLUMNS, left=(0, 1))
-    for row in comparison.result_rows(found.runs):
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    print_table(console, table)
+    print_table(console, comparison.result_table(found.runs))
     for line in (*(() if apart else sentences), *comparison.notes(found)):
         print_line(console, line)
     if out is not None:

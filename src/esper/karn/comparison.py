@@ -11,9 +11,9 @@ import numpy as np
 
 from esper.karn.reader import fitting_files, open_run, read_model
 from esper.karn.report.drawing import COLOURS, Series, curves
-from esper.karn.report.frame import Content, ReportSection, Table, flat_settings, render, write_page
+from esper.karn.report.frame import Content, ReportSection, flat_settings, render, write_page
 from esper.karn.run_model import EpisodeSteps, Floats, RunModel
-from esper.karn.terminal.console import estimate
+from esper.karn.terminal.console import Table, estimate
 from esper.leyline.config.arguments import to_path
 from esper.leyline.errors import InputError
 from esper.leyline.intervals import MeanInterval, t_factor, t_interval
@@ -182,7 +182,7 @@ def as_record(found: Verdict) -> dict[str, Any]:
     return record
 
 
-def result_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
+def result_table(runs: Sequence[Compared]) -> Table:
     """Return a row for each run: status, metric, J, added parameters, seeds kept of those planted, seconds."""
     rows: list[tuple[str, ...]] = []
     for run in runs:
@@ -197,10 +197,9 @@ def result_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
         worth, added = estimate(summary["test_objective"]["grown"], ".4f"), estimate(added_params(run), ",.0f")
         kept, seconds = f"{seeds['fossilized']} of {seeds['germinated']}", f"{summary['seconds']:,.1f}"
         rows.append((run.name, model.status, test, worth, added, kept, seconds))
-    return rows
-
-
-RESULT_COLUMNS = ("run", "status", "test metric", "J", "added parameters", "seeds kept", "seconds")
+    columns = ("run", "status", "test metric", "J", "added parameters", "seeds kept", "seconds")
+    cells = [tuple(map(printable, row)) for row in rows]
+    return Table("What came out of each run, on the test split", columns, cells, texts=(1,))
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -270,8 +269,7 @@ def content_of(comparison: Comparison) -> Content:
 
 
 def _result(comparison: Comparison) -> ReportSection:
-    rows = [tuple(map(printable, row)) for row in result_rows(comparison.runs)]
-    tables = [Table("What came out of each run, on the test split", RESULT_COLUMNS, rows, texts=(1,))]
+    tables = [result_table(comparison.runs)]
     pairs = [
         (
             f"{printable(each.first)} less {printable(each.second)}",

@@ -5,12 +5,10 @@ from math import nan
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
 from esper.karn.report.drawing import Figure, ForestRow, below_each_other, forest, paint
-from esper.karn.report.frame import Content, ReportSection, Table, flat_settings, table_of
-from esper.karn.terminal.console import empty_table, print_line, print_table, worker_lines
+from esper.karn.report.frame import Content, ReportSection, flat_settings
+from esper.karn.terminal.console import Table, print_line, print_table, worker_lines
 from esper.leyline.intervals import MeanInterval
 from esper.leyline.text import counted, printable, rounded
 
@@ -24,13 +22,13 @@ def print_evaluation(record: Record, console: Console) -> None:
     for task in record["tasks"]:
         print_line(console, f"{task['task']}: {sample_words(record, task)}; J and {task['metric']} on the test split")
         for table in tables_of(task, task["metric"], record):
-            print_table(console, table)
+            print_table(console, table, PATHS)
         for line in (*static_lines(record, task), *group_lines(task), *task.get("lines", ())):
             print_line(console, line)
     if record["together"] is not None:
         print_line(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
         for table in tables_of(record["together"], record["tasks"][0]["metric"], record):
-            print_table(console, table)
+            print_table(console, table, PATHS)
     for line in record.get("lines", ()):
         print_line(console, line)
     for line in (*interval_lines(record), *worker_lines(record)):
@@ -71,7 +69,7 @@ def interval_lines(record: Record) -> list[str]:
     return [*lines, *few]
 
 
-def tables_of(estimates: Record, metric: str, record: Record) -> list[RichTable]:
+def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
     """Return three tables: J by controller, its parts, and the paired differences of J between a controller and a rule.
 
     J is the mean and the interquartile mean, with the share of the headroom where it is known. Its parts are means over the runs,
@@ -80,24 +78,29 @@ def tables_of(estimates: Record, metric: str, record: Record) -> list[RichTable]
     """
     shares = [row.get("share_of_headroom") for row in estimates["controllers"]]
     headroom = ["headroom"] if any(shares) else []
-    objectives = empty_table(("controller", "J", "J, interquartile mean", *headroom), wrapped=PATHS)
-    columns = ("controller", metric, "added parameters", "seeds kept", "training s", "searched")
-    costs = empty_table(columns, wrapped=PATHS)
+    objectives, costs = [], []
     for row, share in zip(estimates["controllers"], shares, strict=True):
-        cells = [row["name"], spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
+        cells = [printable(row["name"]), spread(row["objective"], ".3f"), spread(row["objective_iqm"], ".3f")]
         if headroom:
             known = {name: None if value is None else 100 * value for name, value in (share or {"value": None}).items()}
             cells.append("-" if known["value"] is None else f"{spread(known, '.0f')} %")
-        objectives.add_row(*map(_cell, cells))
+        objectives.append(cells)
         parts = plain(row["metric"], ".3f"), plain(row["added_params"], ",.0f"), plain(row["kept"], ".2f")
         episodes = row.get("episodes")
         searched = "-" if episodes is None else f"{episodes:,}"
-        costs.add_row(*map(_cell, (row["name"], *parts, f"{row['seconds']:,.1f}", searched)))
-    differences = empty_table(("controller", "against", "difference of J", "P(better)"), wrapped=PATHS)
+        costs.append([printable(row["name"]), *parts, f"{row['seconds']:,.1f}", searched])
+    differences = []
     for row in compared(estimates, record):
-        pair = row["controller"], row["rule"], spread(row["difference"], "+.3f"), spread(row["probability"], ".2f")
-        differences.add_row(*map(_cell, pair))
-    return [objectives, costs, differences]
+        pair, probability = map(printable, (row["controller"], row["rule"])), spread(row["probability"], ".2f")
+        differences.append([*pair, spread(row["difference"], "+.3f"), probability])
+    of_objectives = ("controller", "J", "J, interquartile mean", *headroom)
+    of_costs = ("controller", printable(metric), "added parameters", "seeds kept", "training s", "searched")
+    of_differences = ("controller", "against", "difference of J", "P(better)")
+    return [
+        Table("J of every controller, mean and interquartile mean", of_objectives, objectives),
+        Table("What J is made of: means over runs, and the seconds of all of its training", of_costs, costs),
+        Table("Paired differences of J, controller less rule", of_differences, differences),
+    ]
 
 
 def compared(estimates: Record, record: Record) -> list[Record]:
@@ -174,10 +177,6 @@ def sample_words(record: Record, task: Record) -> str:
     return f"{counted(task['runs_of_each'], 'run')}, each from starting weights of its own"
 
 
-def _cell(text: str) -> Text:
-    return Text(printable(text))
-
-
 def content_of(record: Record, name: str) -> Content:
     """Return what the page of a record shows; `name` is that of its folder."""
     tasks = record["tasks"]
@@ -188,8 +187,8 @@ def content_of(record: Record, name: str) -> Content:
         *(_task(record, task, f"task{index}") for index, task in enumerate(tasks)),
     ]
     if record["together"] is not None:
-        tables, figures = _estimates(record["together"], tasks[0]["metric"], record)
-        title = f"All {counted(len(tasks), 'task')} together"
+        together, title = record["together"], f"All {counted(len(tasks), 'task')} together"
+        tables, figures = tables_of(together, tasks[0]["metric"], record), _figures(together, record)
         line = "Every task has the same weight."
         sections.append(ReportSection("together", title, [line], tables, figures, notes=interval_lines(record)))
     machine = Table("Machine", ("name", "value"), flat_settings(record["environment"]), texts=(1,))
@@ -212,8 +211,6 @@ def _asked(record: Record) -> list[str]:
 
 
 def _task(record: Record, task: Record, key: str) -> ReportSection:
-    metric = task["metric"]
-    tables, figures = _estimates(task, metric, record)
     verdicts = [_verdict(row, sample_words(record, task)) for row in compared(task, record)]
     lines = [f"{sample_words(record, task)}.", *(line for line in verdicts if line)]
     notes = [
@@ -224,6 +221,7 @@ def _task(record: Record, task: Record, key: str) -> ReportSection:
         *group_lines(task),
         *map(printable, task.get("lines", ())),
     ]
+    tables, figures = tables_of(task, task["metric"], record), _figures(task, record)
     return ReportSection(key, f"Task {printable(task['task'])}", lines, tables, figures, notes=notes)
 
 
@@ -237,15 +235,6 @@ def _verdict(row: Record, sample: str) -> str | None:
     if found["low"] <= 0 <= found["high"]:
         return f"The difference between {first} and {second} is not resolved by {sample}: {shown}."
     return f"{first} is {'better' if found['value'] > 0 else 'worse'} than {second}: {shown}."
-
-
-def _estimates(estimates: Record, metric: str, record: Record) -> tuple[list[Table], list[Figure]]:
-    captions = (
-        "J of every controller, mean and interquartile mean",
-        "What J is made of: means over runs, and the seconds of all of its training",
-        "Paired differences of J, controller less rule",
-    )
-    return list(map(table_of, captions, tables_of(estimates, metric, record))), _figures(estimates, record)
 
 
 def _figures(estimates: Record, record: Record) -> list[Figure]:

@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -14,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.karn.report.drawing import Figure, Shape, paint
-from esper.karn.report.frame import Table, table_of
-from esper.karn.terminal.console import can_print, comparison_table
+from esper.karn.terminal.console import Table, can_print, comparison_table
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted, printable, rounded
 from esper.store.lock import Lock
@@ -152,7 +150,7 @@ class MLflow(Target):
         part = store.with_suffix(".part")
         (self.folder / KEPT).mkdir(exist_ok=True)
         lock = Lock(self.folder / KEPT, lambda line: None)
-        wait_for(lock, 60.0)
+        lock.take(60.0)
         try:
             if not store.exists():
                 part.unlink(missing_ok=True)
@@ -251,18 +249,6 @@ MAKE: Mapping[str, Callable[[Path], Target]] = {
 """The targets by name; each writes into a folder."""
 
 
-def wait_for(lock: Lock, patience: float) -> None:
-    """Take a lock. InputError if another process still holds it after `patience` seconds."""
-    until = time.monotonic() + patience
-    while True:
-        try:
-            return lock.take()
-        except InputError:
-            if time.monotonic() >= until:
-                raise
-        time.sleep(0.2)
-
-
 def as_markdown(table: Table) -> str:
     """Return a table as Markdown, in which texts are neither markup nor HTML."""
     signs = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", **{sign: f"\\{sign}" for sign in "|`*["}})
@@ -276,7 +262,7 @@ def final_table(summary: Mapping[str, Any]) -> Table | None:
     if not can_print(summary, training):
         return None
     if not training:
-        shown = table_of("", comparison_table(summary))
+        shown = comparison_table(summary)
         return shown._replace(columns=["network", *shown.columns[1:]])
     figures: Mapping[str, float | None] = summary["last_rounds"]
     known = [(name, f"{value:.3g}") for name, value in figures.items() if value is not None]

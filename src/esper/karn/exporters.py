@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from esper.karn.export_targets import KEPT, MAKE, Box, Target, boxes_of, drawing, final_table, title_of, wait_for
+from esper.karn.export_targets import KEPT, MAKE, Box, Target, boxes_of, drawing, final_table, title_of
 from esper.karn.reader import OpenRun, Tail, open_run
 from esper.karn.run_model import RunModel
 from esper.leyline.distribution import check_installed
@@ -135,7 +135,7 @@ def export_of(
         write_atomic(folder / KEPT / TARGET, f"{target}\n")
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}; name another folder (--into)") from None
-    wait_for(lock, patience)
+    lock.take(patience)
     export = Export(run, name, made, draw)
     try:
         try:

@@ -74,7 +74,7 @@ class SeedMark(NamedTuple):
 
 
 class EpisodeSteps(NamedTuple):
-    """Holds the steps of an episode."""
+    """Holds the steps of a run that is no training, which has one episode."""
 
     steps: NDArray[np.int64]  # (T,) numbers of the steps
     metric: Floats  # (T, E) task metric on the probe split
@@ -88,7 +88,7 @@ class EpisodeSteps(NamedTuple):
 
 
 class Worths(NamedTuple):
-    """Holds what the seeds of the population's episode were worth. R rows, in the order in which they were measured."""
+    """Holds what the seeds of the run were worth. R rows, in the order in which they were measured."""
 
     steps: NDArray[np.int64]  # (R,) numbers of the steps
     contribution: Floats  # (R, E, S) contribution of every seed to the metric
@@ -99,7 +99,7 @@ class Worths(NamedTuple):
 
 
 class Sensed(NamedTuple):
-    """Holds the growth sensors of the population's episode. R rows, F sensors."""
+    """Holds the growth sensors of the run. R rows, F sensors."""
 
     steps: NDArray[np.int64]  # (R,) steps after which they were measured
     names: Sequence[str]  # (F,) the sensors
@@ -107,7 +107,7 @@ class Sensed(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Says where the time of the population's episode went. R rows."""
+    """Says where the time of the run went. R rows."""
 
     steps: NDArray[np.int64]  # (R,) last step of each row
     seconds: Mapping[str, Floats]  # (R,) by phase
@@ -300,7 +300,6 @@ class Curve:
 class CurvePoint(NamedTuple):
     """Holds the values of the exported curves at one place (`esper docs exporters`)."""
 
-    kind: str  # kind of the row: step, gradients, size or round
     x: int  # `step` of the row in a grown run; number of rounds before this one in a training; it never decreases
     time: float  # when the row was written [seconds since 1970]
     values: Mapping[str, float]  # by name of the curve; a quantity that was not measured is missing
@@ -340,7 +339,7 @@ class RunModel:
     config: Mapping[str, Any]
     summary: Mapping[str, Any] | None
     environment: Mapping[str, Any] | None
-    population: EpisodeSteps | None  # the last episode with steps, as all of the next
+    population: EpisodeSteps | None
     stays: list[Stay]
     marks: list[SeedMark]
     worths: Worths | None
@@ -359,7 +358,7 @@ class RunModel:
         self.head: RunRow | None = None  # the first row of the events
         self.last: RunRow | None = None  # the last `run` row
         self.changed: list[str] = []  # settings that were changed when the run was resumed
-        self.episode = self.step = -1  # of the last step row
+        self.step = -1  # of the last step row
         # Over steps, the 10th, the 50th and the 90th percentile over environments; in a training over rounds.
         self.curves: dict[str, Curve] = {}
         # Seeds planted, kept and pruned so far, and rollbacks, by name of the curve; 0 in a training.
@@ -389,13 +388,12 @@ class RunModel:
         # seconds for full queues of outputs, and of all steps or rounds that told of theirs
         self.waited = self.timed = 0.0
 
-        # The history of the episode.
+        # The history of the run, which has one episode: rows of a training, which plays many, are not held here.
         self._steps: list[tuple[Any, ...]] = []  # the fields of `EpisodeSteps` but the last
-        self._changes: list[LifecycleRow] = []  # of that episode, and of later ones
+        self._changes: list[LifecycleRow] = []
         # of the last row of phases: share of the time in which training waited for batches, and 95th percentile of these waits
         # [seconds]; None where all examples are in memory
         self.reading: tuple[float, float] | None = None
-        self._measured_episode = -1  # of the next four
         self._measured: list[tuple[int, Floats]] = []  # step, contributions
         self._worth: dict[str, Floats] = {}  # the last Shapley values and interactions
         self._sensed: list[tuple[int, Sequence[str], Floats]] = []  # step, names, medians
@@ -429,7 +427,7 @@ class RunModel:
             case StepRow() if cohort is UNSET:  # a training shows its rounds instead
                 return self._write_step(row)
             case GradientsRow() if cohort is UNSET:
-                return CurvePoint("gradients", row.step, row.time, self._spreads(row, OF_GRADIENTS, row.step))
+                return CurvePoint(row.step, row.time, self._spreads(row, OF_GRADIENTS, row.step))
             case LifecycleRow():
                 self._write_change(row)
             case DecisionRow():
@@ -479,7 +477,7 @@ class RunModel:
                 name = f"{cohort}/{self._task_names[task]}/{figure}"
                 values |= _spread(name, best, [getattr(each, figure) for each in ended])[0]
         self._episodes.clear()
-        return CurvePoint("round", len(self.rounds) - 1, row.time, values)
+        return CurvePoint(len(self.rounds) - 1, row.time, values)
 
     def _write_size(self, row: SizeRow) -> CurvePoint:
         self.sizes.append(row)
@@ -489,13 +487,10 @@ class RunModel:
         }
         for name, value in values.items():
             self.curves.setdefault(SIZE_CURVES[name], Curve()).add(row.step, value, value, value)
-        return CurvePoint("size", row.step, row.time, {f"size/{name}": value for name, value in values.items()})
+        return CurvePoint(row.step, row.time, {f"size/{name}": value for name, value in values.items()})
 
     def _write_step(self, row: StepRow) -> CurvePoint:
-        if row.episode != self.episode:
-            self.curves.clear()
-            self._steps = []
-        self.episode, self.step = row.episode, row.step
+        self.step = row.step
         self._stages, self._alphas = np.array(row.stages, np.int8), np.array(row.alphas, np.float64)
         # a measurement row follows if a seed was measured
         self._contributions, self._errors = np.full((2, *self._stages.shape), np.nan)
@@ -505,7 +500,7 @@ class RunModel:
             twin = None if row.twin_metrics is None else _floats(row.twin_metrics)
             added = np.array(row.added_param_counts, np.int64)
             self._steps.append((row.step, *figures, twin, added, self._stages, self._alphas))
-        return CurvePoint("step", row.step, row.time, self._spreads(row, OF_STEPS, row.step) | self.counts)
+        return CurvePoint(row.step, row.time, self._spreads(row, OF_STEPS, row.step) | self.counts)
 
     def _spreads(self, row: Row, quantities: Iterable[Quantity], x: int) -> dict[str, float]:
         """Return the values of the exported curves of some quantities; those of the live curves are added to these."""
@@ -527,8 +522,6 @@ class RunModel:
         seed, why = f"{row.blueprint} " if row.blueprint else "", f": {row.why}" if row.why else ""
         self._log(row.env, f"step {row.step}: {seed}at {row.slot} {row.from_stage} to {row.to_stage}{why}")
         if self.history:
-            if self._changes and self._steps and self._changes[-1].episode != row.episode:
-                self._changes = [change for change in self._changes if change.episode >= self.episode]
             self._changes.append(row)
 
     def _write_decision(self, row: DecisionRow) -> None:
@@ -561,9 +554,6 @@ class RunModel:
             self.timed += sum(row.phase_seconds.values())
         if not self.history:
             return
-        if row.episode != self._measured_episode:
-            self._measured_episode = row.episode
-            self._measured, self._sensed, self._phases, self._worth = [], [], [], {}
         match row:
             case PhasesRow():
                 self._phases.append((row.step, row.phase_seconds))
@@ -643,10 +633,7 @@ class RunModel:
         self.population = self.worths = self.sensed = self.times = None
         self.stays, self.marks = [], []
         if self.head is not None and self._steps:
-            shown = [row for row in self._changes if row.episode == self.episode]
-            self.population = _population(self.head, self._steps, shown)
-            self.stays = _stays(self.population, self.head, shown)
-            self.marks = _marks(self.head, shown, self.rollbacks)
+            self.population, self.stays, self.marks = _timeline(self.head, self._steps, self._changes, self.rollbacks)
         if self._measured:
             steps, values = zip(*self._measured, strict=True)
             shapley, interaction = self._worth.get("shapley"), self._worth.get("interaction")
@@ -662,63 +649,51 @@ class RunModel:
         return self
 
 
-def _population(head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Iterable[LifecycleRow]) -> EpisodeSteps:
+def _timeline(
+    head: RunRow, steps: Sequence[tuple[Any, ...]], changes: Sequence[LifecycleRow], rollbacks: Iterable[RollbackRow]
+) -> tuple[EpisodeSteps, list[Stay], list[SeedMark]]:
+    """Return the steps, the stays of every slot but those in DORMANT, and the plantings and removals, by rollbacks too."""
     numbers, metric, loss, train_loss, twins, added, stages, alphas = zip(*steps, strict=True)
-    stage = np.array(stages)
+    slots, names = ({name: index for index, name in enumerate(each)} for each in (head.slots, head.blueprints))
+    stage, at = np.array(stages), {step: index for index, step in enumerate(numbers)}
     seed = np.full(stage.shape, NO_SEED)
-    at = {step: index for index, step in enumerate(numbers)}
-    slots = {name: index for index, name in enumerate(head.slots)}
-    names = {name: index for index, name in enumerate(head.blueprints)}
-    for row in changes:
-        if row.step in at:
-            known = names.get(row.blueprint, NO_SEED) if row.blueprint is not None else NO_SEED
-            seed[at[row.step] :, row.env, slots[row.slot]] = known
-    twin = None if any(each is None for each in twins) else np.array(twins)
-    held = np.where(np.isin(stage, list(EMPTY)), NO_SEED, seed)
-    probe, losses, training = np.array([metric, loss, train_loss])
-    return EpisodeSteps(
-        np.array(numbers), probe, losses, training, twin, np.array(added), stage, np.array(alphas), held
-    )
-
-
-def _stays(population: EpisodeSteps, head: RunRow, changes: Iterable[LifecycleRow]) -> list[Stay]:
-    """Return the stays of every slot but those in DORMANT, by environment, slot and step."""
-    slots = {name: index for index, name in enumerate(head.slots)}
-    reasons = {(row.env, slots[row.slot], row.step): row.why for row in changes if row.why is not None}
-    stays = []
-    steps, envs, count = population.stage.shape
-    for env in range(envs):
-        for slot in range(count):
-            stage, seed = population.stage[:, env, slot], population.seed[:, env, slot]
-            cuts = np.flatnonzero((np.diff(stage) != 0) | (np.diff(seed) != 0)) + 1
-            for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), steps], strict=True):
-                if stage[first] == Stage.DORMANT:
-                    continue
-                start, stop = int(population.steps[first]), int(population.steps[last - 1]) + 1
-                name = head.blueprints[int(seed[first])] if seed[first] != NO_SEED else None
-                alpha, why = float(population.alpha[last - 1, env, slot]), reasons.get((env, slot, start))
-                stays.append(Stay(env, slot, start, stop, Stage(int(stage[first])), name, alpha, why))
-    return stays
-
-
-def _marks(head: RunRow, changes: Iterable[LifecycleRow], rollbacks: Iterable[RollbackRow]) -> list[SeedMark]:
-    """Return the plantings and removals of an episode, whose changes of stage are `changes`; a rollback may remove seeds too."""
-    slots, episode = {name: index for index, name in enumerate(head.slots)}, -1
     planted: dict[tuple[int, str], list[tuple[int, str | None]]] = {}
-    marks = []
+    marks, reasons = [], {}
     for row in changes:
-        episode = row.episode
+        place = row.env, slots[row.slot]
+        if row.step in at:
+            seed[at[row.step] :, *place] = NO_SEED if row.blueprint is None else names.get(row.blueprint, NO_SEED)
+        if row.why is not None:
+            reasons[*place, row.step] = row.why
         if row.to_stage in ("GERMINATED", "PRUNED"):
             began = row.to_stage == "GERMINATED"
             if began:
                 planted.setdefault((row.env, row.slot), []).append((row.step, row.blueprint))
-            marks.append(SeedMark(row.env, slots[row.slot], row.step, began, row.blueprint, row.why))
+            marks.append(SeedMark(*place, row.step, began, row.blueprint, row.why))
     for lost in rollbacks:
-        for slot in lost.pruned if lost.episode == episode and lost.cohort is UNSET and not lost.twin else ():
+        for slot in lost.pruned if lost.cohort is UNSET and not lost.twin else ():
             why = f"lost in a rollback ({lost.reason}), without a decision of the controller"
-            seeds = [seed for step, seed in planted.get((lost.env, slot), ()) if step <= lost.step]
-            marks.append(SeedMark(lost.env, slots[slot], lost.step, False, seeds[-1] if seeds else None, why))
-    return marks
+            before = [name for step, name in planted.get((lost.env, slot), ()) if step <= lost.step]
+            marks.append(SeedMark(lost.env, slots[slot], lost.step, False, before[-1] if before else None, why))
+
+    seed = np.where(np.isin(stage, list(EMPTY)), NO_SEED, seed)
+    twin = None if any(each is None for each in twins) else np.array(twins)
+    probe, losses, training = np.array([metric, loss, train_loss])
+    population = EpisodeSteps(
+        np.array(numbers), probe, losses, training, twin, np.array(added), stage, np.array(alphas), seed
+    )
+    stays = []
+    for env, slot in np.ndindex(stage.shape[1:]):
+        own, seeds = stage[:, env, slot], seed[:, env, slot]
+        cuts = np.flatnonzero((np.diff(own) != 0) | (np.diff(seeds) != 0)) + 1
+        for first, last in itertools.pairwise([0, *cuts.tolist(), len(own)]):
+            if own[first] == Stage.DORMANT:
+                continue
+            start, stop = int(numbers[first]), int(numbers[last - 1]) + 1
+            blueprint = head.blueprints[int(seeds[first])] if seeds[first] != NO_SEED else None
+            alpha, reason = float(population.alpha[last - 1, env, slot]), reasons.get((env, slot, start))
+            stays.append(Stay(env, slot, start, stop, Stage(int(own[first])), blueprint, alpha, reason))
+    return population, stays, marks
 
 
 def _spread(name: str, best: Best, values: Sequence[float | None]) -> tuple[dict[str, float], tuple[float, ...]]:

@@ -52,6 +52,13 @@ def mean_and_error(values: Values | None) -> tuple[float, float]:
     return mean, error
 
 
+def plus_minus(mean: float | None, error: float | None, form: str = "+.4f", absent: str = "-") -> str:
+    """Write a mean with its standard error, as +0.9866 ± 0.0021; `absent` without a mean, and the mean alone without an error."""
+    if mean is None or math.isnan(mean):
+        return absent
+    return rounded(mean, form) + ("" if error is None or math.isnan(error) else f" ± {error:{form.lstrip('+')}}")
+
+
 def t_factor(count: float) -> float:
     """Return half the width of the 95 % interval of the mean of `count` >= 2 normal values [standard errors].
 

@@ -3,13 +3,12 @@
 import functools
 import math
 import operator
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, get_args, get_origin
 
-import msgspec.inspect
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,47 +24,17 @@ from esper.nissa.rows import (
     EpisodeRow,
     LifecycleRow,
     PlayedRow,
-    RewardRow,
     RollbackRow,
     Row,
     RunRow,
-    StepRow,
+    axes_of,
 )
 from esper.store.disk import open_regular
 
 DIGITS = 5  # significant digits of measurements
 
+# the changes that have a basis; a removed seed may leave PRUNED in the same step
 _DECIDED = (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED)
-
-
-def step_row(view: View, outcome: Outcome, *, twin_metrics: Floats | None = None) -> StepRow:
-    """Return the row of the step that `outcome` describes and that led to `view`."""
-    measured, seeds = view.measurements, view.seeds
-    return StepRow(
-        episode=outcome.episode,
-        step=outcome.step,
-        metrics=rounded(outcome.after.metric),
-        losses=rounded(outcome.after.loss),
-        train_losses=rounded(measured.train_loss),
-        stages=seeds.stage,
-        alphas=rounded(seeds.alpha),
-        added_param_counts=outcome.after.added_params,
-        twin_metrics=None if twin_metrics is None else rounded(twin_metrics),
-    )
-
-
-class Basis(NamedTuple):
-    """Holds the reason and the measurements of a decision to plant, keep or remove a seed; None for what was not measured.
-
-    The fields are those of `LifecycleRow`.
-    """
-
-    why: str
-    contribution_mean: float | None = None
-    contribution_se: float | None = None
-    gain_mean: float | None = None
-    gain_se: float | None = None
-    gate_checks: str | None = None
 
 
 def lifecycle_rows(
@@ -75,12 +44,12 @@ def lifecycle_rows(
     changes: Transitions,
     before: Seeds,
     after: Seeds,
-    bases: Mapping[tuple[int, int], Basis],
+    bases: Mapping[tuple[int, int], Mapping[str, Any]],
 ) -> Iterator[LifecycleRow]:
     """Yield one row per change of stage between two states of the seeds, in the order of `changes`.
 
-    `bases` holds the reasons of plantings, removals and fossilizations, by environment and slot. The blueprint of a removed
-    seed is taken from `before`.
+    `bases` holds the reason and the measurements of plantings, removals and fossilizations, as fields of the row, by environment
+    and slot. The blueprint of a removed seed is taken from `before`.
     """
     planted = np.where(after.blueprint >= 0, after.blueprint, before.blueprint)
     for env, slot, source, target in np.stack(changes, axis=1).tolist():
@@ -94,7 +63,7 @@ def lifecycle_rows(
             to_stage=Stage(target).name,
             blueprint=space.blueprints[index].name if index >= 0 else None,
             alpha=digits(after.alpha[env, slot]) or 0.0,
-            **(bases[env, slot]._asdict() if target in _DECIDED and (env, slot) in bases else {}),
+            **(bases.get((env, slot), {}) if target in _DECIDED else {}),
         )
 
 
@@ -137,16 +106,6 @@ def anomaly_rows(outcome: Outcome, found: NDArray[np.int8], raised: tuple[str, i
             raised_level=level if steps else None,
             raised_steps=steps,
         )
-
-
-def reward_row(outcome: Outcome, components: Mapping[str, Floats]) -> RewardRow:
-    """Return the row of the rewards of a step. components: (E,) each."""
-    return RewardRow(
-        episode=outcome.episode,
-        step=outcome.step,
-        rewards=rounded(np.sum(list(components.values()), axis=0)),
-        components={name: rounded(values) for name, values in components.items()},
-    )
 
 
 def episode_rows(
@@ -264,7 +223,7 @@ class RunShape:
                         raise InputError(f"{name} is {slot!r}, and the run has the slots {', '.join(head.slots)}")
 
 
-def _check_lengths(name: str, values: Any, axes: Sequence[str], sizes: dict[str, int]) -> None:
+def _check_lengths(name: str, values: Any, axes: str, sizes: dict[str, int]) -> None:
     """Raise InputError if nested lists are not as long as `sizes`, by axis; an unknown axis there gets their length."""
     size = sizes.setdefault(axes[0], len(values))
     if len(values) != size:
@@ -361,44 +320,26 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a row cannot hold {kind_of(value)}")
 
 
-def _depth(kind: msgspec.inspect.Type) -> int:
-    """Return how deep lists of numbers are nested in a type; 0 for other types."""
-    match kind:
-        case msgspec.inspect.Metadata(type=inner):
-            return _depth(inner)
-        case msgspec.inspect.UnionType(types=types):
-            return max(map(_depth, types))
-        case msgspec.inspect.ListType(item_type=item):
-            number = isinstance(item, msgspec.inspect.UnionType) and msgspec.inspect.FloatType() in item.types
-            return 1 if number else _depth(item) and 1 + _depth(item)
-    return 0
+def _holds(kind: Any, wanted: type) -> bool:
+    """Return whether a type is another one or has it within it."""
+    return wanted in (kind, get_origin(kind)) or any(_holds(part, wanted) for part in get_args(kind))
 
-
-def _fields(row: type[Row]) -> Sequence[msgspec.inspect.Field]:
-    found = msgspec.inspect.type_info(row)
-    assert isinstance(found, msgspec.inspect.StructType)
-    return found.fields
-
-
-_DEPTHS = {row: tuple((each.name, depth) for each in _fields(row) if (depth := _depth(each.type))) for row in ROWS}
-"""Fields that hold lists of numbers, each with the depth of its lists, by kind of row."""
 
 _AXES = {"E": "environments", "S": "slots", "F": "sensors"}
-_AXIS = re.compile(rf"\(([{''.join(_AXES)}](?:, [{''.join(_AXES)}])*),?\)")
-
-
-def _shapes(row: type[Row]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the fields of a kind of rows that hold lists, each with the axes that its description names."""
-    shapes = []
-    for field in _fields(row):
-        assert isinstance(field.type, msgspec.inspect.Metadata)
-        named = _AXIS.search((field.type.extra_json_schema or {})["description"])
-        if named is not None:
-            shapes.append((field.name, tuple(named[1].split(", "))))
-    return tuple(shapes)
-
-
-_SHAPES = {row: _shapes(row) for row in ROWS}
+_LISTS = {
+    row: [(field, axes) for field in msgspec.structs.fields(row) if (axes := axes_of(field.type))] for row in ROWS
+}
+_SHAPES = {row: [(field.name, axes) for field, axes in lists if axes.isalpha()] for row, lists in _LISTS.items()}
+"""The fields that hold lists over environments, slots or sensors, each with its axes, by kind of row."""
+_DEPTHS = {
+    row: [
+        (field.name, len(axes))
+        for field, axes in lists
+        if _holds(field.type, float) and not _holds(field.type, Mapping)
+    ]
+    for row, lists in _LISTS.items()
+}
+"""Fields that hold lists of numbers, each with the depth of its lists, by kind of row."""
 _ENVS, _SLOTS = (
     {row: tuple(name for name in names if name in row.__struct_fields__) for row in ROWS}
     for names in (("env", "failed_envs", "failed_twins"), ("slot", "pruned", "unfinished", "grown"))

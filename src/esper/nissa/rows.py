@@ -4,11 +4,12 @@ A value that was not measured is nan in an array and null in the file. Fields wi
 which the writer converts to lists. A field that has its default is left out of the file. A field name has the same type in all
 kinds of rows, so that the file can be read as one table; an array therefore has another name than the number of one environment.
 
-The types are the schema by which a line is read, and the shape in a description, as (E, S), is that which the reader checks.
+The types are the schema by which a line is read. Beside a type of lists stand their axes, as "ES", whose lengths the reader
+checks.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -32,10 +33,10 @@ else:  # the types in the file, where null stands for a list of nulls
     Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     StageNumber = Annotated[int, Meta(ge=int(min(Stage)), le=int(max(Stage)))]
     StageName = Literal[tuple(Stage.__members__)]
-    Numbers = list[float | None]
-    Matrix = list[list[float | None] | None]
-    Integers = list[Count]
-    Table = list[list[StageNumber]]
+    Numbers = Annotated[list[float | None], "E"]
+    Matrix = Annotated[list[list[float | None] | None], "ES"]
+    Integers = Annotated[list[Count], "E"]
+    Table = Annotated[list[list[StageNumber]], "ES"]
     Cube = list[list[list[float | None] | None] | None]
 
 
@@ -45,6 +46,12 @@ SCHEMA = 4  # version of the rows, in every `run` row; rows of another version a
 def about(text: str) -> Meta:
     """Describe a field in the schema."""
     return Meta(description=text)
+
+
+def axes_of(kind: Any) -> str:
+    """Return the axes of the lists that the type of a field holds, a letter each; empty if it holds none."""
+    named = [each for each in getattr(kind, "__metadata__", ()) if isinstance(each, str)]
+    return named[0] if named else next(filter(None, map(axes_of, get_args(kind))), "")
 
 
 class Row(msgspec.Struct, kw_only=True, tag_field="kind", omit_defaults=True):
@@ -65,10 +72,10 @@ class RunRow(Row, tag="run", kw_only=True):
     steps: Annotated[Count, about("steps of an episode")]
     seed: Annotated[Count, about("run seed")]
     device: Annotated[str, about("device of the networks")]
-    slots: Annotated[Sequence[str], about("(S,) names of the slots")]
+    slots: Annotated[Sequence[str], "S", about("names of the slots")]
     blueprints: Annotated[Sequence[str], about("names of the menu")]
     host_param_counts: Annotated[
-        Integers, about("(E,) parameters of the hosts; empty in a training, whose hosts change every round")
+        Integers, about("parameters of the hosts; empty in a training, whose hosts change every round")
     ]
     changed: Annotated[
         Sequence[str], about("settings that `esper resume --set` changed at this row, as key=value")
@@ -117,15 +124,13 @@ class SlotRow(EnvRow, kw_only=True):
 class StepRow(AtStepRow, tag="step", kw_only=True):
     """Records one step of every environment, to 5 digits. An environment without a `decision` row at this step chose WAIT."""
 
-    metrics: Annotated[Numbers, about("(E,) task metric on the probe split, after the step")]
-    losses: Annotated[Numbers, about("(E,) loss on the probe split, after the step")]
-    train_losses: Annotated[Numbers, about("(E,) mean loss over the batches of the step")]
-    stages: Annotated[Table, about("(E, S) stage of every slot, 0 DORMANT to 7 EMBARGOED")]
-    alphas: Annotated[Matrix, about("(E, S) dose of every slot")]
-    added_param_counts: Annotated[Integers, about("(E,) parameters of the seeds in BLENDING, HOLDING or FOSSILIZED")]
-    twin_metrics: Annotated[Numbers | None, about("(E,) task metric of the never-grow twins; null without twins")] = (
-        None
-    )
+    metrics: Annotated[Numbers, about("task metric on the probe split, after the step")]
+    losses: Annotated[Numbers, about("loss on the probe split, after the step")]
+    train_losses: Annotated[Numbers, about("mean loss over the batches of the step")]
+    stages: Annotated[Table, about("stage of every slot, 0 DORMANT to 7 EMBARGOED")]
+    alphas: Annotated[Matrix, about("dose of every slot")]
+    added_param_counts: Annotated[Integers, about("parameters of the seeds in BLENDING, HOLDING or FOSSILIZED")]
+    twin_metrics: Annotated[Numbers | None, about("task metric of the never-grow twins; null without twins")] = None
 
 
 class LifecycleRow(SlotRow, tag="lifecycle", kw_only=True, rename={"from_stage": "from", "to_stage": "to"}):
@@ -155,7 +160,7 @@ class RollbackRow(EnvRow, tag="rollback", kw_only=True):
     metric: Annotated[float | None, about("task metric on the probe split, before the restoration")]
     loss: Annotated[float | None, about("loss on the probe split, before the restoration")]
     pruned: Annotated[Sequence[str], about("slots whose seed is not in the snapshot")]
-    slot_stages: Annotated[Sequence[StageNumber], about("(S,) stage of every slot, after the restoration")]
+    slot_stages: Annotated[Sequence[StageNumber], "S", about("stage of every slot, after the restoration")]
 
 
 class DecisionRow(EnvRow, tag="decision", kw_only=True):
@@ -199,21 +204,24 @@ class DecisionRow(EnvRow, tag="decision", kw_only=True):
     ] = msgspec.field(default_factory=dict)
     choice_counts: Annotated[
         Sequence[Count],
+        "6",
         about(
-            "(6,) number of choices that the mask left for operation, slot, blueprint, blend, tempo and target, "
+            "number of choices that the mask left for operation, slot, blueprint, blend, tempo and target, "
             "given the choices before; 0 where the operation does not read the head"
         ),
     ]
     probabilities: Annotated[
         Numbers | None,
+        "6",
         about(
-            "(6,) probability that a trained policy gave to its choice of each head; null where the head is not "
+            "probability that a trained policy gave to its choice of each head; null where the head is not "
             "read, or for other controllers"
         ),
     ] = None
     entropies: Annotated[
         Numbers | None,
-        about("(6,) entropy of the policy's distribution of each head [nats]; null where `probabilities` are"),
+        "6",
+        about("entropy of the policy's distribution of each head [nats]; null where `probabilities` are"),
     ] = None
     value: Annotated[
         float | None, about("return that the policy expected from this step on; null for other controllers")
@@ -239,28 +247,23 @@ class MeasurementRow(AtStepRow, tag="measurement", kw_only=True):
 
     contribution_means: Annotated[
         Matrix | None,
-        about(
-            "(E, S) metric minus metric without the seed, of seeds with a dose above 0; null where none was measured"
-        ),
+        about("metric minus metric without the seed, of seeds with a dose above 0; null where none was measured"),
     ] = None
-    contribution_ses: Annotated[Matrix | None, about("(E, S) standard errors of the contributions")] = None
+    contribution_ses: Annotated[Matrix | None, about("standard errors of the contributions")] = None
     gain_means: Annotated[
         Matrix | None,
-        about("(E, S) loss minus loss with the seed at dose 1, of seeds in TRAINING; null where none was measured"),
+        about("loss minus loss with the seed at dose 1, of seeds in TRAINING; null where none was measured"),
     ] = None
-    gain_ses: Annotated[Matrix | None, about("(E, S) standard errors of the gains")] = None
+    gain_ses: Annotated[Matrix | None, about("standard errors of the gains")] = None
     participations: Annotated[
-        Matrix | None,
-        about("(E, S) participation ratio of the stream at the slot / width of the stream; at level debug"),
+        Matrix | None, about("participation ratio of the stream at the slot / width of the stream; at level debug")
     ] = None
     shapley_means: Annotated[
-        Matrix | None, about("(E, S) Shapley values; null at steps at which no coalitions are measured")
+        Matrix | None, about("Shapley values; null at steps at which no coalitions are measured")
     ] = None
-    shapley_ses: Annotated[
-        Matrix | None, about("(E, S) their standard errors; 0 where every coalition was measured")
-    ] = None
+    shapley_ses: Annotated[Matrix | None, about("their standard errors; 0 where every coalition was measured")] = None
     interactions: Annotated[
-        Cube | None, about("(E, S, S) Shapley interactions of pairs of seeds; null where coalitions were sampled")
+        Cube | None, "ESS", about("Shapley interactions of pairs of seeds; null where coalitions were sampled")
     ] = None
 
 
@@ -270,8 +273,8 @@ class SensorsRow(AtStepRow, tag="sensors", kw_only=True):
     `telemetry.sensor_rows_every` says how often they are due.
     """
 
-    sensors: Annotated[Sequence[str], about("(F,) names of the sensors")]
-    readings: Annotated[Cube, about("(E, S, F) the sensors of every slot; null where a sensor has no value")]
+    sensors: Annotated[Sequence[str], "F", about("names of the sensors")]
+    readings: Annotated[Cube, "ESF", about("the sensors of every slot; null where a sensor has no value")]
 
 
 class PhasesRow(PlayedRow, tag="phases", kw_only=True):
@@ -311,7 +314,7 @@ class PhasesRow(PlayedRow, tag="phases", kw_only=True):
 class RewardRow(AtStepRow, tag="reward", kw_only=True):
     """Records the rewards that a training paid for a step, to 5 digits."""
 
-    rewards: Annotated[Numbers, about("(E,) sum of the components")]
+    rewards: Annotated[Numbers, about("sum of the components")]
     components: Annotated[Mapping[str, Numbers], about("by name of the component (`esper docs training`): (E,)")]
 
 
@@ -323,9 +326,9 @@ class GradientsRow(AtStepRow, tag="gradients", kw_only=True):
     not finite. They are left out in a step that raises the level to debug, because it was trained before, and by `esper.Growth`.
     """
 
-    host_gradients: Annotated[Numbers, about("(E,) gradient norm of the host, mean over the step")]
+    host_gradients: Annotated[Numbers, about("gradient norm of the host, mean over the step")]
     seed_gradients: Annotated[
-        Matrix, about("(E, S) gradient norm of the seed, mean over the step; null where no seed trained")
+        Matrix, about("gradient norm of the seed, mean over the step; null where no seed trained")
     ]
     host_parameter_gradients: Annotated[
         Mapping[str, Numbers] | None,
@@ -353,7 +356,7 @@ class AnomalyRow(AtStepRow, tag="anomaly", kw_only=True):
 class WideningRow(AtStepRow, tag="widening", kw_only=True):
     """Says that all networks became wider after the training of a step (`widen.at`); what they compute stayed the same."""
 
-    host_param_counts: Annotated[Integers, about("(E,) parameters of the hosts from now on")]
+    host_param_counts: Annotated[Integers, about("parameters of the hosts from now on")]
     widths: Annotated[
         Mapping[str, Sequence[Count]],
         about("by the first layer that returns them: how many hidden features there were, and how many there are"),
@@ -383,10 +386,10 @@ class EvaluationRow(PlayedRow, tag="evaluation", kw_only=True):
     """Records an evaluation of the networks as they are exported: at the end of a run, and in a training after a round."""
 
     split: Annotated[str, about("test or validation")]
-    metrics: Annotated[Numbers, about("(E,) task metric on the split")]
-    losses: Annotated[Numbers, about("(E,) loss on the split")]
-    objectives: Annotated[Numbers, about("(E,) J: metric or minus loss, less the rent of the parameters")]
-    twin_metrics: Annotated[Numbers | None, about("(E,) metric of the never-grow twins; null without")] = None
+    metrics: Annotated[Numbers, about("task metric on the split")]
+    losses: Annotated[Numbers, about("loss on the split")]
+    objectives: Annotated[Numbers, about("J: metric or minus loss, less the rent of the parameters")]
+    twin_metrics: Annotated[Numbers | None, about("metric of the never-grow twins; null without")] = None
 
 
 class CheckpointRow(Row, tag="checkpoint", kw_only=True):

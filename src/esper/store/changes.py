@@ -8,7 +8,6 @@ A run is identified by the sha256 of its first config.yaml. The entries lead fro
 not lead back from a config.yaml that was edited by hand, which therefore counts as another run.
 """
 
-import hashlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import msgspec
 
 from esper.leyline.config.parsing import parse_json
 from esper.leyline.errors import InputError
-from esper.store.disk import read_kept, write_atomic
+from esper.store.disk import read_kept, sha256_of, write_atomic
 from esper.store.files import CHANGES, CONFIG, to_json
 
 _LARGEST = 2**20  # bytes of it that are read
@@ -50,7 +49,7 @@ class Trail(NamedTuple):
 
 def read_trail(folder: Path) -> Trail:
     """Return the changes of a run folder, without an entry whose config.yaml a crash prevented. InputError if unreadable."""
-    digest, entries = digest_of((folder / CONFIG).read_bytes()), []
+    digest, entries = sha256_of((folder / CONFIG).read_bytes()), []
     for entry in reversed(_read(folder)):
         if entry.target == digest:
             digest = entry.source
@@ -60,20 +59,15 @@ def read_trail(folder: Path) -> Trail:
 
 def record_change(folder: Path, config: str, settings: Sequence[str], steps: int) -> None:
     """Write the entry of a config that is about to be written, unless the last entry is the same."""
-    source, target = digest_of((folder / CONFIG).read_bytes()), digest_of(config.encode())
+    source, target = sha256_of((folder / CONFIG).read_bytes()), sha256_of(config.encode())
     if source != target:
         _append(folder, RunChange(time.time(), steps, tuple(settings), source, target))
 
 
 def record_origin(folder: Path, noted: Sequence[str], origin: dict[str, Any], steps: int) -> None:
     """Write an entry for new versions and data under an unchanged config, unless the last entry is the same."""
-    digest = digest_of((folder / CONFIG).read_bytes())
+    digest = sha256_of((folder / CONFIG).read_bytes())
     _append(folder, RunChange(time.time(), steps, (), digest, digest, tuple(noted), origin))
-
-
-def digest_of(content: bytes) -> str:
-    """Return the sha256 of the content of a config.yaml."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def _append(folder: Path, entry: RunChange) -> None:

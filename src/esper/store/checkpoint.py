@@ -180,12 +180,30 @@ class Checkpoints:
         `note` is told of every file that is refused, with the reason. InputError if the only valid checkpoints are of another
         format or another run.
         """
+        if self.folder.is_symlink():
+            raise InputError(f"{self.folder} is a link, which is not followed; replace it by the folder")
+        best, latest = self.folder / BEST, self.folder / LATEST
+        if os.path.lexists(best):  # reading does not depend on it
+            try:
+                name, digest = _named(best)
+                if sha256_of(_content(self.folder / name / FACTS, _LARGEST_FACTS)) != digest:
+                    raise Damaged(f"{best} names a {name} with another sha256 than the one in the folder")
+            except Damaged as error:
+                note(f"{error}; the next best checkpoint replaces it")
+        tried: list[tuple[str, str | None]] = []
+        if self.folder.is_dir():
+            tried = [(name, None) for name in _names(self.folder)]
+        if tried or os.path.lexists(latest):
+            try:
+                # again below without the sha256: if it differs, `latest` may be the damaged file
+                tried.insert(0, _named(latest))
+            except Damaged as error:
+                note(f"{error}; the newest checkpoint that verifies is used")
         foreign: Foreign | None = None
         refused: list[str] = []
-        self._look_at_best(note)
-        for name, digest in self._candidates(note):
+        for name, sha256 in tried:
             try:
-                found = self._verified(name, digest)
+                found = self._verified(name, sha256)
             except Damaged as error:
                 foreign = foreign or (error if isinstance(error, Foreign) else None)
                 if str(error) not in refused:
@@ -199,33 +217,6 @@ class Checkpoints:
         if foreign is not None:
             raise InputError(str(foreign))
         return None
-
-    def _look_at_best(self, note: Callable[[str], None]) -> None:
-        """Tell `note` if `best` does not name a checkpoint of the folder. Reading does not depend on it."""
-        path = self.folder / BEST
-        if self.folder.is_symlink() or not os.path.lexists(path):
-            return
-        try:
-            name, digest = _named(path)
-            if sha256_of(_content(self.folder / name / FACTS, _LARGEST_FACTS)) != digest:
-                raise Damaged(f"{path} names a {name} with another sha256 than the one in the folder")
-        except Damaged as error:
-            note(f"{error}; the next best checkpoint replaces it")
-
-    def _candidates(self, note: Callable[[str], None]) -> list[tuple[str, str | None]]:
-        """Return names of folders in the order in which they are tried, with the sha256 of state.json if `latest` names it."""
-        if self.folder.is_symlink():
-            raise InputError(f"{self.folder} is a link, which is not followed; replace it by the folder")
-        names = _names(self.folder) if self.folder.is_dir() else []
-        if not names and not os.path.lexists(self.folder / LATEST):
-            return []
-        try:
-            named = _named(self.folder / LATEST)
-        except Damaged as error:
-            note(f"{error}; the newest checkpoint that verifies is used")
-            return [(name, None) for name in names]
-        # again without the sha256: if it differs, `latest` may be the damaged file
-        return [named, *((name, None) for name in names)]
 
     def _verified(self, name: str, digest: str | None) -> Checkpoint:
         """Return the checkpoint of a folder, read and verified. Raises Damaged if it cannot be used."""

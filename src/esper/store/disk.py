@@ -165,36 +165,14 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text)[-60:].strip("-.") or "unnamed"
 
 
-def read_kept(path: Path, largest: int, mend: str) -> bytes:
-    """Read a file that Esper wrote: a regular file, no link, of at most `largest` bytes. InputError otherwise."""
-    return _read(path, largest, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
 def read_named(path: Path, largest: int, mend: str) -> bytes:
     """Read a file that the user named, maybe a link or a pipe, of at most `largest` bytes. InputError otherwise."""
-    return _read(path, largest, mend, 0)
+    return read_kept(path, largest, mend, named=True)
 
 
-def open_regular(path: Path, mend: str) -> BufferedReader:
-    """Return a file that Esper wrote, open for reading: a regular file, no link. InputError otherwise; never waits for a pipe."""
-    return _opened(path, mend, os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-def _opened(path: Path, mend: str, flags: int) -> BufferedReader:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | flags)
-    except OSError as error:
-        reason = " is a link, which is not followed" if error.errno == errno.ELOOP else f": {error.strerror}"
-        raise InputError(f"{path}{reason}; {mend}") from None
-    found = os.fstat(descriptor).st_mode
-    if stat.S_ISDIR(found) or (flags and not stat.S_ISREG(found)):
-        os.close(descriptor)
-        raise InputError(f"{path} is not a regular file; {mend}")
-    return os.fdopen(descriptor, "rb")
-
-
-def _read(path: Path, largest: int, mend: str, flags: int) -> bytes:
-    with _opened(path, mend, flags) as file:
+def read_kept(path: Path, largest: int, mend: str, named: bool = False) -> bytes:
+    """Read a file as `open_regular` opens it, of at most `largest` bytes. InputError otherwise."""
+    with open_regular(path, mend, named) as file:
         found = os.fstat(file.fileno())
         try:
             data = file.read(min(found.st_size, largest) + 1 if stat.S_ISREG(found.st_mode) else largest + 1)
@@ -203,6 +181,23 @@ def _read(path: Path, largest: int, mend: str, flags: int) -> bytes:
     if len(data) > largest:
         raise InputError(f"{path} has more than {largest:,} bytes, more than any of its kind; {mend}")
     return data
+
+
+def open_regular(path: Path, mend: str, named: bool = False) -> BufferedReader:
+    """Return a file that Esper wrote, open for reading: a regular file, no link. InputError otherwise; never waits for a pipe.
+
+    named: whether the user named it instead, so that it may be a link or a pipe.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | (0 if named else os.O_NOFOLLOW | os.O_NONBLOCK))
+    except OSError as error:
+        reason = " is a link, which is not followed" if error.errno == errno.ELOOP else f": {error.strerror}"
+        raise InputError(f"{path}{reason}; {mend}") from None
+    found = os.fstat(descriptor).st_mode
+    if stat.S_ISDIR(found) or not (named or stat.S_ISREG(found)):
+        os.close(descriptor)
+        raise InputError(f"{path} is not a regular file; {mend}")
+    return os.fdopen(descriptor, "rb")
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)

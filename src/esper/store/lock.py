@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from esper.leyline.errors import InputError
-from esper.store.disk import Retry
+from esper.store.disk import Retry, read_kept
 
 LOCK = "lock"
 _LARGEST = 64 * 2**10  # bytes of it that are read
@@ -37,15 +37,16 @@ class Lock:
     def held(self) -> bool:
         return self._lock.is_locked
 
-    def take(self) -> None:
+    def take(self, patience: float = _TRIES) -> None:
         """Take the lock of an existing folder. InputError, with nothing changed, if another process holds it.
 
-        The lock file of a killed process is taken over, and `note` is told.
+        patience: how long to wait until that process releases it [seconds]. The lock file of a killed process is taken over, and
+        `note` is told.
         """
         if self.path.exists() and not self.path.is_file():
             raise InputError(f"{self.path} is not a regular file; remove it, or name another run folder")
         try:
-            self._lock.acquire(timeout=_TRIES, poll_interval=_TRIES / 4)
+            self._lock.acquire(timeout=max(patience, _TRIES), poll_interval=_TRIES / 4)
             left = owner_of(self.path)
             os.ftruncate(self._descriptors[-1], 0)
             os.write(self._descriptors[-1], json.dumps(describe_process()).encode() + b"\n")
@@ -104,10 +105,8 @@ def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry) -> It
 def owner_of(path: Path) -> dict[str, Any] | None:
     """Return the process that a lock file names; None if the file is empty, as just after its creation, or not of Esper."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            owner = json.loads(file.read(_LARGEST))
-    except (OSError, ValueError, RecursionError):
+        owner = json.loads(read_kept(path, _LARGEST, ""))
+    except (InputError, ValueError, RecursionError):
         return None
     known = isinstance(owner, dict) and {"pid", "host", "started", "since", "command"} <= set(owner)
     return owner if known and isinstance(owner["pid"], int) else None

@@ -44,7 +44,6 @@ from esper.leyline.lifecycle.view import (
 )
 from esper.leyline.protocols import Controller, Proposed, as_controller
 from esper.leyline.records import as_tree, brief, from_tree
-from esper.nissa.events import Basis
 from esper.tolaria.early_stopping import EarlyStopping
 from esper.tolaria.governor import Governor, Verdicts, preflight
 from esper.tolaria.measure.certifying import Certifier
@@ -148,7 +147,7 @@ class Changes(NamedTuple):
     transitions: Transitions
     before: Seeds
     after: Seeds
-    bases: dict[tuple[int, int], Basis]  # by environment and slot
+    bases: dict[tuple[int, int], dict[str, Any]]  # by environment and slot: fields of `LifecycleRow`
 
 
 class Trace(NamedTuple):

@@ -14,16 +14,7 @@ from esper.leyline.lifecycle.masks import offered
 from esper.leyline.lifecycle.stages import Stage, among
 from esper.leyline.lifecycle.verdicts import Refusal, Vital
 from esper.leyline.lifecycle.view import Floats, Outcome, Scores, Seeds, View, take
-from esper.nissa.events import (
-    anomaly_rows,
-    digits,
-    episode_rows,
-    lifecycle_rows,
-    reward_row,
-    rollback_rows,
-    rounded,
-    step_row,
-)
+from esper.nissa.events import anomaly_rows, digits, episode_rows, lifecycle_rows, rollback_rows, rounded
 from esper.nissa.hub import Hub
 from esper.nissa.rows import (
     DecisionRow,
@@ -32,6 +23,7 @@ from esper.nissa.rows import (
     MeasurementRow,
     PhasesRow,
     PlayedRow,
+    RewardRow,
     SensorsRow,
     StepRow,
     WideningRow,
@@ -130,7 +122,16 @@ class Journal(Observer):
         outcome, view, config = step.outcome, step.after, self.engine.config
         measured, envs, number = view.measurements, len(view.host_params), outcome.step + 1
         place: dict[str, Any] = {"episode": outcome.episode, "step": outcome.step}
-        yield step_row(view, outcome, twin_metrics=trace.twins)
+        yield StepRow(
+            **place,
+            metrics=rounded(outcome.after.metric),
+            losses=rounded(outcome.after.loss),
+            train_losses=rounded(measured.train_loss),
+            stages=view.seeds.stage,
+            alphas=rounded(view.seeds.alpha),
+            added_param_counts=outcome.after.added_params,
+            twin_metrics=None if trace.twins is None else rounded(trace.twins),
+        )
         arrays = {
             "contribution_means": measured.contribution.mean,
             "contribution_ses": measured.contribution.se,
@@ -151,7 +152,9 @@ class Journal(Observer):
         if due and not measured.sensor_age and np.isfinite(measured.sensors).any():
             yield SensorsRow(**place, sensors=view.space.sensors, readings=rounded(measured.sensors))
         if self.paid is not None:
-            yield reward_row(outcome, self.paid())
+            paid = self.paid()
+            total = rounded(np.sum(list(paid.values()), axis=0))
+            yield RewardRow(**place, rewards=total, components={name: rounded(paid[name]) for name in paid})
         spent = {name: now - self._spent.get(name, 0.0) for name, now in self.engine.timer.seconds.items()}
         writing, self._written = self.hub.seconds - self._written, self.hub.seconds
         for name, seconds in {"deciding": step.deciding, "writing": writing, **spent}.items():

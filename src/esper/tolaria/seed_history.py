@@ -17,7 +17,6 @@ from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.verdicts import Vital
 from esper.leyline.lifecycle.view import Bools, Measurements, Seeds, Space, Transitions
 from esper.leyline.text import counted
-from esper.nissa.events import Basis
 
 GATES = {Stage.TRAINING: "advance", Stage.HOLDING: "fossilize"}
 """The gate that a seed must pass next, by its stage."""
@@ -35,7 +34,8 @@ class SeedHistory:
         self.most: int | None = None
         self.lists: dict[str, list[dict[str, Any]]] = {"plantings": [], "keeps": [], "prunes": []}
         self.unlisted = dict.fromkeys(self.lists, 0)
-        self.bases: dict[tuple[int, int], Basis] = {}
+        # the reason and the measurements of a decision, as fields of `LifecycleRow`; None for what was not measured
+        self.bases: dict[tuple[int, int], dict[str, Any]] = {}
 
     def note(
         self,
@@ -56,7 +56,7 @@ class SeedHistory:
             own = (reasons[env] if reasons is not None else None) or ""
             why = own or f"the controller chose {op.name}"
             if op == Op.GERMINATE:
-                self.bases[env, slot] = Basis(why=why)
+                self.bases[env, slot] = {"why": why}
             # The PRUNE of a doomed seed shortens a ramp down whose basis is recorded.
             if op not in (Op.PRUNE, Op.FOSSILIZE) or seeds.doomed[env, slot]:
                 continue
@@ -74,11 +74,11 @@ class SeedHistory:
                 parts.append(f"certified on fresh examples at level {level:.2g}")
             if gate is not None and op == Op.PRUNE:
                 parts.append(f"gate to {GATES[stage].upper()}: {gate}")
-            self.bases[env, slot] = Basis(why="; ".join(parts), gate_checks=gate, **figures)
+            self.bases[env, slot] = {"why": "; ".join(parts), **figures, "gate_checks": gate}
 
     def transit(
         self, changes: Transitions, before: Seeds, after: Seeds, space: Space, step: int
-    ) -> dict[tuple[int, int], Basis]:
+    ) -> dict[tuple[int, int], dict[str, Any]]:
         """List the seeds that were planted, kept or removed between two states. Returns the bases by environment and slot."""
         lists = {Stage.FOSSILIZED: "keeps", Stage.PRUNED: "prunes"}
         bases = {}
@@ -88,7 +88,7 @@ class SeedHistory:
                 continue
             basis = bases[env, slot] = self.bases.pop((env, slot))
             name, seeds = ("plantings", after) if planted else (lists[Stage(target)], before)
-            self._add(name, env, slot, seeds, space, step, basis.why)
+            self._add(name, env, slot, seeds, space, step, basis["why"])
         return bases
 
     def roll_back(self, found: NDArray[np.int8], before: Seeds, after: Seeds, space: Space, step: int) -> None:
@@ -103,11 +103,11 @@ class SeedHistory:
 
     def state(self) -> dict[str, Any]:
         unlisted = {"unlisted": dict(self.unlisted)} if any(self.unlisted.values()) else {}
-        return {**self.lists, "bases": [[*key, basis._asdict()] for key, basis in self.bases.items()], **unlisted}
+        return {**self.lists, "bases": [[*key, basis] for key, basis in self.bases.items()], **unlisted}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.lists = {name: [dict(entry) for entry in state[name]] for name in self.lists}
-        self.bases = {(int(env), int(slot)): Basis(**basis) for env, slot, basis in state["bases"]}
+        self.bases = {(int(env), int(slot)): dict(basis) for env, slot, basis in state["bases"]}
         self.unlisted |= state.get("unlisted", dict.fromkeys(self.unlisted, 0))
 
     def _add(self, name: str, env: int, slot: int, seeds: Seeds, space: Space, step: int, reason: str) -> None:

@@ -4,12 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from esper.karn.terminal.console import print_line, print_table
+from esper.karn.terminal.console import Table, print_line, print_table
 from esper.leyline.text import counted
 
 COLUMNS = ("method", "accuracy", "over the first", "retention", "alarms", "multiply-adds")
@@ -20,21 +17,13 @@ def print_streams(record: Mapping[str, Any], console: Console) -> None:
     count = counted(record["streams"], "stream")
     shifts = np.mean([len(own) - 1 for own in record["segments"]])
     print_line(console, f"{record['change']}: {count} of {record['updates']} updates, {shifts:.1f} changes in each")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(COLUMNS):
-        table.add_column(Text(name), justify="right" if index else "left", no_wrap=True)
+    rows = []
     for name, own in record["methods"].items():
         over = own["over_reference"]
         price = sum(np.mean(each) for each in own["multiply_adds"].values())
-        table.add_row(
-            Text(name),
-            f"{own['accuracy']['value']:.4f}",
-            "" if over is None else Text(_bounds(over)),
-            f"{np.mean(own['retention']):.3f}",
-            f"{np.mean(own['alarms']):.1f}",
-            f"{price / 1e6:,.0f} M",
-        )
-    print_table(console, table)
+        figures = f"{np.mean(own['retention']):.3f}", f"{np.mean(own['alarms']):.1f}", f"{price / 1e6:,.0f} M"
+        rows.append((name, f"{own['accuracy']['value']:.4f}", "" if over is None else _bounds(over), *figures))
+    print_table(console, Table("", COLUMNS, rows))
     for name, own in record["methods"].items():
         lost = int(np.count_nonzero(own["not_finite"]))
         if lost:

@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from esper.karn.report.drawing import Figure, ForestRow, forest
-from esper.karn.report.frame import ReportSection, Table, with_error
+from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import DRAWN_DECISIONS, LISTED, NAN, DecisionLog, RunModel
+from esper.karn.terminal.console import Table
+from esper.leyline.intervals import plus_minus
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
 from esper.nissa.rows import LifecycleRow
@@ -55,7 +57,7 @@ def decisions_section(model: RunModel) -> ReportSection | None:
                 f"{each.tried:,}",
                 f"{each.kept:,}",
                 f"{each.pruned:,}",
-                with_error(each.contribution, each.error),
+                plus_minus(each.contribution, each.error, absent="not measured"),
                 f"{each.measured:,}",
                 "-" if np.isnan(each.steps_to_keep) else f"{each.steps_to_keep:.1f}",
             )
@@ -148,7 +150,7 @@ def _contributions(measured: Sequence[LifecycleRow]) -> Figure:
     for each in measured:
         name = f"{each.blueprint} at {each.slot}, environment {each.env}, step {each.step}"
         mean, error = (NAN if value is None else value for value in (each.contribution_mean, each.contribution_se))
-        style, words = _fate(each), f"{name}: {with_error(mean, error)}, {each.why}"
+        style, words = _fate(each), f"{name}: {plus_minus(mean, error)}, {each.why}"
         rows.append(ForestRow(name, mean, mean - error, mean + error, style, words))
     title = "Contributions when seeds were kept or pruned"
     return forest(title, rows, "contribution to the metric, with one standard error")

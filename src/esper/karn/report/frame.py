@@ -8,34 +8,17 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from jinja2 import Environment, FunctionLoader, Template
 from markupsafe import Markup
-from rich.table import Table as RichTable
 
 from esper.karn.report.drawing import Figure, draw, paint
+from esper.karn.terminal.console import Table
 from esper.leyline.distribution import installed_version
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
 from esper.store.disk import write_atomic
 
 FORMATS = ("png", "pdf", "svg")
-
-
-class Table(NamedTuple):
-    """Holds a table of a section; the first cell of a row is its name, and `texts` are the columns of words, which may wrap."""
-
-    caption: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    texts: Sequence[int] = ()
-
-
-def table_of(caption: str, table: RichTable) -> Table:
-    """Return a table that is printed elsewhere, with its header and cells as they are."""
-    columns = [printable(str(column.header)) for column in table.columns]
-    cells = [[printable(str(cell)) for cell in column.cells] for column in table.columns]
-    return Table(caption, columns, list(zip(*cells, strict=True)))
 
 
 class ReportSection(NamedTuple):
@@ -146,10 +129,3 @@ def write_pictures(content: Content, folder: Path, form: str = "png") -> Picture
     except OSError as error:
         raise InputError(f"cannot write pictures to {folder}: {error.strerror}; name another folder") from None
     return Pictures(paths, absent)
-
-
-def with_error(mean: float, error: float) -> str:
-    """Return a mean with its standard error; 'not measured' for nan."""
-    if np.isnan(mean):
-        return "not measured"
-    return f"{mean:+.4f}" + ("" if np.isnan(error) else f" ± {error:.4f}")

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from esper.karn.report.decided import REFUSALS
 from esper.karn.report.drawing import COLOURS, LASTING, Figure, ForestRow, Series, curves, forest, heat_map, timeline
-from esper.karn.report.frame import ReportSection, Table, with_error
+from esper.karn.report.frame import ReportSection
 from esper.karn.run_model import NO_SEED, SIZE_CURVES, EpisodeSteps, RunModel
-from esper.karn.terminal.console import DESCRIPTIONS
-from esper.leyline.intervals import differences, mean_and_error, t_interval
+from esper.karn.terminal.console import DESCRIPTIONS, Table
+from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.text import counted, printable
 
@@ -190,7 +190,7 @@ def worth_section(model: RunModel) -> ReportSection | None:
         finite = [each for each in found if np.isfinite(each)]
         if finite:
             name = f"{printable(head.slots[first])} with {printable(head.slots[second])}"
-            pairs.append((name, with_error(*mean_and_error(finite)), f"{len(finite)}"))
+            pairs.append((name, plus_minus(*mean_and_error(finite)), f"{len(finite)}"))
     if not pairs:
         lines.append("No environment had two seeds that acted together when interactions were measured.")
         return ReportSection("worth", "What the seeds were worth", lines, figures=figures)

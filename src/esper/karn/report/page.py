@@ -13,30 +13,14 @@ from markupsafe import Markup
 
 from esper.karn import evaluation
 from esper.karn.reader import fitting_files, open_run, read_model
+from esper.karn.report import frame, grown
 from esper.karn.report.decided import decisions_section, faults_section
 from esper.karn.report.drawing import COLOURS, Series, curves
-from esper.karn.report.frame import (
-    Content,
-    Pictures,
-    ReportSection,
-    Table,
-    flat_settings,
-    render,
-    table_of,
-    write_page,
-    write_pictures,
-)
-from esper.karn.report.grown import (
-    curves_section,
-    first_figures,
-    growth_section,
-    sensors_section,
-    size_section,
-    worth_section,
-)
+from esper.karn.report.frame import Content, Pictures, ReportSection, flat_settings
 from esper.karn.report.trained import round_seconds, training_sections
 from esper.karn.run_model import NO_SEED, RunModel
 from esper.karn.terminal import console
+from esper.karn.terminal.console import Table
 from esper.leyline.config.arguments import to_path
 from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import Config
@@ -90,7 +74,7 @@ def write_report(run: str | PathLike[str], out: str | PathLike[str] | None = Non
     written.
     """
     folder = to_path(run, "run")
-    return write_page(folder / REPORT if out is None else to_path(out, "out"), render(read_content(folder)))
+    return frame.write_page(folder / REPORT if out is None else to_path(out, "out"), frame.render(read_content(folder)))
 
 
 def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str = "png") -> Pictures:
@@ -100,7 +84,7 @@ def draw_report(run: str | PathLike[str], folder: str | PathLike[str], form: str
 
     `form` is png, pdf or svg. Raises as `esper.report`, and InputError if the folder cannot be written or `form` is unknown.
     """
-    return write_pictures(read_content(to_path(run, "run")), to_path(folder, "folder"), form)
+    return frame.write_pictures(read_content(to_path(run, "run")), to_path(folder, "folder"), form)
 
 
 def read_content(folder: Path) -> Content:
@@ -137,7 +121,8 @@ def report_at_end(folder: Path) -> None:
 def report_of_evaluation(record: Mapping[str, Any], folder: Path) -> None:
     """Write the report of an evaluation to its folder. An error only issues a RunWarning, as a report can be written again."""
     try:
-        write_page(folder / REPORT, render(evaluation.content_of(json.loads(to_json(record)), folder.resolve().name)))
+        content = evaluation.content_of(json.loads(to_json(record)), folder.resolve().name)
+        frame.write_page(folder / REPORT, frame.render(content))
     except (InputError, OSError) as error:
         warn(f"no report was written: {error}", RunWarning)
 
@@ -146,19 +131,19 @@ def content_of(model: RunModel, name: str) -> Content:
     """Return the page of a model: first the verdict, what grew where and the curve beside its twin, and last the settings."""
     if model.sizes:
         restored = faults_section(model) if model.rollbacks else None
-        parts = [each for each in (size_section(model), restored, _machine(model)) if each is not None]
+        parts = [each for each in (grown.size_section(model), restored, _machine(model)) if each is not None]
         return Content(name, heading(model), parts, missing=missing_parts(model))
     verdicts, lines, tables, notes = results(model)
     words = Table("Words of this page", ("word", "meaning"), list(WORDS.items()), texts=(1,))
     sections = (
-        ReportSection("result", "What came out", verdicts, figures=first_figures(model)),
+        ReportSection("result", "What came out", verdicts, figures=grown.first_figures(model)),
         *training_sections(model),
         ReportSection("results", "Results", lines, tables, notes=notes) if tables else None,
-        growth_section(model),
-        curves_section(model),
+        grown.growth_section(model),
+        grown.curves_section(model),
         decisions_section(model),
-        worth_section(model),
-        sensors_section(model),
+        grown.worth_section(model),
+        grown.sensors_section(model),
         faults_section(model),
         _asked(model),
         _machine(model),
@@ -197,9 +182,9 @@ def _asked(model: RunModel) -> ReportSection:
         imitation = ppo.get("imitation_rounds")
         rounds = f"{counted(imitation, 'round')} of imitation and then " if imitation else ""
         rounds += counted(ppo["rounds"], "round") if "rounds" in ppo else "rounds"
-        trained = f"A controller was to be trained in {rounds} by growing, in every round,"
-        grown = f"The controller {printable(head.controller)} was asked to grow"
-        asked = trained if config.get("controller") == "ppo" else grown
+        asked = f"The controller {printable(head.controller)} was asked to grow"
+        if config.get("controller") == "ppo":
+            asked = f"A controller was to be trained in {rounds} by growing, in every round,"
         lines.append(f"{asked} {what}.")
         lines.append(
             f"Slots: {', '.join(map(printable, head.slots))}. Menu: {', '.join(map(printable, head.blueprints))}."
@@ -354,7 +339,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
     """Return what came out: sentences with the verdict, further sentences, tables, and notes on how these are to be read."""
     summary = model.summary
     if model.sizes:
-        section = size_section(model)
+        section = grown.size_section(model)
         return list(section.lines), [], list(section.tables), []
     if summary is None:
         how = {"running": "still goes on", "killed": "was killed before it ended"}.get(
@@ -388,8 +373,7 @@ def results(model: RunModel) -> tuple[list[str], list[str], list[Table], list[st
         *console.rare_class_lines(summary),
         *console.explanation_lines(summary),
     ]
-    caption = "Grown networks beside static ones, on the test split"
-    tables = [table_of(caption, console.comparison_table(summary)), *_rare_classes(summary), _by_environment(model)]
+    tables = [console.comparison_table(summary), *_rare_classes(summary), _by_environment(model)]
     notes = [*console.objective_lines(summary), *console.table_notes(summary), *console.split_lines(summary)]
     return verdicts, lines, tables, notes
 
@@ -418,7 +402,7 @@ def _rare_classes(summary: Mapping[str, Any]) -> list[Table]:
 def _by_environment(model: RunModel) -> Table:
     summary = model.summary or {}
     metric = f"test_{summary['metric']}"
-    grown, whole, hosts = summary[metric]["grown"], summary["grown_params"], summary["host_params"]
+    scores, whole, hosts = summary[metric]["grown"], summary["grown_params"], summary["host_params"]
     static = {name: each[metric] for name, each in summary.get("baselines", {}).items() if each.get(metric) is not None}
     failed = Counter(row.env for row in model.rollbacks if not row.twin)
     sizes = hosts if isinstance(hosts, list) else [hosts] * len(whole)
@@ -427,7 +411,7 @@ def _by_environment(model: RunModel) -> Table:
         kept = ", ".join(f"{printable(blueprint)} at {printable(slot)}" for slot, blueprint in seeds.items())
         others = (_number(values[env]) for values in static.values())
         rows.append(
-            (str(env), _number(grown[env]), *others, f"{whole[env] - sizes[env]:,}", kept or "none", f"{failed[env]}")
+            (str(env), _number(scores[env]), *others, f"{whole[env] - sizes[env]:,}", kept or "none", f"{failed[env]}")
         )
     names = (f"grown, test {printable(summary['metric'])}", *map(printable, static))
     columns = ("environment", *names, "added parameters", "seeds kept", "rollbacks")

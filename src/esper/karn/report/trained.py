@@ -13,19 +13,7 @@ from esper.leyline.text import counted
 from esper.nissa.rows import RoundRow
 
 DRAWN_INPUTS = 24  # most inputs of the policy that the figure shows
-LEARNING = (
-    "return",
-    "validation_objective",
-    "validation_kept",
-    "kept",
-    "kept_share",
-    "decisions",
-    "wait",
-    "rollbacks",
-    "log_likelihood",
-)
-"""The figures of a round that say what the policy achieves; the others say how the learner is."""
-MEANINGS: Mapping[str, str] = {
+LEARNING: Mapping[str, str] = {
     "return": "return: sum of the rewards of an episode, mean over environments",
     "validation_objective": "validation J of the networks that the greedy controller grows",
     "validation_kept": "seeds kept in a network of the validation",
@@ -35,6 +23,9 @@ MEANINGS: Mapping[str, str] = {
     "wait": "share of decisions that are WAIT",
     "rollbacks": "rollbacks in all environments together",
     "log_likelihood": "log likelihood of the teacher's decisions, in imitation [nats]",
+}
+"""The figures of a round that say what the policy achieves, in the order of the page, with their headings."""
+HEALTH: Mapping[str, str] = {
     "explained_variance": "explained variance: 1 is a critic that is right, 0 or less one that knows nothing",
     "entropy": "entropy of a decision: 0 is a policy that has stopped exploring [nats]",
     "kl": "kl: how far the last pass of an update moved the policy [nats]",
@@ -42,7 +33,7 @@ MEANINGS: Mapping[str, str] = {
     "env_steps_per_second": "environment steps per second",
     "controller_share": "share of the time for deciding and learning",
 }
-"""Headings of figures; the others have their name."""
+"""Headings of the figures that say how the learner is; others of them have their name."""
 
 
 def training_sections(model: RunModel) -> list[ReportSection]:
@@ -50,8 +41,8 @@ def training_sections(model: RunModel) -> list[ReportSection]:
     if not model.rounds:
         return []
     names = list(dict.fromkeys(name for row in model.rounds for name in row.figures))
-    learning = _curves(model, [name for name in LEARNING if name in names])
-    health = _curves(model, [name for name in names if name not in LEARNING])
+    learning = _curves(model, [name for name in LEARNING if name in names], LEARNING)
+    health = _curves(model, [name for name in names if name not in LEARNING], HEALTH)
     line = f"{counted(len(model.rounds), 'round')}; rounds below 0 are imitation. `esper docs training` explains every figure."
     return [
         ReportSection("training", "Training", [line, *_validation_lines(model)], figures=learning),
@@ -60,12 +51,12 @@ def training_sections(model: RunModel) -> list[ReportSection]:
     ]
 
 
-def _curves(model: RunModel, names: Sequence[str]) -> list[Figure]:
+def _curves(model: RunModel, names: Sequence[str], headings: Mapping[str, str]) -> list[Figure]:
     figures, rounds = [], [row.round for row in model.rounds]
     for name in names:
         values, words = np.array([[row.figures.get(name)] for row in model.rounds], float), name.replace("_", " ")
         series = [Series(words, values, "grown")]
-        figures.append(curves(MEANINGS.get(name, words), rounds, series, "round", "", 180))
+        figures.append(curves(headings.get(name, words), rounds, series, "round", "", 180))
     return [figure for figure in figures if figure.absent is None]
 
 

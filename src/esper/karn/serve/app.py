@@ -18,22 +18,11 @@ from starlette.types import ASGIApp
 from esper.karn.comparison import content_of, read_comparison
 from esper.karn.reader import MEND
 from esper.karn.report.frame import render_content
-from esper.karn.serve import pages
+from esper.karn.serve import contents, pages
 from esper.karn.serve.access import Door, Guard
-from esper.karn.serve.contents import (
-    FATES,
-    FILES,
-    OPERATIONS,
-    Filter,
-    archive,
-    archives_of,
-    chunks,
-    decisions,
-    files_of,
-    read_filter,
-)
-from esper.karn.serve.library import KEPT, Followed, Library, ListedRun, Selection
+from esper.karn.serve.library import KEPT, Followed, Library, ListedRun
 from esper.leyline.errors import InputError
+from esper.leyline.intervals import plus_minus
 from esper.leyline.text import counted, printable
 from esper.nissa.rows import DecisionRow, RunRow
 from esper.store.disk import file_name, open_regular
@@ -67,19 +56,17 @@ class RouteContext:
 
     def _runs(self, request: Request) -> tuple[str, str]:
         query = request.query_params
-        chosen = Selection(query.get("q", ""), *(query.get(tag, "") for tag in pages.TAGS))
+        words, tags = query.get("q", ""), {tag: query.get(tag, "") for tag in pages.TAGS}
         entries = self.library.entries()
-        shown = [entry for entry in entries if chosen.accepts(entry)]
-        read = {"task": lambda e: e.task, "controller": lambda e: e.controller, "status": lambda e: e.state}
-        choices = [(tag, sorted({read[tag](entry) for entry in entries} - {""})) for tag in pages.TAGS]
+        shown = [entry for entry in entries if entry.fits(words, tags)]
+        choices = [(tag, sorted({entry.tags[tag] for entry in entries} - {""})) for tag in pages.TAGS]
         every = len(shown) == len(entries)
         heading = counted(len(shown), "run") if every else f"{len(shown):,} of {len(entries):,} runs"
         if len(shown) > pages.LISTED:
             heading += f", of which the newest {pages.LISTED:,} are listed"
         nothing = "No run is here yet; one that begins appears by itself." if not entries else "No run is like that."
-        words = {"heading": heading, "nothing": nothing}
-        listed = shown[: pages.LISTED]
-        content = pages.render("runs.html", entries=listed, chosen=chosen._asdict(), choices=choices, **words)
+        chosen, said = {"words": words, **tags}, {"heading": heading, "nothing": nothing}
+        content = pages.render("runs.html", entries=shown[: pages.LISTED], chosen=chosen, choices=choices, **said)
         return version_of(entries), content
 
     def run(self, request: Request) -> Response:
@@ -115,17 +102,17 @@ class RouteContext:
 
     def decisions(self, request: Request) -> Response:
         folder, key, query = self.folder(request), request.path_params["key"], request.query_params
-        chosen, text = read_filter(query), query.get("start", "")
+        chosen, text = contents.read_filter(query), query.get("start", "")
         if text and not (text.isascii() and text.isdigit() and len(text) < 13):
             raise InputError(f"start is {text[:40]!r}; give the place of the first decision that is shown")
         start = int(text or 0)
         count, rows = 0, list[DecisionRow]()
-        for _, row in decisions(folder, chosen):
+        for _, row in contents.decisions(folder, chosen):
             if start <= count < start + pages.PART:
                 rows.append(row)
             count += 1
         head = next(iter(self.follow(folder).run.rows("run")), None)
-        kept = {field: value for field, value in query.items() if field in Filter._fields and value}
+        kept = {field: value for field, value in query.items() if field in contents.FIELDS and value}
 
         def address(place: int) -> str:
             return f"?{urlencode(kept | {'start': str(place)})}"
@@ -135,8 +122,8 @@ class RouteContext:
             "decisions.html",
             name=folder.name,
             slots=head.slots if isinstance(head, RunRow) else (),
-            operations=OPERATIONS,
-            fates=FATES.items(),
+            operations=contents.OPERATIONS,
+            fates=contents.FATES.items(),
             chosen=chosen,
             rows=rows,
             heading=counted(count, "decision"),
@@ -145,43 +132,45 @@ class RouteContext:
             download=f"/runs/{key}/decisions.jsonl?{urlencode(kept)}",
             earlier=address(max(start - pages.PART, 0)) if start else None,
             later=address(end) if end < count else None,
-            measured=pages.measured,
+            measured=plus_minus,
         )
         return pages.shell(f"Decisions of {folder.name}", content, links=pages.run_links(key), here="Decisions")
 
     def decision_lines(self, request: Request) -> Response:
         """Return the same decisions, as the lines of the events."""
-        folder, chosen = self.folder(request), read_filter(request.query_params)
+        folder, chosen = self.folder(request), contents.read_filter(request.query_params)
         selected = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `chunks`; a damaged line is said before it)
         try:
-            selected.writelines(line for line, _ in decisions(folder, chosen))
+            selected.writelines(line for line, _ in contents.decisions(folder, chosen))
         except BaseException:
             selected.close()
             raise
         size = selected.tell()
         selected.seek(0)
-        return _download(selected, size, f"{file_name(folder.name)}-decisions.jsonl", FILES[EVENTS])
+        return _download(selected, size, f"{file_name(folder.name)}-decisions.jsonl", contents.FILES[EVENTS])
 
     def files(self, request: Request) -> Response:
         folder, key = self.folder(request), request.path_params["key"]
-        there = {"files": files_of(folder), "archives": list(archives_of(folder))}
+        there = {"files": contents.files_of(folder), "archives": list(contents.archives_of(folder))}
         content = pages.render("files.html", name=folder.name, key=key, **there)
         return pages.shell(f"Files of {folder.name}", content, links=pages.run_links(key), here="Files")
 
     def file(self, request: Request) -> Response:
         folder, name = self.folder(request), request.path_params["name"]
-        if name not in files_of(folder):
+        if name not in contents.files_of(folder):
             raise HTTPException(404, "no such file")
         opened = open_regular(folder / name, MEND)
-        return _download(opened, os.fstat(opened.fileno()).st_size, f"{file_name(folder.name)}-{name}", FILES[name])
+        return _download(
+            opened, os.fstat(opened.fileno()).st_size, f"{file_name(folder.name)}-{name}", contents.FILES[name]
+        )
 
     def archive(self, request: Request) -> Response:
         folder = self.folder(request)
-        known = archives_of(folder)
+        known = contents.archives_of(folder)
         name = request.path_params["name"]
         if name not in known:
             raise HTTPException(404, "no such network")
-        packed, size = archive(known[name])
+        packed, size = contents.archive(known[name])
         shown = f"{file_name(folder.name)}-{file_name(known[name].name)}.zip"
         return _download(packed, size, shown, "application/zip")
 
@@ -239,7 +228,7 @@ def _newer(request: Request, version: str, ended: bool, content: Callable[[], tu
 def _download(file: IO[bytes], size: int, name: str, media_type: str) -> Response:
     """Return the first `size` bytes of a file, which may grow meanwhile, as a download."""
     headers = {"Content-Disposition": f'attachment; filename="{name}"', "Content-Length": str(size)}
-    return StreamingResponse(chunks(file, size), media_type=media_type, headers=headers)
+    return StreamingResponse(contents.chunks(file, size), media_type=media_type, headers=headers)
 
 
 def _not_found(request: Request, error: Exception) -> Response:

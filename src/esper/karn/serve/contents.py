@@ -9,7 +9,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any
 
 import msgspec
 
@@ -25,45 +25,30 @@ FATES = {"yes": True, "no": False}
 OPERATIONS = tuple(op.name for op in Op if op != Op.WAIT)
 
 
-class Filter(NamedTuple):
-    """Selects the decisions that are shown; None, and an empty text, select all."""
-
-    env: int | None = None
-    slot: str | None = None
-    op: str | None = None
-    carried_out: bool | None = None  # whether the decision was carried out
-    text: str = ""  # occurs in the reason of the decision or of its refusal, in any case of letters
-
-    def accepts(self, row: DecisionRow) -> bool:
-        return (
-            self.env in (None, row.env)
-            and self.slot in (None, row.slot)
-            and self.op in (None, row.op)
-            and self.carried_out in (None, row.carried_out)
-            and self.text.casefold() in f"{row.why or ''}\n{row.refusal or ''}".casefold()
-        )
+FIELDS = ("env", "slot", "op", "carried_out", "text")
+"""The fields of the form that selects decisions: of their rows, and a text in the reason of the decision or of its refusal."""
 
 
-def read_filter(query: Mapping[str, str]) -> Filter:
-    """Return the filter of a form. InputError if a field has a value that it cannot have."""
-    env, op, fate = (query.get(name, "") for name in ("env", "op", "carried_out"))
+def read_filter(query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values that a form selects decisions by, without fields that are empty. InputError if a value is unknown."""
+    chosen: dict[str, Any] = {field: query[field] for field in FIELDS if query.get(field)}
+    env, op, fate = (chosen.get(field, "") for field in ("env", "op", "carried_out"))
     if env and not (env.isascii() and env.isdigit() and len(env) < 10):
         raise InputError(f"env is {env[:40]!r}; give the number of an environment")
     if op and op not in OPERATIONS:
         raise InputError(f"op is {op[:40]!r}; give one of {', '.join(OPERATIONS)}")
     if fate and fate not in FATES:
         raise InputError(f"carried_out is {fate[:40]!r}; give one of {', '.join(FATES)}")
-    return Filter(
-        int(env) if env else None, query.get("slot") or None, op or None, FATES.get(fate), query.get("text", "")
-    )
+    return chosen | ({"env": int(env)} if env else {}) | ({"carried_out": FATES[fate]} if fate else {})
 
 
-def decisions(folder: Path, wanted: Filter) -> Iterator[tuple[bytes, DecisionRow]]:
+def decisions(folder: Path, chosen: Mapping[str, Any]) -> Iterator[tuple[bytes, DecisionRow]]:
     """Yield the lines of events.jsonl that hold the selected decisions, with their rows. InputError if the file is damaged.
 
     Only lines of decisions are decoded, and nothing is kept.
     """
-    path = folder / EVENTS
+    path, text = folder / EVENTS, chosen.get("text", "").casefold()
+    exact = {field: value for field, value in chosen.items() if field != "text"}
     if not path.exists():
         return
     with open_regular(path, MEND) as file:
@@ -74,7 +59,9 @@ def decisions(folder: Path, wanted: Filter) -> Iterator[tuple[bytes, DecisionRow
                 row = decode(line)
             except InputError as error:
                 raise InputError(f"line {number} of {path}: {error}") from None
-            if isinstance(row, DecisionRow) and wanted.accepts(row):
+            if not isinstance(row, DecisionRow) or any(getattr(row, field) != exact[field] for field in exact):
+                continue
+            if text in f"{row.why or ''}\n{row.refusal or ''}".casefold():
                 yield line, row
 
 

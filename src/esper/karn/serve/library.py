@@ -4,7 +4,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -44,26 +44,15 @@ class ListedRun(NamedTuple):
     error: str | None  # what is wrong with the folder
 
     @property
-    def state(self) -> str:
-        return self.status or "damaged"
+    def tags(self) -> dict[str, str]:
+        """What the list can be filtered by."""
+        return {"task": self.task, "controller": self.controller, "status": self.status or "damaged"}
 
-
-class Selection(NamedTuple):
-    """Selects the runs of the list that are shown; an empty text selects all."""
-
-    words: str = ""  # every word must occur in the name, the task, the controller or the status
-    task: str = ""  # exact, as the next two
-    controller: str = ""
-    status: str = ""
-
-    def accepts(self, entry: ListedRun) -> bool:
-        text = "\n".join((entry.name, entry.task, entry.controller, entry.state)).casefold()
-        return (
-            all(word in text for word in self.words.casefold().split())
-            and self.task in ("", entry.task)
-            and self.controller in ("", entry.controller)
-            and self.status in ("", entry.state)
-        )
+    def fits(self, words: str, tags: Mapping[str, str]) -> bool:
+        """Return whether every word occurs in the name or a tag, in any case, and its tags are these; an empty text fits all."""
+        text = "\n".join((self.name, *self.tags.values())).casefold()
+        found = all(word in text for word in words.casefold().split())
+        return found and all(value in ("", self.tags[tag]) for tag, value in tags.items())
 
 
 class Library:

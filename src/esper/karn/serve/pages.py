@@ -1,6 +1,5 @@
 """Write the pages of the server as HTML. Every text from a run is escaped, and no page has a style or a script of its own."""
 
-import math
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -11,7 +10,7 @@ from markupsafe import Markup
 from starlette.responses import HTMLResponse
 
 from esper.karn.serve.contents import where
-from esper.leyline.text import printable, rounded
+from esper.leyline.text import printable
 
 ASSETS = {
     "report.css": "text/css",
@@ -62,13 +61,6 @@ def login_page(status: int = 200, *, wrong: bool = False) -> HTMLResponse:
 def error_page(title: str, sentence: str, status: int) -> HTMLResponse:
     """Return a page with one sentence."""
     return shell(title, render("error.html", title=title, sentence=printable(sentence), role="alert"), status=status)
-
-
-def measured(mean: float | None, error: float | None) -> str:
-    """Return a mean with its standard error; - for None."""
-    if mean is None:
-        return "-"
-    return rounded(mean, "+.4f") + ("" if error is None or math.isnan(error) else f" ± {error:.4f}")
 
 
 def _known(value: object) -> str:

@@ -1,48 +1,51 @@
 """Print the tables and lines of commands at their end. They are never cut, however narrow the terminal is."""
 
 import io
-import math
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
 from rich.segment import Segments
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
-from esper.leyline.intervals import differences, mean_and_error, t_interval
-from esper.leyline.text import counted, printable, rounded
+from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
+from esper.leyline.text import counted, printable
 
 _WIDE = 11  # width of the column of parameters, so that the table fits into 80 columns [characters]
 
 
-def empty_table(columns: Sequence[str], left: Collection[int] = (0,), wrapped: Collection[str] = ()) -> Table:
-    """Return a table without rows. Columns not in `left`, by place, are to the right; those in `wrapped`, by name, may wrap."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(columns):
-        justify: Literal["left", "right"] = "left" if index in left else "right"
-        table.add_column(Text(printable(name)), justify=justify, no_wrap=name not in wrapped, overflow="fold")
-    return table
+class Table(NamedTuple):
+    """Holds a table; the first cell of a row is its name, and `texts` are the columns of words, which may wrap in a page."""
+
+    caption: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: Sequence[int] = ()
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table. Columns with `no_wrap` are never cut; in a narrower terminal, long lines continue on the next line.
+def print_table(console: Console, table: Table, wrapped: Collection[str] = ()) -> None:
+    """Print a table without its caption. Columns are never cut; in a narrower terminal, long lines continue on the next line.
 
-    rich itself would replace the end of a number by an ellipsis, or leave out a column.
+    rich itself would replace the end of a number by an ellipsis, or leave out a column. Columns in `wrapped`, by name, may wrap.
     """
-    for column in table.columns:
-        if column.no_wrap:
-            texts = [column.header, *column.cells]
-            column.min_width = max(text.cell_len if isinstance(text, Text) else cell_len(str(text)) for text in texts)
-    least = Measurement.get(console, console.options.update(width=10_000), table).minimum
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(map(printable, table.columns)):
+        justify: Literal["left", "right"] = "left" if index in (0, *table.texts) else "right"
+        cells, whole = [printable(row[index]) for row in table.rows], name not in wrapped
+        width = max(map(cell_len, (name, *cells))) if whole else None
+        drawn.add_column(Text(name), justify=justify, no_wrap=whole, min_width=width, overflow="fold")
+    for row in table.rows:
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
+    least = Measurement.get(console, console.options.update(width=10_000), drawn).minimum
     options = console.options.update(width=max(console.width, least))
-    lines = console.render_lines(table, options, pad=False, new_lines=True)
+    lines = console.render_lines(drawn, options, pad=False, new_lines=True)
     console.print(Segments(chain.from_iterable(lines)), crop=False, no_wrap=True, overflow="ignore", end="")
 
 
@@ -186,29 +189,30 @@ def comparison_table(summary: Mapping[str, Any]) -> Table:
     Metrics are means ± standard error. Differences are means with a 95 % t interval over environments.
     """
     metric = summary["metric"]
-    table = empty_table(("", f"test {metric}", "difference [95 %]", "parameters", "seconds"))
     grown = summary[f"test_{metric}"]["grown"]
-    _add(table, "grown", estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))
+    rows = [_row("grown", estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))]
     for name, static in summary.get("baselines", {}).items():
         values = static.get(f"test_{metric}")
         if values is None:
-            _add(table, name, "absent", "", [], None)
+            rows.append(_row(name, "absent", "", [], None))
             continue
         paired = f"{t_interval(differences(grown, values)):+.3f}"
-        _add(table, name, estimate(values, ".4f"), paired, static["params"], static["seconds"])
+        rows.append(_row(name, estimate(values, ".4f"), paired, static["params"], static["seconds"]))
     if "constant" in summary:
         values = summary["constant"][f"test_{metric}"]
-        _add(table, "constant", estimate(values, ".4f"), f"{t_interval(differences(grown, values)):+.3f}", [], None)
-    return table
+        paired = f"{t_interval(differences(grown, values)):+.3f}"
+        rows.append(_row("constant", estimate(values, ".4f"), paired, [], None))
+    columns = ("", f"test {printable(metric)}", "difference [95 %]", "parameters", "seconds")
+    return Table("Grown networks beside static ones, on the test split", columns, rows)
 
 
-def _add(table: Table, name: str, metric: str, paired: str, params: Sequence[int], seconds: float | None) -> None:
+def _row(name: str, metric: str, paired: str, params: Sequence[int], seconds: float | None) -> tuple[str, ...]:
     mean, error = mean_and_error(params)
     size = f"{mean:,.0f} ± {error:,.0f}" if error > 0 else f"{mean:,.0f}" if params else ""
     if len(size) > _WIDE:
         size = f"{mean:,.0f}"
     time = "" if seconds is None else f"{seconds:,.1f}" if seconds < 1000 else f"{seconds:,.0f}"
-    table.add_row(*map(Text, (printable(name), metric, paired, size, time)))
+    return printable(name), metric, paired, size, time
 
 
 DESCRIPTIONS: Mapping[str, str] = {
@@ -383,10 +387,7 @@ def _waits(summary: Mapping[str, Any]) -> list[str]:
 
 def estimate(values: Sequence[float | None] | None, form: str) -> str:
     """Return mean and standard error of the values that are not None, as 0.9866 ± 0.0021."""
-    mean, error = mean_and_error(values)
-    if math.isnan(mean):
-        return "-"
-    return rounded(mean, form) if math.isnan(error) else f"{rounded(mean, form)} ± {error:{form.lstrip('+')}}"
+    return plus_minus(*mean_and_error(values), form)
 
 
 def time_line(summary: Mapping[str, Any]) -> str:
