@@ -315,15 +315,15 @@ def _entry(required: Mapping[str, Any], optional: Mapping[str, Any] = MappingPro
     return msgspec.defstruct("Entry", fields, kw_only=True)
 
 
-_List, _Dict = cast(Any, (list, dict))  # because mypy takes no variable for a type, as in list[_SEED]
+_List, _Dict = cast(Any, (list, dict))  # mypy takes list[kind] for a type, and a kind that `_entry` returns for none
 _Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _Value = float | None
 _Label = str | int | float | bool
 _COUNTS, _VALUES = _List[_Count], _List[_Value]
-_PAIR = _entry({"host": _VALUES | None, "grown": _VALUES})  # the twins, None without them, and the grown networks
-# of a static network: why it is absent, or its figures, of which `_of_environments` checks the metric
+_PAIR = _entry(
+    {"host": _VALUES | None, "grown": _VALUES}
+)  # of the twins, None without twins, and of the grown networks
 _STATIC = _entry({}, {"absent": str, "note": str, "params": _COUNTS, "seconds": _Value})
-# the difference of the grown networks from it; without an interval, its ends are None
 _COMPARED = _entry({"test_objective": _VALUES, **dict.fromkeys(("difference", "low", "high"), _Value)})
 _FIGURES = _entry(
     {**dict.fromkeys(("balanced_accuracy", "f1_macro", "roc_auc"), _VALUES), "confusion": _List[_COUNTS] | None}

@@ -256,7 +256,8 @@ class MeasurementRow(AtStepRow, tag="measurement", kw_only=True):
     ] = None
     gain_ses: Annotated[Matrix | None, about("standard errors of the gains")] = None
     participations: Annotated[
-        Matrix | None, about("participation ratio of the stream at the slot / width of the stream; at level debug")
+        Matrix | None,
+        about("participation ratio of the stream at the slot / width of the stream; at level debug"),
     ] = None
     shapley_means: Annotated[
         Matrix | None, about("Shapley values; null at steps at which no coalitions are measured")
