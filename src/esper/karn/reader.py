@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 import numpy as np
-from msgspec import UNSET, Meta
+from msgspec import Meta
 from pydantic import BaseModel
 
 from esper.karn.run_model import BlueprintAnalytics, RunModel, Tally
@@ -125,7 +124,7 @@ class OpenRun:
         content = self._json(ENVIRONMENT)
         if content is not None:
             try:
-                msgspec.convert(content, _ENVIRONMENT)
+                msgspec.convert(content, Environment)
             except msgspec.ValidationError as error:
                 path = self.folder / ENVIRONMENT
                 raise InputError(f"{path} does not describe the machine of a run: {error}; {MEND}") from None
@@ -306,112 +305,214 @@ def _column(values: list[Any]) -> Any:
     return array if array.dtype.kind in "biuf" else values
 
 
-# The types of environment.json and summary.json. Keys that are not named here are left to who reads them.
+# The types of config.yaml, environment.json and summary.json. Keys that are not named here are left to who reads them.
+
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Value = float | None
 
 
-def _entry(required: Mapping[str, Any], optional: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return the type of a mapping that has the required keys, and may have the optional ones and others."""
-    fields: list[Any] = [*required.items(), *((name, kind, UNSET) for name, kind in optional.items())]
-    return msgspec.defstruct("Entry", fields, kw_only=True)
+class Environment(TypedDict, total=False):
+    """Describes environment.json."""
+
+    command: list[str]
 
 
-_List, _Dict = cast(Any, (list, dict))  # mypy takes list[kind] for a type, and a kind that `_entry` returns for none
-_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Value = float | None
-_Label = str | int | float | bool
-_COUNTS, _VALUES = _List[_Count], _List[_Value]
-_PAIR = _entry(
-    {"host": _VALUES | None, "grown": _VALUES}
-)  # of the twins, None without twins, and of the grown networks
-_STATIC = _entry({}, {"absent": str, "note": str, "params": _COUNTS, "seconds": _Value})
-_COMPARED = _entry({"test_objective": _VALUES, **dict.fromkeys(("difference", "low", "high"), _Value)})
-_FIGURES = _entry(
-    {**dict.fromkeys(("balanced_accuracy", "f1_macro", "roc_auc"), _VALUES), "confusion": _List[_COUNTS] | None}
-)
-_RARE_CLASSES = _entry(
-    {
-        **dict.fromkeys(("classes", "rare"), _List[_Label]),
-        "examples": _COUNTS,
-        "weighted": bool,
-        "grown": _FIGURES,
-        "host": _FIGURES | None,
-    }
-)
-_SEED = _entry({"env": _Count, "slot": str, "blueprint": str, "step": _Count, "reason": str})
-_WIDENED = _entry(dict.fromkeys(("step", "host_params_before", "host_params"), _Count))
-_STATUS = {"status": Literal["running", "finished", "interrupted", "failed"]}
-_TROUBLES = {**_STATUS, "rollbacks": dict[str, _Count], "refused": dict[str, _Count]}
-_ANY_RUN = {
-    "error": _entry({"type": str, "message": str}),
-    "workers": _entry({"number": _Count, "lost": _Count, "waiting_seconds": float}),
-    "outputs": _entry({"waits": _Count, "waiting_seconds": float}),
-    "explanations": list[str],
-}
-_ENVIRONMENT = _entry({}, {"command": list[str]})
-_FAILED = _entry({}, {**_ANY_RUN, **_STATUS, "steps_done": _Count})  # a run that failed before it had figures
-_GROWN = _entry(
-    {
-        **_TROUBLES,
-        **dict.fromkeys(("task", "controller", "device", "metric", "objective_formula"), str),
-        **dict.fromkeys(("steps", "steps_done", "seed", "rows"), _Count),
-        "envs": Annotated[int, Meta(ge=1, le=2**31)],
-        "host_params": _Count | _COUNTS,
-        "grown_params": _COUNTS,
-        "best": _entry({"env": _Count, "select": str, "validation": _Value}),
-        "seeds": _entry(dict.fromkeys(("germinated", "fossilized", "unfinished", "discarded", "pruned"), _Count)),
-        "grown": list[dict[str, str]],
-        "best_step": _entry({"host": _COUNTS | None, "grown": _COUNTS}) | None,
-        "stopped_early": bool,
-        "stopped_because": str | None,
-        "seconds": float,
-        "env_steps_per_second": _Value,
-    },
-    {
-        **_ANY_RUN,
-        **dict.fromkeys(("plantings", "keeps", "prunes"), _List[_SEED]),
-        "verdict": str,
-        "epochs_done": _Value,
-        "examples": _entry(dict.fromkeys(("probe", "test"), _Count | _COUNTS)),  # lists for a mixture
-        "baselines": _Dict[str, _STATIC],
-        "compared": _Dict[str, _COMPARED],
-        "constant": _Dict[str, _VALUES],
-        "rare_classes": _RARE_CLASSES,
-        "widened": _List[_WIDENED],
-        "widen_ahead": _COUNTS,
-        "skipped_updates": _entry({"updates": _Count, "grown": _COUNTS}),
-        "phase_seconds": dict[str, float],
-        "reading_p95": float,
-    },
-)
-_TRAINED = _entry(
-    {
-        **_TROUBLES,
-        "rounds_done": _Count,
-        "best_validation_objective": _Value,
-        "last_rounds": dict[str, _Value],
-        "controller_share": _Value,
-    },
-    {
-        **_ANY_RUN,
-        "best_round": int | None,
-        "anomalies": dict[str, dict[str, str | int]],
-        "seconds": float,
-        "policy_inputs": dict[str, float],
-    },
-)
-_SIZED = _entry(  # a network that became wider as a whole (`esper.AnytimeGrowth`)
-    {**_STATUS, "verdict": str, "steps_done": _Count, "seen": _Count, "sizes": _COUNTS, "why": str, "seconds": float},
-    _ANY_RUN,
-)
-_KINDS = {"grown_params": _GROWN, "rounds_done": _TRAINED, "sizes": _SIZED}  # by a key that no other kind has
+class _Pair(TypedDict):
+    """Describes a quantity of the twins, None without twins, and of the grown networks; lists over environments."""
+
+    host: list[Value] | None
+    grown: list[Value]
+
+
+class _Steps(TypedDict):
+    host: list[Count] | None
+    grown: list[Count]
+
+
+class _Skipped(TypedDict):
+    updates: Count
+    grown: list[Count]
+
+
+class _Examples(TypedDict):
+    """Describes the numbers of examples by split; lists over environments for a mixture."""
+
+    probe: Count | list[Count]
+    test: Count | list[Count]
+
+
+class _Best(TypedDict):
+    env: Count
+    select: str
+    validation: Value
+
+
+class _Fates(TypedDict):
+    germinated: Count
+    fossilized: Count
+    unfinished: Count
+    discarded: Count
+    pruned: Count
+
+
+class _SeedFate(TypedDict):
+    env: Count
+    slot: str
+    blueprint: str
+    step: Count
+    reason: str
+
+
+class _Static(TypedDict, total=False):
+    """Describes a static network: why it is absent, or its parameters, seconds and `test_` values."""
+
+    absent: str
+    note: str
+    params: list[Count]
+    seconds: Value
+
+
+class _Compared(TypedDict):
+    """Describes J of static networks and the difference of the grown networks from it; without an interval, its ends are None."""
+
+    test_objective: list[Value]
+    difference: Value
+    low: Value
+    high: Value
+
+
+class _ClassFigures(TypedDict):
+    balanced_accuracy: list[Value]
+    f1_macro: list[Value]
+    roc_auc: list[Value]
+    confusion: list[list[Count]] | None
+
+
+class _RareClasses(TypedDict):
+    classes: list[str | int | float | bool]
+    rare: list[str | int | float | bool]
+    examples: list[Count]
+    weighted: bool
+    grown: _ClassFigures
+    host: _ClassFigures | None
+
+
+class _Failure(TypedDict):
+    type: str
+    message: str
+
+
+class _Workers(TypedDict):
+    number: Count
+    lost: Count
+    waiting_seconds: float
+
+
+class _Outputs(TypedDict):
+    waits: Count
+    waiting_seconds: float
+
+
+class Summary(TypedDict, total=False):
+    """Describes what summary.json holds for any run."""
+
+    error: _Failure
+    workers: _Workers
+    outputs: _Outputs
+    explanations: list[str]
+
+
+class _Widened(Summary):
+    step: Count
+    host_params_before: Count
+    host_params: Count
+
+
+class Failed(Summary, total=False):
+    """Describes summary.json of a run that failed before it had figures."""
+
+    status: Literal["running", "finished", "interrupted", "failed"]
+    steps_done: Count
+
+
+class Grown(Summary):
+    """Describes summary.json of a growth that came to its end."""
+
+    status: Literal["running", "finished", "interrupted", "failed"]
+    verdict: NotRequired[str]
+    task: str
+    controller: str
+    envs: Annotated[int, Meta(ge=1, le=2**31)]
+    steps: Count
+    steps_done: Count
+    epochs_done: NotRequired[Value]
+    seed: Count
+    device: str
+    rows: Count
+    metric: str
+    objective_formula: str
+    examples: NotRequired[_Examples]
+    host_params: Count | list[Count]
+    grown_params: list[Count]
+    best: _Best
+    baselines: NotRequired[dict[str, _Static]]
+    compared: NotRequired[dict[str, _Compared]]
+    constant: NotRequired[dict[str, list[Value]]]
+    rare_classes: NotRequired[_RareClasses]
+    seeds: _Fates
+    grown: list[dict[str, str]]
+    widened: NotRequired[list[_Widened]]
+    widen_ahead: NotRequired[list[Count]]
+    best_step: _Steps | None
+    stopped_early: bool
+    stopped_because: str | None
+    rollbacks: dict[str, Count]
+    refused: dict[str, Count]
+    skipped_updates: NotRequired[_Skipped]
+    plantings: NotRequired[list[_SeedFate]]
+    keeps: NotRequired[list[_SeedFate]]
+    prunes: NotRequired[list[_SeedFate]]
+    seconds: float
+    env_steps_per_second: Value
+    phase_seconds: NotRequired[dict[str, float]]
+    reading_p95: NotRequired[float]
+
+
+class FinishedTraining(Summary):
+    """Describes summary.json of a training that came to its end."""
+
+    status: Literal["running", "finished", "interrupted", "failed"]
+    rounds_done: Count
+    best_round: NotRequired[int | None]
+    best_validation_objective: Value
+    last_rounds: dict[str, Value]
+    anomalies: NotRequired[dict[str, dict[str, str | int]]]
+    controller_share: Value
+    rollbacks: dict[str, Count]
+    refused: dict[str, Count]
+    seconds: NotRequired[float]
+    policy_inputs: NotRequired[dict[str, float]]
+
+
+class Sized(Summary):
+    """Describes summary.json of a network that became wider as a whole (`esper.AnytimeGrowth`)."""
+
+    status: Literal["running", "finished", "interrupted", "failed"]
+    verdict: str
+    steps_done: Count
+    seen: Count
+    sizes: list[Count]
+    why: str
+    seconds: float
 
 
 def check_summary(summary: Any, path: Path) -> None:
     """Raise InputError, which names the key, if the content is not that of a summary.json."""
     try:
-        kind = next((kind for key, kind in _KINDS.items() if key in summary), _FAILED)
+        kinds = {"grown_params": Grown, "rounds_done": FinishedTraining, "sizes": Sized}
+        kind = next((kinds[key] for key in kinds if key in summary), Failed)
         msgspec.convert(summary, kind)
-        if kind is _GROWN:
+        if kind is Grown:
             for place, values in _of_environments(summary):
                 if len(values) != summary["envs"]:
                     raise msgspec.ValidationError(
@@ -434,7 +535,7 @@ def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"examples.{name}", sizes
     names = [f"{split}_{name}" for split in ("test", "validation") for name in (summary["metric"], "loss", "objective")]
     pairs: dict[str, Any] = {name: summary.get(name) for name in names}
-    msgspec.convert(pairs, _Dict[str, _PAIR])
+    msgspec.convert(pairs, dict[str, _Pair])
     if summary["best_step"] is not None:
         pairs["best_step"] = summary["best_step"]
     for name, pair in pairs.items():
@@ -442,14 +543,14 @@ def _of_environments(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if pair[part] is not None:
                 yield f"{name}.{part}", pair[part]
     if "constant" in summary:
-        msgspec.convert(summary["constant"].get(names[0]), _VALUES)
+        msgspec.convert(summary["constant"].get(names[0]), list[Value])
         yield f"constant.{names[0]}", summary["constant"][names[0]]
     for name, static in summary.get("baselines", {}).items():
         if name not in BASELINES:
             raise msgspec.ValidationError(f"Invalid enum value {name!r} - at `key in $.baselines`")
         for key in ("params", names[0]):
             if "absent" not in static:
-                msgspec.convert(static.get(key), _VALUES)
+                msgspec.convert(static.get(key), list[Value])
                 yield f"baselines.{name}.{key}", static[key]
 
 
