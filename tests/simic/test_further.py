@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Head, Op
@@ -15,12 +16,12 @@ from esper.leyline.lifecycle.verdicts import Refusal
 from esper.runs.configuration import training_configs
 from esper.runs.training.cohort import cohorts_of
 from esper.runs.training.train import Trainer
-from esper.simic.client import SimicClient
-from esper.simic.imitation import Apprentice
+from esper.simic.client import Apprentice, SimicClient
 from esper.simic.ppo import PPO, advantages
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import Rollout, ShardedRollout
-from esper.tamiyo.policy.controller import Language, Learned, Policy, load_policy, save_policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy, load_policy, save_policy
 from esper.tamiyo.policy.distribution import GREEDY, judge
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Until, play
@@ -78,11 +79,21 @@ def test_some_rows_decide_more_often_than_others_and_none_more_than_the_limit(ow
 def test_the_probabilities_of_a_further_decision_sum_to_one():
     lesson = Lesson()
     view, found = lesson.engine.reset(), []
-    policy, actor = lesson.learner.policy, lesson.client.actor
+    policy = lesson.learner.policy
+
+    class Planting(Learned):
+        """Says that it has planted, so that it decides again, and keeps its last decision."""
+
+        def carried(self, view, output):
+            self.latest = output
+            return super().carried(view, output)._replace(op=np.full(ENVS, Op.GERMINATE))
+
+    client = Planting(policy)
 
     def further(view, refused):
-        output = actor.further(view, done, refused, greedy=False)
-        if output is not None and not found:
+        actions = client.further(view, refused)
+        output = client.latest
+        if actions is not None and not found:
             table = every_decision(view.space)
             valid = allowed_of(view.masks, table)[0]
             batch = policy.batch(
@@ -96,9 +107,9 @@ def test_the_probabilities_of_a_further_decision_sum_to_one():
                     tensors = ([torch.from_numpy(x)[None] for x in part] for part in (actions, masks))
                     found.append(float(judge(policy.network, encoded, *tensors, GREEDY).log_prob[0, 0].exp()))
 
-    output = actor.act(view, greedy=False)
-    done, before = output.decision.actions._replace(op=np.full(ENVS, Op.GERMINATE)), actor.hidden
-    lesson.engine.step(output.decision.actions, None, further)
+    client.act(view)
+    before = client.hidden
+    lesson.engine.step(client.output.decision.actions, None, further)
     assert len(found) > 1
     assert sum(found) == pytest.approx(1, abs=1e-5)
 
@@ -186,7 +197,7 @@ def test_the_gradient_of_packed_sequences_is_that_of_the_whole_rollout(own):
 def test_idle_entries_are_not_learnt_from(own):
     rollout = own.client.rollout()
     learners = copy.deepcopy(own.learner), copy.deepcopy(own.learner)
-    longer = rollout._map(lambda field: torch.cat([field, field.new_zeros(5, *field.shape[1:])]))
+    longer = pytree.tree_map(lambda field: torch.cat([field, field.new_zeros(5, *field.shape[1:])]), rollout)
     longer.idle[-5:] = True
     for may in longer.valid:
         may[-5:] = True

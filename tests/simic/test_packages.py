@@ -11,13 +11,12 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import allowed_of, every_decision, offered
 from esper.leyline.lifecycle.verdicts import Refusal
-from esper.simic.client import SimicClient
-from esper.simic.imitation import Apprentice
+from esper.simic.client import Apprentice, SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import ShardedRollout
-from esper.tamiyo.policy.actor import RecurrentActor
-from esper.tamiyo.policy.controller import FACTS, Language, Learned, Policy, load_policy, save_policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import FACTS, Language, Policy, load_policy, save_policy
 from esper.tamiyo.policy.distribution import GREEDY, judge
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Until, play
@@ -123,8 +122,9 @@ def test_a_package_is_one_entry_of_the_rollout_as_likely_as_one_decision():
 def test_the_probabilities_of_all_decisions_with_packages_sum_to_one():
     engine = engine_of()
     view, policy = engine.reset(), policy_of(engine, keen=False)
-    actor, space = RecurrentActor(policy), view.space
-    seen, masks = actor.act(view, greedy=True).observation, actor.masks(view)
+    actor, space = Learned(policy), view.space
+    actor.act(view)
+    seen, masks = actor.output.observation, actor.masks(view)
     wider = space._replace(blueprints=(*space.blueprints, space.blueprints[0]), fits=space.fits[:, [0, 1, 0]])
     table = every_decision(wider)
     total, packages = 0.0, 0
@@ -188,7 +188,7 @@ def test_a_loop_that_asks_for_one_decision_a_step_plants_one_seed_of_a_package_a
         view, outcome = engine.step(client.act(view), client.reasons())
         client.store(outcome)
         assert ((view.seeds.blueprint >= 0).sum(1) == planted).all()
-        state, client = client.state(), Learned(client.actor.policy)
+        state, client = client.state(), Learned(client.policy)
         client.load_state(state)
 
 

@@ -8,10 +8,10 @@ import torch
 
 from esper.leyline.config.tree import PPOConfig
 from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
-from esper.simic.client import sampled_step
 from esper.simic.ppo import PPO, LearningError, advantages, anneal, policy_loss, value_loss
 from esper.simic.rollout import ShardedRollout, TamiyoRolloutBuffer
-from esper.tamiyo.policy.controller import Language, Policy, RecurrentActor
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.policy.distribution import judge
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
 from esper.tolaria.engine import VectorizedEngine
@@ -46,17 +46,30 @@ def planted(actions):
     return ((actions.op == Op.GERMINATE) & (actions.slot == 1)).astype(np.float64)
 
 
+class Exploring(Learned):
+    """Samples with the exploration of a learner, and records nothing."""
+
+    greedy = False
+
+    def __init__(self, learner):
+        super().__init__(learner.policy)
+        self.learner = learner
+
+    @property
+    def exploration(self):
+        return self.learner.exploration
+
+
 def a_rollout(learner, view, pay=planted, steps=1, forget=None):
     """Some steps at one and the same state, paid by what was decided; `forget` maps steps to rows that end before them."""
-    mind, buffer, forget = RecurrentActor(learner.policy), TamiyoRolloutBuffer(steps, ENVS), forget or {}
+    mind, buffer, forget = Exploring(learner), TamiyoRolloutBuffer(), forget or {}
     for t in range(steps):
         if t in forget:
             mind.reset(forget[t])
-        thought = mind.act(view._replace(step=t, episode=learner.round), learner.exploration, greedy=False)
-        made = thought.decision
-        buffer.add(sampled_step(thought, learner.exploration))
+        made = mind.act(view._replace(step=t, episode=learner.round))
+        buffer.add(mind.output, steps)
         ends = np.full(ENVS, t == steps - 1) | forget.get(t + 1, np.zeros(ENVS, bool))
-        buffer.close(pay(made.actions), ends)
+        buffer.close(pay(made), ends)
     return buffer.rollout()
 
 
@@ -350,8 +363,9 @@ def test_the_first_round_gives_the_critic_the_moments_of_the_returns_and_leaves_
     target = advantages(rollout.reward, rollout.value, rollout.end, config.gamma, config.gae_lambda).target
     assert float(network.value_mean) == pytest.approx(float(target.mean()), rel=1e-5)
     assert float(network.value_scale) == pytest.approx(float(target.std(correction=0)), rel=1e-5)
-    again = RecurrentActor(learner.policy).act(view._replace(episode=0), greedy=True)
-    torch.testing.assert_close(again.value, rollout.value[0], rtol=0, atol=1e-5)
+    again = Learned(learner.policy)
+    again.act(view._replace(episode=0))
+    torch.testing.assert_close(again.output.value, rollout.value[0], rtol=0, atol=1e-5)
 
 
 def test_an_update_reports_what_the_round_was_like(view):

@@ -348,8 +348,8 @@ class PPO:
         if rollout.idle.any():  # idle entries of a row go to its end, where they do not interrupt the recurrence
             most = int((~rollout.idle).sum(0).max())
             order = rollout.idle.byte().argsort(stable=True, dim=0)[:most]
-            rollout, gains = rollout.taken(order), Advantages(*(take(x, order) for x in gains))
-            advantage, weight = take(advantage, order), take(weight, order)
+            entries = rollout, gains, advantage, weight
+            rollout, gains, advantage, weight = pytree.tree_map(lambda values: take(values, order), entries)
         inputs = self.policy.batch(self.policy.normalised(rollout.observations()), menu)
         return TrainingBatch(rollout, gains, advantage, weight, inputs)
 
@@ -547,16 +547,6 @@ def _permutation(count: int, *parts: int) -> Tensor:
 
 def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
     """Return the rows of `index`, up to the last entry at which one of them decides."""
-    rollout, batch = full.rollout.rows(index), full.batch
-    stop = int((~rollout.idle).sum(0).max())
-
-    def cut(values: Tensor) -> Tensor:
-        return values[:stop, index]
-
-    return TrainingBatch(
-        rollout.steps(stop),
-        Advantages(*map(cut, full.gains)),
-        cut(full.advantage),
-        cut(full.weight),
-        batch._replace(**{name: cut(getattr(batch, name)) for name in Batch._fields if name != "menu"}),
-    )
+    stop = int((~full.rollout.idle[:, index]).sum(0).max())
+    # The menu alone has one axis, and is that of all rows.
+    return pytree.tree_map(lambda values: values if values.dim() == 1 else values[:stop, index], full)
