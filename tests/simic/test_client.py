@@ -63,7 +63,7 @@ def play_broken(engine, client, row, step):
 def judged_again(client):
     """Log-probabilities and values of the client's rollout under the policy as it is now."""
     policy, rollout = client.learner.policy, client.rollout()
-    batch = policy.batch(policy.normalised(rollout.observations()), client.menu)
+    batch = policy.batch(rollout.observations(), client.menu)
     encoded, value, _ = policy.network(batch, policy.network.initial(rollout.value.shape[1]), rollout.starts)
     judged = judge(policy.network, encoded, rollout.actions, rollout.valid, client.learner.exploration)
     return judged.log_prob.detach(), value.detach()

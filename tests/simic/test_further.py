@@ -23,6 +23,7 @@ from esper.simic.rollout import Rollout, ShardedRollout
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy, load_policy, save_policy
 from esper.tamiyo.policy.distribution import GREEDY, judge
+from esper.tamiyo.policy.network import Batch
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Until, play
 from populations import blobs, small_config
@@ -96,9 +97,7 @@ def test_the_probabilities_of_a_further_decision_sum_to_one():
         if actions is not None and not found:
             table = every_decision(view.space)
             valid = allowed_of(view.masks, table)[0]
-            batch = policy.batch(
-                policy.normalised(type(output.observation)(*(field[None] for field in output.observation))), MENU
-            )
+            batch = policy.batch(type(output.observation)(*(field[None] for field in output.observation)), MENU)
             with torch.no_grad():
                 encoded, _, _ = policy.network(batch, before)
                 for row in table[valid]:
@@ -180,17 +179,28 @@ def test_the_gradient_of_packed_sequences_is_that_of_the_whole_rollout(own):
     learner, rollout = own.learner, own.client.rollout()
     data = learner._batch(rollout, MENU)
     assert len(data.weight) == (~rollout.idle).sum(0).max() < len(rollout.value)
-    network, inputs = learner.policy.network, learner.policy.normalised(rollout.observations())
+    network = learner.policy.network
 
-    def gradient(batch, rollout, idle):
-        encoded, value, _ = network(batch, network.initial(ENVS), rollout.starts, idle)
+    def step_by_step(batch, rollout):
+        """Encodings and values, where the state of a row is held at the entries at which it is idle."""
+        state, found = network.initial(ENVS), []
+        for t in range(len(rollout.value)):
+            one = Batch(*(field[t : t + 1] for field in batch[:5]), batch.menu)
+            encoded, value, after = network(one, state, rollout.starts[t : t + 1])
+            hold = rollout.idle[t, :, None]
+            state = tuple(torch.where(hold, *pair) for pair in zip(state, after, strict=True))
+            found.append((encoded, value))
+        return pytree.tree_map(lambda *parts: torch.cat(parts), *found)
+
+    def gradient(encoded, value, rollout):
         weight = (~rollout.idle).float()
         judged = judge(network, encoded, rollout.actions, rollout.valid, GREEDY)
         loss = ((judged.log_prob + value) * weight).sum()
         return torch.autograd.grad(loss, list(network.parameters()))
 
-    whole = gradient(learner.policy.batch(inputs, MENU), rollout, rollout.idle)
-    for mine, theirs in zip(gradient(data.batch, data.rollout, None), whole, strict=True):
+    packed, value, _ = network(data.batch, network.initial(ENVS), data.rollout.starts)
+    slow = step_by_step(learner.policy.batch(rollout.observations(), MENU), rollout)
+    for mine, theirs in zip(gradient(packed, value, data.rollout), gradient(*slow, rollout), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 

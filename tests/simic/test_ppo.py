@@ -13,7 +13,8 @@ from esper.simic.rollout import ShardedRollout, TamiyoRolloutBuffer
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.policy.distribution import judge
-from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
+from esper.tamiyo.policy.features import PROSPECTS
+from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 
@@ -102,21 +103,21 @@ def alike(one, other):
 
 def a_problem():
     """A network with opinions, and decisions of every operation by masks that are often tight, in float64."""
-    shapes, steps, envs = Shapes(env=4, slot=5, blueprints=3, tempos=5, targets=4, hidden=12, code=6), 4, 6
-    network = FactoredRecurrentActorCritic(shapes)
+    steps, envs = 4, 6
+    network = FactoredRecurrentActorCritic(env=4, slot=5, blueprints=3, tempos=5, targets=4, hidden=12, code=6)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if name.endswith("head.2.weight"):
                 parameter.mul_(50)
     batch = Batch(
-        torch.randn(steps, envs, shapes.env),
-        torch.randn(steps, envs, SLOTS, shapes.slot),
+        torch.randn(steps, envs, 4),
+        torch.randn(steps, envs, SLOTS, 5),
         torch.randint(4, (steps, envs, SLOTS)),
         torch.rand(steps, envs, SLOTS, MENU),
-        torch.randn(steps, envs, SLOTS, MENU, shapes.prospects),
+        torch.randn(steps, envs, SLOTS, MENU, 2 * len(PROSPECTS)),
         torch.arange(MENU),
     )
-    choices = (len(Op), SLOTS, MENU, 3, shapes.tempos, shapes.targets)
+    choices = (len(Op), SLOTS, MENU, 3, 5, 4)
     actions = [torch.randint(n, (steps, envs)) for n in choices]
     actions[Head.OP] = torch.arange(steps * envs).view(steps, envs) % len(Op)
     valid = []
@@ -253,7 +254,7 @@ def test_log_probabilities_are_those_of_the_rollout_where_the_weights_are_the_sa
     updated(learner, view, a_rollout(learner, view, steps=4))  # the normaliser and the weights are not those of a start
     rollout = a_rollout(learner, view, steps=4, forget={2: rows})
     policy = learner.policy
-    batch = policy.batch(policy.normalised(rollout.observations()), menu(view))
+    batch = policy.batch(rollout.observations(), menu(view))
     encoded, value, _ = policy.network(batch, policy.network.initial(ENVS), rollout.starts)
     judged = judge(policy.network, encoded, rollout.actions, rollout.valid, learner.exploration)
     torch.testing.assert_close(judged.log_prob, rollout.log_prob, rtol=0, atol=1e-5)

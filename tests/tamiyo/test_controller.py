@@ -27,7 +27,7 @@ from esper.tamiyo.policy.controller import (
     read_facts,
     save_policy,
 )
-from esper.tamiyo.policy.observation import Inputs
+from esper.tamiyo.policy.observation import History, observe
 from esper.tolaria.engine import VectorizedEngine
 from populations import MENU, Script, blobs, small_config
 
@@ -119,16 +119,11 @@ def test_a_controller_runs_on_a_part_of_the_menu_it_was_trained_on(trained):
 
 
 def test_a_smaller_menu_is_read_by_its_names(trained):
-    inputs = Inputs(
-        np.zeros((1, 1, trained.network.shapes.env), np.float32),
-        np.zeros((1, 1, 3, trained.network.shapes.slot), np.float32),
-        np.array([[[-1, 0, 1]]]),
-        np.zeros((1, 1, 3, 2), np.float32),
-        np.zeros((1, 1, 3, 2, trained.network.shapes.prospects), np.float32),
-    )
-    batch = trained.batch(inputs, ("mlp-small", "bypass-linear"))
+    view = engine_of(3, menu=("mlp-small", "bypass-linear")).reset()
+    seen = observe(view, History.empty(ENVS))._replace(blueprint=np.array([[-1, 0, 1]]))
+    batch = trained.batch(seen, ("mlp-small", "bypass-linear"))
     assert batch.menu.tolist() == [2, 0]
-    assert batch.blueprint.tolist() == [[[3, 2, 0]]]
+    assert batch.blueprint.tolist() == [[3, 2, 0]]
 
 
 def test_a_greedy_controller_decides_as_its_mind_does(trained):

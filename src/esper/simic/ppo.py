@@ -350,7 +350,7 @@ class PPO:
             order = rollout.idle.byte().argsort(stable=True, dim=0)[:most]
             entries = rollout, gains, advantage, weight
             rollout, gains, advantage, weight = pytree.tree_map(lambda values: take(values, order), entries)
-        inputs = self.policy.batch(self.policy.normalised(rollout.observations()), menu)
+        inputs = self.policy.batch(rollout.observations(), menu)
         return TrainingBatch(rollout, gains, advantage, weight, inputs)
 
     def _statistics(

@@ -16,7 +16,7 @@ from esper.leyline.protocols import Judgement
 from esper.tamiyo.policy.controller import Policy
 from esper.tamiyo.policy.distribution import GREEDY, SampledDecision, decide
 from esper.tamiyo.policy.network import full_precision
-from esper.tamiyo.policy.observation import History, Inputs, Observation, observe
+from esper.tamiyo.policy.observation import History, Observation, observe
 from esper.tamiyo.policy.packages import Opened, package_costs, package_reasons, unpacked, with_packages
 from esper.tamiyo.rules.baselines import Rule, draws
 
@@ -165,9 +165,8 @@ class Learned(Rule):
         masks = self.masks(view._replace(masks=without_blueprints(view.masks, dear)) if dear.any() else view)
         masks = only_wait(masks, idle) if idle.any() else masks
         with torch.no_grad(), full_precision(self.policy.device):
-            seen = self.policy.normalised(observation)
-            inputs = Inputs(**{name: field[None] for name, field in seen._asdict().items()})
-            batch = self.policy.batch(inputs, [info.name for info in view.space.blueprints])
+            step = Observation(**{name: field[None] for name, field in observation._asdict().items()})
+            batch = self.policy.batch(step, [info.name for info in view.space.blueprints])
             encoded, value, hidden = self.policy.network(batch, self.hidden)
             drawn = None if self.greedy else draws(view, self._calls)
             decision = decide(self.policy.network, encoded, masks, drawn, exploration)

@@ -23,7 +23,7 @@ from esper.leyline.lifecycle.view import Space
 from esper.leyline.records import brief
 from esper.store.disk import Retry, find_folder, read_kept, write_folder, write_once
 from esper.tamiyo.policy.features import GLOBAL, PROSPECTS, slot_features
-from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
+from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
 from esper.tamiyo.policy.observation import Inputs, Moments, Normaliser, Observation, input_names, normalise
 from esper.tamiyo.policy.packages import INNER
 
@@ -116,10 +116,9 @@ class Policy:
         """Return an untrained policy with random weights. undo_bias: added to the logits of PRUNE and SET_ALPHA."""
         env, slot = input_names(language.sensors)
         choices = (len(language.blueprints), len(language.tempos), len(language.targets))
-        shapes = Shapes(len(env), len(slot), *choices, packages=len(language.packages))
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(scalar(seed, Purpose.POLICY_WEIGHTS))  # weights are drawn on the CPU
-            network = FactoredRecurrentActorCritic(shapes)
+            network = FactoredRecurrentActorCritic(len(env), len(slot), *choices, len(language.packages))
         network.bias_ops({Op.PRUNE: undo_bias, Op.SET_ALPHA: undo_bias})
         normaliser = Normaliser.prior(language.sensors)
         return cls(network, normaliser, language, dict(settings or {}), decisions_per_step=decisions_per_step)
@@ -168,12 +167,12 @@ class Policy:
             raise ValueError(" ".join(str(error).split())[:160]) from None
         self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
 
-    def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
-        """Turn inputs (T, E, ...) into tensors on the device of the weights.
+    def batch(self, observation: Observation, menu: Sequence[str]) -> Batch:
+        """Turn an observation (T, E, ...) into inputs on the device of the weights.
 
         Indices into the menu become indices into the vocabulary, where packages come last.
         """
-        known = {name: index for index, name in enumerate(self.language.blueprints)}
+        inputs, known = self.normalised(observation), {name: i for i, name in enumerate(self.language.blueprints)}
         vocabulary = [known.get(name, -1) for name in menu]
         empty = len(known)
         index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, takes the last entry
