@@ -146,7 +146,6 @@ class Apprentice(SimicClient):
         self.teacher.store(outcome)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of `SimicClient`, and that of the teacher."""
         return super().state() | {"teacher": self.teacher.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -302,7 +302,6 @@ class PPO:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
         self.round, self.updates = state["round"], state["updates"]
         self.begun = state["begun"]
         adam = self.optimizer.state_dict()

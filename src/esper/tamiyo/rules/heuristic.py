@@ -133,7 +133,6 @@ class Heuristic(Rule):
         return those & self.timely(view, view.step) & (self._vain < VAIN)[:, None, None]
 
     def reasons(self) -> Sequence[str | None]:
-        """Return for each environment the reason of a GERMINATE, PRUNE or FOSSILIZE at the last decision; None for others."""
         return self._why
 
     def explain(self) -> list[str]:
@@ -160,7 +159,6 @@ class Heuristic(Rule):
         return {**told, "kept": self._kept, "steps": self._steps, "blind": self._blind}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
         self._planted, self._obstacle, self._share = state["planted"], state["obstacle"], state["share"]
         self._kept = np.array(state["kept"], bool)
         self._vain = state["vain"]
