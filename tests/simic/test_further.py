@@ -17,7 +17,7 @@ from esper.runs.configuration import training_configs
 from esper.runs.training.cohort import cohorts_of
 from esper.runs.training.train import Trainer
 from esper.simic.client import Apprentice, SimicClient
-from esper.simic.ppo import PPO, advantages
+from esper.simic.ppo import PPO, _rows, advantages
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import Rollout, ShardedRollout
 from esper.tamiyo.policy.actor import Learned
@@ -202,6 +202,18 @@ def test_the_gradient_of_packed_sequences_is_that_of_the_whole_rollout(own):
     slow = step_by_step(learner.policy.batch(rollout.observations(), MENU), rollout)
     for mine, theirs in zip(gradient(packed, value, data.rollout), gradient(*slow, rollout), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_minibatch_has_the_whole_sequences_of_its_rows_in_their_order(own):
+    data, index = own.learner._batch(own.client.rollout(), MENU), torch.tensor([2, 0])
+    part = _rows(data, index)
+    stop = len(part.weight)
+    assert data.rollout.idle[stop:, index].all()
+    assert not part.rollout.idle[-1].all()
+    assert torch.equal(part.batch.menu, data.batch.menu)
+    whole = pytree.tree_leaves(data._replace(batch=data.batch[:5]))
+    for mine, field in zip(pytree.tree_leaves(part._replace(batch=part.batch[:5])), whole, strict=True):
+        assert torch.equal(mine.nan_to_num(), field[:stop, index].nan_to_num())
 
 
 def test_idle_entries_are_not_learnt_from(own):

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from esper.leyline.config.tree import PPOConfig
 from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
@@ -72,6 +73,11 @@ def a_rollout(learner, view, pay=planted, steps=1, forget=None):
         ends = np.full(ENVS, t == steps - 1) | forget.get(t + 1, np.zeros(ENVS, bool))
         buffer.close(pay(made), ends)
     return buffer.rollout()
+
+
+def rows_of(rollout, envs):
+    """The whole sequences of some environments."""
+    return pytree.tree_map(lambda field: field[:, envs], rollout)
 
 
 def menu(view):
@@ -496,7 +502,7 @@ def test_a_rollout_in_shards_is_learnt_from_as_a_whole(view):
     rollout, learners = a_rollout(a_learner(view), view, steps=3), [a_learner(view, group=2) for _ in range(2)]
     for learner in learners:
         learner.config = learner.config.model_copy(update={"minibatches": 1})
-    parts = {shard: rollout.rows(torch.arange(*ends)) for shard, ends in enumerate(((0, 6), (6, 8), (8, ENVS)))}
+    parts = {shard: rows_of(rollout, slice(*ends)) for shard, ends in enumerate(((0, 6), (6, 8), (8, ENVS)))}
     envs = {shard: part.value.shape[1] for shard, part in parts.items()}
     whole = updated(learners[0], view, rollout)
     divided = learners[1].update([ShardedRollout(menu(view), envs, parts)])
@@ -510,7 +516,7 @@ def test_a_rollout_in_shards_is_learnt_from_as_a_whole(view):
 def test_minibatches_of_shards_are_of_one_size_and_hold_every_sequence_once(view):
     learner, rollout = a_learner(view, minibatches=4), a_rollout(a_learner(view), view)
     bounds = [(0, 5), (5, 6), (6, 8), (8, ENVS)]
-    parts = {shard: rollout.rows(torch.arange(*ends)) for shard, ends in enumerate(bounds)}
+    parts = {shard: rows_of(rollout, slice(*ends)) for shard, ends in enumerate(bounds)}
     played = [ShardedRollout(menu(view), {shard: b - a for shard, (a, b) in enumerate(bounds)}, parts)]
     seen, sizes = [], []
     for _, shards, index in learner._minibatches(played, 0):

@@ -132,22 +132,3 @@ def test_an_empty_buffer_has_nothing_to_give(call):
     arguments = {"rollout": (), "close": an_end(0)}[call]
     with pytest.raises(AssertionError, match=r"nothing|before"):
         getattr(TamiyoRolloutBuffer(), call)(*arguments)
-
-
-def test_rows_are_whole_sequences_of_some_environments_in_that_order():
-    rollout = filled().rollout()
-    some = rollout.rows(torch.tensor([2, 0]))
-    for field, whole in zip(
-        [*some.observation, *some.actions, *some.valid, *some[3:]],
-        [*rollout.observation, *rollout.actions, *rollout.valid, *rollout[3:]],
-        strict=True,
-    ):
-        assert torch.equal(field, whole[:, [2, 0]])
-    assert len(some.actions) == len(Head)
-
-
-def test_rows_do_not_share_memory_with_the_rollout():
-    rollout = filled().rollout()
-    before = copied(rollout)
-    rollout.rows(torch.tensor([1])).reward.zero_()
-    assert same(rollout, before)

@@ -343,7 +343,8 @@ class PPO:
                 f"{value:.4g}; lower optimizer.lr, because a host has "
                 "diverged, or check the reward"
             )
-        advantage, weight = self._compared(gains.advantage), (rollout.valid[Head.OP].sum(-1) > 1).float()
+        advantage = subtract_group_mean(gains.advantage, self.group or 1)
+        weight = (rollout.valid[Head.OP].sum(-1) > 1).float()
         if rollout.idle.any():  # idle entries of a row go to its end, where they do not interrupt the recurrence
             most = int((~rollout.idle).sum(0).max())
             order = rollout.idle.byte().argsort(stable=True, dim=0)[:most]
@@ -360,7 +361,8 @@ class PPO:
         for shard, part in ((shard, part) for parts in data for shard, part in parts.items()):
             rollout, decided = part.rollout, part.rollout.decided
             target, returns, total = decided(part.gains.target), decided(part.gains.returns), rollout.reward.sum(0)
-            earned, waits = self._compared(total.unsqueeze(0))[0], decided(rollout.actions[Head.OP]) == Op.WAIT
+            earned = subtract_group_mean(total.unsqueeze(0), self.group or 1)[0]
+            waits = decided(rollout.actions[Head.OP]) == Op.WAIT
             residual, ends = returns - decided(rollout.value), rollout.end.sum(0)
             measured = (part.advantage[part.weight > 0], target, returns, residual, waits, total, earned, ends)
             seen = Normaliser.of(Observation(*(decided(field).numpy() for field in rollout.observation)))
@@ -401,10 +403,6 @@ class PPO:
     def _placed(self, batches: Any) -> Any:
         """Return batches on the device of the policy. Rollouts are played, stored and measured on the CPU."""
         return pytree.tree_map(lambda values: values.to(self.policy.device), batches)
-
-    def _compared(self, values: Tensor) -> Tensor:
-        """Return values (T, E) less those of the other members of each group; as they are where there are no groups."""
-        return values if self.group is None else subtract_group_mean(values, self.group)
 
     def _descend(
         self,

@@ -57,10 +57,6 @@ class Rollout(NamedTuple):
         fields: list[Any] = [tuple(tree[name]) if isinstance(tree[name], list) else tree[name] for name in cls._fields]
         return cls(*fields)
 
-    def rows(self, index: Tensor) -> "Rollout":
-        """Return copies of the sequences of the environments in `index`."""
-        return pytree.tree_map(lambda field: field[:, index], self)
-
 
 class ShardedRollout(NamedTuple):
     """Holds the rollout of a task in a round, divided into shards (`exchange`), of which each worker has some.
