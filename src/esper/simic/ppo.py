@@ -313,16 +313,14 @@ class PPO:
     @contextmanager
     def _restored_on_failure(self) -> Iterator[None]:
         """Restore the policy and the optimizer where the body raises LearningError or ExchangeError."""
-        policy, normaliser, begun = self.policy, self.policy.normaliser, self.begun
-        weights, moments = deepcopy(policy.network.state_dict()), deepcopy(self.optimizer.state_dict())
+        policy, own = deepcopy(self.policy.state()), self.state()
         self.computing = 0.0
         try:
-            with full_precision(policy.device):
+            with full_precision(self.policy.device):
                 yield
         except (LearningError, ExchangeError):
-            policy.network.load_state_dict(weights)
-            policy.normaliser, self.begun = normaliser, begun
-            self.optimizer.load_state_dict(moments)
+            self.policy.load_state(policy)
+            self.load_state(own)
             raise
 
     def _prepare(self, played: Sequence[ShardedRollout]) -> list[dict[int, TrainingBatch]]:

@@ -112,9 +112,19 @@ class FactoredRecurrentActorCritic(nn.Module):
         pairs = self.pair(torch.cat([batch.cost.unsqueeze(-1), batch.prospects, menu], -1))
         code = self.encoder(torch.cat([batch.slot, names[batch.blueprint], pairs.amax(3)], -1))
         pooled = torch.cat([batch.env, code.mean(2), code.amax(2)], -1)
-        trunk, hidden = self._recur(self.pooled(pooled), hidden, starts)
+        x, state = self.pooled(pooled), (hidden[0].unsqueeze(0), hidden[1].unsqueeze(0))
+        # The LSTM runs in one call for each range of steps within which no sequence begins.
+        cuts = [] if starts is None else [t for t in starts.any(1).cpu().nonzero()[:, 0].tolist() if t > 0]
+        parts = []
+        for begin, end in zip([0, *cuts], [*cuts, len(x)], strict=True):
+            if starts is not None:
+                keep = (~starts[begin]).to(x.dtype)[None, :, None]
+                state = (state[0] * keep, state[1] * keep)
+            part, state = self.lstm(x[begin:end], state)
+            parts.append(part)
+        trunk = torch.cat(parts)
         value = self.value_head(trunk).squeeze(-1) * self.value_scale + self.value_mean
-        return Encoded(trunk, code, pairs), value, hidden
+        return Encoded(trunk, code, pairs), value, (state[0][0], state[1][0])
 
     def logits(self, head: Head, encoded: Encoded, op: Tensor, slot: Tensor) -> Tensor:
         """Return logits (T, E, choices) of a head, given the choices before it. op, slot: (T, E) int64.
@@ -161,19 +171,6 @@ class FactoredRecurrentActorCritic(nn.Module):
         last.bias.copy_((last.bias * self.value_scale + self.value_mean - mean) / scale)
         self.value_mean.copy_(mean)
         self.value_scale.copy_(scale)
-
-    def _recur(self, x: Tensor, hidden: Hidden, starts: Tensor | None) -> tuple[Tensor, Hidden]:
-        """Run the LSTM over (T, E, H), in one call for each range of steps within which no sequence begins."""
-        state = (hidden[0].unsqueeze(0), hidden[1].unsqueeze(0))
-        cuts = [] if starts is None else [t for t in starts.any(1).cpu().nonzero()[:, 0].tolist() if t > 0]
-        parts = []
-        for begin, end in zip([0, *cuts], [*cuts, len(x)], strict=True):
-            if starts is not None:
-                keep = (~starts[begin]).to(x.dtype)[None, :, None]
-                state = (state[0] * keep, state[1] * keep)
-            part, state = self.lstm(x[begin:end], state)
-            parts.append(part)
-        return torch.cat(parts), (state[0][0], state[1][0])
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
