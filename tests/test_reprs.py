@@ -10,7 +10,8 @@ from torch import nn
 
 import esper
 from esper.leyline.lifecycle.view import Scores
-from esper.tamiyo.policy.controller import Language, Learned, Policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy
 
 
 class Watching(esper.Controller):

@@ -50,7 +50,7 @@ def main() -> None:
     for number in range(arguments.rounds):
         part = WorkItem("training", 0, AT + number, AT + number)
         player.close(part, player.open(part))
-        played.append((player.clients[0].rollout().copied(), player.clients[0].menu))
+        played.append((player.clients[0].rollout(), player.clients[0].menu))
         player.clients[0].clear()
     parameters = [weight for name, weight in learner.policy.network.named_parameters() if "value" not in name]
 

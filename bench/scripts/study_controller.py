@@ -47,7 +47,8 @@ from esper.runs.folder.resume import Opening
 from esper.runs.training.train import train
 from esper.store.files import EVENTS, SUMMARY, to_json
 from esper.tamiyo.catalog import FOLDER
-from esper.tamiyo.policy.controller import Learned, Policy, load_policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Policy, load_policy
 from esper.tamiyo.policy.features import RELATIVE
 from esper.tamiyo.policy.observation import Inputs, Observation, input_names
 from esper.tamiyo.rules.schedule import ScheduleEntry

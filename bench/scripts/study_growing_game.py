@@ -33,9 +33,10 @@ from esper.runs.configuration import training_configs
 from esper.runs.folder.interrupt import Interrupt
 from esper.runs.training.cohort import LED, cohorts_of, settings_of_policy
 from esper.runs.training.train import Trainer
-from esper.simic.imitation import Apprentice
+from esper.simic.client import Apprentice
 from esper.tamiyo.catalog import FOLDER, get_controller, with_sensors
-from esper.tamiyo.policy.controller import Language, Learned, Policy, save_policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy, save_policy
 from esper.tamiyo.rules.baselines import Never
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play

@@ -284,14 +284,15 @@ class ByNeed(Heuristic):
     """The default rule, whose seeds have the smallest number of units that the remainder at their site asks for."""
 
     def _plan(self, view: esper.View) -> Any:
-        plans, fits = super()._plan(view), view.masks.blueprint
+        plan, fits = super()._plan(view), view.masks.blueprint
+        blueprint = plan[2]
         for slot, name in enumerate(view.space.slots):
             sizes = {k: SIZES[each.name] for k, each in enumerate(view.space.blueprints) if fits[0, slot, k]}
             if name in READ and sizes:
                 need = units_needed(READ[name])
                 enough = [k for k, size in sizes.items() if size >= need]
-                plans.blueprint[0, slot] = min(enough, key=sizes.get) if enough else max(sizes, key=sizes.get)
-        return plans
+                blueprint[0, slot] = min(enough, key=sizes.get) if enough else max(sizes, key=sizes.get)
+        return plan
 
 
 class Run(NamedTuple):

@@ -19,8 +19,8 @@ import torch
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.tamiyo.policy.actor import RecurrentActor
-from esper.tamiyo.policy.controller import Language, Learned, Policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy
 from esper_bench.lab.formula import Process
 from esper_bench.lab.optimum import solve
 from esper_bench.lab.sandbox import ARMS, CHAIN, GROWTH, Blindfolded, Sandbox, arms, bandit, play
@@ -29,6 +29,12 @@ from esper_bench.records import save_record
 Row = dict[str, float]
 OTHER = 1000
 """Added to a seed, the seed of the sandbox that is played and not learnt from."""
+
+
+class Sampling(Learned):
+    """Samples the decisions of a policy without exploration."""
+
+    greedy = False
 
 
 def train(sandbox: Sandbox, rounds: int, *, blind: bool = False) -> Policy:
@@ -69,7 +75,7 @@ def chosen(seed: int, rounds: int | None) -> Row:
     best = seed % ARMS
     policy, seconds = _timed(bandit(best), seed, rounds)
     view = Sandbox(bandit(best), {"seed": seed + OTHER, "envs": 4096}).reset()
-    pulled = arms(RecurrentActor(policy).act(view, greedy=False).decision.actions)
+    pulled = arms(Sampling(policy).act(view))
     return {"result": float((pulled == best).mean()), "seconds": seconds}
 
 

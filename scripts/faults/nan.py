@@ -118,7 +118,7 @@ def play(task: str, case: Case | None, quick: bool) -> Episode:
         pay.append(total(delta(outcome, config.reward)) - config.governor.penalty * outcome.rolled_back)
         training.append(np.flatnonzero(np.isfinite(view.measurements.seed_gradient_norm).any(1)).tolist())
     counts = engine.governor.record.counts()
-    return Episode(trace, np.array(found), np.float32(pay), client.rollout().copied(), counts, training)
+    return Episode(trace, np.array(found), np.float32(pay), client.rollout(), counts, training)
 
 
 def examine(case: Case, quick: bool) -> Record:

@@ -33,7 +33,8 @@ from esper.simic.rewards import Escrow
 from esper.store.checkpoint import Checkpoints
 from esper.store.tensors import flatten, unflatten
 from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.policy.controller import Language, Learned, Policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.rules.schedule import load_schedule
 from esper.tolaria.engine import VectorizedEngine
 from journals import events

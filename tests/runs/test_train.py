@@ -46,7 +46,8 @@ from esper.runs.training.cohort import cohorts_of, sample_instances, settings_of
 from esper.runs.training.train import Trainer, train
 from esper.simic.rewards import get_reward
 from esper.tamiyo.catalog import find_controller, get_controller
-from esper.tamiyo.policy.controller import FACTS, WEIGHTS, Language, Learned, Policy, load_policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import FACTS, WEIGHTS, Language, Policy, load_policy
 from esper.tasks.catalog import get_task
 from populations import blobs
 

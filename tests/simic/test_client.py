@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from faults.poison import poisoned
+from torch.utils import _pytree as pytree
 
 from esper.leyline.lifecycle.actions import Head, Op
 from esper.leyline.protocols import Controller
@@ -63,7 +64,7 @@ def play_broken(engine, client, row, step):
 def judged_again(client):
     """Log-probabilities and values of the client's rollout under the policy as it is now."""
     policy, rollout = client.learner.policy, client.rollout()
-    batch = policy.batch(policy.normalised(rollout.observations()), client.menu)
+    batch = policy.batch(rollout.observations(), client.menu)
     encoded, value, _ = policy.network(batch, policy.network.initial(rollout.value.shape[1]), rollout.starts)
     judged = judge(policy.network, encoded, rollout.actions, rollout.valid, client.learner.exploration)
     return judged.log_prob.detach(), value.detach()
@@ -146,7 +147,7 @@ def test_a_rollback_of_one_environment_leaves_what_the_others_saw_decided_and_ea
     for broken in (False, True):
         engine, client = a_run()
         play_broken(engine, client, row=2, step=1 if broken else -1)
-        found.append(client.rollout().rows(torch.tensor([0, 1, 3])))
+        found.append(pytree.tree_map(lambda field: field[:, [0, 1, 3]], client.rollout()))
     whole, cut = found
     for one, other in zip(whole, cut, strict=True):
         for a, b in zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]:

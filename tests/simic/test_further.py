@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Head, Op
@@ -15,13 +16,14 @@ from esper.leyline.lifecycle.verdicts import Refusal
 from esper.runs.configuration import training_configs
 from esper.runs.training.cohort import cohorts_of
 from esper.runs.training.train import Trainer
-from esper.simic.client import SimicClient
-from esper.simic.imitation import Apprentice
-from esper.simic.ppo import PPO, advantages
+from esper.simic.client import Apprentice, SimicClient
+from esper.simic.ppo import PPO, _rows, advantages
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import Rollout, ShardedRollout
-from esper.tamiyo.policy.controller import Language, Learned, Policy, load_policy, save_policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy, load_policy, save_policy
 from esper.tamiyo.policy.distribution import GREEDY, judge
+from esper.tamiyo.policy.network import Batch
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Until, play
 from populations import blobs, small_config
@@ -78,16 +80,24 @@ def test_some_rows_decide_more_often_than_others_and_none_more_than_the_limit(ow
 def test_the_probabilities_of_a_further_decision_sum_to_one():
     lesson = Lesson()
     view, found = lesson.engine.reset(), []
-    policy, actor = lesson.learner.policy, lesson.client.actor
+    policy = lesson.learner.policy
+
+    class Planting(Learned):
+        """Says that it has planted, so that it decides again, and keeps its last decision."""
+
+        def carried(self, view, output):
+            self.latest = output
+            return super().carried(view, output)._replace(op=np.full(ENVS, Op.GERMINATE))
+
+    client = Planting(policy)
 
     def further(view, refused):
-        output = actor.further(view, done, refused, greedy=False)
-        if output is not None and not found:
+        actions = client.further(view, refused)
+        output = client.latest
+        if actions is not None and not found:
             table = every_decision(view.space)
             valid = allowed_of(view.masks, table)[0]
-            batch = policy.batch(
-                policy.normalised(type(output.observation)(*(field[None] for field in output.observation))), MENU
-            )
+            batch = policy.batch(type(output.observation)(*(field[None] for field in output.observation)), MENU)
             with torch.no_grad():
                 encoded, _, _ = policy.network(batch, before)
                 for row in table[valid]:
@@ -96,9 +106,9 @@ def test_the_probabilities_of_a_further_decision_sum_to_one():
                     tensors = ([torch.from_numpy(x)[None] for x in part] for part in (actions, masks))
                     found.append(float(judge(policy.network, encoded, *tensors, GREEDY).log_prob[0, 0].exp()))
 
-    output = actor.act(view, greedy=False)
-    done, before = output.decision.actions._replace(op=np.full(ENVS, Op.GERMINATE)), actor.hidden
-    lesson.engine.step(output.decision.actions, None, further)
+    client.act(view)
+    before = client.hidden
+    lesson.engine.step(client.output.decision.actions, None, further)
     assert len(found) > 1
     assert sum(found) == pytest.approx(1, abs=1e-5)
 
@@ -169,24 +179,47 @@ def test_the_gradient_of_packed_sequences_is_that_of_the_whole_rollout(own):
     learner, rollout = own.learner, own.client.rollout()
     data = learner._batch(rollout, MENU)
     assert len(data.weight) == (~rollout.idle).sum(0).max() < len(rollout.value)
-    network, inputs = learner.policy.network, learner.policy.normalised(rollout.observations())
+    network = learner.policy.network
 
-    def gradient(batch, rollout, idle):
-        encoded, value, _ = network(batch, network.initial(ENVS), rollout.starts, idle)
+    def step_by_step(batch, rollout):
+        """Encodings and values, where the state of a row is held at the entries at which it is idle."""
+        state, found = network.initial(ENVS), []
+        for t in range(len(rollout.value)):
+            one = Batch(*(field[t : t + 1] for field in batch[:5]), batch.menu)
+            encoded, value, after = network(one, state, rollout.starts[t : t + 1])
+            hold = rollout.idle[t, :, None]
+            state = tuple(torch.where(hold, *pair) for pair in zip(state, after, strict=True))
+            found.append((encoded, value))
+        return pytree.tree_map(lambda *parts: torch.cat(parts), *found)
+
+    def gradient(encoded, value, rollout):
         weight = (~rollout.idle).float()
         judged = judge(network, encoded, rollout.actions, rollout.valid, GREEDY)
         loss = ((judged.log_prob + value) * weight).sum()
         return torch.autograd.grad(loss, list(network.parameters()))
 
-    whole = gradient(learner.policy.batch(inputs, MENU), rollout, rollout.idle)
-    for mine, theirs in zip(gradient(data.batch, data.rollout, None), whole, strict=True):
+    packed, value, _ = network(data.batch, network.initial(ENVS), data.rollout.starts)
+    slow = step_by_step(learner.policy.batch(rollout.observations(), MENU), rollout)
+    for mine, theirs in zip(gradient(packed, value, data.rollout), gradient(*slow, rollout), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_minibatch_has_the_whole_sequences_of_its_rows_in_their_order(own):
+    data, index = own.learner._batch(own.client.rollout(), MENU), torch.tensor([2, 0])
+    part = _rows(data, index)
+    stop = len(part.weight)
+    assert data.rollout.idle[stop:, index].all()
+    assert not part.rollout.idle[-1].all()
+    assert torch.equal(part.batch.menu, data.batch.menu)
+    whole = pytree.tree_leaves(data._replace(batch=data.batch[:5]))
+    for mine, field in zip(pytree.tree_leaves(part._replace(batch=part.batch[:5])), whole, strict=True):
+        assert torch.equal(mine.nan_to_num(), field[:stop, index].nan_to_num())
 
 
 def test_idle_entries_are_not_learnt_from(own):
     rollout = own.client.rollout()
     learners = copy.deepcopy(own.learner), copy.deepcopy(own.learner)
-    longer = rollout._map(lambda field: torch.cat([field, field.new_zeros(5, *field.shape[1:])]))
+    longer = pytree.tree_map(lambda field: torch.cat([field, field.new_zeros(5, *field.shape[1:])]), rollout)
     longer.idle[-5:] = True
     for may in longer.valid:
         may[-5:] = True

@@ -13,7 +13,7 @@ from esper.runs.folder.interrupt import Interrupt
 from esper.runs.training.cohort import LED, cohorts_of, settings_of_policy
 from esper.runs.training.train import Trainer
 from esper.runs.workers.workers import Stop
-from esper.simic.imitation import Apprentice, led_by_teacher
+from esper.simic.client import Apprentice, led_by_teacher
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
 from esper.store.tensors import pack

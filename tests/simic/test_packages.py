@@ -11,14 +11,14 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import allowed_of, every_decision, offered
 from esper.leyline.lifecycle.verdicts import Refusal
-from esper.simic.client import SimicClient
-from esper.simic.imitation import Apprentice
+from esper.simic.client import Apprentice, SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
 from esper.simic.rollout import ShardedRollout
-from esper.tamiyo.policy.actor import RecurrentActor
-from esper.tamiyo.policy.controller import FACTS, Language, Learned, Policy, load_policy, save_policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import FACTS, Language, Policy, load_policy, save_policy
 from esper.tamiyo.policy.distribution import GREEDY, judge
+from esper.tamiyo.policy.network import EMBEDDING
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Until, play
 from populations import blobs, small_config
@@ -49,9 +49,9 @@ def policy_of(engine, keen=True, decisions=1, packages=RANK_1) -> Policy:
             network.blueprint.weight[:, 0] = 0
             network.blueprint.weight[-1, 0] = 100
             network.pair[0].weight[0] = 0
-            network.pair[0].weight[0, -network.shapes.embedding] = 1
+            network.pair[0].weight[0, -EMBEDDING] = 1
             network.blueprint_head[0].weight[0] = 0
-            network.blueprint_head[0].weight[0, network.shapes.hidden + network.shapes.code] = 1
+            network.blueprint_head[0].weight[0, network.lstm.hidden_size + network.encoder[2].out_features] = 1
             network.blueprint_head[2].weight[0, 0] = 100
     return policy
 
@@ -112,9 +112,9 @@ def test_a_package_is_one_entry_of_the_rollout_as_likely_as_one_decision():
     rollout = taught.client.rollout()
     assert len(rollout.value) == 1
     assert (rollout.actions[Head.BLUEPRINT] == len(MENU)).all()
-    policy, inputs = taught.learner.policy, taught.learner.policy.normalised(rollout.observations())
+    policy = taught.learner.policy
     with torch.no_grad():
-        encoded, _, _ = policy.network(policy.batch(inputs, MENU), policy.network.initial(ENVS))
+        encoded, _, _ = policy.network(policy.batch(rollout.observations(), MENU), policy.network.initial(ENVS))
         shares = {head: rollout.exploration[..., head, None] for head in Head}
         judged = judge(policy.network, encoded, rollout.actions, rollout.valid, shares)
     torch.testing.assert_close(judged.log_prob, rollout.log_prob)
@@ -123,13 +123,14 @@ def test_a_package_is_one_entry_of_the_rollout_as_likely_as_one_decision():
 def test_the_probabilities_of_all_decisions_with_packages_sum_to_one():
     engine = engine_of()
     view, policy = engine.reset(), policy_of(engine, keen=False)
-    actor, space = RecurrentActor(policy), view.space
-    seen, masks = actor.act(view, greedy=True).observation, actor.masks(view)
+    actor, space = Learned(policy), view.space
+    actor.act(view)
+    seen, masks = actor.output.observation, actor.masks(view)
     wider = space._replace(blueprints=(*space.blueprints, space.blueprints[0]), fits=space.fits[:, [0, 1, 0]])
     table = every_decision(wider)
     total, packages = 0.0, 0
     with torch.no_grad():
-        batch = policy.batch(policy.normalised(type(seen)(*(field[None] for field in seen))), MENU)
+        batch = policy.batch(type(seen)(*(field[None] for field in seen)), MENU)
         encoded, _, _ = policy.network(batch, policy.network.initial(ENVS))
         for row in table[allowed_of(masks, table)[0]]:
             actions = Actions(*(np.full(ENVS, choice) for choice in row))
@@ -188,7 +189,7 @@ def test_a_loop_that_asks_for_one_decision_a_step_plants_one_seed_of_a_package_a
         view, outcome = engine.step(client.act(view), client.reasons())
         client.store(outcome)
         assert ((view.seeds.blueprint >= 0).sum(1) == planted).all()
-        state, client = client.state(), Learned(client.actor.policy)
+        state, client = client.state(), Learned(client.policy)
         client.load_state(state)
 
 

@@ -15,7 +15,7 @@ from esper.runs.training import train as training
 from esper.runs.training.cohort import policy_device
 from esper.runs.workers.workers import check_facts
 from esper.simic.ppo import PPO
-from esper.tamiyo.policy.actor import RecurrentActor
+from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import WEIGHTS, load_policy
 from esper.tasks.catalog import get_task
 from logical import DEVICE, Far, Logical
@@ -74,7 +74,7 @@ def far(monkeypatch):
 
         return watching
 
-    for kind, name in ((PPO, "_descend"), (RecurrentActor, "_decide")):
+    for kind, name in ((PPO, "_descend"), (Learned, "_decide")):
         monkeypatch.setattr(kind, name, watched(getattr(kind, name)))
     monkeypatch.setattr(training, "policy_device", lambda config, devices=(): DEVICE)
     with Logical():
@@ -84,7 +84,7 @@ def far(monkeypatch):
 def test_a_training_has_the_same_results_wherever_the_policy_lives(near, far, tmp_path):
     trained(tmp_path / "run")
     assert content(tmp_path / "run") == near
-    assert far == {("PPO", Far), ("RecurrentActor", Far)}
+    assert far == {(name, Far) for name in ("PPO", "SimicClient", "Apprentice", "Learned")}
     assert load_policy(tmp_path / "run" / "controller").device == torch.device("cpu")
 
 
@@ -104,7 +104,7 @@ def test_a_training_on_the_cpu_is_resumed_with_its_policy_on_a_device(near, tmp_
     assert trained(tmp_path / "run", Interrupting())["status"] == "interrupted"
     far = request.getfixturevalue("far")
     assert trained(tmp_path / "run", resume=True)["status"] == "finished"
-    assert far == {("PPO", Far), ("RecurrentActor", Far)}
+    assert far == {(name, Far) for name in ("PPO", "SimicClient", "Learned")}  # the imitation was over
     assert content(tmp_path / "run") == near
 
 

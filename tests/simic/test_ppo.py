@@ -5,15 +5,17 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from esper.leyline.config.tree import PPOConfig
 from esper.leyline.lifecycle.actions import RELEVANT, Head, Op
-from esper.simic.client import sampled_step
 from esper.simic.ppo import PPO, LearningError, advantages, anneal, policy_loss, value_loss
 from esper.simic.rollout import ShardedRollout, TamiyoRolloutBuffer
-from esper.tamiyo.policy.controller import Language, Policy, RecurrentActor
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.policy.distribution import judge
-from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
+from esper.tamiyo.policy.features import PROSPECTS
+from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
 from esper.tolaria.engine import VectorizedEngine
 from populations import blobs, small_config
 
@@ -46,18 +48,36 @@ def planted(actions):
     return ((actions.op == Op.GERMINATE) & (actions.slot == 1)).astype(np.float64)
 
 
+class Exploring(Learned):
+    """Samples with the exploration of a learner, and records nothing."""
+
+    greedy = False
+
+    def __init__(self, learner):
+        super().__init__(learner.policy)
+        self.learner = learner
+
+    @property
+    def exploration(self):
+        return self.learner.exploration
+
+
 def a_rollout(learner, view, pay=planted, steps=1, forget=None):
     """Some steps at one and the same state, paid by what was decided; `forget` maps steps to rows that end before them."""
-    mind, buffer, forget = RecurrentActor(learner.policy), TamiyoRolloutBuffer(steps, ENVS), forget or {}
+    mind, buffer, forget = Exploring(learner), TamiyoRolloutBuffer(), forget or {}
     for t in range(steps):
         if t in forget:
             mind.reset(forget[t])
-        thought = mind.act(view._replace(step=t, episode=learner.round), learner.exploration, greedy=False)
-        made = thought.decision
-        buffer.add(sampled_step(thought, learner.exploration))
+        made = mind.act(view._replace(step=t, episode=learner.round))
+        buffer.add(mind.output, steps)
         ends = np.full(ENVS, t == steps - 1) | forget.get(t + 1, np.zeros(ENVS, bool))
-        buffer.close(pay(made.actions), ends)
+        buffer.close(pay(made), ends)
     return buffer.rollout()
+
+
+def rows_of(rollout, envs):
+    """The whole sequences of some environments."""
+    return pytree.tree_map(lambda field: field[:, envs], rollout)
 
 
 def menu(view):
@@ -89,21 +109,21 @@ def alike(one, other):
 
 def a_problem():
     """A network with opinions, and decisions of every operation by masks that are often tight, in float64."""
-    shapes, steps, envs = Shapes(env=4, slot=5, blueprints=3, tempos=5, targets=4, hidden=12, code=6), 4, 6
-    network = FactoredRecurrentActorCritic(shapes)
+    steps, envs = 4, 6
+    network = FactoredRecurrentActorCritic(env=4, slot=5, blueprints=3, tempos=5, targets=4, hidden=12, code=6)
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             if name.endswith("head.2.weight"):
                 parameter.mul_(50)
     batch = Batch(
-        torch.randn(steps, envs, shapes.env),
-        torch.randn(steps, envs, SLOTS, shapes.slot),
+        torch.randn(steps, envs, 4),
+        torch.randn(steps, envs, SLOTS, 5),
         torch.randint(4, (steps, envs, SLOTS)),
         torch.rand(steps, envs, SLOTS, MENU),
-        torch.randn(steps, envs, SLOTS, MENU, shapes.prospects),
+        torch.randn(steps, envs, SLOTS, MENU, 2 * len(PROSPECTS)),
         torch.arange(MENU),
     )
-    choices = (len(Op), SLOTS, MENU, 3, shapes.tempos, shapes.targets)
+    choices = (len(Op), SLOTS, MENU, 3, 5, 4)
     actions = [torch.randint(n, (steps, envs)) for n in choices]
     actions[Head.OP] = torch.arange(steps * envs).view(steps, envs) % len(Op)
     valid = []
@@ -240,7 +260,7 @@ def test_log_probabilities_are_those_of_the_rollout_where_the_weights_are_the_sa
     updated(learner, view, a_rollout(learner, view, steps=4))  # the normaliser and the weights are not those of a start
     rollout = a_rollout(learner, view, steps=4, forget={2: rows})
     policy = learner.policy
-    batch = policy.batch(policy.normalised(rollout.observations()), menu(view))
+    batch = policy.batch(rollout.observations(), menu(view))
     encoded, value, _ = policy.network(batch, policy.network.initial(ENVS), rollout.starts)
     judged = judge(policy.network, encoded, rollout.actions, rollout.valid, learner.exploration)
     torch.testing.assert_close(judged.log_prob, rollout.log_prob, rtol=0, atol=1e-5)
@@ -350,8 +370,9 @@ def test_the_first_round_gives_the_critic_the_moments_of_the_returns_and_leaves_
     target = advantages(rollout.reward, rollout.value, rollout.end, config.gamma, config.gae_lambda).target
     assert float(network.value_mean) == pytest.approx(float(target.mean()), rel=1e-5)
     assert float(network.value_scale) == pytest.approx(float(target.std(correction=0)), rel=1e-5)
-    again = RecurrentActor(learner.policy).act(view._replace(episode=0), greedy=True)
-    torch.testing.assert_close(again.value, rollout.value[0], rtol=0, atol=1e-5)
+    again = Learned(learner.policy)
+    again.act(view._replace(episode=0))
+    torch.testing.assert_close(again.output.value, rollout.value[0], rtol=0, atol=1e-5)
 
 
 def test_an_update_reports_what_the_round_was_like(view):
@@ -481,7 +502,7 @@ def test_a_rollout_in_shards_is_learnt_from_as_a_whole(view):
     rollout, learners = a_rollout(a_learner(view), view, steps=3), [a_learner(view, group=2) for _ in range(2)]
     for learner in learners:
         learner.config = learner.config.model_copy(update={"minibatches": 1})
-    parts = {shard: rollout.rows(torch.arange(*ends)) for shard, ends in enumerate(((0, 6), (6, 8), (8, ENVS)))}
+    parts = {shard: rows_of(rollout, slice(*ends)) for shard, ends in enumerate(((0, 6), (6, 8), (8, ENVS)))}
     envs = {shard: part.value.shape[1] for shard, part in parts.items()}
     whole = updated(learners[0], view, rollout)
     divided = learners[1].update([ShardedRollout(menu(view), envs, parts)])
@@ -495,7 +516,7 @@ def test_a_rollout_in_shards_is_learnt_from_as_a_whole(view):
 def test_minibatches_of_shards_are_of_one_size_and_hold_every_sequence_once(view):
     learner, rollout = a_learner(view, minibatches=4), a_rollout(a_learner(view), view)
     bounds = [(0, 5), (5, 6), (6, 8), (8, ENVS)]
-    parts = {shard: rollout.rows(torch.arange(*ends)) for shard, ends in enumerate(bounds)}
+    parts = {shard: rows_of(rollout, slice(*ends)) for shard, ends in enumerate(bounds)}
     played = [ShardedRollout(menu(view), {shard: b - a for shard, (a, b) in enumerate(bounds)}, parts)]
     seen, sizes = [], []
     for _, shards, index in learner._minibatches(played, 0):

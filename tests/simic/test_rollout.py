@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from esper.leyline.lifecycle.actions import Actions, Head
-from esper.simic.rollout import Rollout, RolloutStep, TamiyoRolloutBuffer
+from esper.simic.rollout import Rollout, TamiyoRolloutBuffer
+from esper.tamiyo.policy.actor import ActorOutput
+from esper.tamiyo.policy.distribution import SampledDecision
 from esper.tamiyo.policy.observation import Observation
 
 T, E, S, K = 3, 4, 2, 3
@@ -19,7 +21,7 @@ def a_step(seed):
     def some(*shape):
         return rng.random(shape, np.float32)
 
-    return RolloutStep(
+    return ActorOutput(
         observation=Observation(
             env=some(E, 5),
             env_flags=some(E, 2),
@@ -29,9 +31,13 @@ def a_step(seed):
             cost=some(E, S, K),
             prospects=some(E, S, K, 3),
         ),
-        actions=Actions(*(rng.integers(n, size=E) for n in CHOICES)),
-        valid=tuple(rng.random((E, n)) < 0.5 for n in CHOICES),
-        log_prob=torch.from_numpy(some(E)),
+        decision=SampledDecision(
+            actions=Actions(*(rng.integers(n, size=E) for n in CHOICES)),
+            valid=tuple(rng.random((E, n)) < 0.5 for n in CHOICES),
+            log_prob=torch.from_numpy(some(E)),
+            probability=torch.zeros(E, len(Head)),
+            entropy=torch.zeros(E, len(Head)),
+        ),
         value=torch.from_numpy(some(E)),
         starts=rng.random(E) < 0.5,
         exploration=torch.from_numpy(rng.random((E, len(Head)))),
@@ -45,9 +51,9 @@ def an_end(seed):
 
 
 def filled(steps=T):
-    buffer = TamiyoRolloutBuffer(T, E)
+    buffer = TamiyoRolloutBuffer()
     for seed in range(steps):
-        buffer.add(a_step(seed))
+        buffer.add(a_step(seed), T)
         buffer.close(*an_end(seed))
     return buffer
 
@@ -68,9 +74,9 @@ def test_what_was_written_is_what_is_read(steps):
         step, (reward, end) = a_step(t), an_end(t)
         for field, row in (
             *zip(rollout.observation, step.observation, strict=True),
-            *zip(rollout.actions, step.actions, strict=True),
-            *zip(rollout.valid, step.valid, strict=True),
-            (rollout.log_prob, step.log_prob.numpy()),
+            *zip(rollout.actions, step.decision.actions, strict=True),
+            *zip(rollout.valid, step.decision.valid, strict=True),
+            (rollout.log_prob, step.decision.log_prob.numpy()),
             (rollout.value, step.value.numpy()),
             (rollout.starts, step.starts),
             (rollout.reward, reward.astype(np.float32)),
@@ -88,43 +94,41 @@ def test_observations_are_those_that_were_written():
             np.testing.assert_array_equal(field[t], row)
 
 
-def test_a_round_behind_another_is_written_into_the_same_memory_and_keeps_nothing_of_it():
-    buffer = filled()
-    before = buffer.rollout().reward.data_ptr()
-    buffer.clear()
-    for seed in range(2):
-        buffer.add(a_step(seed))
-        buffer.close(*an_end(seed))
-    assert buffer.rollout().reward.data_ptr() == before
-    assert same(buffer.rollout(), filled(2).rollout())
+def test_a_rollout_keeps_nothing_of_what_is_written_after_it():
+    buffer = filled(2)
+    before = buffer.rollout()
+    buffer.close(*an_end(2))
+    buffer.add(a_step(2), T + 1)
+    assert same(before, filled(2).rollout())
+
+
+def test_a_step_keeps_nothing_of_arrays_that_change_after_it():
+    step, buffer = a_step(0), TamiyoRolloutBuffer()
+    buffer.add(step, T)
+    buffer.close(*an_end(0))
+    for field in (*step.observation, *step.decision.actions, *step.decision.valid, step.value, step.starts, step.idle):
+        field[:] = 1
+    assert same(buffer.rollout(), filled(1).rollout())
+
+
+def test_a_buffer_that_is_read_back_goes_on_and_leaves_the_state_as_it_was():
+    state = filled(2).state()
+    kept, buffer = copied(Rollout.of_tree(state)), TamiyoRolloutBuffer()
+    buffer.load_state(state)
+    buffer.add(a_step(2), T)
+    buffer.close(*an_end(2))
+    assert same(buffer.rollout(), filled().rollout())
+    buffer.close(*an_end(1))
+    assert same(Rollout.of_tree(state), kept)
 
 
 def test_a_full_buffer_takes_no_more():
     with pytest.raises(AssertionError, match="full"):
-        filled().add(a_step(9))
+        filled().add(a_step(9), T)
 
 
 @pytest.mark.parametrize("call", ["rollout", "close"])
 def test_an_empty_buffer_has_nothing_to_give(call):
     arguments = {"rollout": (), "close": an_end(0)}[call]
     with pytest.raises(AssertionError, match=r"nothing|before"):
-        getattr(TamiyoRolloutBuffer(T, E), call)(*arguments)
-
-
-def test_rows_are_whole_sequences_of_some_environments_in_that_order():
-    rollout = filled().rollout()
-    some = rollout.rows(torch.tensor([2, 0]))
-    for field, whole in zip(
-        [*some.observation, *some.actions, *some.valid, *some[3:]],
-        [*rollout.observation, *rollout.actions, *rollout.valid, *rollout[3:]],
-        strict=True,
-    ):
-        assert torch.equal(field, whole[:, [2, 0]])
-    assert len(some.actions) == len(Head)
-
-
-def test_rows_do_not_share_memory_with_the_rollout():
-    rollout = filled().rollout()
-    before = copied(rollout)
-    rollout.rows(torch.tensor([1])).reward.zero_()
-    assert same(rollout, before)
+        getattr(TamiyoRolloutBuffer(), call)(*arguments)

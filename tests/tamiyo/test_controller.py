@@ -17,18 +17,17 @@ from esper.leyline.lifecycle.view import take
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import Delta
+from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import (
     FACTS,
     WEIGHTS,
     Language,
-    Learned,
     Policy,
-    RecurrentActor,
     load_policy,
     read_facts,
     save_policy,
 )
-from esper.tamiyo.policy.observation import Inputs
+from esper.tamiyo.policy.observation import History, observe
 from esper.tolaria.engine import VectorizedEngine
 from populations import MENU, Script, blobs, small_config
 
@@ -43,11 +42,22 @@ def engine_of(slots=2, menu=MENU, **top):
     return VectorizedEngine(blobs(hidden=tuple(range(3, 3 + slots)), menu=menu), config)
 
 
-def play(engine, mind, steps=STEPS, greedy=False):
+class Mind(Learned):
+    """Samples with some exploration in every head."""
+
+    greedy, exploration = False, SOME
+
+    def think(self, view):
+        """Decide, and return what the policy thought."""
+        self.act(view)
+        return self.output
+
+
+def play(engine, mind, steps=STEPS):
     """The thoughts of some steps of an episode, and the view and the outcomes behind them."""
     view, thoughts, outcomes = engine.reset(), [], []
     for _ in range(steps):
-        thoughts.append(mind.act(view, SOME, greedy=greedy))
+        thoughts.append(mind.think(view))
         view, outcome = engine.step(thoughts[-1].decision.actions)
         mind.store(outcome)
         outcomes.append(outcome)
@@ -109,28 +119,24 @@ def test_a_controller_runs_on_a_part_of_the_menu_it_was_trained_on(trained):
 
 
 def test_a_smaller_menu_is_read_by_its_names(trained):
-    inputs = Inputs(
-        np.zeros((1, 1, trained.network.shapes.env), np.float32),
-        np.zeros((1, 1, 3, trained.network.shapes.slot), np.float32),
-        np.array([[[-1, 0, 1]]]),
-        np.zeros((1, 1, 3, 2), np.float32),
-        np.zeros((1, 1, 3, 2, trained.network.shapes.prospects), np.float32),
-    )
-    batch = trained.batch(inputs, ("mlp-small", "bypass-linear"))
+    view = engine_of(3, menu=("mlp-small", "bypass-linear")).reset()
+    seen = observe(view, History.empty(ENVS))._replace(blueprint=np.array([[-1, 0, 1]]))
+    batch = trained.batch(seen, ("mlp-small", "bypass-linear"))
     assert batch.menu.tolist() == [2, 0]
-    assert batch.blueprint.tolist() == [[[3, 2, 0]]]
+    assert batch.blueprint.tolist() == [[3, 2, 0]]
 
 
 def test_a_greedy_controller_decides_as_its_mind_does(trained):
     engine = engine_of()
     view = engine.reset()
-    actions = Learned(trained).act(view)
-    thought = RecurrentActor(trained).act(view, greedy=True)
-    np.testing.assert_array_equal(np.stack(actions), np.stack(thought.decision.actions))
+    controller, other = Learned(trained), view._replace(space=view.space._replace(seed=1))
+    actions = np.stack(controller.act(view))
+    np.testing.assert_array_equal(actions, np.stack(controller.output.decision.actions))
+    np.testing.assert_array_equal(actions, np.stack(Learned(trained).act(other)))  # it draws nothing
 
 
 def test_two_minds_that_see_the_same_decide_the_same(trained):
-    first, second = (play(engine_of(), RecurrentActor(trained))[0] for _ in range(2))
+    first, second = (play(engine_of(), Mind(trained))[0] for _ in range(2))
     for one, other in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.stack(one.decision.actions), np.stack(other.decision.actions))
         assert torch.equal(one.decision.log_prob, other.decision.log_prob)
@@ -141,7 +147,7 @@ def test_two_minds_that_see_the_same_decide_the_same(trained):
 def test_a_draw_has_a_key_of_its_own_episode_step_and_run(trained, change):
     view = engine_of().reset()
     other = view._replace(space=view.space._replace(seed=1)) if change == "seed" else view._replace(**{change: 1})
-    drawn = [np.stack(RecurrentActor(trained).act(v, SOME, greedy=False).decision.actions) for v in (view, other)]
+    drawn = [np.stack(Mind(trained).think(v).decision.actions) for v in (view, other)]
     assert not np.array_equal(*drawn)
 
 
@@ -158,13 +164,13 @@ def test_what_an_environment_decides_does_not_depend_on_the_others(trained):
         host_params=view.host_params[two],
         added_params=view.added_params[two],
     )
-    all_, some = (RecurrentActor(trained).act(v, SOME, greedy=False) for v in (view, fewer))
+    all_, some = (Mind(trained).think(v) for v in (view, fewer))
     np.testing.assert_array_equal(np.stack(some.decision.actions), np.stack(all_.decision.actions)[:, :2])
     torch.testing.assert_close(some.value, all_.value[:2], rtol=0, atol=1e-6)
 
 
 def test_a_mind_remembers_within_an_episode(trained):
-    mind = RecurrentActor(trained)
+    mind = Mind(trained)
     thoughts, _, _ = play(engine_of(), mind, 3)
     assert thoughts[0].starts.all()
     assert not thoughts[1].starts.any()
@@ -173,10 +179,10 @@ def test_a_mind_remembers_within_an_episode(trained):
 
 
 def test_a_mind_begins_anew_with_an_episode(trained):
-    engine, mind = engine_of(), RecurrentActor(trained)
+    engine, mind = engine_of(), Mind(trained)
     play(engine, mind)
     second, _, _ = play(engine, mind)
-    fresh = RecurrentActor(trained)
+    fresh = Mind(trained)
     other = engine_of()
     other.reset()
     expected, _, _ = play(other, fresh)
@@ -188,11 +194,11 @@ def test_a_mind_begins_anew_with_an_episode(trained):
 
 def test_forgetting_empties_the_memory_of_its_rows_exactly_and_of_no_other(trained):
     rows = np.array([False, True, False, True])
-    forgetful, keen, fresh = (RecurrentActor(trained) for _ in range(3))
+    forgetful, keen, fresh = (Mind(trained) for _ in range(3))
     _, view, _ = play(engine_of(), forgetful, 3)
     play(engine_of(), keen, 3)
     forgetful.reset(rows)
-    after, whole, new = (mind.act(view, SOME, greedy=False) for mind in (forgetful, keen, fresh))
+    after, whole, new = (mind.think(view) for mind in (forgetful, keen, fresh))
     assert after.starts.tolist() == rows.tolist()
     for part in (after.value, after.decision.log_prob, *forgetful.hidden):
         assert part.isfinite().all()
@@ -210,29 +216,29 @@ def test_forgetting_empties_the_memory_of_its_rows_exactly_and_of_no_other(train
 
 
 def test_a_mind_that_forgot_begins_its_sequences_once(trained):
-    mind, rows = RecurrentActor(trained), np.array([True, False, False, False])
+    mind, rows = Mind(trained), np.array([True, False, False, False])
     _, view, _ = play(engine_of(), mind, 2)
     mind.reset(rows)
-    assert [mind.act(view, SOME, greedy=False).starts.tolist() for _ in range(2)] == [rows.tolist(), [False] * 4]
+    assert [mind.think(view).starts.tolist() for _ in range(2)] == [rows.tolist(), [False] * 4]
 
 
 def test_rows_that_were_forgotten_one_after_the_other_all_begin_a_sequence(trained):
-    mind = RecurrentActor(trained)
+    mind = Mind(trained)
     _, view, _ = play(engine_of(), mind, 2)
     mind.reset(np.array([True, False, False, False]))
     mind.reset(np.array([False, False, True, False]))
-    assert mind.act(view, SOME, greedy=False).starts.tolist() == [True, False, True, False]
+    assert mind.think(view).starts.tolist() == [True, False, True, False]
 
 
 def test_an_outcome_is_seen_at_the_next_decision(trained):
-    mind = RecurrentActor(trained)
+    mind = Mind(trained)
     engine = engine_of()
     view = engine.reset()
-    mind.act(view, SOME, greedy=False)
+    mind.think(view)
     script = Script({(0, 0): (Op.GERMINATE, 0, 0, 0, 2, 3), (0, 1): (Op.PRUNE, 0)})  # there is nothing to prune
     view, outcome = engine.step(script.act(view))
     mind.store(outcome)
-    flags = mind.act(view, SOME, greedy=False).observation.env_flags
+    flags = mind.think(view).observation.env_flags
     assert flags[0].tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
     assert flags[1].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
 
@@ -273,7 +279,7 @@ def test_a_controller_plants_a_blueprint_that_it_has_not_met(trained):
     engine = engine_of(2, menu=("mlp-large",))
     policy = copy.deepcopy(trained)
     policy.network.bias_ops({Op.GERMINATE: 50.0})
-    play(engine, RecurrentActor(policy), steps=1, greedy=True)
+    engine.step(Learned(policy).act(engine.reset()))
     assert (engine.state.seeds.blueprint >= 0).any(1).all()
 
 
@@ -289,7 +295,7 @@ def test_a_policy_is_read_back_bit_for_bit(trained, saved):
 
 
 def test_a_policy_that_was_read_back_decides_the_same(trained, saved):
-    first, second = (play(engine_of(), RecurrentActor(policy))[0] for policy in (trained, load_policy(saved)))
+    first, second = (play(engine_of(), Mind(policy))[0] for policy in (trained, load_policy(saved)))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one.decision.log_prob, other.decision.log_prob)
         assert torch.equal(one.value, other.value)

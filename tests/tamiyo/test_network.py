@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from esper.leyline.lifecycle.actions import Head, Op
-from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
+from esper.tamiyo.policy.features import PROSPECTS
+from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
 
-SHAPES = Shapes(env=5, slot=7, blueprints=4, tempos=5, targets=4)
+SHAPES = {"env": 5, "slot": 7, "blueprints": 4, "tempos": 5, "targets": 4}
 T, E, S, K = 6, 3, 4, 3
 
 
@@ -22,7 +23,7 @@ def double():
 @pytest.fixture
 def network():
     """A network whose heads have opinions: as drawn, they are nearly uniform."""
-    made = FactoredRecurrentActorCritic(SHAPES)
+    made = FactoredRecurrentActorCritic(**SHAPES)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if name.endswith("head.2.weight"):
@@ -32,11 +33,11 @@ def network():
 
 def batch(steps=T, envs=E, slots=S):
     return Batch(
-        torch.randn(steps, envs, SHAPES.env),
-        torch.randn(steps, envs, slots, SHAPES.slot),
-        torch.randint(SHAPES.blueprints + 1, (steps, envs, slots)),
+        torch.randn(steps, envs, SHAPES["env"]),
+        torch.randn(steps, envs, slots, SHAPES["slot"]),
+        torch.randint(SHAPES["blueprints"] + 1, (steps, envs, slots)),
         torch.rand(steps, envs, slots, K),
-        torch.randn(steps, envs, slots, K, SHAPES.prospects),
+        torch.randn(steps, envs, slots, K, 2 * len(PROSPECTS)),
         torch.tensor([2, 0, 3]),
     )
 
@@ -81,7 +82,7 @@ def test_a_blueprint_that_the_vocabulary_lacks_is_read_as_the_mean_of_those_that
     data = batch()
     unknown = network(data._replace(menu=torch.tensor([2, -1, 3])), network.initial(E))[0]
     with torch.no_grad():
-        network.blueprint.weight[0] = network.blueprint.weight[: SHAPES.blueprints].mean(0)
+        network.blueprint.weight[0] = network.blueprint.weight[: SHAPES["blueprints"]].mean(0)
     close(unknown.pairs, network(data, network.initial(E))[0].pairs)
 
 
@@ -105,7 +106,7 @@ def test_the_same_weights_run_on_any_number_of_slots(network, slots):
     op, slot = torch.full((T, E), Op.GERMINATE), torch.full((T, E), slots - 1)
     assert value.shape == (T, E)
     widths = [logits.shape for logits in heads(network, encoded, op, slot)]
-    assert widths == [(T, E, n) for n in (len(Op), slots, K, 3, SHAPES.tempos, SHAPES.targets)]
+    assert widths == [(T, E, n) for n in (len(Op), slots, K, 3, SHAPES["tempos"], SHAPES["targets"])]
 
 
 def test_a_slot_that_was_not_chosen_does_not_change_what_is_read_of_the_chosen_one(network):
@@ -121,7 +122,7 @@ def test_a_slot_that_was_not_chosen_does_not_change_what_is_read_of_the_chosen_o
 def test_sequences_that_begin_in_the_middle_equal_sequences_of_their_own(network):
     data, starts = batch(), torch.zeros(T, E, dtype=torch.bool)
     starts[0], starts[1, 1], starts[2, 0], starts[4, 0], starts[5, 2] = True, True, True, True, True
-    old = torch.randn(E, SHAPES.hidden), torch.randn(E, SHAPES.hidden)
+    old = torch.randn(E, network.hidden), torch.randn(E, network.hidden)
     encoded, value, last = network(data, old, starts)
     for env in range(E):
         begins = starts[:, env].nonzero()[:, 0].tolist()
@@ -170,7 +171,7 @@ def test_other_moments_of_the_return_leave_every_value_what_it_is(network):
 
 
 def test_a_new_policy_is_nearly_uniform_and_expects_nearly_nothing():
-    network = FactoredRecurrentActorCritic(SHAPES)
+    network = FactoredRecurrentActorCritic(**SHAPES)
     encoded, value, _ = network(batch(), network.initial(E))
     op, slot = torch.full((T, E), Op.GERMINATE), torch.zeros(T, E, dtype=torch.int64)
     assert value.abs().max() < 0.05

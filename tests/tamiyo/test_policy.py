@@ -11,9 +11,10 @@ from esper.leyline.lifecycle.masks import choices
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import take
 from esper.tamiyo.policy.distribution import GREEDY, decide, judge, probabilities
-from esper.tamiyo.policy.network import Batch, Encoded, FactoredRecurrentActorCritic, Shapes
+from esper.tamiyo.policy.features import PROSPECTS
+from esper.tamiyo.policy.network import Batch, Encoded, FactoredRecurrentActorCritic
 
-SHAPES = Shapes(env=5, slot=7, blueprints=3, tempos=5, targets=4)
+SHAPES = {"env": 5, "slot": 7, "blueprints": 3, "tempos": 5, "targets": 4}
 SOME = {head: 0.05 + 0.05 * head for head in Head}
 """Another share of the uniform in every head."""
 
@@ -23,7 +24,7 @@ either = pytest.mark.parametrize("exploration", [GREEDY, SOME], ids=["without ex
 @pytest.fixture
 def network():
     """A network whose heads have opinions: as drawn, they are nearly uniform."""
-    made = FactoredRecurrentActorCritic(SHAPES)
+    made = FactoredRecurrentActorCritic(**SHAPES)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if name.endswith("head.2.weight"):
@@ -33,11 +34,11 @@ def network():
 
 def encode(network, envs, slots):
     data = Batch(
-        torch.randn(1, envs, SHAPES.env),
-        torch.randn(1, envs, slots, SHAPES.slot),
+        torch.randn(1, envs, SHAPES["env"]),
+        torch.randn(1, envs, slots, SHAPES["slot"]),
         torch.randint(4, (1, envs, slots)),
         torch.rand(1, envs, slots, 3),
-        torch.randn(1, envs, slots, 3, SHAPES.prospects),
+        torch.randn(1, envs, slots, 3, 2 * len(PROSPECTS)),
         torch.arange(3),
     )
     with torch.no_grad():

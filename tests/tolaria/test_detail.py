@@ -24,7 +24,8 @@ from esper.nissa.rows import (
     SensorsRow,
     StepRow,
 )
-from esper.tamiyo.policy.controller import Language, Learned, Policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.journal import Journal

@@ -1,4 +1,4 @@
-"""Play the controller that learns: sample decisions, receive rewards, and record both in a rollout. E environments."""
+"""Play the controllers that learn, from their own decisions or from those of a teacher, and record a rollout. E environments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,89 +9,79 @@ from numpy.typing import NDArray
 
 from esper.leyline.config.tree import GovernorConfig
 from esper.leyline.lifecycle.actions import Actions, Head
+from esper.leyline.lifecycle.masks import offered, only_wait
+from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Floats, Outcome, View
-from esper.leyline.protocols import Reward
+from esper.leyline.protocols import Controller, Judgement, Reward
 from esper.simic.ppo import PPO
 from esper.simic.rewards import StatefulReward, paid, total
-from esper.simic.rollout import Rollout, RolloutStep, ShardedRollout, TamiyoRolloutBuffer
-from esper.tamiyo.policy.actor import ActorOutput
-from esper.tamiyo.policy.controller import Learned
+from esper.simic.rollout import Rollout, ShardedRollout, TamiyoRolloutBuffer
+from esper.tamiyo.policy.actor import ActorOutput, Learned
+from esper.tamiyo.policy.distribution import GREEDY
+from esper.tamiyo.policy.packages import as_package
 
 
 class SimicClient(Learned):
     """Samples the decisions of one cohort. Several can share a learner, whose `update` then takes all their rollouts."""
+
+    greedy = False
 
     def __init__(self, learner: PPO, reward: Reward, penalty: float = GovernorConfig().penalty) -> None:
         """penalty: subtracted from the reward of a step that the governor rolls back."""
         super().__init__(learner.policy)
         self.learner, self.reward, self.penalty = learner, reward, penalty
         self.menu: tuple[str, ...] = ()
-        self._buffer: TamiyoRolloutBuffer | None = None
+        self._buffer = TamiyoRolloutBuffer()
+        self._room: list[int] | None = None  # steps and environments, which are in the format of checkpoints
         self.paid: Mapping[str, Floats] = {}  # components (E,) of the rewards of the last step
 
-    def act(self, view: View) -> Actions:
-        """Sample a decision for every environment, and record it with its observation."""
-        exploration = self.learner.exploration
-        self._output = output = self.actor.act(view, exploration, greedy=False)
-        self.record(view, sampled_step(output, exploration))
-        self._carried(view, output)
-        return self._done
+    @property
+    def exploration(self) -> Mapping[Head, float]:
+        """Share of the uniform distribution in the probabilities of this round, by head."""
+        return self.learner.exploration
 
-    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """Sample and record further decisions of the step; return None where no environment has one left."""
-        exploration = self.learner.exploration
-        output = self.actor.further(view, self._done, refused, exploration, greedy=False)
-        if output is not None:
-            self.record(view, sampled_step(output, exploration), further=True)
-        return self._carried(view, output)
+    def carried(self, view: View, output: ActorOutput) -> Actions:
+        """Record the decisions of the policy, and return them."""
+        self.record(view, output)
+        return output.decision.actions
 
-    def record(self, view: View, step: RolloutStep, *, further: bool = False) -> None:
-        """Write decisions into the rollout. further: not the first of their step."""
-        envs = len(view.host_params)
-        if self._buffer is None or (self._buffer.steps, self._buffer.envs) != (view.steps, envs):
-            self._buffer = TamiyoRolloutBuffer(view.steps, envs)
+    def record(self, view: View, output: ActorOutput) -> None:
+        """Write decisions into the rollout."""
         self.menu = tuple(info.name for info in view.space.blueprints)
-        self._buffer.add(step, further=further)
+        self._room = [view.steps, len(view.host_params)]
+        self._buffer.add(output, view.steps)
 
     def store(self, outcome: Outcome) -> None:
         """Record the rewards of the last decisions. A rollback ends the sequence of its row, and empties the row's memory."""
         self.paid = paid(self.reward, outcome, self.penalty)
-        self._written().close(total(self.paid), outcome.ended)
-        self.actor.store(outcome)
+        self._buffer.close(total(self.paid), outcome.ended)
+        super().store(outcome)
 
     def rollout(self) -> Rollout:
-        """Return the steps that were recorded since `clear`."""
-        return self._written().rollout()
+        """Return a copy of the steps that were recorded since `clear`."""
+        return self._buffer.rollout()
 
     def clear(self) -> None:
         """Begin the next rollout."""
-        if self._buffer is not None:
-            self._buffer.clear()
-
-    def _written(self) -> TamiyoRolloutBuffer:
-        assert self._buffer is not None, "act is called first"
-        return self._buffer
+        self._buffer = TamiyoRolloutBuffer()
 
     def state(self) -> dict[str, Any]:
         """Return the memory, the rollout so far, and the state of the reward, without the learner."""
-        buffer = self._buffer
         return {
             "menu": list(self.menu),
-            "mind": self.actor.state(),
+            "mind": self.memory(),
             "reward": dict(self.reward.state()) if isinstance(self.reward, StatefulReward) else {},
-            "room": None if buffer is None else [buffer.steps, buffer.envs],
-            "rollout": None if buffer is None else buffer.state(),
+            "room": self._room,
+            "rollout": self._buffer.state(),
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`. The learner and the reward must be of the same classes."""
-        self.menu = tuple(state["menu"])
-        self.actor.load_state(state["mind"])
+        self.menu, self._room = tuple(state["menu"]), state["room"]
+        self.load_memory(state["mind"])
         if isinstance(self.reward, StatefulReward):
             self.reward.load_state(state["reward"])
-        self._buffer = None if state["room"] is None else TamiyoRolloutBuffer(*state["room"])
-        if self._buffer is not None:
-            self._buffer.load_state(state["rollout"])
+        self._buffer.load_state(state["rollout"])
 
     def update(self) -> Mapping[str, float]:
         """Update the learner from this cohort alone, and begin the next rollout."""
@@ -100,17 +90,80 @@ class SimicClient(Learned):
         return figures
 
 
-def sampled_step(output: ActorOutput, exploration: Mapping[Head, float]) -> RolloutStep:
-    """Return the step of a decision that was sampled with this exploration of each head."""
-    decision = output.decision
-    shares = torch.tensor([[exploration[head] for head in Head]], dtype=torch.float64)
-    return RolloutStep(
-        observation=output.observation,
-        actions=decision.actions,
-        valid=decision.valid,
-        log_prob=decision.log_prob,
-        value=output.value,
-        starts=output.starts,
-        exploration=shares.repeat(len(output.value), 1),
-        idle=output.idle,
-    )
+class Apprentice(SimicClient):
+    """Imitates a teacher (DAgger): it leads some environments, the policy the others; its decisions are recorded in all.
+
+    The policy is therefore trained on the states that it visits itself (Ross, Gordon and Bagnell, "A reduction of imitation
+    no-regret online learning", 2011, algorithm 3.1, with the mixture over environments instead of steps). The
+    teacher must decide each environment from its row of the view alone. It is told of refusals of its own decisions alone.
+
+    Several decisions of a teacher in one step (`Controller.further`) are imitated where the policy may make several
+    (`ppo.decisions_per_step`), and the policy learns to end them with WAIT. Where a teacher that plants all its seeds at once is
+    about to plant every slot of a package (`ppo.packages`), its decision is that package.
+    """
+
+    def __init__(
+        self, learner: PPO, reward: Reward, teacher: Controller, led: float, penalty: float = GovernorConfig().penalty
+    ) -> None:
+        """led: share of the environments that follow the teacher."""
+        super().__init__(learner, reward, penalty)
+        self.teacher, self.led = teacher, led
+        self._follows = np.zeros(0, bool)
+        self._taught = Actions.wait(0)
+
+    @property
+    def exploration(self) -> Mapping[Head, float]:
+        return GREEDY
+
+    def act(self, view: View) -> Actions:
+        """Return the teacher's decisions in the environments that it leads, and sampled decisions of the policy in the others."""
+        self._follows, self._taught = led_by_teacher(view.space.number, self.led), self.teacher.act(view)
+        return super().act(view)
+
+    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
+        """Return further decisions of the step; None where they are over. A teacher that makes none decides WAIT."""
+        taught = None
+        if self.policy.decisions_per_step > 1:
+            own = np.logical_and.reduce([mine == done for mine, done in zip(self._taught, self._done, strict=True)])
+            taught = self.teacher.further(view, np.where(own, refused, Refusal.NONE).astype(refused.dtype))
+        self._taught = taught or Actions.wait(len(refused))
+        return super().further(view, refused)
+
+    def carried(self, view: View, output: ActorOutput) -> Actions:
+        """Record the teacher's decisions, and return what is carried out."""
+        taught, names = self._taught, self.policy.language.packages
+        if names and (package := self.teacher.package(view)) is not None:
+            taught = as_package(view, taught, names, package)
+        taught = Actions(*(np.where(output.idle, 0, choice) for choice in taught))  # WAIT is 0 in every head
+        valid = offered(only_wait(self.masks(view), output.idle), taught)
+        lesson = output.decision._replace(actions=taught, valid=valid, log_prob=torch.zeros(len(output.idle)))
+        self.record(view, output._replace(decision=lesson))
+        pairs = zip(taught, output.decision.actions, strict=True)
+        return Actions(*(np.where(self._follows, *pair) for pair in pairs))
+
+    def store(self, outcome: Outcome) -> None:
+        super().store(outcome)
+        self.teacher.store(outcome)
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"teacher": self.teacher.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        if state["teacher"] is not None:
+            self.teacher.load_state(state["teacher"])
+
+    def judgement(self) -> Judgement:
+        """Return what the policy thought of its own decisions; probability and entropy of the teacher's are nan."""
+        found, taught = super().judgement(), self._follows[:, None]
+        return found._replace(
+            probability=np.where(taught, np.nan, found.probability), entropy=np.where(taught, np.nan, found.entropy)
+        )
+
+
+def led_by_teacher(number: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+    """Return whether the teacher leads environments of numbers n, floor((n + 1) share) > floor(n share): (E,) -> (E,) bool.
+
+    The teacher leads share * m of m consecutive numbers, rounded up or down and evenly spread.
+    """
+    return np.floor((number + 1) * share) > np.floor(number * share)

@@ -302,7 +302,6 @@ class PPO:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
         self.round, self.updates = state["round"], state["updates"]
         self.begun = state["begun"]
         adam = self.optimizer.state_dict()
@@ -314,16 +313,14 @@ class PPO:
     @contextmanager
     def _restored_on_failure(self) -> Iterator[None]:
         """Restore the policy and the optimizer where the body raises LearningError or ExchangeError."""
-        policy, normaliser, begun = self.policy, self.policy.normaliser, self.begun
-        weights, moments = deepcopy(policy.network.state_dict()), deepcopy(self.optimizer.state_dict())
+        policy, own = deepcopy(self.policy.state()), self.state()
         self.computing = 0.0
         try:
-            with full_precision(policy.device):
+            with full_precision(self.policy.device):
                 yield
         except (LearningError, ExchangeError):
-            policy.network.load_state_dict(weights)
-            policy.normaliser, self.begun = normaliser, begun
-            self.optimizer.load_state_dict(moments)
+            self.policy.load_state(policy)
+            self.load_state(own)
             raise
 
     def _prepare(self, played: Sequence[ShardedRollout]) -> list[dict[int, TrainingBatch]]:
@@ -344,13 +341,14 @@ class PPO:
                 f"{value:.4g}; lower optimizer.lr, because a host has "
                 "diverged, or check the reward"
             )
-        advantage, weight = self._compared(gains.advantage), (rollout.valid[Head.OP].sum(-1) > 1).float()
+        advantage = subtract_group_mean(gains.advantage, self.group or 1)
+        weight = (rollout.valid[Head.OP].sum(-1) > 1).float()
         if rollout.idle.any():  # idle entries of a row go to its end, where they do not interrupt the recurrence
             most = int((~rollout.idle).sum(0).max())
             order = rollout.idle.byte().argsort(stable=True, dim=0)[:most]
-            rollout, gains = rollout.taken(order), Advantages(*(take(x, order) for x in gains))
-            advantage, weight = take(advantage, order), take(weight, order)
-        inputs = self.policy.batch(self.policy.normalised(rollout.observations()), menu)
+            entries = rollout, gains, advantage, weight
+            rollout, gains, advantage, weight = pytree.tree_map(lambda values: take(values, order), entries)
+        inputs = self.policy.batch(rollout.observations(), menu)
         return TrainingBatch(rollout, gains, advantage, weight, inputs)
 
     def _statistics(
@@ -361,7 +359,8 @@ class PPO:
         for shard, part in ((shard, part) for parts in data for shard, part in parts.items()):
             rollout, decided = part.rollout, part.rollout.decided
             target, returns, total = decided(part.gains.target), decided(part.gains.returns), rollout.reward.sum(0)
-            earned, waits = self._compared(total.unsqueeze(0))[0], decided(rollout.actions[Head.OP]) == Op.WAIT
+            earned = subtract_group_mean(total.unsqueeze(0), self.group or 1)[0]
+            waits = decided(rollout.actions[Head.OP]) == Op.WAIT
             residual, ends = returns - decided(rollout.value), rollout.end.sum(0)
             measured = (part.advantage[part.weight > 0], target, returns, residual, waits, total, earned, ends)
             seen = Normaliser.of(Observation(*(decided(field).numpy() for field in rollout.observation)))
@@ -402,10 +401,6 @@ class PPO:
     def _placed(self, batches: Any) -> Any:
         """Return batches on the device of the policy. Rollouts are played, stored and measured on the CPU."""
         return pytree.tree_map(lambda values: values.to(self.policy.device), batches)
-
-    def _compared(self, values: Tensor) -> Tensor:
-        """Return values (T, E) less those of the other members of each group; as they are where there are no groups."""
-        return values if self.group is None else subtract_group_mean(values, self.group)
 
     def _descend(
         self,
@@ -547,16 +542,6 @@ def _permutation(count: int, *parts: int) -> Tensor:
 
 def _rows(full: TrainingBatch, index: Tensor) -> TrainingBatch:
     """Return the rows of `index`, up to the last entry at which one of them decides."""
-    rollout, batch = full.rollout.rows(index), full.batch
-    stop = int((~rollout.idle).sum(0).max())
-
-    def cut(values: Tensor) -> Tensor:
-        return values[:stop, index]
-
-    return TrainingBatch(
-        rollout.steps(stop),
-        Advantages(*map(cut, full.gains)),
-        cut(full.advantage),
-        cut(full.weight),
-        batch._replace(**{name: cut(getattr(batch, name)) for name in Batch._fields if name != "menu"}),
-    )
+    stop = int((~full.rollout.idle[:, index]).sum(0).max())
+    # The menu alone has one axis, and is that of all rows.
+    return pytree.tree_map(lambda values: values if values.dim() == 1 else values[:stop, index], full)

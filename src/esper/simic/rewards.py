@@ -195,7 +195,6 @@ class Delta:
     config: RewardConfig
 
     def __call__(self, outcome: Outcome) -> Components:
-        """Return the components of the step, each (E,)."""
         return delta(outcome, self.config)
 
 
@@ -211,7 +210,6 @@ class Sparse:
         self._rise: Components = {}  # J now - J_0, by component
 
     def __call__(self, outcome: Outcome) -> Components:
-        """Return the components of the step, each (E,)."""
         step = delta(outcome, self.config)
         charged = step.pop("fees")
         if outcome.step == 0 or not self._rise:
@@ -230,7 +228,6 @@ class Sparse:
         return {name: rise.copy() for name, rise in self._rise.items()}
 
     def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
-        """Restore a `state`."""
         self._rise = {name: rise.copy() for name, rise in state.items()}
 
 
@@ -250,7 +247,6 @@ class Escrow:
         self._account: Account | None = None
 
     def __call__(self, outcome: Outcome) -> Components:
-        """Return the components of the step, each (E,)."""
         stage = outcome.seeds.stage
         measured = outcome.contribution if self.config.objective == "metric" else outcome.contribution_loss
         if outcome.step == 0 or self._account is None:
@@ -269,11 +265,9 @@ class Escrow:
             self._account = Account(np.where(column, 0.0, credit), np.where(column, np.nan, entry), paid_up)
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """Return the fields of `Account`."""
         return {} if self._account is None else {name: field.copy() for name, field in self._account._asdict().items()}
 
     def load_state(self, state: Mapping[str, NDArray[np.float64]]) -> None:
-        """Restore a `state`."""
         self._account = Account(**{name: field.copy() for name, field in state.items()}) if state else None
 
 

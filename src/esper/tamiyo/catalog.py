@@ -15,7 +15,8 @@ from esper.leyline.protocols import Controller, as_controller
 from esper.leyline.reference import digest_of_sources, is_own_controller, load_reference, unnamed_function
 from esper.leyline.text import did_you_mean
 from esper.store.disk import find_folder, read_named
-from esper.tamiyo.policy.controller import FACTS, WEIGHTS, Learned, load_policy, read_facts
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import FACTS, WEIGHTS, load_policy, read_facts
 from esper.tamiyo.rules.baselines import Never, RandomValid
 from esper.tamiyo.rules.heuristic import Heuristic
 from esper.tamiyo.rules.schedule import load_schedule

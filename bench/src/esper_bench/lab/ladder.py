@@ -23,7 +23,8 @@ from esper.leyline.protocols import Controller
 from esper.simic.client import SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
-from esper.tamiyo.policy.controller import Language, Learned, Policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Language, Policy
 from esper_bench.lab.formula import Draw, Process, trained_steps
 from esper_bench.lab.sandbox import Sandbox, play
 

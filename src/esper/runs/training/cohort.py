@@ -28,12 +28,12 @@ from esper.nissa.hub import Hub
 from esper.nissa.rows import EvaluationRow
 from esper.runs.figures import exported_objective
 from esper.runs.workers.workers import WorkerOptions
-from esper.simic.client import SimicClient
-from esper.simic.imitation import Apprentice
+from esper.simic.client import Apprentice, SimicClient
 from esper.simic.ppo import PPO
 from esper.simic.rewards import make_reward
 from esper.tamiyo.catalog import get_controller
-from esper.tamiyo.policy.controller import Learned, Policy
+from esper.tamiyo.policy.actor import Learned
+from esper.tamiyo.policy.controller import Policy
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.governor import GovernorRecord
 from esper.tolaria.journal import Journal, RowSource

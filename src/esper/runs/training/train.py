@@ -424,7 +424,7 @@ class Trainer:
         policy = deepcopy(self.policy.state())
         own, seconds = self._play(part, interrupt, observers)
         begin = time.perf_counter()
-        fresh = ShownRound(part, policy, {place: rollout.copied() for place, rollout in own.items()})
+        fresh = ShownRound(part, policy, own)
         played = [each for shown in (*self.shown, fresh) for each in self._divided(shown.rollouts)]
         passes = self.config.ppo.imitation_passes if number == -1 else None
         figures = self.learner.imitate(played, len(by_task(self.cohorts)), passes)
@@ -463,7 +463,7 @@ class Trainer:
                 if until.stopped:
                     raise Stop
                 client = self.player.client(part)
-                shown.rollouts[place] = client.rollout().copied()
+                shown.rollouts[place] = client.rollout()
                 client.clear()
         finally:
             self.policy.load_state(present)

@@ -1,7 +1,7 @@
-"""Run a policy through an episode: its observations, its memory, and one or more decisions a step. E environments."""
+"""Let a trained policy control: its observations, its memory, and one or more decisions a step. E environments."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,24 +13,23 @@ from esper.leyline.lifecycle.masks import only_wait, without_blueprints
 from esper.leyline.lifecycle.verdicts import Refusal
 from esper.leyline.lifecycle.view import Masks, Outcome, View
 from esper.leyline.protocols import Judgement
+from esper.tamiyo.policy.controller import Policy
 from esper.tamiyo.policy.distribution import GREEDY, SampledDecision, decide
 from esper.tamiyo.policy.network import full_precision
-from esper.tamiyo.policy.observation import History, Inputs, Observation, observe
+from esper.tamiyo.policy.observation import History, Observation, observe
 from esper.tamiyo.policy.packages import Opened, package_costs, package_reasons, unpacked, with_packages
-from esper.tamiyo.rules.baselines import draws
-
-if TYPE_CHECKING:
-    from esper.tamiyo.policy.controller import Policy
+from esper.tamiyo.rules.baselines import Rule, draws
 
 
 class ActorOutput(NamedTuple):
-    """Holds the results of a policy for one step.
+    """Holds one decision of a policy in every environment, before its outcome is known.
 
     Attributes:
         observation (Observation): (E, ...)
-        decision (Decision): one per environment
+        decision (SampledDecision): one per environment
         value ((E,) tensor): V of the state, in units of return
         starts ((E,) bool array): whether a sequence begins with this step
+        exploration ((E, heads) float64 tensor): share of the uniform distribution in each head's probabilities
         idle ((E,) bool array): whether the environment decides nothing, because its decisions of the step are over
     """
 
@@ -38,21 +37,23 @@ class ActorOutput(NamedTuple):
     decision: SampledDecision
     value: Tensor
     starts: NDArray[np.bool_]
+    exploration: Tensor
     idle: NDArray[np.bool_]
 
-    def judgement(self) -> Judgement:
-        """Return what the policy thought of the decisions."""
-        decision = self.decision
-        found = (decision.probability, decision.entropy, self.value)
-        return Judgement(*(np.asarray(tensor.numpy(), np.float64) for tensor in found))
 
+class Learned(Rule):
+    """Takes the most probable choice of every head of a trained policy.
 
-class RecurrentActor:
-    """Runs a policy through an episode. It holds the history of measurements and the hidden state of the network."""
+    It holds the history of measurements and the hidden state of the network. A subclass with `greedy` False samples its choices,
+    with its own `exploration`, and one that defines `carried` does something else than the policy decides.
+    """
 
-    def __init__(self, policy: "Policy") -> None:
+    greedy = True
+
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.history, self.hidden = History.empty(0), policy.network.initial(0)  # (0,) until the first decision
+        self.output: ActorOutput | None = None  # the first decision of the step
         self._begins = np.zeros(0, bool)
         self._episode = -1
         self._open = np.zeros(0, bool)  # environments whose decisions of the step are not over
@@ -61,11 +62,23 @@ class RecurrentActor:
         self._refused = np.zeros(0)
         self._calls = 0  # decisions of the environment with the most, and plantings of its packages
         self._opened = Opened.none(0, 0)  # packages that are not planted completely
-        self.reasons: Sequence[str | None] = []  # the packages that the last plantings belong to
+        self._reasons: list[str | None] = []  # the packages that the last plantings belong to
         self._heard = False  # whether `further` has added the decisions of the step to the history
+        self._done = Actions.wait(0)  # the last decisions, which were carried out
 
-    def act(self, view: View, exploration: Mapping[Head, float] = GREEDY, *, greedy: bool) -> ActorOutput:
-        """Decide for every environment. The memory is empty at the first step of an episode and after `reset`."""
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.policy!r})"
+
+    @property
+    def exploration(self) -> Mapping[Head, float]:
+        """Share of the uniform distribution in the probabilities, by head."""
+        return GREEDY
+
+    def act(self, view: View) -> Actions:
+        """Return one decision per environment. InputError if the policy was trained with other sensors or choices.
+
+        The memory is empty at the first step of an episode and after `reset`.
+        """
         envs = len(view.host_params)
         if view.episode != self._episode or view.step == 0 or len(self.history.op) != envs:
             self.policy.language.check(view.space)
@@ -75,27 +88,20 @@ class RecurrentActor:
         self.history = self.history.measured(view.measurements)
         self._open, self._made, self._heard = np.ones(envs, bool), np.zeros(envs, np.int64), False
         self._calls, self._refused = 0, np.full(envs, np.inf)
-        output = self._decide(view, exploration, greedy)
+        self.output = output = self._decide(view)
         self._begins = np.zeros(envs, bool)
-        return output
+        return self._unpacked(view, self.carried(view, output))
 
-    def further(
-        self,
-        view: View,
-        done: Actions,
-        refused: NDArray[np.int8],
-        exploration: Mapping[Head, float] = GREEDY,
-        *,
-        greedy: bool,
-    ) -> ActorOutput | None:
-        """Decide once more in the same step, where the last decision was not WAIT; None where no environment decides.
+    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
+        """Decide once more in the same step, where the last decision was not WAIT; None where nothing is left to do in the step.
 
-        done, refused: (E,) the last decisions that were carried out, and a `Refusal` for each. The decision of an environment
-        whose decisions are over is WAIT, and its memory stays as it is. Where a seed was refused, no seed of as many parameters
-        is offered again in the step: nothing that the policy observes would keep it from repeating the decision.
+        The decision of an environment whose decisions are over is WAIT, and its memory stays as it is. Where a seed was refused,
+        no seed of as many parameters is offered again in the step: nothing that the policy observes would keep it from
+        repeating the decision.
         """
         if self.policy.decisions_per_step == 1 and not self.policy.language.packages:
             return None
+        done = self._done
         envs = np.flatnonzero((done.op == Op.GERMINATE) & (refused != Refusal.NONE))
         cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)[envs, done.slot[envs], done.blueprint[envs]]
         self._refused[envs] = np.minimum(self._refused[envs], cost)
@@ -103,27 +109,40 @@ class RecurrentActor:
         self.history = self.history._replace(op=op, accepted=np.where(self._open, accepted, self.history.accepted))
         more = (self._made < self.policy.decisions_per_step) | self._opened.rows
         self._open, self._heard = self._open & (done.op != Op.WAIT) & more, True
-        if not (self._open & ~self._opened.rows).any():
+        if (self._open & ~self._opened.rows).any():
+            return self._unpacked(view, self.carried(view, self._decide(view)))
+        if not self._opened.rows.any():
             return None
-        return self._decide(view, exploration, greedy)
+        self._calls += 1
+        return self._unpacked(view, Actions.wait(len(view.masks.op)))
 
-    def carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
-        """Return what is carried out for the results of `act` or `further`; None where nothing is left to do in the step.
+    def carried(self, view: View, output: ActorOutput) -> Actions:
+        """Return the decisions (E,) that are carried out: those of the policy."""
+        return output.decision.actions
+
+    def _unpacked(self, view: View, chosen: Actions) -> Actions:
+        """Return the actions of decisions.
 
         A package is one decision of the policy. Its first seed is planted with that decision, and the others afterwards, without
-        a decision. taught: (E,) decisions that take the place of those of `output`.
+        a decision.
         """
         names, opened = self.policy.language.packages, self._opened
-        if output is None and not opened.rows.any():
-            return None
-        chosen = taught or (Actions.wait(len(view.masks.op)) if output is None else output.decision.actions)
-        if not names:
-            self.reasons = [None] * len(chosen.op)
-            return chosen
-        actions, self._opened = unpacked(view, chosen, names, opened)
-        self.reasons = package_reasons(view, chosen, actions, opened)
-        self._calls += output is None
-        return actions
+        self._done, self._reasons = chosen, [None] * len(chosen.op)
+        if names:
+            self._done, self._opened = unpacked(view, chosen, names, opened)
+            self._reasons = package_reasons(view, chosen, self._done, opened)
+        return self._done
+
+    def reasons(self) -> Sequence[str | None]:
+        """Return the packages that the last plantings belong to; None for other decisions."""
+        return self._reasons
+
+    def judgement(self) -> Judgement:
+        """Return what the policy thought of the first decisions of the step."""
+        assert self.output is not None, "act is called first"
+        decision = self.output.decision
+        found = (decision.probability, decision.entropy, self.output.value)
+        return Judgement(*(np.asarray(tensor.numpy(), np.float64) for tensor in found))
 
     def masks(self, view: View) -> Masks:
         """Return the valid decisions, with the packages of the policy."""
@@ -138,23 +157,24 @@ class RecurrentActor:
         unknown = np.full((*cost.shape[:2], len(names), seen.prospects.shape[-1]), np.nan, np.float32)
         return seen._replace(cost=cost, prospects=np.concatenate([seen.prospects, unknown], 2))
 
-    def _decide(self, view: View, exploration: Mapping[Head, float], greedy: bool) -> ActorOutput:
+    def _decide(self, view: View) -> ActorOutput:
         """Return one decision of the environments that are open and plant no package, and WAIT in the others."""
-        observation, idle = self.observe(view, self.history), ~self._open | self._opened.rows
+        observation, exploration = self.observe(view, self.history), self.exploration
+        idle = ~self._open | self._opened.rows
         dear = view.space.cost >= self._refused[:, None, None]
         masks = self.masks(view._replace(masks=without_blueprints(view.masks, dear)) if dear.any() else view)
         masks = only_wait(masks, idle) if idle.any() else masks
         with torch.no_grad(), full_precision(self.policy.device):
-            seen = self.policy.normalised(observation)
-            inputs = Inputs(**{name: field[None] for name, field in seen._asdict().items()})
-            batch = self.policy.batch(inputs, [info.name for info in view.space.blueprints])
+            step = Observation(**{name: field[None] for name, field in observation._asdict().items()})
+            batch = self.policy.batch(step, [info.name for info in view.space.blueprints])
             encoded, value, hidden = self.policy.network(batch, self.hidden)
-            drawn = None if greedy else draws(view, self._calls)
+            drawn = None if self.greedy else draws(view, self._calls)
             decision = decide(self.policy.network, encoded, masks, drawn, exploration)
             hold = torch.from_numpy(idle).to(self.policy.device)[:, None]
             self.hidden = torch.where(hold, self.hidden[0], hidden[0]), torch.where(hold, self.hidden[1], hidden[1])
         self._made, self._calls = self._made + ~idle, self._calls + 1
-        return ActorOutput(observation, decision, value[0].cpu(), self._begins, idle)
+        shares = torch.tensor([[exploration[head] for head in Head]], dtype=torch.float64).repeat(len(idle), 1)
+        return ActorOutput(observation, decision, value[0].cpu(), self._begins, shares, idle)
 
     def store(self, outcome: Outcome) -> None:
         """Add the last decisions to the history, if `further` has not. The memory of a row that was rolled back is emptied."""
@@ -170,7 +190,7 @@ class RecurrentActor:
         self._begins = self._begins | rows
         self._opened = self._opened._replace(slots=self._opened.slots & ~rows[:, None])
 
-    def state(self) -> dict[str, Any]:
+    def memory(self) -> dict[str, Any]:
         """Return the memory as a tree of arrays."""
         return {
             "episode": self._episode,
@@ -180,10 +200,18 @@ class RecurrentActor:
             "opened": self._opened._asdict(),
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`. The policy is not part of it."""
-        self.history, (first, second) = History(**state["history"]), state["hidden"]
+    def load_memory(self, memory: Mapping[str, Any]) -> None:
+        """Restore a `memory`. The policy is not part of it."""
+        self.history, (first, second) = History(**memory["history"]), memory["hidden"]
         device = self.policy.device
         self.hidden = first.to(device), second.to(device)
-        self._begins, self._episode = state["begins"], state["episode"]
-        self._opened = Opened(state["opened"]["slots"], Actions(*state["opened"]["seed"]))
+        self._begins, self._episode = memory["begins"], memory["episode"]
+        self._opened = Opened(memory["opened"]["slots"], Actions(*memory["opened"]["seed"]))
+
+    def state(self) -> dict[str, Any]:
+        """Return the memory and the policy. The folder of the policy may have changed when a run is resumed."""
+        return {"policy": self.policy.state(), "mind": self.memory()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.policy.load_state(state["policy"])
+        self.load_memory(state["mind"])

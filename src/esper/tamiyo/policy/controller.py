@@ -1,4 +1,4 @@
-"""Let a trained policy control, and write its two files: weights as safetensors, everything else as JSON."""
+"""Define a trained policy, and write its two files: weights as safetensors, everything else as JSON."""
 
 import hashlib
 import json
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -18,18 +17,15 @@ from esper.leyline.config.parsing import parse_json
 from esper.leyline.config.tree import check_controller_settings
 from esper.leyline.data.keys import Purpose, scalar
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.actions import Actions, Blend, Op
+from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.view import Outcome, Space, View
-from esper.leyline.protocols import Judgement
+from esper.leyline.lifecycle.view import Space
 from esper.leyline.records import brief
 from esper.store.disk import Retry, find_folder, read_kept, write_folder, write_once
-from esper.tamiyo.policy.actor import ActorOutput, RecurrentActor
 from esper.tamiyo.policy.features import GLOBAL, PROSPECTS, slot_features
-from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic, Shapes
+from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
 from esper.tamiyo.policy.observation import Inputs, Moments, Normaliser, Observation, input_names, normalise
 from esper.tamiyo.policy.packages import INNER
-from esper.tamiyo.rules.baselines import Rule
 
 VERSION = 2
 """Version of the file format."""
@@ -120,10 +116,9 @@ class Policy:
         """Return an untrained policy with random weights. undo_bias: added to the logits of PRUNE and SET_ALPHA."""
         env, slot = input_names(language.sensors)
         choices = (len(language.blueprints), len(language.tempos), len(language.targets))
-        shapes = Shapes(len(env), len(slot), *choices, packages=len(language.packages))
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(scalar(seed, Purpose.POLICY_WEIGHTS))  # weights are drawn on the CPU
-            network = FactoredRecurrentActorCritic(shapes)
+            network = FactoredRecurrentActorCritic(len(env), len(slot), *choices, len(language.packages))
         network.bias_ops({Op.PRUNE: undo_bias, Op.SET_ALPHA: undo_bias})
         normaliser = Normaliser.prior(language.sensors)
         return cls(network, normaliser, language, dict(settings or {}), decisions_per_step=decisions_per_step)
@@ -172,68 +167,18 @@ class Policy:
             raise ValueError(" ".join(str(error).split())[:160]) from None
         self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
 
-    def batch(self, inputs: Inputs, menu: Sequence[str]) -> Batch:
-        """Turn inputs (T, E, ...) into tensors on the device of the weights.
+    def batch(self, observation: Observation, menu: Sequence[str]) -> Batch:
+        """Turn an observation (T, E, ...) into inputs on the device of the weights.
 
         Indices into the menu become indices into the vocabulary, where packages come last.
         """
-        known = {name: index for index, name in enumerate(self.language.blueprints)}
+        inputs, known = self.normalised(observation), {name: i for i, name in enumerate(self.language.blueprints)}
         vocabulary = [known.get(name, -1) for name in menu]
         empty = len(known)
         index = np.array([*vocabulary, empty])[inputs.blueprint]  # -1, an empty slot, takes the last entry
         menu_index = [*vocabulary, *(empty + 1 + package for package in range(len(self.language.packages)))]
         fields = inputs.env, inputs.slot, index, inputs.cost, inputs.prospects, np.array(menu_index)
         return Batch(*(torch.from_numpy(each).to(self.device) for each in fields))
-
-
-class Learned(Rule):
-    """Takes the most probable choice of every head of a trained policy."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.actor = RecurrentActor(policy)
-        self._output: ActorOutput | None = None
-        self._done = Actions.wait(0)  # the last decisions, which were carried out
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.actor.policy!r})"
-
-    def act(self, view: View) -> Actions:
-        """Return one decision per environment. InputError if the policy was trained with other sensors or choices."""
-        self._output = self.actor.act(view, greedy=True)
-        self._carried(view, self._output)
-        return self._done
-
-    def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
-        """Return the next decisions of the step; None where they are over, as after one decision if the policy makes no more."""
-        return self._carried(view, self.actor.further(view, self._done, refused, greedy=True))
-
-    def _carried(self, view: View, output: ActorOutput | None, taught: Actions | None = None) -> Actions | None:
-        """Return the decisions that are carried out (`RecurrentActor.carried`); None where nothing is left to do in the step."""
-        actions = self.actor.carried(view, output, taught)
-        self._done = self._done if actions is None else actions
-        return actions
-
-    def reasons(self) -> Sequence[str | None]:
-        """Return the packages that the last plantings belong to; None for other decisions."""
-        return self.actor.reasons
-
-    def judgement(self) -> Judgement:
-        """Return what the policy thought of the last decisions."""
-        assert self._output is not None, "act is called first"
-        return self._output.judgement()
-
-    def store(self, outcome: Outcome) -> None:
-        """Add the last decisions to the memory."""
-        self.actor.store(outcome)
-
-    def state(self) -> dict[str, Any]:
-        """Return the memory and the policy. The folder of the policy may have changed when a run is resumed."""
-        return {"policy": self.actor.policy.state(), "mind": self.actor.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
-        self.actor.policy.load_state(state["policy"])
-        self.actor.load_state(state["mind"])
 
 
 def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None:

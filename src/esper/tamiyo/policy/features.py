@@ -345,28 +345,24 @@ def interactions(table: CoalitionValues | None, step: int, life: NDArray[np.int3
 
 def sensor_feature(name: str) -> Feature:
     """Make a growth sensor a feature: shares as they are, held-out energies relative to the gradient's, others as logarithms."""
+
+    def sensed(seen: Seen, sensor: str = name) -> Floats:  # (E, S), nan where it is not finite
+        value = seen.measured.sensors[..., seen.view.space.sensors.index(sensor)]
+        return np.where(np.isfinite(value), value, np.nan)
+
+    def logarithm(seen: Seen) -> Floats:
+        return np.log(np.maximum(sensed(seen), 1e-8))
+
+    def energy_share(seen: Seen) -> Floats:
+        if "gradient_rms" not in seen.view.space.sensors:
+            return logarithm(seen)
+        return np.clip(sensed(seen) / np.maximum(sensed(seen, "gradient_rms") ** 2, 1e-12), -1, 1)
+
     if name.startswith(("participation", "drift")) or name in ("dead", "unsaturated"):
-        return Feature(name, "1", 0.3, True, "growth sensor (`esper docs observation`)", lambda s: _sensed(s, name))
+        return Feature(name, "1", 0.3, True, "growth sensor (`esper docs observation`)", sensed)
     if name.startswith("heldout_"):
-        meaning = "growth sensor / gradient_rms^2, between -1 and 1"
-        return Feature(name, "1", 0.3, True, meaning, lambda s: _energy_share(s, name))
-    return Feature(name, "ln sensor", 3.0, True, "logarithm of the growth sensor", lambda s: _ln_sensor(s, name))
-
-
-def _sensed(seen: Seen, name: str) -> Floats:
-    """Return the values (E, S) of a growth sensor; nan where they are not finite."""
-    value = seen.measured.sensors[..., seen.view.space.sensors.index(name)]
-    return np.where(np.isfinite(value), value, np.nan)
-
-
-def _ln_sensor(seen: Seen, name: str) -> Floats:
-    return np.log(np.maximum(_sensed(seen, name), 1e-8))
-
-
-def _energy_share(seen: Seen, name: str) -> Floats:
-    if "gradient_rms" not in seen.view.space.sensors:
-        return _ln_sensor(seen, name)
-    return np.clip(_sensed(seen, name) / np.maximum(_sensed(seen, "gradient_rms") ** 2, 1e-12), -1, 1)
+        return Feature(name, "1", 0.3, True, "growth sensor / gradient_rms^2, between -1 and 1", energy_share)
+    return Feature(name, "ln sensor", 3.0, True, "logarithm of the growth sensor", logarithm)
 
 
 def ln(values: Floats) -> Floats:

@@ -16,35 +16,8 @@ from esper.tamiyo.policy.features import PROSPECTS
 Hidden = tuple[Tensor, Tensor]
 """Hidden state and cell state of the LSTM, each (E, H) float32."""
 
-
-class Shapes(NamedTuple):
-    """Holds the sizes of the network.
-
-    Attributes:
-        env (int): columns of `Inputs.env`
-        slot (int): columns of `Inputs.slot`
-        blueprints (int): blueprints of the vocabulary
-        tempos (int): choices of the tempo head
-        targets (int): choices of the target head
-        hidden (int): units of the LSTM
-        code (int): width of the encoding of a slot
-        embedding (int): width of the embedding of a blueprint and of an op
-        packages (int): packages of the vocabulary
-        prospects (int): columns of `Inputs.prospects`
-        pair (int): width of the encoding of a blueprint at a slot
-    """
-
-    env: int
-    slot: int
-    blueprints: int
-    tempos: int
-    targets: int
-    hidden: int = 96
-    code: int = 48
-    embedding: int = 8
-    packages: int = 0
-    prospects: int = 2 * len(PROSPECTS)
-    pair: int = 32
+EMBEDDING, PAIR = 8, 32
+"""Widths of the embedding of a blueprint and of an op, and of the encoding of a blueprint at a slot."""
 
 
 class Batch(NamedTuple):
@@ -53,7 +26,7 @@ class Batch(NamedTuple):
     Attributes:
         env ((T, E, G) tensor): features of the environment
         slot ((T, E, S, F) tensor): features of the slots
-        blueprint ((T, E, S) int64 tensor): blueprint of the seed in the slot; `Shapes.blueprints` for an empty slot
+        blueprint ((T, E, S) int64 tensor): blueprint of the seed in the slot; the number of blueprints for an empty slot
         cost ((T, E, S, K) tensor): cost of each blueprint of the menu at the slot
         prospects ((T, E, S, K, P) tensor): what the growth sensors tell of it there
         menu ((K,) int64 tensor): the blueprints of the menu; -1 for one that the vocabulary lacks
@@ -88,51 +61,70 @@ class FactoredRecurrentActorCritic(nn.Module):
     value_mean: Tensor
     value_scale: Tensor
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(
+        self,
+        env: int,
+        slot: int,
+        blueprints: int,
+        tempos: int,
+        targets: int,
+        packages: int = 0,
+        hidden: int = 96,
+        code: int = 48,
+    ) -> None:
+        """env, slot: columns of `Inputs.env` and `Inputs.slot`. blueprints, packages: of the vocabulary.
+
+        tempos, targets: choices of these heads. hidden: units of the LSTM. code: width of the encoding of a slot.
+        """
         super().__init__()
-        self.shapes = shapes
-        h, d, e = shapes.hidden, shapes.code, shapes.embedding
-        self.blueprint = nn.Embedding(shapes.blueprints + 1 + shapes.packages, e)
-        self.op = nn.Embedding(len(Op), e)
-        self.pair = nn.Sequential(nn.Linear(1 + shapes.prospects + e, shapes.pair), nn.SiLU())
-        reads = shapes.slot + e + shapes.pair
-        self.encoder = nn.Sequential(nn.Linear(reads, 64), nn.SiLU(), nn.Linear(64, d), nn.SiLU())
-        self.pooled = nn.Sequential(nn.Linear(shapes.env + 2 * d, h), nn.SiLU())
-        self.lstm = nn.LSTM(h, h)
-        self.op_head = _head(h, 64, len(Op))
-        self.slot_head = _head(h + d + e, 64, 1)
-        self.blueprint_head = _head(h + d + shapes.pair, 64, 1)
-        self.blend_head = _head(h + d, 32, len(Blend))
-        self.tempo_head = _head(h + d + e, 32, shapes.tempos)
-        self.target_head = _head(h + d + e, 32, shapes.targets)
-        self.value_head = _head(h, 64, 1)
+        self.blueprints, self.hidden = blueprints, hidden
+        self.blueprint = nn.Embedding(blueprints + 1 + packages, EMBEDDING)
+        self.op = nn.Embedding(len(Op), EMBEDDING)
+        self.pair = nn.Sequential(nn.Linear(1 + 2 * len(PROSPECTS) + EMBEDDING, PAIR), nn.SiLU())
+        reads = slot + EMBEDDING + PAIR
+        self.encoder = nn.Sequential(nn.Linear(reads, 64), nn.SiLU(), nn.Linear(64, code), nn.SiLU())
+        self.pooled = nn.Sequential(nn.Linear(env + 2 * code, hidden), nn.SiLU())
+        self.lstm = nn.LSTM(hidden, hidden)
+        here = hidden + code
+        self.op_head = _head(hidden, 64, len(Op))
+        self.slot_head = _head(here + EMBEDDING, 64, 1)
+        self.blueprint_head = _head(here + PAIR, 64, 1)
+        self.blend_head = _head(here, 32, len(Blend))
+        self.tempo_head = _head(here + EMBEDDING, 32, tempos)
+        self.target_head = _head(here + EMBEDDING, 32, targets)
+        self.value_head = _head(hidden, 64, 1)
         self.register_buffer("value_mean", torch.zeros(()))  # moments of the return; V is in units of the return
         self.register_buffer("value_scale", torch.ones(()))
 
     def initial(self, envs: int) -> Hidden:
         """Return the state at the start of a sequence: zeros."""
-        zeros = torch.zeros(envs, self.shapes.hidden, device=self.value_scale.device)
+        zeros = torch.zeros(envs, self.hidden, device=self.value_scale.device)
         return zeros, zeros
 
-    def forward(
-        self, batch: Batch, hidden: Hidden, starts: Tensor | None = None, idle: Tensor | None = None
-    ) -> tuple[Encoded, Tensor, Hidden]:
+    def forward(self, batch: Batch, hidden: Hidden, starts: Tensor | None = None) -> tuple[Encoded, Tensor, Hidden]:
         """Return encodings, values (T, E) and the state after the last step.
 
-        starts: (T, E) bool, steps at which a new sequence begins. The state of the row is set to zeros before such a step.
-        idle: (T, E) bool, steps at which a row decides nothing. They leave its state as it is, and what is returned of them
-        means nothing. None stands for no such step.
+        starts: (T, E) bool, steps at which a new sequence begins. The state of the row is set to zeros before such a step. None
+        stands for no such step.
         """
-        names = torch.cat(
-            [self.blueprint.weight, self.blueprint.weight[: self.shapes.blueprints].mean(0, keepdim=True)]
-        )
+        names = torch.cat([self.blueprint.weight, self.blueprint.weight[: self.blueprints].mean(0, keepdim=True)])
         menu = names[batch.menu].expand(*batch.cost.shape, -1)
         pairs = self.pair(torch.cat([batch.cost.unsqueeze(-1), batch.prospects, menu], -1))
         code = self.encoder(torch.cat([batch.slot, names[batch.blueprint], pairs.amax(3)], -1))
         pooled = torch.cat([batch.env, code.mean(2), code.amax(2)], -1)
-        trunk, hidden = self._recur(self.pooled(pooled), hidden, starts, idle)
+        x, state = self.pooled(pooled), (hidden[0].unsqueeze(0), hidden[1].unsqueeze(0))
+        # The LSTM runs in one call for each range of steps within which no sequence begins.
+        cuts = [] if starts is None else [t for t in starts.any(1).cpu().nonzero()[:, 0].tolist() if t > 0]
+        parts = []
+        for begin, end in zip([0, *cuts], [*cuts, len(x)], strict=True):
+            if starts is not None:
+                keep = (~starts[begin]).to(x.dtype)[None, :, None]
+                state = (state[0] * keep, state[1] * keep)
+            part, state = self.lstm(x[begin:end], state)
+            parts.append(part)
+        trunk = torch.cat(parts)
         value = self.value_head(trunk).squeeze(-1) * self.value_scale + self.value_mean
-        return Encoded(trunk, code, pairs), value, hidden
+        return Encoded(trunk, code, pairs), value, (state[0][0], state[1][0])
 
     def logits(self, head: Head, encoded: Encoded, op: Tensor, slot: Tensor) -> Tensor:
         """Return logits (T, E, choices) of a head, given the choices before it. op, slot: (T, E) int64.
@@ -179,26 +171,6 @@ class FactoredRecurrentActorCritic(nn.Module):
         last.bias.copy_((last.bias * self.value_scale + self.value_mean - mean) / scale)
         self.value_mean.copy_(mean)
         self.value_scale.copy_(scale)
-
-    def _recur(self, x: Tensor, hidden: Hidden, starts: Tensor | None, idle: Tensor | None) -> tuple[Tensor, Hidden]:
-        """Run the LSTM over (T, E, H), in one call for each range of steps within which no sequence begins and no row is idle."""
-        state = (hidden[0].unsqueeze(0), hidden[1].unsqueeze(0))
-        cuts = [] if starts is None else [t for t in starts.any(1).cpu().nonzero()[:, 0].tolist() if t > 0]
-        alone = set() if idle is None else set(idle.any(1).cpu().nonzero()[:, 0].tolist())
-        if alone:
-            cuts = sorted({*cuts, *alone, *(t + 1 for t in alone)} - {0, len(x)})
-        parts = []
-        for begin, end in zip([0, *cuts], [*cuts, len(x)], strict=True):
-            if starts is not None:
-                keep = (~starts[begin]).to(x.dtype)[None, :, None]
-                state = (state[0] * keep, state[1] * keep)
-            part, after = self.lstm(x[begin:end], state)
-            if idle is not None and begin in alone:
-                hold = idle[begin][None, :, None]
-                after = (torch.where(hold, state[0], after[0]), torch.where(hold, state[1], after[1]))
-            state = after
-            parts.append(part)
-        return torch.cat(parts), (state[0][0], state[1][0])
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:

@@ -19,7 +19,6 @@ class Rule(Controller):
         return f"{type(self).__name__}()"
 
     def state(self) -> dict[str, Any]:
-        """Return an empty state."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -30,7 +29,6 @@ class Never(Rule):
     """Decides WAIT always, so the host is trained without growth."""
 
     def act(self, view: View) -> Actions:
-        """Decide WAIT for every environment."""
         return Actions.wait(len(view.masks.op))
 
     def plants(self, view: View) -> Bools:

@@ -3,13 +3,12 @@
 E environments, S slots, K blueprints.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from esper.leyline.config.tree import GatesConfig, HeuristicConfig
 from esper.leyline.lifecycle.actions import Actions, Head, Ints, Op
@@ -37,34 +36,6 @@ class PlantingObstacle(IntEnum):
     UNMEASURED = 2  # the metric is nan
     REACHED = 3  # the metric is not below `plant_below`
     EVEN = 4  # no segment is narrow, and a seed incubates or the metric is not below `weak_below`
-
-
-class _Trials(NamedTuple):
-    """Holds the judgement of every seed, (E, S) each. A comparison with nan is False."""
-
-    worth: Floats  # contribution to the metric or the loss of J
-    error: Floats  # standard error of the contribution
-    price: Floats  # the contribution that the seed must exceed
-    keep: Bools  # can be fossilized, and contributes more than the price
-    unpaid: Bools  # was on trial long enough, contributes at most the price, and no other seed incubates or blends
-    holding: Bools  # on trial
-    refused: Bools  # its gate refused it for as many decisions as the patience
-
-
-class _Plans(NamedTuple):
-    """Says where to plant a seed, or why not."""
-
-    where: Bools  # (E, S) candidates
-    score: Floats  # (E, S) the candidate with the largest score is planted first
-    blueprint: Ints  # (E, S)
-    obstacle: NDArray[np.int8]  # (E,) an PlantingObstacle; NONE where a seed is planted or the masks forbid it
-    share: Floats  # (E,) result of `relative_metric`
-    narrow: Bools  # (E, S) narrow segments
-    inner: Floats  # (E, S) participation_inner
-    blind: Bools  # (E,) the inner features of no segment are measured
-    plain: Bools  # (E, S) where a seed acts from its first step, because something is plainly missing there
-    missing: Floats  # (E, S) share of the gradient that is missing at nominated sites; nan elsewhere
-    vain: Bools  # (E,) that is measured, seeds were planted, and nothing is missing at any free site
 
 
 class Heuristic(Rule):
@@ -116,44 +87,34 @@ class Heuristic(Rule):
 
     def act(self, view: View) -> Actions:
         """Return one decision per environment, from its row of the view alone."""
-        may = view.masks.slot
-        usual = defaults(view.space)
-        trials, plans = self._judge(view), self._plan(view)
-        advance = may[:, Op.ADVANCE] & (view.steps - view.step >= self._trial(view))
-        prune = may[:, Op.PRUNE] & (trials.unpaid | trials.refused)
-
-        envs = len(view.seeds.stage)
-        op, slot = np.zeros(envs, np.int64), np.zeros(envs, np.int64)
-        for choice, candidates, score in (  # in reverse order, so that an operation replaces those of lower rank
-            (Op.GERMINATE, plans.where, plans.score),
-            (Op.PRUNE, prune, -trials.worth),
-            (Op.ADVANCE, advance, view.measurements.gain.mean),
-            (Op.FOSSILIZE, trials.keep, trials.worth),
-        ):
-            any_candidate = candidates.any(1)
-            op = np.where(any_candidate, choice, op)
-            slot = np.where(any_candidate, _best(candidates, score), slot)
+        usual, envs = defaults(view.space), len(view.seeds.stage)
         if view.step == 0 or len(self._planted) != envs:
             self._planted, self._obstacle = np.zeros(envs, bool), np.zeros(envs, np.int8)
             self._share, self._vain = np.full(envs, np.nan), np.zeros(envs, np.int64)
             self._kept = np.zeros(envs, bool)
-        if view.measurements.sensor_age == 0:
-            self._vain = np.where(plans.vain, self._vain + 1, 0)
-        late = (plans.obstacle == PlantingObstacle.LATE) & (self._obstacle != PlantingObstacle.NONE)
-        record = (plans.obstacle != PlantingObstacle.NONE) & ~late
-        self._obstacle = np.where(record, plans.obstacle, self._obstacle)
-        self._share = np.where(record, plans.share, self._share)
         self._steps = view.steps
+        worth, keep, prune, why_judged = self._judge(view)
+        where, score, blueprint, plain, why_planted = self._plan(view)
+        advance = view.masks.slot[:, Op.ADVANCE] & (view.steps - view.step >= self._trial(view))
+
+        op, slot = np.zeros(envs, np.int64), np.zeros(envs, np.int64)
+        for choice, candidates, order in (  # in reverse order, so that an operation replaces those of lower rank
+            (Op.GERMINATE, where, score),
+            (Op.PRUNE, prune, -worth),
+            (Op.ADVANCE, advance, view.measurements.gain.mean),
+            (Op.FOSSILIZE, keep, worth),
+        ):
+            any_candidate = candidates.any(1)
+            op = np.where(any_candidate, choice, op)
+            slot = np.where(any_candidate, _best(candidates, order), slot)
         self._why = [
-            self._why_planted(plans, view, env, at)
-            if choice == Op.GERMINATE
-            else self._why_judged(trials, env, Op(choice), at)
+            why_planted(env, at) if choice == Op.GERMINATE else why_judged(env, Op(choice), at)
             for env, (choice, at) in enumerate(zip(op.tolist(), slot.tolist(), strict=True))
         ]
         each = np.arange(envs)
-        direct = plans.plain[each, slot] & (op == Op.GERMINATE)
+        direct = plain[each, slot] & (op == Op.GERMINATE)
         tempo = np.where(direct, view.space.tempos.index(0), usual[Head.TEMPO])
-        chosen = {Head.BLUEPRINT: plans.blueprint[each, slot], Head.TEMPO: tempo}
+        chosen = {Head.BLUEPRINT: blueprint[each, slot], Head.TEMPO: tempo}
         return complete(view.masks, op, slot, {**usual, **chosen})
 
     def store(self, outcome: Outcome) -> None:
@@ -172,7 +133,6 @@ class Heuristic(Rule):
         return those & self.timely(view, view.step) & (self._vain < VAIN)[:, None, None]
 
     def reasons(self) -> Sequence[str | None]:
-        """Return for each environment the reason of a GERMINATE, PRUNE or FOSSILIZE at the last decision; None for others."""
         return self._why
 
     def explain(self) -> list[str]:
@@ -199,23 +159,24 @@ class Heuristic(Rule):
         return {**told, "kept": self._kept, "steps": self._steps, "blind": self._blind}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
         self._planted, self._obstacle, self._share = state["planted"], state["obstacle"], state["share"]
         self._kept = np.array(state["kept"], bool)
         self._vain = state["vain"]
         self._steps, self._blind = state["steps"], state["blind"]
 
-    def _judge(self, view: View) -> _Trials:
-        """Compare the contribution of every seed with its rent."""
+    def _judge(self, view: View) -> tuple[Floats, Bools, Bools, Callable[[int, Op, int], str | None]]:
+        """Compare the contribution of every seed with its rent. A comparison with nan is False.
+
+        Returns (E, S) the contribution to the metric or the loss of J, the seeds to keep and those to prune, and a function that
+        says why an operation is decided for a seed.
+        """
         gates, stage, age, may = self.gates, view.seeds.stage, view.seeds.age, view.masks.slot
-        measured = view.measurements
-        contribution = measured.contribution if view.space.objective == "metric" else measured.contribution_loss
+        measured, space = view.measurements, view.space
+        contribution = measured.contribution if space.objective == "metric" else measured.contribution_loss
         worth = contribution.mean
-        space, planted = view.space, view.seeds.blueprint
-        cost = np.broadcast_to(space.cost, (*planted.shape, len(space.blueprints)))
-        own = np.take_along_axis(cost, np.maximum(planted, 0).astype(np.int64)[..., None], 2)[..., 0]
         size = np.maximum(view.host_params, space.rent_size)[:, None] + view.added_params[:, None]
-        rent = space.rent * np.log(size / np.maximum(size - np.where(planted >= 0, own, 0), 1))  # (E, S), of each seed
+        own = np.where(view.seeds.blueprint >= 0, _own_cost(view), 0)
+        rent = space.rent * np.log(size / np.maximum(size - own, 1))  # (E, S), of each seed
         price = self.config.keep_above * rent
         holding, training = stage == Stage.HOLDING, stage == Stage.TRAINING
         keep = may[:, Op.FOSSILIZE] & (worth > price)
@@ -227,7 +188,18 @@ class Heuristic(Rule):
         untrained = (
             training & ~may[:, Op.ADVANCE] & (age - gates.min_training_steps + 1 >= self.config.training_patience)
         )
-        return _Trials(worth, contribution.se, price, keep, unpaid, holding, unkept | untrained)
+
+        def why(env: int, op: Op, slot: int) -> str | None:
+            if op not in (Op.FOSSILIZE, Op.PRUNE):
+                return None
+            if op == Op.FOSSILIZE or unpaid[env, slot]:
+                told = f"its contribution {worth[env, slot]:+.4f} ± {contribution.se[env, slot]:.4f}"
+                above, rent = "above" if op == Op.FOSSILIZE else "not above", f"{self.config.keep_above:g} of its rent"
+                return f"{told} is {above} {price[env, slot]:.4f}, which is {rent} (heuristic.keep_above)"
+            key = "holding_patience" if holding[env, slot] else "training_patience"
+            return f"it did not pass its gate at {getattr(self.config, key)} decisions (heuristic.{key})"
+
+        return worth, keep, may[:, Op.PRUNE] & (unpaid | unkept | untrained), why
 
     def timely(self, view: View, step: int) -> bool:
         """Return whether a seed that is planted at a step can be fossilized before the run ends, with `spare_steps` to spare."""
@@ -241,17 +213,20 @@ class Heuristic(Rule):
 
     def _affordable(self, view: View) -> Bools:
         """Return (E, S, K) the seeds for which the budget has room beside all that are there."""
-        cost, planted = np.broadcast_to(view.space.cost, view.masks.blueprint.shape), view.seeds.blueprint
+        cost = np.broadcast_to(view.space.cost, view.masks.blueprint.shape)
         if self.param_limit is None:
             return np.ones(cost.shape, bool)
-        own = np.take_along_axis(cost, np.maximum(planted, 0).astype(np.int64)[..., None], 2)[..., 0]
         coming = among(view.seeds.stage, IN_BUDGET - ADDED)  # of the others, `added_params` has the parameters
-        spent = view.added_params + np.where(coming, own, 0).sum(1)
+        spent = view.added_params + np.where(coming, _own_cost(view), 0).sum(1)
         left = self.param_limit * view.host_params - spent
         return cost <= left[:, None, None]
 
-    def _plan(self, view: View) -> _Plans:
-        """Return where to plant: at narrow segments, or where there are none, at the weakest."""
+    def _plan(self, view: View) -> tuple[Bools, Floats, Ints, Bools, Callable[[int, int], str]]:
+        """Decide where to plant: at narrow segments, or where there are none, at the weakest. Records what stands against it.
+
+        Returns (E, S) the candidates, their scores, of which the largest is planted first, their blueprints, and where a seed
+        acts from its first step, because something is plainly missing there; and a function that says why one is planted.
+        """
         config, measured, space = self.config, view.measurements, view.space
         offered = view.masks.blueprint
         inner = sensor(view, "participation_inner")
@@ -289,8 +264,7 @@ class Heuristic(Rule):
         room = (view.seeds.stage == Stage.TRAINING).sum(1, keepdims=True) < config.nominated
         measured_at_all = ~np.isnan(missing).all(1, keepdims=True)
         begun = (view.seeds.stage != Stage.DORMANT).any(1, keepdims=True)
-        if view.step and len(self._kept) == len(begun):  # a kept seed may be part of its layers, and its slot empty
-            begun |= self._kept[:, None]
+        begun |= self._kept[:, None]  # a kept seed may be part of its layers, and its slot empty
         judged = lacks.any(1, keepdims=True) | (measured_at_all & begun)
         fresh = view.measurements.sensor_age == 0  # a seed that was planted since may have filled what was missing
         where = np.where(judged, timely & fresh & lacks & room & (share < config.plant_below), where)
@@ -302,52 +276,45 @@ class Heuristic(Rule):
         if not timely:
             obstacle[:] = PlantingObstacle.LATE
         obstacle[where.any(1) | ~may.any(1)] = PlantingObstacle.NONE
-        missing, vain = np.where(lacks, missing, np.nan), (judged & ~lacks.any(1, keepdims=True))[:, 0]
+        late = (obstacle == PlantingObstacle.LATE) & (self._obstacle != PlantingObstacle.NONE)
+        record = (obstacle != PlantingObstacle.NONE) & ~late
+        self._obstacle = np.where(record, obstacle, self._obstacle)
+        self._share = np.where(record, share, self._share)
+        if fresh:  # whether seeds were planted, and nothing is missing at any free site
+            self._vain = np.where((judged & ~lacks.any(1, keepdims=True))[:, 0], self._vain + 1, 0)
+        missing = np.where(lacks, missing, np.nan)
         at_once = view.masks.tempo[:, Op.GERMINATE, :, space.tempos.index(0)]
         plain = at_once & (missing >= PLAIN) & (view.step == 0)
-        return _Plans(where, score, blueprint, obstacle, share, narrow, inner, blind[:, 0], plain, missing, vain)
 
-    def _why_planted(self, plans: _Plans, view: View, env: int, slot: int) -> str:
-        config, name = self.config, view.space.slots[slot]
-        blueprint = view.space.blueprints[int(plans.blueprint[env, slot])].name
-        inner, narrow = plans.inner[env, slot], bool(plans.narrow[env, slot])
-        if np.isfinite(plans.missing[env, slot]):
-            place = (
-                f"at {name}, {plans.missing[env, slot]:.1%} of the gradient is what the layer in front cannot follow and a "
-                "bypass can (heuristic.missing_ratio)"
-            )
-            if bool(plans.plain[env, slot]):
-                place += f", at least {PLAIN:.0%} before the first step, so that it acts at once (lifecycle.direct)"
-        elif narrow:
-            bound = (
-                f"under {DEAD:.0%}" if inner < DEAD else f"at least {config.narrow_from:.0%} (heuristic.narrow_from)"
-            )
-            place = f"the segment in front of {name} is narrow: {inner:.0%} of its inner units are in use, {bound}"
-        elif plans.blind[env]:
-            place = (
-                f"inner features are not measured, and the stream is about the thinnest at {name} (heuristic.tie_ratio)"
-            )
-        else:
-            place = f"no segment is narrow (heuristic.narrow_from), and the stream is the thinnest at {name}"
-        if not narrow and np.isnan(plans.missing[env, slot]) and np.isfinite(plans.share[env]):
-            limit = "plant_below" if plans.blind[env] else "weak_below"
-            bound = f"under {getattr(config, limit):.0%} (heuristic.{limit})"
-            place += f"; {progress_of(plans.share[env])}, {bound}"
-        key = "narrow_blueprints" if narrow else "weak_blueprints"
-        first = blueprint in getattr(config, key)
-        kind = f"is the first of heuristic.{key} that fits" if first else f"fits, and none of heuristic.{key} does"
-        return f"{place}; {blueprint} {kind}"
+        def why(env: int, slot: int) -> str:
+            name, planted = space.slots[slot], space.blueprints[int(blueprint[env, slot])].name
+            used, nominated = inner[env, slot], np.isfinite(missing[env, slot])
+            if nominated:
+                place = (
+                    f"at {name}, {missing[env, slot]:.1%} of the gradient is what the layer in front cannot follow and a "
+                    "bypass can (heuristic.missing_ratio)"
+                )
+                if plain[env, slot]:
+                    place += f", at least {PLAIN:.0%} before the first step, so that it acts at once (lifecycle.direct)"
+            elif narrow[env, slot]:
+                bound = (
+                    f"under {DEAD:.0%}" if used < DEAD else f"at least {config.narrow_from:.0%} (heuristic.narrow_from)"
+                )
+                place = f"the segment in front of {name} is narrow: {used:.0%} of its inner units are in use, {bound}"
+            elif blind[env, 0]:
+                place = f"inner features are not measured, and the stream is about the thinnest at {name} (heuristic.tie_ratio)"
+            else:
+                place = f"no segment is narrow (heuristic.narrow_from), and the stream is the thinnest at {name}"
+            if not (narrow[env, slot] or nominated) and np.isfinite(share[env]):
+                limit = "plant_below" if blind[env, 0] else "weak_below"
+                bound = f"under {getattr(config, limit):.0%} (heuristic.{limit})"
+                place += f"; {progress_of(share[env])}, {bound}"
+            key = "narrow_blueprints" if narrow[env, slot] else "weak_blueprints"
+            first = planted in getattr(config, key)
+            kind = f"is the first of heuristic.{key} that fits" if first else f"fits, and none of heuristic.{key} does"
+            return f"{place}; {planted} {kind}"
 
-    def _why_judged(self, trials: _Trials, env: int, op: Op, slot: int) -> str | None:
-        if op not in (Op.FOSSILIZE, Op.PRUNE):
-            return None
-        if op == Op.FOSSILIZE or trials.unpaid[env, slot]:
-            worth, error, price = (field[env, slot] for field in (trials.worth, trials.error, trials.price))
-            told, rent = f"its contribution {worth:+.4f} ± {error:.4f}", f"{self.config.keep_above:g} of its rent"
-            above = "above" if op == Op.FOSSILIZE else "not above"
-            return f"{told} is {above} {price:.4f}, which is {rent} (heuristic.keep_above)"
-        key = "holding_patience" if trials.holding[env, slot] else "training_patience"
-        return f"it did not pass its gate at {getattr(self.config, key)} decisions (heuristic.{key})"
+        return where, score, blueprint, plain, why
 
     def _sentence(self, obstacle: PlantingObstacle, share: Floats) -> str:
         """Return the condition that prevented planting in networks of these relative metrics, and the key that changes it."""
@@ -371,6 +338,12 @@ class Heuristic(Rule):
             f"no segment is narrow by heuristic.narrow_from ({config.narrow_from:g}), {come}, and the heuristic plants in such "
             f"a host below {config.weak_below:.0%}; raise heuristic.weak_below"
         )
+
+
+def _own_cost(view: View) -> Ints:
+    """Return (E, S) the parameters of the seed at each slot; where there is none, the number means nothing."""
+    cost, planted = np.broadcast_to(view.space.cost, view.masks.blueprint.shape), view.seeds.blueprint
+    return np.take_along_axis(cost, np.maximum(planted, 0).astype(np.int64)[..., None], 2)[..., 0]
 
 
 def relative_metric(metric: Floats, floor: Floats, ceiling: Floats) -> Floats:

@@ -6,10 +6,10 @@ A file is a list of entries:
     - {at: 9, op: prune, slot: s0, tempo: 0}
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import pydantic
@@ -42,18 +42,11 @@ class EntryObstacle(IntEnum):
     REFUSED = 9  # the engine refused it
 
 
-_Name = TypeVar("_Name", bound=IntEnum)
-
-
-def _member(kind: type[_Name]) -> Callable[[Any], Any]:
-    def parse(value: Any) -> Any:
-        if isinstance(value, kind):
-            return value
-        if not isinstance(value, str) or value.upper() not in kind.__members__:
-            raise ValueError
-        return kind[value.upper()]
-
-    return parse
+def _by_name(kind: type[IntEnum]) -> BeforeValidator:
+    """Return a validator that turns names into members. The strict mode of the model refuses what is then no member."""
+    return BeforeValidator(
+        lambda value: kind.__members__.get(value.upper(), value) if isinstance(value, str) else value
+    )
 
 
 class ScheduleEntry(BaseModel):
@@ -65,12 +58,10 @@ class ScheduleEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     at: int = Field(ge=0, lt=2**63, description="a step, a whole number from 0 on")
-    op: Annotated[Op, BeforeValidator(_member(Op))] = Field(description="one of " + ", ".join(Op.__members__))
+    op: Annotated[Op, _by_name(Op)] = Field(description="one of " + ", ".join(Op.__members__))
     slot: str | None = Field(None, description="the name of a slot")
     blueprint: str | None = Field(None, description="the name of a blueprint of the menu")
-    blend: Annotated[Blend, BeforeValidator(_member(Blend))] | None = Field(
-        None, description="one of " + ", ".join(Blend.__members__)
-    )
+    blend: Annotated[Blend, _by_name(Blend)] | None = Field(None, description="one of " + ", ".join(Blend.__members__))
     tempo: int | None = Field(None, ge=0, description="a ramp length, a whole number of steps from 0 on")
     target: float | None = Field(None, gt=0, le=1, description="an alpha above 0 and up to 1")
     keep: bool = Field(False, description="true or false")
@@ -101,16 +92,6 @@ class _Plan(NamedTuple):
     listed: Bools  # (N,) pending from the start; the entries of a `keep` are not
     starts: Bools  # (N, N) whether carrying out i makes j pending
     ends: Bools  # (N, N) whether carrying out i makes j not pending
-
-    @property
-    def op(self) -> Ints:
-        """(N,) an `Op`."""
-        return self.decisions[:, Head.OP]
-
-    @property
-    def slot(self) -> Ints:
-        """(N,) index of a slot."""
-        return self.decisions[:, Head.SLOT]
 
 
 class Schedule(Rule):
@@ -155,7 +136,8 @@ class Schedule(Rule):
         self._obstacle, self._steps = np.where(plan.at <= view.step, now, early), view.steps
         self._turn, self._refused = (turn, self._pending), None
         self._pending = (self._pending & ~plan.ends[turn]) | plan.starts[turn]
-        return complete(view.masks, plan.op[turn], plan.slot[turn], {head: plan.decisions[turn, head] for head in OPEN})
+        op, slot, *others = plan.decisions[turn].T
+        return complete(view.masks, op, slot, dict(zip(OPEN, others, strict=True)))
 
     def store(self, outcome: Outcome) -> None:
         """Make refused entries pending again."""
@@ -271,17 +253,15 @@ def _expanded(entries: Sequence[ScheduleEntry]) -> list[tuple[int, ScheduleEntry
 
 def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
     """Turn the entries into indices. InputError if the space lacks a name or value of one, or its blueprint does not fit."""
-    for number, entry in enumerate(entries, 1):
-        _check(entry, space, f"{source}, entry {number}")
-    numbers, rows = [each for each, _ in _expanded(entries)], [entry for _, entry in _expanded(entries)]
-    rows.append(ScheduleEntry(at=0, op=Op.WAIT))
+    numbers, rows = zip(*_expanded(entries), (0, ScheduleEntry(at=0, op=Op.WAIT)), strict=True)
     # for an entry of a `keep`, the row of its GERMINATE, which is the first with its number; otherwise -1
     first = [numbers.index(number) for number in numbers]
-    parent = np.array([*(-1 if row == at else at for row, at in enumerate(first)), -1], np.int64)
+    parent = np.array([-1 if row == at else at for row, at in enumerate(first)], np.int64)
 
+    menu = [blueprint.name for blueprint in space.blueprints]
     values: dict[Head, Sequence[object]] = {
         Head.SLOT: space.slots,
-        Head.BLUEPRINT: [blueprint.name for blueprint in space.blueprints],
+        Head.BLUEPRINT: menu,
         Head.BLEND: list(Blend),
         Head.TEMPO: space.tempos,
         Head.TARGET: space.targets,
@@ -290,10 +270,20 @@ def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
     wanted = np.zeros((len(rows), len(Head)), np.int64)
     free = np.zeros((len(rows), len(Head)), bool)
     for row, entry in enumerate(rows):
+        where = f"{source}, entry {numbers[row]}"
         for head, known in values.items():
-            value = getattr(entry, head.name.lower())
+            name = head.name.lower()
+            value = getattr(entry, name)
+            if value is not None and value not in known:
+                raise InputError(
+                    f"{where}: there is no {name} {value!r} here; choose one of {', '.join(map(str, known))}"
+                )
             free[row, head] = value is None
             wanted[row, head] = usual[head] if value is None else known.index(value)
+        fits = space.fits[wanted[row, Head.SLOT]]
+        if entry.blueprint is not None and not fits[wanted[row, Head.BLUEPRINT]]:
+            fitting = ", ".join(name for name, fit in zip(menu, fits, strict=True) if fit) or "another slot"
+            raise InputError(f"{where}: {entry.blueprint} does not fit slot {entry.slot}; choose {fitting}")
 
     wanted[:, Head.OP] = op = np.array([entry.op for entry in rows], np.int64)
     slot = wanted[:, Head.SLOT]
@@ -309,23 +299,6 @@ def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
     )
 
 
-def _check(entry: ScheduleEntry, space: Space, where: str) -> None:
-    menu = [blueprint.name for blueprint in space.blueprints]
-    for name, given, known in (
-        ("slot", entry.slot, space.slots),
-        ("blueprint", entry.blueprint, menu),
-        ("tempo", entry.tempo, space.tempos),
-        ("target", entry.target, space.targets),
-    ):
-        if given is not None and given not in known:
-            raise InputError(f"{where}: there is no {name} {given!r} here; choose one of {', '.join(map(str, known))}")
-    if entry.slot is not None and entry.blueprint is not None:
-        fits = space.fits[space.slots.index(entry.slot)]
-        if not fits[menu.index(entry.blueprint)]:
-            fitting = ", ".join(name for name, fit in zip(menu, fits, strict=True) if fit) or "another slot"
-            raise InputError(f"{where}: {entry.blueprint} does not fit slot {entry.slot}; choose {fitting}")
-
-
 _NEEDS = {
     Op.ADVANCE: {Stage.TRAINING},
     Op.FOSSILIZE: {Stage.HOLDING},
@@ -338,9 +311,9 @@ _NEEDS = {
 def _obstacles(plan: _Plan, view: View) -> NDArray[np.int8]:
     """Return (E, N) an EntryObstacle: what the stages of the seeds say about each entry, whatever its step."""
     stage = view.seeds.stage
-    here = stage[:, plan.slot]  # (E, N)
+    ops, here = plan.decisions[:, Head.OP], stage[:, plan.decisions[:, Head.SLOT]]  # (N,), (E, N)
     found = np.full(here.shape, EntryObstacle.CHOICE, np.int8)
-    plants = plan.op == Op.GERMINATE
+    plants = ops == Op.GERMINATE
     incubates = among(stage, frozenset({Stage.GERMINATED, Stage.TRAINING})).any(1, keepdims=True)
     full = (among(stage, IN_BUDGET).sum(1) >= view.space.max_seeds)[:, None]
     found[plants & incubates] = EntryObstacle.INCUBATING
@@ -348,7 +321,7 @@ def _obstacles(plan: _Plan, view: View) -> NDArray[np.int8]:
     found[plants & (here != Stage.DORMANT)] = EntryObstacle.BUSY
     for op, stages in _NEEDS.items():
         able = among(here, frozenset(stages))
-        acts = plan.op == op
+        acts = ops == op
         found[acts & able & (op in (Op.ADVANCE, Op.FOSSILIZE))] = EntryObstacle.GATE
         found[acts & ~able] = EntryObstacle.NO_SEED
     return found

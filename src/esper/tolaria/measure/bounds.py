@@ -54,24 +54,18 @@ def _constant(objective: Objective, y: Tensor, scaling: Scaling | None) -> Tenso
     labels = y.long()
     if labels.min() < 0 or labels.max() >= objective.outputs:  # targets that an objective interprets, and not classes
         return None
-    return _shares(labels, objective.outputs)
+    # The logarithm of the share of each class at each position. Of all constant predictions it has the least log loss, and the
+    # most frequent class has the largest logit.
+    flat = labels.flatten(1) if labels.dim() > 1 else labels[:, None]
+    places = flat + objective.outputs * torch.arange(flat.shape[1])
+    counts = torch.bincount(places.flatten(), minlength=flat.shape[1] * objective.outputs)
+    return (counts.view(*labels.shape[1:], objective.outputs) / len(labels)).log().clamp(min=-CERTAIN)
 
 
 def _target(y: Tensor, scaling: Scaling | None) -> Tensor:
     """Return targets (N, ...) as hosts return them, (N, C)."""
     target = y[:, None] if y.dim() == 1 else y
     return target if scaling is None else scaling.read(target)
-
-
-def _shares(labels: Tensor, classes: int) -> Tensor:
-    """Return logits (..., C) for labels (N, ...): the logarithm of the share of each class at each position.
-
-    Of all constant predictions they have the least log loss, and the most frequent class has the largest logit.
-    """
-    flat = labels.flatten(1) if labels.dim() > 1 else labels[:, None]
-    places = flat + classes * torch.arange(flat.shape[1])
-    counts = torch.bincount(places.flatten(), minlength=flat.shape[1] * classes).view(*labels.shape[1:], classes)
-    return (counts / len(labels)).log().clamp(min=-CERTAIN)
 
 
 def _metric(objective: Objective, output: Tensor, y: Tensor) -> float:

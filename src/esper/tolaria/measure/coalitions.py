@@ -65,7 +65,7 @@ def coalitions(seeds: Seeds, sampling: Sampling | None, *, terminal: bool) -> Co
     env, slot = np.nonzero(live)
     wanted = [(env, masks(live)[env] ^ (1 << slot))]  # every live seed left out alone
     if sampling is not None:
-        wanted += [_subsets(live), *_prefixes(live, *sampling)]
+        wanted += _of_attribution(live, *sampling)
     if terminal:
         wanted.append((np.flatnonzero(live.any(1)), np.zeros(int(live.any(1).sum()), np.int64)))
     bits = live.shape[1]
@@ -118,25 +118,13 @@ def joined_in(orders: Indices) -> Indices:
     return np.cumsum(np.pad(1 << orders, ((0, 0), (1, 0))), axis=1)
 
 
-def _subsets(live: NDArray[np.bool_]) -> tuple[Indices, Indices]:
-    """Return every subset of the live seeds of environments that have at most COMPLETE of them."""
-    count = live.sum(1)
-    env = np.flatnonzero((count > 0) & (count <= COMPLETE))
-    slots = np.argsort(~live[env], axis=1, kind="stable")[:, :COMPLETE]  # the live ones in order, then the others
-    subset = np.arange(1 << slots.shape[1])
-    chosen = (subset[:, None] >> np.arange(slots.shape[1]) & 1)[None] << slots[:, None]
-    valid = subset < (1 << count[env])[:, None]
-    row, _ = np.nonzero(valid)
-    return env[row], chosen.sum(2)[valid]
-
-
-def _prefixes(live: NDArray[np.bool_], pairs: int, draw: int) -> list[tuple[Indices, Indices]]:
-    """Return the coalitions of sampled permutations for environments with more than COMPLETE live seeds."""
+def _of_attribution(live: NDArray[np.bool_], pairs: int, draw: int) -> list[tuple[Indices, Indices]]:
+    """Return every subset of up to COMPLETE live seeds, and of more the coalitions of sampled permutations, as (env, mask)."""
     count, found = live.sum(1), []
-    for n in np.unique(count[count > COMPLETE]).tolist():
+    for n in np.unique(count[count > 0]).tolist():
         env = np.flatnonzero(count == n)
         player = np.nonzero(live[env])[1].reshape(len(env), n)
-        joined = sampled_coalitions(n, pairs, draw).masks
+        joined = np.arange(1 << n) if n <= COMPLETE else sampled_coalitions(n, pairs, draw).masks
         chosen = (joined[:, None] >> np.arange(n) & 1)[None] << player[:, None]  # (e, M, n)
         found.append((np.repeat(env, len(joined)), chosen.sum(2).reshape(-1)))
     return found
