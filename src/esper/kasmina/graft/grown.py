@@ -11,6 +11,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -87,28 +88,20 @@ class Wire:
         return None
 
 
+@dataclass(eq=False)
 class Point:
-    """Holds the state of a grafted submodule, beside its own.
+    """Holds the state of a grafted submodule, beside its own."""
 
-    site: the name of the site behind it, or None. planted: whether a seed is there. before: the wire with what
-    `Tap.BEFORE` reads; None for its own input. input: the wire with the network's input; None at the network itself.
-    records: the wires that take its input when it is called. bounds: the wires that hold within one call of it.
-    sites: those of the whole network, at the network itself. tape: observes its calls while the network is measured.
-    asked: the mode that the submodule was last set to while it is held in evaluation mode; None if it is not held.
-    anchor: a leaf () that its outputs depend on if nothing else of them requires a gradient.
-    """
-
-    def __init__(self) -> None:
-        self.site: str | None = None
-        self.planted = False
-        self.before: Wire | None = None
-        self.input: Wire | None = None
-        self.records: tuple[Wire, ...] = ()
-        self.bounds: tuple[Wire, ...] = ()
-        self.sites: Mapping[str, Site] | None = None
-        self.tape: Tape | None = None
-        self.asked: bool | None = None
-        self.anchor: Tensor | None = None
+    site: str | None = None  # the name of the site behind it
+    planted: bool = False  # whether a seed is there
+    before: Wire | None = None  # with what `Tap.BEFORE` reads; None for its own input
+    input: Wire | None = None  # with the network's input; None at the network itself
+    records: tuple[Wire, ...] = ()  # those that take its input when it is called
+    bounds: tuple[Wire, ...] = ()  # those that hold within one call of it
+    sites: Mapping[str, Site] | None = None  # those of the whole network, at the network itself
+    tape: Tape | None = None  # observes its calls while the network is measured
+    asked: bool | None = None  # the mode it was last set to while it is held in evaluation mode; None if it is not
+    anchor: Tensor | None = None  # a leaf () that its outputs depend on if nothing else of them requires a gradient
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
