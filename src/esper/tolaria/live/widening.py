@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from esper.tolaria.live.groups import begin_state, each_of
 from esper.tolaria.runtime import available_memory
 
 
-class Widened(Mapping[str, tuple[int, int]]):
+class Widened(dict[str, tuple[int, int]]):
     """Maps the first layer of each hidden width that changed to the width before and after; prints as one line each.
 
     Attributes:
@@ -34,16 +34,8 @@ class Widened(Mapping[str, tuple[int, int]]):
     """
 
     def __init__(self, widths: Mapping[str, tuple[int, int]], left_out: dict[str, str], way: Way | None = None) -> None:
-        self._widths, self.left_out, self.way = dict(widths), left_out, way
-
-    def __getitem__(self, path: str) -> tuple[int, int]:
-        return self._widths[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._widths)
-
-    def __len__(self) -> int:
-        return len(self._widths)
+        super().__init__(widths)
+        self.left_out, self.way = left_out, way
 
     def __repr__(self) -> str:
         layers: dict[tuple[int, int], list[str]] = {}
