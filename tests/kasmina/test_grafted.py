@@ -301,7 +301,7 @@ def test_a_wire_is_empty_behind_a_pass():
     points = [part.__dict__["_esper_point"] for part in model.modules() if "_esper_point" in part.__dict__]
     wires = [wire for point in points for wire in point.records]
     assert len(wires) == 3
-    assert all((wire.held.get(), wire.only, wire.carried, wire.passes) == ((-1, None), None, None, 0) for wire in wires)
+    assert all((wire.local.held.place, wire.local.held.value) == (-1, None) for wire in wires)
 
 
 def wired(build=Net):
@@ -386,6 +386,34 @@ def test_what_a_seed_reads_from_elsewhere_reaches_it_in_a_compiled_network_and_b
         model.blocks[index].compile(backend="eager", fullgraph=True)
     run = model if compiled else torch.compile(model, backend="eager", fullgraph=parts == "whole")
     assert all(torch.allclose(run(x), y, atol=1e-6) for x, y in zip((batch(), 3 * batch()), expected, strict=True))
+
+
+class Meeting(Net):
+    """A network whose threads wait for each other behind each block, where every wire has been written to."""
+
+    meet = staticmethod(lambda: None)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            self.meet()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("compiled", [(0, 1), (0,), (1,)])
+def test_threads_read_each_their_own_input_in_parts_that_are_compiled_one_by_one(compiled):
+    torch.compiler.reset()
+    model, given = wired(Meeting), [batch(), 3 * batch(), batch() - 1]
+    expected = [model(x) for x in given]
+    for index in compiled:
+        model.blocks[index].compile(backend="eager", fullgraph=True)
+    model(batch())
+    both = threading.Barrier(3)
+    model.meet = lambda: both.wait(60)
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            assert all(map(torch.allclose, pool.map(model, given), expected))
 
 
 def test_a_checkpoint_around_what_is_read_and_its_seed_has_the_gradients_of_none():

@@ -602,7 +602,7 @@ _SHOWN = 3
 """Largest number of modules that the table names for one reason to leave modules out."""
 
 
-class FoundSites(Mapping[str, Site]):
+class FoundSites(dict[str, Site]):
     """Maps names to sites, in the order in which the network runs them, with the reasons. Prints as a table.
 
     Attributes:
@@ -620,20 +620,8 @@ class FoundSites(Mapping[str, Site]):
         reads: dict[str, int | None],
     ) -> None:
         """`network`: the name of the module's class."""
-        self._network = network
-        self._sites = {site.name: site for site in sites}
-        self.why = why
-        self.left_out = left_out
-        self.reads = reads
-
-    def __getitem__(self, name: str) -> Site:
-        return self._sites[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sites)
-
-    def __len__(self) -> int:
-        return len(self._sites)
+        super().__init__((site.name, site) for site in sites)
+        self._network, self.why, self.left_out, self.reads = network, why, left_out, reads
 
     def __repr__(self) -> str:
         rows = [("site", "around", "reads", "stream", "a unit", "causal", "why")]

@@ -18,7 +18,7 @@ from esper.kasmina.graft.recording import floats
 from esper.kasmina.graft.sharding import fill, gather, gather_module, reshard
 from esper.leyline.errors import is_out_of_memory
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.slots import Tap
+from esper.leyline.lifecycle.slots import Site, Tap
 from esper.leyline.text import with_article
 
 LINEAR = (Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows)
@@ -61,16 +61,13 @@ def fold(
     call this. pairs: whether layers may become wider. Returns None if the seed was folded, otherwise why
     it was not, to be read behind a colon. The seed itself is not removed.
     """
-    changes = []
     with undisturbed(*networks):
         for network in networks:
             reshard(network)
-            changed = _changes(network, name)
-            if isinstance(changed, str) and (as_units := _wider(network, name, pairs)) is not None:
-                changed = as_units
-            if isinstance(changed, str):
-                return changed
-            changes.append(changed)
+        try:
+            changes = [_changes(network, name, pairs) for network in networks]
+        except _Beside as why_not:
+            return str(why_not)
         holders = [parameter for part in networks[0].modules() for parameter in part._parameters.values()]
         for change in changes[0]:
             if not change.held.requires_grad:
@@ -154,80 +151,63 @@ def _difference(network: nn.Module, name: str, changes: Sequence[_Change], passe
     return f"{' and '.join(map(with_article, kinds))} {run} between {site.around!r} and {site.after!r}"
 
 
-def _changes(network: nn.Module, name: str) -> list[_Change] | str:
-    """Return the weight of a site's layer, and its bias where that changes, each with its folded value, or why there is none."""
+class _Beside(Exception):
+    """Says why a seed stays beside its layers."""
+
+
+_NO_BIAS = "{!r} has no bias that could take that of the seed"
+_OTHER_KERNEL = "the kernel, stride or padding of {!r} reads other positions"
+
+
+def _changes(network: nn.Module, name: str, pairs: bool) -> list[_Change]:
+    """Return the parameters of the layers at a site that a seed folds into, each with its folded value. Raises _Beside.
+
+    pairs: whether layers may become wider.
+    """
     site, planted = sites_of(network)[name], planted_at(network, name)
-    layer = network.get_submodule(site.after)
     assert planted is not None, "there must be a seed to fold"
+    delta = planted.seed.delta.seed if isinstance(planted.seed.delta, Channelwise) else planted.seed.delta
+    if isinstance(delta, MLPSeed) and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD):
+        return _wider(network, site, delta, planted.alpha, pairs)
     reads_input = planted.tap == Tap.BEFORE and site.around == site.after
     if planted.blend != Blend.ADD:
-        return f"by the blend {planted.blend.name} what it adds depends on the stream"
-    if not is_layer(layer):
-        return _no_layer(site.after)
+        raise _Beside(f"by the blend {planted.blend.name} what it adds depends on the stream")
+    layer = _layer(network, site.after)
     if not reads_input and planted.tap != Tap.HERE:
-        return f"it reads neither what {site.after!r} reads nor what it returns"
-    linear = _linear(planted.seed.delta, layer.weight.shape[1 if reads_input else 0], layer.weight.device)
-    if linear is None:
-        return "its change is not linear"
-    kernel, shift = linear
+        raise _Beside(f"it reads neither what {site.after!r} reads nor what it returns")
+    kernel, shift = _linear(planted.seed.delta, layer.weight.shape[1 if reads_input else 0], layer.weight.device)
     weight, alpha = gather(layer.weight).double(), planted.alpha.double()
     bias = None if layer.bias is None else gather(layer.bias).double()
     if reads_input:
-        centred = _centred(kernel, layer)
-        if centred is None:
-            return _other_kernel(site.after)
-        more, moved = centred, shift
+        more, moved = _centred(kernel, layer, site.after), shift
     elif kernel.dim() > 2:
-        return f"it reads several positions of what {site.after!r} returns"
+        raise _Beside(f"it reads several positions of what {site.after!r} returns")
     else:
         more, moved = torch.tensordot(kernel, weight, 1), shift if bias is None else kernel @ bias + shift
     changed = [_Change(layer, "weight", (weight + alpha * more).to(layer.weight.dtype))]
     if moved.count_nonzero():
         if bias is None or layer.bias is None:
-            return _no_bias(site.after)
+            raise _Beside(_NO_BIAS.format(site.after))
         changed.append(_Change(layer, "bias", (bias + alpha * moved).to(layer.bias.dtype)))
     return changed
 
 
-def _no_layer(path: str) -> str:
-    return f"{path!r} is no Linear and no convolution without groups, or computes its weights before each pass"
-
-
-def _other_kernel(path: str) -> str:
-    return f"the kernel, stride or padding of {path!r} reads other positions"
-
-
-def _no_bias(path: str) -> str:
-    return f"{path!r} has no bias that could take that of the seed"
-
-
-def _wider(network: nn.Module, name: str, pairs: bool) -> list[_Change] | str | None:
-    """Return the parameters of the two layers that a site spans, with the hidden units of its seed, or why they cannot grow.
-
-    None if the seed has no hidden units of the kind that layers have. pairs: whether layers may become wider.
-    """
-    site, planted = sites_of(network)[name], planted_at(network, name)
-    first, second = network.get_submodule(site.around), network.get_submodule(site.after)
-    assert planted is not None, "there must be a seed to fold"
-    delta = planted.seed.delta.seed if isinstance(planted.seed.delta, Channelwise) else planted.seed.delta
-    if not isinstance(delta, MLPSeed) or (planted.tap, planted.blend) != (Tap.BEFORE, Blend.ADD):
-        return None
-    if first is second:
-        return "it has hidden units, and spans one layer and not two"
+def _wider(network: nn.Module, site: Site, delta: MLPSeed, alpha: Tensor, pairs: bool) -> list[_Change]:
+    """Return the parameters of the two layers that a site spans, with the hidden units of its seed. Raises _Beside."""
+    if network.get_submodule(site.around) is network.get_submodule(site.after):
+        raise _Beside("it has hidden units, and spans one layer and not two")
     if not pairs:
-        return "layers become wider in one process alone"
-    if not (is_layer(first) and is_layer(second)):
-        return _no_layer(site.after if is_layer(first) else site.around)
+        raise _Beside("layers become wider in one process alone")
+    first, second = _layer(network, site.around), _layer(network, site.after)
     if first.weight.shape[0] != second.weight.shape[1]:
-        return f"{site.after!r} does not read the features that {site.around!r} writes"
-    alpha, units = planted.alpha, first.weight.shape[0] + len(delta.inner.weight)
-    inner, out = _centred(delta.inner.weight, first), _centred(alpha * delta.out.weight, second)
-    if inner is None or out is None:
-        return _other_kernel(site.around if inner is None else site.after)
-    writes, reads = (
-        ("out_features" if isinstance(first, nn.Linear) else "out_channels"),
-        ("in_features" if isinstance(second, nn.Linear) else "in_channels"),
+        raise _Beside(f"{site.after!r} does not read the features that {site.around!r} writes")
+    units = first.weight.shape[0] + len(delta.inner.weight)
+    inner, out = (
+        _centred(delta.inner.weight, first, site.around),
+        _centred(alpha * delta.out.weight, second, site.after),
     )
+    writes = "out_features" if isinstance(first, nn.Linear) else "out_channels"
+    reads = "in_features" if isinstance(second, nn.Linear) else "in_channels"
     changed = [
         _Change(first, "weight", torch.cat([first.weight, inner]), (writes, units)),
         _Change(second, "weight", torch.cat([second.weight, out], 1), (reads, units)),
@@ -239,8 +219,17 @@ def _wider(network: nn.Module, name: str, pairs: bool) -> list[_Change] | str | 
         if layer.bias is not None:
             changed.append(_Change(layer, "bias", torch.cat([layer.bias, more]) if own else layer.bias + more))
         elif more.count_nonzero():
-            return _no_bias(path)
+            raise _Beside(_NO_BIAS.format(path))
     return changed
+
+
+def _layer(network: nn.Module, path: str) -> Layer:
+    layer = network.get_submodule(path)
+    if not is_layer(layer):
+        raise _Beside(
+            f"{path!r} is no Linear and no convolution without groups, or computes its weights before each pass"
+        )
+    return layer
 
 
 def is_layer(layer: nn.Module) -> TypeGuard[Layer]:
@@ -251,8 +240,11 @@ def is_layer(layer: nn.Module) -> TypeGuard[Layer]:
     return own.get("weight") is not None and "bias" in own
 
 
-def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return the kernel (w, r, ...) of a linear change, a matrix if it is pointwise, and its constant (w,), in float64."""
+def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the kernel (w, r, ...) of a linear change, a matrix if it is pointwise, and its constant (w,), in float64.
+
+    Raises _Beside if it is not linear.
+    """
     if isinstance(delta, Convolutions) and len(delta) == 1:
         layer = gather_module(delta[0]).double()
         assert isinstance(layer, nn.Conv2d | nn.Conv3d), "what one_conv makes"
@@ -261,16 +253,18 @@ def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor,
         return layer.weight.flatten(1) if pointwise else layer.weight, layer.bias
     each = delta.seed if isinstance(delta, Channelwise) else delta
     if not isinstance(each, LINEAR):
-        return None
+        raise _Beside("its change is not linear")
     each = gather_module(each).double()
     shift: Tensor = each(torch.zeros(1, reads, dtype=torch.float64, device=device))[0]
     return (each(torch.eye(reads, dtype=torch.float64, device=device)) - shift).mT, shift
 
 
-def _centred(kernel: Tensor, layer: Layer) -> Tensor | None:
-    """Return a kernel (w, r, ...) in the middle of one of the layer's size; None if that would read other positions."""
+def _centred(kernel: Tensor, layer: Layer, path: str) -> Tensor:
+    """Return a kernel (w, r, ...) in the middle of one of the layer's size. Raises _Beside if that would read other positions."""
     if isinstance(layer, nn.Linear):
-        return kernel if kernel.dim() == 2 else None
+        if kernel.dim() != 2:
+            raise _Beside(_OTHER_KERNEL.format(path))
+        return kernel
     sides = layer.weight.dim() - 2
     own, given = layer.kernel_size, tuple(kernel.shape[2:]) or (1,) * sides
     pads = [(size - 1) // 2 * apart for size, apart in zip(own, layer.dilation, strict=True)]
@@ -282,7 +276,7 @@ def _centred(kernel: Tensor, layer: Layer) -> Tensor | None:
         or (layer.padding != "same" and list(layer.padding) != pads)
         or (layer.padding_mode != "zeros" and max(given) > 1)
     ):
-        return None
+        raise _Beside(_OTHER_KERNEL.format(path))
     margins = [(size - inner) // 2 for size, inner in zip(reversed(own), reversed(given), strict=True)]
     spread = kernel.reshape(*kernel.shape[:2], *given)
     return F.pad(spread, [margin for margin in margins for _ in range(2)])
@@ -335,17 +329,12 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
 @contextmanager
 def _streams(layer: nn.Module, planted: Planted) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Record what flows at a site in front of the seed, if it acts, and behind it; copies, as a module may work in place."""
-    front: list[Tensor] = []
-    behind: list[Tensor] = []
-    handles = [
+    front, behind = list[Tensor](), list[Tensor]()
+    with (
         planted.register_forward_hook(lambda _, given, output: front.append(given[0].clone())),
         layer.register_forward_hook(lambda _, given, output: behind.append(output.clone())),
-    ]
-    try:
+    ):
         yield front, behind
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _eps(tensor: Tensor) -> float:

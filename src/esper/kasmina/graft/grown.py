@@ -9,10 +9,10 @@ by a network that is compiled already, and a wrapper would rename the parameters
 import copyreg
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from threading import Lock
 from typing import Any, Literal
 
 import torch
@@ -37,10 +37,23 @@ _HERE, _BEFORE, _INPUT = (tap.value for tap in (Tap.HERE, Tap.BEFORE, Tap.INPUT)
 Tape = Callable[[Tensor | None, int | None, Any], None]
 """Takes the first floating tensor that a submodule was given, its version then, and the output, in front of any seed."""
 
-_OUTSIDE, _AMONG, _ALONE = -1, -2, -3
-"""Where a thread is: outside of any pass, in a forward pass, or in the one whose value is in `only`; >= 0 in a backward pass."""
-_LOCK = Lock()
-"""Held while a wire counts its passes."""
+_OUTSIDE, _INSIDE = -1, -2
+"""Where a thread is: outside of any pass, or in a forward pass; in a backward pass it is at its number."""
+
+
+class _Held:
+    """Holds what a wire carries in one thread, and where that thread is."""
+
+    def __init__(self) -> None:
+        self.place = _OUTSIDE
+        self.value: Tensor | None = None
+
+
+class _ByThread(threading.local):
+    """Gives each thread a `_Held`, which dynamo follows; it loses what is written to a `threading.local` itself."""
+
+    def __init__(self) -> None:
+        self.held = _Held()
 
 
 class Wire:
@@ -49,23 +62,11 @@ class Wire:
     A pass opens a wire when it enters the submodule that bounds it, and closes it when it leaves, also by an exception
     (`_forward_of`). A pass within a pass has a value of its own. What `torch.utils.checkpoint` computes again in a backward
     pass, outside of any forward pass, is there for that backward pass alone.
-
-    Dynamo follows attributes, but neither threads nor context variables. While it traces a pass from the opening to the
-    closing, the value is in `carried`, for which the graph has the tensor itself. A part of a pass that is compiled by itself
-    uses `only`, which belongs to one pass: the one that was opened while there was no other. Once there are others, it uses
-    `held`, which breaks its graph.
-
-    readers: number of seeds that read it. held: of each thread, where it is, as the number of its backward pass or one of those
-    above, and the value. passes: number of open forward passes. shared: whether another pass was opened since there was none.
-    traced: whether a pass is open in a trace.
     """
 
     def __init__(self, readers: int = 0) -> None:
-        self.readers = readers
-        self.held: ContextVar[tuple[int, Tensor | None]] = ContextVar("held", default=(_OUTSIDE, None))
-        self.passes, self.shared, self.traced = 0, False, False
-        self.only: Tensor | None = None
-        self.carried: Tensor | None = None
+        self.readers = readers  # number of seeds that read it
+        self.local = _ByThread()
 
     def __reduce__(self) -> tuple[type["Wire"], tuple[int]]:
         """Return how to copy a wire: the copy has as many readers, and is in no pass."""
@@ -73,49 +74,34 @@ class Wire:
 
     def put(self, value: Tensor | None) -> None:
         """Take the input of the submodule; outside of any pass there is nothing to take it for."""
-        if self.traced:
-            self.carried = value
-        elif (torch.compiler.is_dynamo_compiling() and not self.shared) or (place := self.held.get()[0]) == _ALONE:
-            self.only = value
-        elif place == _AMONG:
-            self.held.set((_AMONG, value))
-        elif (number := torch._C._current_graph_task_id()) != _OUTSIDE:
-            self.held.set((number, value))
+        held = self.local.held
+        if not torch.compiler.is_dynamo_compiling() and held.place != _INSIDE:
+            held.place = torch._C._current_graph_task_id()
+            value = None if held.place == _OUTSIDE else value
+        held.value = value
 
     def get(self) -> Tensor | None:
         """Return the value of this pass; None if there is none."""
-        if self.traced:
-            return self.carried
-        if torch.compiler.is_dynamo_compiling() and not self.shared:
-            return self.only
-        place, value = self.held.get()
-        if place == _ALONE:
-            return self.only
-        return value if place in (_AMONG, torch._C._current_graph_task_id()) else None
+        held = self.local.held
+        if torch.compiler.is_dynamo_compiling() or held.place in (_INSIDE, torch._C._current_graph_task_id()):
+            return held.value
+        return None
 
 
+@dataclass(eq=False)
 class Point:
-    """Holds the state of a grafted submodule, beside its own.
+    """Holds the state of a grafted submodule, beside its own."""
 
-    site: the name of the site behind it, or None. planted: whether a seed is there. before: the wire with what
-    `Tap.BEFORE` reads; None for its own input. input: the wire with the network's input; None at the network itself.
-    records: the wires that take its input when it is called. bounds: the wires that hold within one call of it.
-    sites: those of the whole network, at the network itself. tape: observes its calls while the network is measured.
-    asked: the mode that the submodule was last set to while it is held in evaluation mode; None if it is not held.
-    anchor: a leaf () that its outputs depend on if nothing else of them requires a gradient.
-    """
-
-    def __init__(self) -> None:
-        self.site: str | None = None
-        self.planted = False
-        self.before: Wire | None = None
-        self.input: Wire | None = None
-        self.records: tuple[Wire, ...] = ()
-        self.bounds: tuple[Wire, ...] = ()
-        self.sites: Mapping[str, Site] | None = None
-        self.tape: Tape | None = None
-        self.asked: bool | None = None
-        self.anchor: Tensor | None = None
+    site: str | None = None  # the name of the site behind it
+    planted: bool = False  # whether a seed is there
+    before: Wire | None = None  # with what `Tap.BEFORE` reads; None for its own input
+    input: Wire | None = None  # with the network's input; None at the network itself
+    records: tuple[Wire, ...] = ()  # those that take its input when it is called
+    bounds: tuple[Wire, ...] = ()  # those that hold within one call of it
+    sites: Mapping[str, Site] | None = None  # those of the whole network, at the network itself
+    tape: Tape | None = None  # observes its calls while the network is measured
+    asked: bool | None = None  # the mode it was last set to while it is held in evaluation mode; None if it is not
+    anchor: Tensor | None = None  # a leaf () that its outputs depend on if nothing else of them requires a gradient
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -148,36 +134,22 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def bounded(self: nn.Module, point: Point, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Apart from `forward`, because dynamo compiles no part of a function that has a `finally`.
-        wires = [wire for wire in point.bounds if wire.readers]
-        if torch.compiler.is_dynamo_compiling():
-            outer = [(wire, wire.traced, wire.carried) for wire in wires]
-            for wire in wires:
-                wire.traced, wire.carried = True, None
-            try:
-                return forward(self, *args, _esper_opened=True, **kwargs)
-            finally:
-                for wire, traced, carried in outer:
-                    wire.traced, wire.carried = traced, carried
-        # Nothing is called here that dynamo could compile by itself, as if there were no other threads.
-        tokens = []
-        for wire in wires:
-            with _LOCK:
-                wire.shared = shared = wire.passes > 0
-                wire.passes += 1
-            if wire.held.get()[0] > _OUTSIDE:
-                wire.held.set((_OUTSIDE, None))  # that backward pass is over
-            tokens.append(wire.held.set((_AMONG if shared else _ALONE, None)))
-            if not shared:
-                wire.only = None
+        # Its graph must not depend on `place`, which may be the number of a backward pass.
+        traced = torch.compiler.is_dynamo_compiling()
+        outer: list[tuple[_Held, bool, Tensor | None]] = []
+        for held in [wire.local.held for wire in point.bounds if wire.readers]:
+            within = traced or held.place == _INSIDE
+            outer.append((held, within, held.value if within else None))
+            held.value = None
+            if not within:
+                held.place = _INSIDE
         try:
             return forward(self, *args, _esper_opened=True, **kwargs)
         finally:
-            for wire, token in zip(wires, tokens, strict=True):
-                if wire.held.get()[0] == _ALONE:
-                    wire.only = None
-                wire.held.reset(token)
-                with _LOCK:
-                    wire.passes -= 1
+            for held, within, value in outer:
+                held.value = value
+                if not within:
+                    held.place = _OUTSIDE
 
     # torch.compile counts what it compiled by code object, and gives up at a limit that all classes would share.
     for function in (bounded, forward):

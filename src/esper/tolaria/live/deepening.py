@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain, takewhile
+from itertools import chain, groupby, takewhile
 from typing import Any
 
 import torch
@@ -80,7 +80,11 @@ def deepen(
     networks, optimizers = (model, *averages(ema, model)), () if optimizer is None else each_of(optimizer)
     for own in optimizers:
         check_optimizer(own, parameters)
-    path = at if at is not None else max(stacks, key=lambda each: _size(model.get_submodule(each)))
+    path = (
+        at
+        if at is not None
+        else max(stacks, key=lambda each: sum(own.numel() for own in model.get_submodule(each).parameters()))
+    )
     start, stop = stacks[path]
     count = _blocks_of_one_class(model.get_submodule(path), start)
     prefix = f"{path}." if path else ""
@@ -114,12 +118,8 @@ def _stacks(model: nn.Module) -> dict[str, tuple[int, int]]:
         if not isinstance(part, nn.Sequential | nn.ModuleList):
             continue
         kinds = [(type(each), [(name, own.shape) for name, own in each.state_dict().items()]) for each in part]
-        runs = [
-            (start, stop)
-            for start in range(len(kinds))
-            for stop in range(start + 1, len(kinds) + 1)
-            if kinds[start][1] and all(kind == kinds[start] for kind in kinds[start:stop])
-        ]
+        places = [list(group) for _, group in groupby(range(len(kinds)), kinds.__getitem__)]
+        runs = [(at[0], at[-1] + 1) for at in places if kinds[at[0]][1]]
         own = isinstance(part, nn.ModuleList)
         runs = [
             run for run in runs if run[1] - run[0] > 1 or own or not kinds[run[0]][0].__module__.startswith("torch.")
@@ -134,10 +134,6 @@ def _blocks_of_one_class(container: Any, at: int) -> int:
     own, kinds = type(container[at]), [type(each) for each in container]
     before, behind = reversed(kinds[:at]), kinds[at:]
     return sum(1 for side in (before, behind) for _ in takewhile(lambda kind: kind is own, side))
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, example: Any, count: int) -> None:

@@ -1,8 +1,7 @@
 """Train the network without one of its seeds beside it: what the network would be if that seed had not been planted."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,8 +46,13 @@ class Twin:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the output of the network on the copies, without the seed."""
-        with self._without():
+        planted = planted_at(self.network, self.site)
+        assert planted is not None, "a twin lives as long as its seed is on trial"
+        mode, planted.mode = planted.mode, Mode.OFF
+        try:
             return functional_call(self.network, self.tensors, args, kwargs)
+        finally:
+            planted.mode = mode
 
     def train(self, batch: tuple[Any, Any], probe: Probe) -> None:
         """Take the step of the loop on its batch."""
@@ -90,14 +94,3 @@ class Twin:
             self.optimizer.state.pop(own, None)
             if name in state["moments"]:
                 self.optimizer.state[own] = placed_moments(state["moments"][name], own)
-
-    @contextmanager
-    def _without(self) -> Iterator[None]:
-        planted = planted_at(self.network, self.site)
-        assert planted is not None, "a twin lives as long as its seed is on trial"
-        mode = planted.mode
-        planted.mode = Mode.OFF
-        try:
-            yield
-        finally:
-            planted.mode = mode

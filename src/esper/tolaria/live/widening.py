@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from esper.tolaria.live.groups import begin_state, each_of
 from esper.tolaria.runtime import available_memory
 
 
-class Widened(Mapping[str, tuple[int, int]]):
+class Widened(dict[str, tuple[int, int]]):
     """Maps the first layer of each hidden width that changed to the width before and after; prints as one line each.
 
     Attributes:
@@ -34,16 +34,8 @@ class Widened(Mapping[str, tuple[int, int]]):
     """
 
     def __init__(self, widths: Mapping[str, tuple[int, int]], left_out: dict[str, str], way: Way | None = None) -> None:
-        self._widths, self.left_out, self.way = dict(widths), left_out, way
-
-    def __getitem__(self, path: str) -> tuple[int, int]:
-        return self._widths[path]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._widths)
-
-    def __len__(self) -> int:
-        return len(self._widths)
+        super().__init__(widths)
+        self.left_out, self.way = left_out, way
 
     def __repr__(self) -> str:
         layers: dict[tuple[int, int], list[str]] = {}
@@ -270,7 +262,11 @@ def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[s
     if not isinstance(to, Mapping):
         if isinstance(to, bool) or not isinstance(to, int | float) or not 1 < to < math.inf:
             raise InputError(f"to is {to!r}; give a factor above 1, or a mapping of layers to widths")
-        return {name: _times(model.get_submodule(name), name, to) for name in groups}
+        asked = dict.fromkeys(groups, 0)  # where a width is not known, which `additions` then says
+        for name in groups:
+            with suppress(InputError):
+                asked[name] = math.ceil(to * width_of(name, model.get_submodule(name)))
+        return asked
     first = {path: name for name, group in groups.items() for path in group.writers}
     asked = dict[str, int]()
     for path, width in to.items():
@@ -399,14 +395,6 @@ def _check_idle(model: nn.Module, idle: Sequence[str], width: int) -> None:
         weight = layer.weight
         if isinstance(weight, Tensor) and weight.shape[axes.reads] == width:
             raise InputError(f"{path!r} did not run on the example and may read them; give an example on which it runs")
-
-
-def _times(layer: nn.Module, name: str, factor: float) -> int:
-    """Return a multiple of a layer's width; 0 where the width is not known, which `additions` then says."""
-    try:
-        return math.ceil(factor * width_of(name, layer))
-    except InputError:
-        return 0
 
 
 def follow(
