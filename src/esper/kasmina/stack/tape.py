@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina.slot import Straight, blend_change, differentiated_blend
+from esper.kasmina.slot import Straight, blend_change
 from esper.kasmina.stack.fused import gradients_of, streams_of
 from esper.kasmina.stack.rows import Rows, Stack, append_rows, in_layout_of, select_rows
 from esper.leyline.data.batches import Batch
@@ -59,7 +59,7 @@ class PassOperations:
         self, h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
     ) -> Tensor:
         """Compute the change of a slot, as `blend_change` defines it."""
-        return blend_change(h, delta, gate, alpha, blend)
+        return blend_change(h, delta, gate, alpha, blend)[0]
 
     def apart(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Compute any function of streams."""
@@ -185,7 +185,7 @@ class PassTape(PassOperations):
     def blended(
         self, h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
     ) -> Tensor:
-        change, backward = differentiated_blend(h, delta, gate, alpha, blend)
+        change, backward = blend_change(h, delta, gate, alpha, blend)
         sources = [h, delta, gate]
         if change is delta or not any(map(self.wants, sources)):
             return change
