@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _pytree as pytree
 
-from esper.kasmina.stack.body import PLANS, Body
-from esper.kasmina.stack.plan import Doses, Indices, Plan, PlanCache, Route
+from esper.kasmina.stack.body import Body
+from esper.kasmina.stack.plan import Indices, Route
 from esper.kasmina.stack.rows import Stack
 from esper.leyline.config.tree import Config, DataConfig
 from esper.leyline.data.batches import Batch, map_leaves, picked
@@ -43,6 +43,9 @@ class Differentiable(Protocol):
 Total = tuple[Differentiable | None, Tensor]
 """What a pass is differentiated by, or None if nothing in it trains, and the losses (n,) of its rows."""
 TotalOf = Callable[..., Total]
+
+PLANS = 256
+"""Number of plans whose compiled passes are kept."""
 
 MEASURED = 5
 """Passes of each way whose median `auto` compares."""
@@ -353,7 +356,7 @@ class Passes:
         self.counts = CompileCounts()
         self._microbatch = config.data.microbatch
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
-        self._known: PlanCache[Any, CompiledPass | None] = PlanCache(PLANS)
+        self._known: dict[Any, CompiledPass | None] = {}  # the one that was used last is the last
         self._made: set[int] = set()
         self._pool: Any = None  # the memory that CUDA graphs share
 
@@ -381,28 +384,33 @@ class Passes:
         return mean
 
     def _backward(self, route: Route, *batch: Any, remaining: int) -> Tensor:
-        if self.mode != "off":
-            inputs = self.inputs(route, *batch[:4])
-            key = route.plan, inputs.shapes
-            found = self._known.get(key, lambda _: self._prepared(route.plan, key, inputs, remaining))
-            if found is not None:
-                self.counts.passes += 1
-                return found(self._stacks(route.plan), inputs.tensors)
-            self.counts.eager += 1
+        if self.mode == "off":
+            return self._eager(route, *batch)
+        stacks = self._stacks(route)
+        inputs = CompiledInputs.of(self.body, stacks, route, *batch[:4])
+        key = route.plan, inputs.shapes
+        found = self._known.pop(key) if key in self._known else self._prepared(stacks, inputs, key, remaining)
+        self._known[key] = found
+        if len(self._known) > PLANS:
+            del self._known[next(iter(self._known))]
+        if found is not None:
+            self.counts.passes += 1
+            return found(stacks, inputs.tensors)
+        self.counts.eager += 1
         return self._eager(route, *batch)
 
-    def inputs(
-        self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None
-    ) -> CompiledInputs:
-        return CompiledInputs.of(self.body, self._stacks(route.plan), route.doses, x, y, weights, factors)
+    def _eager(self, route: Route, *batch: Any) -> Tensor:
+        total, losses = self.total(route, *batch)
+        if total is not None:
+            total.backward()
+        return losses
 
-    def traced(self, plan: Plan, inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
+    def traced(self, stacks: Sequence[Stack], inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
         """Return the graph of the passes of a plan, and the columns whose gradients it returns behind the losses."""
-        stacks = self._stacks(plan)
         runs: list[ColumnRun] = []
 
-        def step(doses: Doses, *batch: Any) -> list[Tensor]:
-            total, losses = self.total(Route(plan, doses), *batch, None)
+        def step(route: Route, *batch: Any) -> list[Tensor]:
+            total, losses = self.total(route, *batch, None)
             if total is None:
                 return [losses]
             assert isinstance(total, Tensor), "a traced pass has no tape"
@@ -411,59 +419,51 @@ class Passes:
 
         return traced(self.body, stacks, inputs, step), runs
 
-    def _eager(self, route: Route, *batch: Any) -> Tensor:
-        total, losses = self.total(route, *batch)
-        if total is not None:
-            total.backward()
-        return losses
-
-    def _prepared(self, plan: Plan, key: Any, inputs: CompiledInputs, remaining: int) -> CompiledPass | None:
-        begin, found, stacks = time.perf_counter(), None, self._stacks(plan)
+    def _prepared(self, stacks: list[Stack], inputs: CompiledInputs, key: Any, remaining: int) -> CompiledPass | None:
+        """Return a compiled pass, or None where it is not to be compiled; counts which, and the seconds that it took."""
+        begin = time.perf_counter()
         # Whether a module runs in a loop over the rows is known once a pass has run.
         if not any(stack.loops for stack in stacks):
-            self._time_eager(plan, inputs, runs=1)
-        if any(stack.loops for stack in stacks):
-            self.counts.looped += 1
-        else:
-            found = self._make(plan, key, inputs, remaining)
-        self.counts.seconds += time.perf_counter() - begin
-        return found
-
-    def _make(self, plan: Plan, key: Any, inputs: CompiledInputs, remaining: int) -> CompiledPass | None:
-        if self.mode == "on":
-            return self._compile(plan, key, inputs)
-        eager = self._time_eager(plan, inputs)
-        if eager * remaining < WORTH:
-            self.counts.short += 1
-            return None
-        path = cache_root() / "compiled-2" / f"{self._digest(key)}.json"
-        if (known := known_timing(path)) is not None:
-            if (known["eager"] - known["compiled"]) * remaining > known["compiling"]:
-                return self._compile(plan, key, inputs)
+            self._time_eager(stacks, inputs, runs=1)
+        try:
+            if any(stack.loops for stack in stacks):
+                self.counts.looped += 1
+                return None
+            if self.mode == "on":
+                return self._compile(stacks, inputs, key)
+            eager = self._time_eager(stacks, inputs)
+            if eager * remaining < WORTH:
+                self.counts.short += 1
+                return None
+            path = cache_root() / "compiled-2" / f"{self._digest(key)}.json"
+            known = known_timing(path)
+            if known is not None and (known["eager"] - known["compiled"]) * remaining > known["compiling"]:
+                return self._compile(stacks, inputs, key)
+            if known is None:
+                started = time.perf_counter()
+                found = self._compile(stacks, inputs, key)
+                compiling = time.perf_counter() - started
+                with self._aside(stacks, inputs):
+                    tensors = inputs.copies()
+                    own = self._time(lambda: found(stacks, tensors))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, json.dumps({"eager": eager, "compiled": own, "compiling": compiling}))
+                if own < eager:
+                    return found
             self.counts.slower += 1
             return None
-        begin = time.perf_counter()
-        found = self._compile(plan, key, inputs)
-        compiling, stacks = time.perf_counter() - begin, self._stacks(plan)
-        with self._aside(stacks, inputs):
-            tensors = inputs.copies()
-            own = self._time(lambda: found(stacks, tensors))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"eager": eager, "compiled": own, "compiling": compiling}))
-        if own < eager:
-            return found
-        self.counts.slower += 1
-        return None
+        finally:
+            self.counts.seconds += time.perf_counter() - begin
 
-    def _time_eager(self, plan: Plan, inputs: CompiledInputs, runs: int = MEASURED) -> float:
+    def _time_eager(self, stacks: list[Stack], inputs: CompiledInputs, runs: int = MEASURED) -> float:
         """Return the median seconds of an uncompiled pass, which leaves every column as it was."""
-        with self._aside(self._stacks(plan), inputs) as (doses, *batch):
-            return self._time(lambda: self._eager(Route(plan, doses), *batch, None), runs)
+        with self._aside(stacks, inputs) as arguments:
+            return self._time(lambda: self._eager(*arguments, None), runs)
 
-    def _compile(self, plan: Plan, key: Any, inputs: CompiledInputs) -> CompiledPass:
+    def _compile(self, stacks: list[Stack], inputs: CompiledInputs, key: Any) -> CompiledPass:
         self.counts.plans += 1
         self._made.add(hash((self.body.host.size, key)))
-        graph, runs = self.traced(plan, inputs)
+        graph, runs = self.traced(stacks, inputs)
         run = compiled(graph, inputs.tensors)
         if self.body.device.type == "cuda":
             self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -479,9 +479,8 @@ class Passes:
         with bound(self.body, stacks, columns, outputs):
             yield arguments
 
-    def _stacks(self, plan: Plan) -> list[Stack]:
-        calls = [call for calls in (*plan.base, *plan.branch) for call in calls]
-        places = sorted({(call.slot, call.form) for call in calls})
+    def _stacks(self, route: Route) -> list[Stack]:
+        places = sorted({(call.slot, call.form) for calls in (*route.base, *route.branch) for call in calls})
         return [self.body.host, *(self.body.stacks[at] for at in places)]
 
     def _time(self, run: Callable[[], object], runs: int = MEASURED) -> float:

@@ -407,7 +407,7 @@ class StackedPopulation:
                 result = body.run(x, route, keys=keys, tape=tape)
         parts = [PassLoss(result.output.to(body.dtype), y, weights, factors)]
         if result.branches is not None:
-            origin = route.doses.origin
+            origin = route.origin
             assert origin is not None
             own, by = (None if each is None else each.index_select(0, origin) for each in (weights, factors))
             parts.append(PassLoss(result.branches.to(body.dtype), y.index_select(0, origin), own, by))
