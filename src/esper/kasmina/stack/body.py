@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.host import Chain, SegmentedHost, dtype_of, first_segment
+from esper.kasmina.host import SegmentedHost, dtype_of, steps_of
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.layout import BEFORE, TAPS, HostTable, Layout
@@ -34,7 +34,7 @@ from esper.kasmina.stack.tape import PassOperations, PassTape
 from esper.leyline.data.batches import Batch, map_leaves, on_cpu, run
 from esper.leyline.data.keys import key
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.slots import SlotSpec, Tap, Taps
+from esper.leyline.lifecycle.slots import SlotSpec, Tap
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import CONVOLVED, Kind
 from esper.leyline.lifecycle.view import Seeds
@@ -44,6 +44,8 @@ APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
 long for several rows as at all at once, and half as long for one (`scripts/benchmark_rows.py`)."""
 
 Kept = Literal["none", "here", "all"]
+Steps = list[tuple[int, str, int | None]]
+"""What a pass runs, as `kasmina.host.steps_of` returns it."""
 
 
 class Streams(NamedTuple):
@@ -117,7 +119,7 @@ class Body:
         self.real_outputs: Tensor | None = None  # (E, 1, ..., C) bool, where some row has fewer outputs than others
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
-        self._chains: dict[tuple[int, ...], Chain] = {}  # by the sites at which something happens
+        self._steps: dict[tuple[int, ...], Steps] = {}  # by the sites at which something happens
 
     # Surgery.
 
@@ -273,7 +275,7 @@ class Body:
             if train:
                 calls += self._calls(seeds, slot, owners, np.where(learns, doses, none), frozen=False)
             branch.append(calls)
-        joins = tuple(self._join(segment, branches, branch, envs) for segment in range(len(self.layout.chain.paths)))
+        joins = tuple(self._join(segment, branches, branch, envs) for segment in range(len(self.layout.steps)))
         owners = branches.env - part.start
         return Route(part, tuple(base), tuple(branch), joins, self._send(owners), owners)
 
@@ -303,8 +305,7 @@ class Body:
             if streams == "none" and torch.is_grad_enabled() and self.recomputed is not None:
                 ops = PassOperations(self.recomputed)
             running = _Running(self, route, streams, keys, ops)
-            chain = self._merged(route) if streams == "none" else self.layout.chain
-            flow = chain.run(running.call, _Flow(x, None), running.visit)
+            flow = running.run(x, self._merged(route) if streams == "none" else self.layout.steps)
             result = Pass(flow.base, flow.extra, tuple(running.streams), running.proximal)
         if self.real_outputs is None:
             return result
@@ -330,7 +331,7 @@ class Body:
     @property
     def draws(self) -> bool:
         """Whether a module may draw in training mode, in a loop or where vmap may turn out not to map it, which needs keys."""
-        stacks = [(self.host, path) for path in self.layout.chain.paths]
+        stacks = [(self.host, path) for _, path, _ in self.layout.steps]
         stacks += [(stack, "delta") for stack in self.stacks.values()]
         return any(stack.draws and stack.part(path).way != "direct" for stack, path in stacks)
 
@@ -413,20 +414,20 @@ class Body:
     def _send(self, rows: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
 
-    def _merged(self, route: Route) -> Chain:
-        """Return the chain in which fused segments between which nothing happens are one; other segments would gain nothing."""
-        own = self.layout.chain
+    def _merged(self, route: Route) -> Steps:
+        """Return the steps in which fused segments between which nothing happens are one; other segments would gain nothing."""
+        own = self.layout.steps
         if self.recomputed is not None:
             return own
         joined = [bool(route.joins) and route.joins[slot.after].joining > 0 for slot in self.slots]
         acting = itertools.zip_longest(route.base, route.branch, joined, fillvalue=())
         sites = tuple(slot for slot, happens in enumerate(acting) if any(happens))
-        if sites not in self._chains:
-            chain = own.merged(sites)
-            parts = [self.host.part(path) for path in chain.paths]
+        if sites not in self._steps:
+            steps = steps_of(len(own), [slot.after for slot in self.slots], sites)
+            parts = [self.host.part(path) for _, path, _ in steps]
             fused = all(part.way == "direct" and part.layers is not None for part in parts)
-            self._chains[sites] = chain if fused and len(parts) < len(own.paths) else own
-        return self._chains[sites]
+            self._steps[sites] = steps if fused and len(steps) < len(own) else own
+        return self._steps[sites]
 
     def _make_room(self, at: tuple[int, int], capacity: int) -> None:
         options = self._options
@@ -474,7 +475,7 @@ class _Flow(NamedTuple):
 
 
 class _Running:
-    """Runs a route once: holds the state of the run, and the `call` and `visit` that its chain takes."""
+    """Runs a route once, and holds the state of the run."""
 
     def __init__(self, body: Body, route: Route, kept: Kept, keys: Indices | None, ops: PassOperations) -> None:
         self.body, self.route = body, route
@@ -485,9 +486,18 @@ class _Running:
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
 
-    def call(self, path: str, flow: _Flow) -> _Flow:
+    def run(self, x: Batch, steps: Steps) -> _Flow:
+        """Run some steps on leaves x (n, B, ...), with what happens at the sites behind them, and return the last streams."""
+        flow = _Flow(x, None)
+        for segment, path, slot in steps:
+            before, flow = flow, self._call(segment, path, flow)
+            if slot is not None:
+                flow = self._visit(slot, flow, before, x)
+        return flow
+
+    def _call(self, segment: int, path: str, flow: _Flow) -> _Flow:
+        """Run the segment of a path, or several that begin at an index, which draw nothing and between which no branch joins."""
         host = self.body.host
-        segment = first_segment(path)  # merged segments draw nothing, and no branch joins between them
         keys = place_keys(self.keys, segment)
         base = self.ops.call(host, flow.base, self.route.part, part=path, frozen=self.frozen, keys=keys)
         extra = flow.extra
@@ -495,12 +505,14 @@ class _Running:
             extra = self.ops.call(host, extra, self.route.joins[segment].rows, part=path, frozen=True)
         return _Flow(base, extra)
 
-    def visit(self, slot: int, taps: Taps[_Flow]) -> _Flow:
-        """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot."""
-        (h, extra), before, x = taps.here, taps.before.base, taps.input.base
+    def _visit(self, slot: int, here: _Flow, ahead: _Flow, x: Any) -> _Flow:
+        """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot.
+
+        here, ahead: the streams behind and in front of the segment in front of the slot; x: the input of the network.
+        """
+        (h, extra), (before, extra_before) = here, ahead
         layout, ops, route = self.body.layout, self.ops, self.route
-        segment, place = layout.slots[slot].after, len(layout.chain.paths) + slot
-        extra_before = taps.before.extra
+        segment, place = layout.slots[slot].after, len(layout.steps) + slot
         join = route.joins[segment] if route.joins else None
         leaving = h
         if join is not None and join.grown:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
-from esper.kasmina.host import SegmentedHost, calling, check_host, dtype_of
+from esper.kasmina.host import SegmentedHost, check_host, dtype_of, segment_outputs
 from esper.kasmina.lifecycle import Edits, doses, exported
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.body import Body, runs_by_row
@@ -40,7 +40,7 @@ from esper.leyline.data.task import (
     nonfinite,
 )
 from esper.leyline.errors import DataFault, InputError
-from esper.leyline.lifecycle.slots import Tap, Taps
+from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import Floats, Seeds, Space
 from esper.leyline.text import counted
@@ -807,22 +807,19 @@ def _streams(problem: Instance, data: ResidentData, body: Body) -> list[tuple[Te
         return None
     host, x = problem.intact()
     assert isinstance(host, SegmentedHost), type(host)
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def visit(slot: int, taps: Taps[Batch]) -> Batch:
-        kind, here = body.layout.streams[slot], taps.here
+    host.eval()
+    streams = segment_outputs(host.segments, picked(problem.read(x, data.dtype), slice(SENSED)))
+    found = []
+    for index, (slot, kind) in enumerate(zip(host.slots, body.layout.streams, strict=True)):
+        before, here = streams[slot.after : slot.after + 2]
         assert isinstance(here, Tensor), "a segment must return one tensor"
         stream = kind.positions(here[None])[0]
-        before = torch.full_like(stream[:, :1], torch.nan)
-        if body.layout.widest.taps[slot, BEFORE]:
-            assert isinstance(taps.before, Tensor), "what has a width is one tensor"
-            before = kind.positions(kind.fitted(taps.before, here)[None])[0]
-        seen.append((stream.unflatten(0, (len(here), -1)), before.unflatten(0, (len(here), -1))))
-        return here
-
-    host.eval()
-    host.chain.run(calling(host.segments), picked(problem.read(x, data.dtype), slice(SENSED)), visit)
-    return seen
+        read = torch.full_like(stream[:, :1], torch.nan)
+        if body.layout.widest.taps[index, BEFORE]:
+            assert isinstance(before, Tensor), "what has a width is one tensor"
+            read = kind.positions(kind.fitted(before, here)[None])[0]
+        found.append((stream.unflatten(0, (len(here), -1)), read.unflatten(0, (len(here), -1))))
+    return found
 
 
 def _padded(parts: Sequence[Tensor | None], most: int, width: int) -> list[Tensor]:
