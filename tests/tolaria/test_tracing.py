@@ -141,8 +141,9 @@ def test_a_parameter_that_two_segments_share_gets_both_gradients():
         return stack(stack(x, slice(0, 2), part="first"), slice(0, 2), part="second").square().sum()
 
     total().backward()
+    one = torch.ones(())
     with stack.bound({"value": stack.columns["value"]}):
-        runs, found = gradients([stack], total())
+        runs, found = gradients([stack], [(total(), one)])
     added = torch.zeros_like(stack.columns["gradient"])
     for run, gradient in zip(runs, found, strict=True):
         added[run.rows, run.columns] += gradient

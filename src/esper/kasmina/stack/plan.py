@@ -84,7 +84,7 @@ class Route(NamedTuple):
     @property
     def plan(self) -> Hashable:
         """What passes have in common that differ only in their tensors, so that they can run as one compiled graph."""
-        return structure(self._replace(owners=None))
+        return structure(self)
 
 
 def structure(tree: object) -> Hashable:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from esper.kasmina.stack.body import Body
 from esper.kasmina.stack.plan import Indices, Route
 from esper.kasmina.stack.rows import Stack
+from esper.kasmina.stack.tape import PassTape
 from esper.leyline.config.tree import Config, DataConfig
 from esper.leyline.data.batches import Batch, map_leaves, picked
 from esper.leyline.data.keys import key
@@ -33,16 +34,23 @@ from esper.store.disk import write_atomic
 from esper.store.files import cache_root
 
 
-class Differentiable(Protocol):
-    """Differentiates a pass: a tensor (), or a taped loss."""
+class PassLoss(NamedTuple):
+    """Holds the loss of a pass, as its gradients. A tape takes them on to the parameters, or autograd does."""
+
+    tape: PassTape | None
+    gradients: list[tuple[Tensor, Tensor]]  # results of the pass, each with its gradient; none if nothing in it trains
 
     def backward(self) -> None:
         """Add the gradients of all parameters to their `.grad`."""
+        if self.tape is not None:
+            self.tape.backward(self.gradients)
+        elif self.gradients:
+            results, gradients = zip(*self.gradients, strict=True)
+            torch.autograd.backward(results, gradients)
 
 
-Total = tuple[Differentiable | None, Tensor]
-"""What a pass is differentiated by, or None if nothing in it trains, and the losses (n,) of its rows."""
-TotalOf = Callable[..., Total]
+LossOf = Callable[..., tuple[PassLoss, Tensor]]
+"""Computes the loss of a pass, and the losses (n,) of its rows."""
 
 PLANS = 256
 """Number of plans whose compiled passes are kept."""
@@ -150,14 +158,19 @@ class ColumnRun(NamedTuple):
     columns: slice
 
 
-def gradients(stacks: Sequence[Stack], total: Tensor) -> tuple[list[ColumnRun], list[Tensor]]:
-    """Return the gradients of a number for the leaves that it was computed from: (n, p) for each run of columns.
+def gradients(
+    stacks: Sequence[Stack], results: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[list[ColumnRun], list[Tensor]]:
+    """Return the gradients of leaves from those of results that were computed from them: (n, p) for each run of columns.
 
     A graph that returns them is fast: one that added them to views of the gradients of the stacks would write the whole column
     once for each view.
     """
+    if not results:
+        return [], []
     leaves = [(at, *leaf) for at, stack in enumerate(stacks) for leaf in stack.leaves if leaf[0].requires_grad]
-    found = torch.autograd.grad(total, [leaf for _, leaf, _, _ in leaves], allow_unused=True)
+    outputs, given = zip(*results, strict=True)
+    found = torch.autograd.grad(outputs, [leaf for _, leaf, _, _ in leaves], given, allow_unused=True)
     parts = [
         (ColumnRun(at, rows, slice(place.start, place.stop)), place.flat(gradient))
         for (at, _, rows, place), gradient in zip(leaves, found, strict=True)
@@ -349,10 +362,10 @@ class Passes:
     again, which happens only after more than `PLANS` other plans.
     """
 
-    def __init__(self, body: Body, total: TotalOf, config: Config, products: torch.dtype | None) -> None:
+    def __init__(self, body: Body, loss_of: LossOf, config: Config, products: torch.dtype | None) -> None:
         """Raises InputError if `config.compile` needs a compiler that is not there."""
         check_compiler(config.compile, body.device)
-        self.body, self.total, self.mode = body, total, config.compile
+        self.body, self.loss_of, self.mode = body, loss_of, config.compile
         self.counts = CompileCounts()
         self._microbatch = config.data.microbatch
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
@@ -400,9 +413,8 @@ class Passes:
         return self._eager(route, *batch)
 
     def _eager(self, route: Route, *batch: Any) -> Tensor:
-        total, losses = self.total(route, *batch)
-        if total is not None:
-            total.backward()
+        loss, losses = self.loss_of(route, *batch)
+        loss.backward()
         return losses
 
     def traced(self, stacks: Sequence[Stack], inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
@@ -410,11 +422,8 @@ class Passes:
         runs: list[ColumnRun] = []
 
         def step(route: Route, *batch: Any) -> list[Tensor]:
-            total, losses = self.total(route, *batch, None)
-            if total is None:
-                return [losses]
-            assert isinstance(total, Tensor), "a traced pass has no tape"
-            runs[:], found = gradients(stacks, total)
+            loss, losses = self.loss_of(route, *batch, None)
+            runs[:], found = gradients(stacks, loss.gradients)
             return [losses, *found]
 
         return traced(self.body, stacks, inputs, step), runs
