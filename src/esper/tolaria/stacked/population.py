@@ -489,9 +489,6 @@ class StackedPopulation:
 
     # Evaluation and export at the end of an episode.
 
-    def sound(self, splits: Sequence[Split]) -> list[Split]:
-        return sound_splits(splits, self.task, self.config)
-
     def validation_splits(self) -> list[Split]:
         which = np.unique(self.data.instance, return_inverse=True)[1]
         return [self.data.problems[self.data.problem_of[index]].validation for index in which[: self.config.envs]]
@@ -519,7 +516,7 @@ class StackedPopulation:
         splits, row = (
             ([split], np.zeros_like(self.environment)) if isinstance(split, Split) else (split, self.environment)
         )
-        return self.data.stacked(self.sound(splits), row, "held")
+        return self.data.stacked(sound_splits(splits, self.task, self.config), row, "held")
 
     def _final(self, seeds: Seeds, examples: RowExamples) -> ProbeTensors:
         """Return metric and loss of the networks as exported, on the device."""
