@@ -93,7 +93,7 @@ class BareStack:
         host, rows = body.host, len(state.instance)
         self.batch, self.batches = config.data.batch_size, config.data.batches_per_step
         params: list[Tensor] = []
-        segments = len(body.layout.chain.paths)
+        segments = len(body.layout.steps)
 
         def leaf(value: Tensor) -> Tensor:
             params.append(value.detach().clone(memory_format=torch.contiguous_format).requires_grad_())

@@ -104,7 +104,7 @@ MUTATIONS = (
     Mutation(MASKS, "np.floor(draws[head] * valid.sum(1))", "np.ceil(draws[head] * valid.sum(1))", "leyline tamiyo"),
     Mutation(MASKS, "ops[rows, op] = False", "ops[:, op] = False", "leyline tamiyo simic"),
     # What a slot computes
-    Mutation(SLOT, "change = sigmoid(gate) * delta", "change = gate * delta", "kasmina"),
+    Mutation(SLOT, "passed = (1 + bent) / 2", "passed = gate", "kasmina"),
     Mutation(
         SLOT,
         "return gradient, gradient if rows is None else gradient.index_select(0, rows), None",

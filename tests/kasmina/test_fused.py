@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
+from esper.kasmina.host import steps_of
 from esper.kasmina.stack.fused import Layers, layers_of
 from esper.kasmina.stack.layers import Linear
 from esper.kasmina.stack.rows import Stack
-from esper.tasks.hosts.feedforward import MLP, DamagedMLP, Floor
+from esper.tasks.hosts.feedforward import DamagedMLP, Floor
 
 
 def damaged(linear: bool = False) -> nn.Module:
@@ -121,22 +122,11 @@ def test_layers_are_found_in_sequences_of_known_modules_without_hooks():
         ((0, 1, 2), [f"segments.{index}" for index in range(5)], [0, 1, 2]),
     ],
 )
-def test_a_merged_chain_stops_in_front_of_and_behind_the_segment_of_each_site_where_something_acts(
-    acting, paths, visited
-):
-    chain, called, seen = MLP(6, 8, (3, 5, 4), 3)().chain.merged(acting), [], []
-
-    def call(path, flow):
-        called.append(path)
-        return flow + 1
-
-    def visit(site, taps):
-        seen.append(site)
-        assert taps.here == taps.before + 1
-        return taps.here
-
-    assert chain.run(call, 0, visit) == len(paths)
-    assert (called, seen) == (paths, visited)
+def test_merged_steps_stop_in_front_of_and_behind_the_segment_of_each_site_where_something_acts(acting, paths, visited):
+    steps = steps_of(5, [1, 2, 3], acting)
+    assert [path for _, path, _ in steps] == paths
+    assert [(path, site) for _, path, site in steps if site is not None] == [(f"segments.{1 + s}", s) for s in visited]
+    assert [f"segments.{first}" for first, _, _ in steps] == [path.partition(":")[0] for path in paths]
 
 
 def test_merged_segments_compute_what_the_segments_compute_one_after_another():

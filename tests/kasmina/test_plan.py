@@ -1,16 +1,11 @@
-"""Plans of passes: hashable, shared by passes that differ in their doses alone, and kept up to a bound."""
+"""Plans of passes: hashable, and shared by passes that differ in their doses alone."""
 
 import numpy as np
 import torch
 
 from bodies import ALL, empty, make_body, set_seed
 from esper.kasmina.lifecycle import doses
-from esper.kasmina.stack.plan import PlanCache
-from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.stages import Stage
-from esper.tamiyo.catalog import get_controller
-from esper.tasks.catalog import get_task
-from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.population import shadows
 
 
@@ -29,13 +24,13 @@ def test_passes_that_differ_in_alpha_alone_have_one_plan():
     first, second = body.route(dose, seeds), body.route(dose * np.float32(0.5), seeds)
     assert first.plan == second.plan
     assert hash(first.plan) == hash(second.plan)
-    assert not torch.equal(first.doses.base[0][0].alpha, second.doses.base[0][0].alpha)
+    assert not torch.equal(first.base[0][0].alpha, second.base[0][0].alpha)
 
 
 def test_which_environments_bear_the_seeds_is_a_dose_and_how_many_is_of_the_plan():
     routes = [body.route(doses(seeds), seeds) for body, seeds in (planted([0, 2]), planted([1, 3]), planted([1]))]
     assert routes[0].plan == routes[1].plan != routes[2].plan
-    assert [route.doses.base[0][0].where.tolist() for route in routes] == [[0, 2], [1, 3], [1]]
+    assert [route.base[0][0].where.tolist() for route in routes] == [[0, 2], [1, 3], [1]]
 
 
 def test_a_step_of_one_plan_computes_what_the_doses_of_each_pass_say():
@@ -43,7 +38,6 @@ def test_a_step_of_one_plan_computes_what_the_doses_of_each_pass_say():
     x, dose = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(0)), doses(seeds)
     body.run(x, body.route(dose, seeds))
     halved = body.run(x, body.route(dose * np.float32(0.5), seeds)).output
-    assert (body.plans.built, body.plans.reused) == (1, 1)
     other, again = planted([0, 2])
     assert torch.equal(halved, other.run(x, other.route(dose * np.float32(0.5), again)).output)
 
@@ -59,25 +53,3 @@ def test_an_alpha_below_one_a_birth_and_a_shadow_ask_for_other_plans():
         body.route(doses(seeds), seeds, part=slice(0, 2)).plan,
     }
     assert len(plans) == 5
-
-
-def test_the_cache_forgets_the_plan_that_was_used_longest_ago_and_counts_it():
-    body, seeds = planted([0, 2])
-    plans = [body.route(doses(seeds), seeds, part=slice(0, stop)).plan for stop in (1, 2, 3)]
-    cache: PlanCache[str] = PlanCache(2)
-    for index in (0, 1, 0, 2, 0, 1):
-        assert cache.get(plans[index], lambda plan: str(plan.part)) == str(plans[index].part)
-    assert (cache.built, cache.reused, cache.evicted) == (4, 2, 2)
-
-
-def test_over_a_grown_episode_plans_are_reused_far_more_often_than_they_are_built():
-    task = get_task("digits-narrow")
-    config = build_config({"envs": 1, "twin": True, "steps": 24}, task.defaults)
-    engine = VectorizedEngine(task, config)
-    engine.run(get_controller("heuristic", config))
-    plans = engine.population.body.plans
-    passes = config.steps * config.data.batches_per_step + config.steps  # training batches, and a probe a step
-    assert engine.population.body.stacks, "nothing was grown"
-    assert plans.built <= config.steps  # under half of the two routes that every step works out
-    assert plans.built + plans.reused >= passes
-    assert plans.evicted == 0

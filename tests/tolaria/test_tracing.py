@@ -14,7 +14,7 @@ from esper.kasmina.stack.rows import ParameterPlace, Stack
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import LIVE, Stage
 from esper.tolaria.stacked import compiling
-from esper.tolaria.stacked.compiling import CompiledPass, CudaGraphPass, gradients, shielded
+from esper.tolaria.stacked.compiling import CompiledInputs, CompiledPass, CudaGraphPass, gradients, shielded
 from esper.tolaria.stacked.population import shadows
 from populations import small_config, trajectory
 
@@ -93,7 +93,7 @@ def test_a_pass_that_finds_out_about_a_loop_leaves_the_gradients_alone():
     passes, host = engine.population.passes, engine.population.body.host
     eager = added(engine, route, batch, "off")
     host._parts.clear()
-    passes._known._known.clear()
+    passes._known.clear()
     looped = passes.counts.looped
     again = added(engine, route, batch, "on")
     assert passes.counts.looped == looped + 1
@@ -141,8 +141,9 @@ def test_a_parameter_that_two_segments_share_gets_both_gradients():
         return stack(stack(x, slice(0, 2), part="first"), slice(0, 2), part="second").square().sum()
 
     total().backward()
+    one = torch.ones(())
     with stack.bound({"value": stack.columns["value"]}):
-        runs, found = gradients([stack], total())
+        runs, found = gradients([stack], [(total(), one)])
     added = torch.zeros_like(stack.columns["gradient"])
     for run, gradient in zip(runs, found, strict=True):
         added[run.rows, run.columns] += gradient
@@ -163,9 +164,9 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
 
     engine, route, (x, y, weights, factors) = grown()
     passes, body = engine.population.passes, engine.population.body
-    stacks = passes._stacks(route.plan)
-    first = passes.inputs(route, x, y, weights, factors)
-    graph, runs = passes.traced(route.plan, first)
+    stacks = passes._stacks(route)
+    first = CompiledInputs.of(body, stacks, route, x, y, weights, factors)
+    graph, runs = passes.traced(stacks, first)
     recorded = CudaGraphPass(graph, first.state, again)
 
     def passed(run, inputs):
@@ -179,7 +180,7 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
             body.host.columns["value"] = 0.5 * body.host.columns["value"]
             body.host._leaves.clear()
         body.host.columns["value"][:] += 0.01
-        inputs = passes.inputs(route, *others)
+        inputs = CompiledInputs.of(body, stacks, route, *others)
         for got, expected in zip(passed(recorded, inputs), passed(graph, inputs), strict=True):
             assert torch.equal(got, expected)
         assert recorded.records == records
@@ -190,8 +191,10 @@ def test_a_recorded_pass_reads_the_body_where_it_is_and_each_batch_and_is_record
 @pytest.mark.campaign
 def test_torch_takes_a_pass_with_live_and_incubating_seeds_as_one_graph():
     engine, route, batch = grown()
-    inputs = engine.population.passes.inputs(route, *batch)
-    graph, _ = engine.population.passes.traced(route.plan, inputs)
+    passes = engine.population.passes
+    stacks = passes._stacks(route)
+    inputs = CompiledInputs.of(engine.population.body, stacks, route, *batch)
+    graph, _ = passes.traced(stacks, inputs)
     whole = torch.compile(graph, fullgraph=True, backend="eager")  # raises where the graph would break
     for got, expected in zip(whole(*inputs.tensors), graph(*inputs.tensors), strict=True):
         assert torch.equal(got, expected)

@@ -10,66 +10,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from esper.leyline.data.batches import Batch, arguments, leaves, map_leaves, run
+from esper.leyline.data.batches import Batch, arguments, first, leaves, map_leaves, run
 from esper.leyline.data.task import Objective
 from esper.leyline.errors import InputError, first_line
-from esper.leyline.lifecycle.slots import Flow, SlotSpec, Taps
+from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.streams import Kind
 from esper.leyline.text import counted, kind_of
 
 
-class Chain:
-    """Runs a network as a chain of segments, with sites between them. paths: the dotted path of every segment, in order."""
+def steps_of(
+    segments: int, after: Sequence[int], acting: Collection[int] | None = None
+) -> list[tuple[int, str, int | None]]:
+    """Return the index and the dotted path of every segment, in order, and the index of the site behind it, or None.
 
-    def __init__(self, segments: int, after: Sequence[int]) -> None:
-        """`after` names the segment in front of each site, in order; no two sites may share one."""
-        self.paths = tuple(f"segments.{index}" for index in range(segments))
-        self._site_after = {segment: site for site, segment in enumerate(after)}
-
-    def run(self, call: Callable[[str, Flow], Flow], batch: Flow, visit: Callable[[int, Taps[Flow]], Flow]) -> Flow:
-        """Compute the output of the network for a batch.
-
-        call(path, flow) runs the segment of a path. visit(site, taps) is called after every segment that has a site,
-        with the index of the site, and returns the stream that the next segment reads: `taps.here` if nothing grows
-        there. `taps.before` is the input of the segment in front of the site.
-        """
-        flow = batch
-        for segment, path in enumerate(self.paths):
-            before, flow = flow, call(path, flow)
-            site = self._site_after.get(segment)
-            if site is not None:
-                flow = visit(site, Taps(flow, before, batch))
-        return flow
-
-    def merged(self, acting: Collection[int]) -> "Chain":
-        """Return the chain that visits the `acting` sites alone and runs segments i to j between them as one, "segments.i:j"."""
-        found, first = Chain(0, ()), 0
-        paths: list[str] = []
-        for segment in range(len(self.paths)):
-            acts = self._site_after.get(segment) in acting
-            next_acts = self._site_after.get(segment + 1) in acting
-            if acts or next_acts or segment == len(self.paths) - 1:
-                if acts:
-                    found._site_after[len(paths)] = self._site_after[segment]
-                paths.append(self.paths[segment] if first == segment else f"segments.{first}:{segment}")
-                first = segment + 1
-        found.paths = tuple(paths)
-        return found
+    after: the segment in front of each site, in order; no two sites share one. With `acting`, the other sites are left out, and
+    segments i to j between those that are left run as one, whose path is "segments.i:j" and whose index is i.
+    """
+    sites = {segment: site for site, segment in enumerate(after) if acting is None or site in acting}
+    ends = set(range(segments))
+    if acting is not None:
+        # A seed may read the input of the segment in front of it, so this one is not joined to those before it.
+        ends = {*sites, *(segment - 1 for segment in sites if segment), segments - 1}
+    steps, start = [], 0
+    for end in sorted(ends):
+        path = f"segments.{start}" if start == end else f"segments.{start}:{end}"
+        steps.append((start, path, sites.get(end)))
+        start = end + 1
+    return steps
 
 
-def first_segment(path: str) -> int:
-    """Return the index of the segment of a path, or of the first of those that run as one."""
-    return int(path.removeprefix("segments.").partition(":")[0])
-
-
-def calling(segments: Sequence[nn.Module] | nn.ModuleList) -> Callable[[str, Batch], Batch]:
-    """Return a `call` that runs the segments of a plain network: the first on the batch, every other on one tensor."""
-    by_path = {f"segments.{index}": segment for index, segment in enumerate(segments)}
-
-    def call(path: str, x: Batch) -> Batch:
-        return run(by_path[path], x)
-
-    return call
+def segment_outputs(segments: Iterable[nn.Module], x: Batch) -> list[Batch]:
+    """Return a batch, and behind it what each of the segments of a plain network returns, one after the other."""
+    streams = [x]
+    for segment in segments:
+        streams.append(run(segment, streams[-1]))
+    return streams
 
 
 _Part = TypeVar("_Part", nn.Module, SlotSpec)
@@ -106,12 +81,11 @@ class SegmentedHost(nn.Module):
             else slot
             for slot in checked
         )
-        self.chain = Chain(len(self.segments), [slot.after for slot in self.slots])
 
     def forward(self, *batch: Tensor, **named: Tensor) -> Tensor:
         """Return (B, ...) -> (B, ..., C), without any seed."""
-        first, *others = self.segments
-        x: Tensor = first(*batch, **named)
+        segment, *others = self.segments
+        x: Tensor = segment(*batch, **named)
         for segment in others:
             x = segment(x)
         return x
@@ -178,19 +152,27 @@ def check_host(
     """
     if not isinstance(host, SegmentedHost):
         raise InputError(f"the host factory returned {kind_of(host)}; return an nn.Module")
-    _check_initialised(host)
-    _check_places(host)
+    _check_declared(host)
     if host.slots[0].kind == Kind.MAP and isinstance(x, Tensor) and x.is_floating_point() and x.dim() != 4:
         raise InputError(
             f"the host reads images, but an example of the task has shape {tuple(x.shape[1:])}; give x as (N, C, H, W)"
         )
-    _check_inner(host)
     _check_takes(host.segments[0], x)
     training = host.training
     host.eval()
-    by_segments = host.chain.run(_checked_call(host), x, _check_stream(host))
-    _check_causal(host, x)
-    whole = run(host, x)
+    streams = [x]
+    for index, segment in enumerate(host.segments):
+        streams.append(_checked_run(segment, index, streams[-1]))
+    for slot in host.slots:
+        here = first(streams[slot.after + 1])
+        if slot.stream.width_of(here) != slot.width:
+            raise InputError(
+                f"slot {slot.name!r} declares width {slot.width} and kind {str(slot.kind)!r}, but the stream there has shape "
+                f"{tuple(here.shape[1:])}; declare the width of the segment's output, and kind 'map' for (C, H, W) or "
+                "'sequence' for (L, C)"
+            )
+    _check_causal(host, streams)
+    whole, by_segments = run(host, x), streams[-1]
     host.train(training)
     if (
         not isinstance(whole, Tensor)
@@ -261,8 +243,15 @@ def _check_takes(segment: nn.Module, x: Batch) -> None:
         ) from None
 
 
-def _check_places(host: SegmentedHost) -> None:
-    """Raise InputError if the slots of a host are not between its segments, or share a name."""
+def _check_declared(host: SegmentedHost) -> None:
+    """Raise InputError if slots are not between the segments, or a slot or a module leaves open what it must say."""
+    for name, value in [*host.named_parameters(), *host.named_buffers()]:
+        if is_lazy(value):  # rows of a stack are allocated before the first input comes
+            owner = type(host.get_submodule(name.rpartition(".")[0])).__name__
+            raise InputError(
+                f"the host's {name} is not initialised, because {owner} takes its size from its first input; "
+                "give the sizes, as in nn.Linear(4, 8)"
+            )
     if len(host.segments) < 2:
         raise InputError(
             f"the host has {len(host.segments) or 'no'} segment{'s' * (not host.segments)}; give at least two, because a slot "
@@ -285,81 +274,56 @@ def _check_places(host: SegmentedHost) -> None:
             f"slot {names[heads.index(True)]!r} of the host says that it lies behind the last layer (head=True), and slot "
             f"{names[-1]!r} behind it does not; set head for the last slots only"
         )
-
-
-def _checked_call(host: SegmentedHost) -> Callable[[str, Batch], Batch]:
-    """Return a `call` that raises InputError if a segment fails or does what it must not do."""
-
-    def call(path: str, x: Batch) -> Batch:
-        segment, index = host.get_submodule(path), host.chain.paths.index(path)
-        given = map_leaves(Tensor.clone, x)
-        try:
-            y = run(segment, x)
-        except Exception as error:  # a user's module can raise any error; its first line gives the reason
-            if (misfit := _misfit(segment, x)) is not None:
-                unit, has, takes = misfit
-                source = "an example of x has" if index == 0 else f"segment {index - 1} of the host returns"
-                raise InputError(
-                    f"{source} {has} {unit}{'s' * (has != 1)}, but segment {index} of the host takes {takes}; "
-                    "make the two the same"
-                ) from error
+    for slot in host.slots:
+        segment = host.segments[slot.after]
+        modules = len(segment) if isinstance(segment, nn.Sequential) else 0
+        if slot.inner is not None and slot.inner > modules:
+            what = f"has {modules} modules" if modules else f"is {kind_of(segment)}"
             raise InputError(
-                f"segment {index} of the host cannot run on its input: {first_line(error)}; correct the segment"
+                f"inner of slot {slot.name!r} is {slot.inner}, but segment {slot.after} of the host {what}; give how many "
+                "modules of an nn.Sequential make its inner features, or leave inner out"
+            )
+
+
+def _checked_run(segment: nn.Module, index: int, x: Batch) -> Tensor:
+    """Return what a segment returns. Raises InputError if it fails or does what it must not do."""
+    given = map_leaves(Tensor.clone, x)
+    try:
+        y = run(segment, x)
+    except Exception as error:  # a user's module can raise any error; its first line gives the reason
+        if (misfit := _misfit(segment, x)) is not None:
+            unit, has, takes = misfit
+            source = "an example of x has" if index == 0 else f"segment {index - 1} of the host returns"
+            raise InputError(
+                f"{source} {has} {unit}{'s' * (has != 1)}, but segment {index} of the host takes {takes}; "
+                "make the two the same"
             ) from error
-        if not isinstance(y, Tensor):
-            raise InputError(f"segment {index} of the host returns {kind_of(y)}; return one tensor")
-        if not all(torch.equal(now, then) for now, then in zip(leaves(x), leaves(given), strict=True)):
-            raise InputError(
-                f"segment {index} of the host changes its input in place, but a seed may read it; return a new tensor"
-            )
-        return y
-
-    return call
-
-
-def _check_stream(host: SegmentedHost) -> Callable[[int, Taps[Batch]], Batch]:
-    """Return a visit that raises InputError if the stream at a slot is not what the slot declares."""
-
-    def visit(site: int, taps: Taps[Batch]) -> Batch:
-        slot = host.slots[site]
-        assert isinstance(taps.here, Tensor), "a segment must return one tensor"
-        if slot.stream.width_of(taps.here) != slot.width:
-            raise InputError(
-                f"slot {slot.name!r} declares width {slot.width} and kind {str(slot.kind)!r}, but the stream there has shape "
-                f"{tuple(taps.here.shape[1:])}; declare the width of the segment's output, and kind 'map' for (C, H, W) or "
-                "'sequence' for (L, C)"
-            )
-        return taps.here
-
-    return visit
+        raise InputError(
+            f"segment {index} of the host cannot run on its input: {first_line(error)}; correct the segment"
+        ) from error
+    if not isinstance(y, Tensor):
+        raise InputError(f"segment {index} of the host returns {kind_of(y)}; return one tensor")
+    if not all(torch.equal(now, then) for now, then in zip(leaves(x), leaves(given), strict=True)):
+        raise InputError(
+            f"segment {index} of the host changes its input in place, but a seed may read it; return a new tensor"
+        )
+    return y
 
 
-def _check_causal(host: SegmentedHost, x: Batch) -> None:
-    """Raise InputError if a causal slot's stream changes when the later positions of x (B, L, ...) are swapped."""
-    causal = [index for index, slot in enumerate(host.slots) if slot.causal]
+def _check_causal(host: SegmentedHost, streams: Sequence[Batch]) -> None:
+    """Raise InputError if a causal slot's stream changes when the later positions of the input (B, L, ...) are swapped."""
+    x, causal = streams[0], [slot for slot in host.slots if slot.causal]
     if not causal or not isinstance(x, Tensor) or x.dim() < 2 or x.shape[1] < 2:
         return
     middle = x.shape[1] // 2
-    other = torch.cat([x[:, :middle], x[:, middle:].flip(0, 1)], 1)
-
-    def streams(given: Batch) -> list[Batch]:
-        seen: list[Batch] = []
-
-        def keep(_: int, taps: Taps[Batch]) -> Batch:
-            seen.append(taps.here)
-            return taps.here
-
-        host.chain.run(calling(host.segments), given, keep)
-        return seen
-
-    whole, swapped = streams(x), streams(other)
-    for index in causal:
-        here, changed = leaves(whole[index])[0], leaves(swapped[index])[0]
+    swapped = segment_outputs(host.segments, torch.cat([x[:, :middle], x[:, middle:].flip(0, 1)], 1))
+    for slot in causal:
+        here, changed = first(streams[slot.after + 1]), first(swapped[slot.after + 1])
         same = torch.allclose(here[:, :middle], changed[:, :middle], rtol=1e-4, atol=1e-5)
         if here.shape[1] == x.shape[1] and not same:
             raise InputError(
-                f"slot {host.slots[index].name!r} is causal, but its stream depends on later positions of the input; mask them "
-                "in the host, or leave causal out of the slot"
+                f"slot {slot.name!r} is causal, but its stream depends on later positions of the input; mask them in the host, "
+                "or leave causal out of the slot"
             )
 
 
@@ -386,27 +350,3 @@ def _misfit(segment: nn.Module, x: Batch) -> tuple[str, int, int] | None:
         for handle in handles:
             handle.remove()
     return None
-
-
-def _check_inner(host: SegmentedHost) -> None:
-    """Raise InputError if a slot names inner features that its segment does not have."""
-    for slot in host.slots:
-        segment = host.segments[slot.after]
-        modules = len(segment) if isinstance(segment, nn.Sequential) else 0
-        if slot.inner is not None and slot.inner > modules:
-            what = f"has {modules} modules" if modules else f"is {kind_of(segment)}"
-            raise InputError(
-                f"inner of slot {slot.name!r} is {slot.inner}, but segment {slot.after} of the host {what}; give how many "
-                "modules of an nn.Sequential make its inner features, or leave inner out"
-            )
-
-
-def _check_initialised(host: nn.Module) -> None:
-    """Raise InputError if a module takes its size from its first input, because rows of a stack are allocated before that."""
-    for name, value in [*host.named_parameters(), *host.named_buffers()]:
-        if is_lazy(value):
-            owner = type(host.get_submodule(name.rpartition(".")[0])).__name__
-            raise InputError(
-                f"the host's {name} is not initialised, because {owner} takes its size from its first input; "
-                "give the sizes, as in nn.Linear(4, 8)"
-            )

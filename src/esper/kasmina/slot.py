@@ -22,44 +22,21 @@ def sigmoid(x: Tensor) -> Tensor:
     return (1 + torch.tanh(x / 2)) / 2
 
 
-def blend_change(
-    h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | float | None, blend: Tensor | Blend | None
-) -> Tensor:
-    """Compute the change c of a slot, whose output is y = h + c.
+Blended = tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, Tensor, Tensor | None]]]
+"""A change (n, B, ...), and a function from its gradient to those of h (None where it is 0), delta and gate."""
+
+
+def blend_change(h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None) -> Blended:
+    """Compute the change c of a slot, whose output is y = h + c, for rows of a population, and how it is differentiated.
 
         ADD       c = alpha * delta
         GATE      c = alpha * g * delta,           g = sigmoid(gate)
         MULTIPLY  c = alpha * h * tanh(delta)
 
-    h, delta: (B, ...) of one network, with alpha a number and blend a `Blend`; or (n, B, ...) of rows of a population,
-    with alpha and blend (n, 1, ...). gate: of a shape that broadcasts over h; None if no row has blend GATE. alpha is
-    None if it is 1 in every row, blend is None if every row is ADD. Rows are selected and not multiplied by a mask,
-    because 0 times nan is nan.
+    h, delta: (n, B, ...); alpha, blend: (n, 1, ...). gate: of a shape that broadcasts over h; None if no row has blend GATE.
+    alpha is None if it is 1 in every row, blend is None if every row is ADD. Rows are selected and not multiplied by a mask,
+    because 0 times nan is nan. The function rounds and sums as autograd does, which can differentiate the change as well.
     """
-    change = delta
-    if isinstance(blend, Blend):
-        if blend == Blend.GATE:
-            assert gate is not None
-            change = sigmoid(gate) * delta
-        elif blend == Blend.MULTIPLY:
-            change = h * torch.tanh(delta)
-        return change if alpha is None else alpha * change
-    if gate is not None:
-        assert blend is not None
-        change = torch.where(blend.eq(Blend.GATE), sigmoid(gate) * delta, change)
-    if blend is not None:
-        change = torch.where(blend.eq(Blend.MULTIPLY), h * torch.tanh(delta), change)
-    return change if alpha is None else alpha * change
-
-
-Blended = tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, Tensor, Tensor | None]]]
-"""A change (n, B, ...), and a function from its gradient to those of h (None where it is 0), delta and gate."""
-
-
-def differentiated_blend(
-    h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
-) -> Blended:
-    """Compute `blend_change` for rows of a population, and how it is differentiated: rounded and summed as autograd does it."""
     if blend is None:
         change = delta if alpha is None else alpha * delta
         return change, lambda dc: (None, dc if alpha is None else dc * alpha, None)
@@ -177,27 +154,22 @@ class Seed(nn.Module):
 
 
 def slot_change(
-    stream: type[Stream],
-    h: Tensor,
-    u: Tensor,
-    seed: Seed,
-    alpha: Tensor | float | None,
-    blend: Tensor | Blend | None,
-    *,
-    gated: bool,
+    stream: type[Stream], h: Tensor, u: Tensor, seed: Seed, alpha: Tensor | float | None, blend: Blend
 ) -> Tensor:
-    """Compute the change c of a slot, as `blend_change` defines it.
+    """Compute the change c of a slot of one network, as `blend_change` defines it for rows.
 
-    h: the stream at the slot, (B, ...) of one network or (n, B, ...) of rows of a population; u: what the seed reads,
-    of the same kind and resolution. alpha, blend: numbers, or tensors (n, 1, ...); None for alpha 1 and for ADD.
-    `gated` says whether a row has blend GATE, for which the gate of the seed is run.
+    h: the stream (B, ...) at the slot; u: what the seed reads, of the same kind and resolution. alpha: a number, or a tensor
+    (); None for 1.
     """
-    delta = seed.delta(u)
-    gate = stream.spread(seed.gate(stream.gated(u))) if gated else None
-    return blend_change(h, delta, gate, alpha, blend)
+    change: Tensor = seed.delta(u)
+    if blend == Blend.GATE:
+        change = sigmoid(stream.spread(seed.gate(stream.gated(u)))) * change
+    elif blend == Blend.MULTIPLY:
+        change = h * torch.tanh(change)
+    return change if alpha is None else alpha * change
 
 
 def slot_output(stream: type[Stream], h: Tensor, u: Tensor, seed: Seed, alpha: Tensor | float, blend: Blend) -> Tensor:
     """Compute y = h + c for one network: h (B, ...), and u, fitted to the resolution of h; alpha is a number, or a tensor ()."""
     u = stream.fitted(u, h)
-    return h + slot_change(stream, h, u, seed, alpha, blend, gated=blend == Blend.GATE)
+    return h + slot_change(stream, h, u, seed, alpha, blend)

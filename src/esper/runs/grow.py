@@ -61,7 +61,7 @@ from esper.tolaria.engine import TaskEngine, VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, play
 from esper.tolaria.runtime import PhaseTimer, Waits, resolve_device
-from esper.tolaria.stacked.population import StackedPopulation, check_place, label_of
+from esper.tolaria.stacked.population import StackedPopulation, check_place, label_of, sound_splits
 
 
 def grow(
@@ -123,7 +123,7 @@ def grow(
                 episode = Episode(task, config, client, engine, pool, run, watch, started)
                 journal = Journal(engine, run.hub)
                 # checked now, so that the run does not fail at its end
-                engine.population.sound(test_splits(engine, task))
+                sound_splits(test_splits(engine, task), sealed, config)
                 episode.begin()
         except OutOfMemory:
             # the folder is made, so that the same run can be started by `esper resume` when there is room

@@ -168,9 +168,6 @@ class TaskPopulation(Population, Protocol):
     def arrange(self, seeds: Seeds) -> None:
         """Sort what is held of seeds (R, S), after `load`, by their stages."""
 
-    def sound(self, splits: Sequence[Split]) -> list[Split]:
-        """Return splits to evaluate on, treated as `data.nonfinite` says; what several environments share stays one split."""
-
     def validation_splits(self) -> list[Split]:
         """Return the validation split of every environment's instance."""
 

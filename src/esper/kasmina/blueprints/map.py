@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.stack.layers import zero_linear
+from esper.kasmina.stack.layers import StackedModule, zero_linear
 
 _CONVOLUTIONS: dict[int, type[nn.Conv2d] | type[nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
 """By the number of sides."""
@@ -111,10 +111,9 @@ def one_conv(reads: int, writes: int, size: int, *, sides: int = 2) -> Convoluti
     return Convolutions(zero_conv(reads, writes, size, sides=sides))
 
 
-class Channelwise(nn.Module):
+class Channelwise(StackedModule):
     """Runs a seed for vectors at each position of a map, with the channels as features. It has the parameters of that seed."""
 
-    stacks = True
     draws = False
 
     def __init__(self, seed: nn.Module, sides: int = 2) -> None:

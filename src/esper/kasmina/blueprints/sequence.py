@@ -12,16 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints.vector import ChosenOutputs
-from esper.kasmina.stack.layers import Linear, causal_attention, zero_linear
+from esper.kasmina.stack.layers import Linear, StackedModule, causal_attention, zero_linear
 
 
-class NormSeed(nn.Module):
+class NormSeed(StackedModule):
     """Computes delta = a * (u - mean(u)) / sqrt(var(u) + eps) + b, a and b zero at initialisation; 2 w parameters.
 
     Mean and variance are those of the features of one position (Ba et al., "Layer Normalization", 2016, equation 4).
     """
 
-    stacks = True
     eps = 1e-5
 
     def __init__(self, width: int) -> None:
@@ -33,13 +32,11 @@ class NormSeed(nn.Module):
         return F.layer_norm(u, u.shape[-1:], eps=self.eps) * self.scale + self.shift
 
 
-class CausalConv(nn.Module):
+class CausalConv(StackedModule):
     """Computes delta_t = sum_j a_j * u_(t-j) + b over the last k positions, for each feature; k w + w parameters.
 
     This is a causal depthwise convolution, zero at initialisation; positions in front of the first count as 0.
     """
-
-    stacks = True
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -56,15 +53,13 @@ class CausalConv(nn.Module):
         return delta
 
 
-class Attention(nn.Module):
+class Attention(StackedModule):
     """Computes delta = W softmax(q k^T / sqrt(d)) v + b with one head of d features; 3 d r + w (d + 1) parameters.
 
     W and b are zero at initialisation. q, k and v are linear maps of u without biases; a position attends to itself and
     to earlier ones (Vaswani et al., "Attention Is All You Need", 2017, equation 1). A bias of k would have no effect on
     the softmax, and a bias of v would act as b does.
     """
-
-    stacks = True
 
     def __init__(self, reads: int, writes: int, head: int) -> None:
         super().__init__()
@@ -77,14 +72,12 @@ class Attention(nn.Module):
         return self.out(causal_attention(self.query(u), self.key(u), self.value(u)))
 
 
-class FullHead(nn.Module):
+class FullHead(StackedModule):
     """Computes delta = W n(u) + b, n(u) normalised over the features of a position; r w + w parameters, zero at initialisation.
 
     Around a last layer that normalises and maps, such as that of `Transformer`, it can turn the map into any other. n is
     the normalisation of `NormSeed`.
     """
-
-    stacks = True
 
     def __init__(self, reads: int, writes: int) -> None:
         super().__init__()

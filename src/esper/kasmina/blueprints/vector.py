@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 from esper.kasmina.slot import sigmoid
 from esper.kasmina.stack.fused import ReLU
-from esper.kasmina.stack.layers import Linear, zero_linear
+from esper.kasmina.stack.layers import Linear, StackedModule, zero_linear
 
 
-class Affine(nn.Module):
+class Affine(StackedModule):
     """Computes delta = u * a + b, a and b zero at initialisation; 2 w parameters."""
-
-    stacks = True
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,10 +37,9 @@ class LearnedScale(nn.Module):
         return u * self.scale
 
 
-class LinearMap(nn.Module):
+class LinearMap(StackedModule):
     """Computes delta = W u + b, zero at initialisation; r w + w parameters."""
 
-    stacks = True
     in_order = ("out",)
 
     def __init__(self, reads: int, writes: int) -> None:
@@ -53,10 +50,9 @@ class LinearMap(nn.Module):
         return self.out(u)
 
 
-class LowRank(nn.Module):
+class LowRank(StackedModule):
     """Computes delta = W (V u) + b of rank k; k (r + w) + w parameters (LoRA: Hu et al., 2021, equation 3)."""
 
-    stacks = True
     pads = True
     in_order = ("inner", "out")
     biased = True
@@ -81,14 +77,13 @@ class Factored(LowRank):
     biased = False
 
 
-class MLPSeed(nn.Module):
+class MLPSeed(StackedModule):
     """Computes delta = W relu(V u + c) + b with k hidden units; k (r + 1) + w (k + 1) parameters.
 
     Seeds of different hidden widths share one stack: a unit whose weights are all 0 stays 0, because relu(0) and its
     gradient there are 0.
     """
 
-    stacks = True
     pads = True
     in_order = ("inner", ReLU, "out")
 
@@ -103,10 +98,8 @@ class MLPSeed(nn.Module):
         return self.out(torch.relu(self.inner(u)))
 
 
-class Gated(nn.Module):
+class Gated(StackedModule):
     """Computes delta = (W u + b) * sigmoid(V u + c), W and b zero at initialisation; 2 (r w + w) parameters."""
-
-    stacks = True
 
     def __init__(self, reads: int, writes: int) -> None:
         super().__init__()
@@ -119,14 +112,13 @@ class Gated(nn.Module):
         return self.out(u) * sigmoid(self.gate(u))
 
 
-class SparseRows(nn.Module):
+class SparseRows(StackedModule):
     """Computes delta = sum_(i in chosen) u_i a_i: k rows of a map from the features of u, as an embedding has; k w parameters.
 
     Where u is a one-hot token, the rows are added to the vectors of k tokens. `choose` selects the tokens; until then they are
     the first k. The rows are zero at initialisation.
     """
 
-    stacks = True
     chosen: Tensor  # (k,) int64 in increasing order; stacked (E, k)
 
     def __init__(self, reads: int, writes: int, rows: int) -> None:
@@ -147,13 +139,12 @@ class SparseRows(nn.Module):
         return self.out(u.gather(-1, _places(self.chosen, u)))
 
 
-class ChosenOutputs(nn.Module, ABC):
+class ChosenOutputs(StackedModule, ABC):
     """Changes k chosen outputs: delta_o = a_o n(u) + b_o, and 0 for the others; k (r + 1) parameters. Subclasses define n.
 
     `choose` selects the outputs; until then they are the first k. a and b are zero at initialisation. `read` is n.
     """
 
-    stacks = True
     chosen: Tensor  # (k,) int64 in increasing order; stacked (E, k)
 
     def __init__(self, reads: int, writes: int, rows: int) -> None:

@@ -102,14 +102,14 @@ class Planted(nn.Module):
             read = u if self.attached else u.detach()
             here, read = arranged(h, self.axes), arranged(read, self.axes)
             read = stream.fitted(read, here)
-            change = slot_change(stream, here, read, self.seed, self.alpha, blend, gated=blend == Blend.GATE)
+            change = slot_change(stream, here, read, self.seed, self.alpha, blend)
             return (h + restored(change, self.axes)).to(h.dtype)
         if self._mode == "off" or not torch.is_grad_enabled():
             return h
         base = h.detach()
         here = arranged(base, self.axes)
         read = stream.fitted(arranged(u.detach(), self.axes), here)
-        change = slot_change(stream, here, read, self.seed, None, blend, gated=blend == Blend.GATE)
+        change = slot_change(stream, here, read, self.seed, None, blend)
         change = Proximal.of(restored(change.to(h.dtype), self.axes), base, self.pull)
         # A clone, as a module behind it may work in place, which the view of a Function does not allow.
         return Straight.of(h, change, None).clone()

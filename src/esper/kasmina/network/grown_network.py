@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from esper.kasmina.host import Chain, SegmentedHost, calling
+from esper.kasmina.host import SegmentedHost
 from esper.kasmina.slot import Seed, slot_output
 from esper.leyline.data.batches import Batch, batch_of, first, map_leaves, picked, run
 from esper.leyline.data.task import Interface, Scaling
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.slots import Tap, Taps
+from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import STREAMS, Kind
 
 CHUNK = 4096
@@ -166,14 +166,15 @@ class GrownNetwork(nn.Module):
 
 def run_segments(x: Batch, segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft]) -> Tensor:
     """Run segments one after the other, each with the seed that is grafted behind it: (B, ...) -> (B, ...)."""
-
-    def grown(site: int, taps: Taps[Batch]) -> Batch:
-        graft, seed = grafts[site], cast(Seed, seeds[site])
-        read = {Tap.HERE: taps.here, Tap.BEFORE: taps.before, Tap.INPUT: taps.input}[graft.tap]
-        stream, h, u = STREAMS[graft.kind], cast(Tensor, taps.here), cast(Tensor, read)
-        return slot_output(stream, h, u, seed, graft.alpha, graft.blend)
-
-    return cast(Tensor, Chain(len(segments), [graft.after for graft in grafts]).run(calling(segments), x, grown))
+    planted = {graft.after: (graft, cast(Seed, seed)) for graft, seed in zip(grafts, seeds, strict=True)}
+    here: Any = x
+    for index, segment in enumerate(segments):
+        before, here = here, run(segment, here)
+        if index in planted:
+            graft, seed = planted[index]
+            read = {Tap.HERE: here, Tap.BEFORE: before, Tap.INPUT: x}[graft.tap]
+            here = slot_output(STREAMS[graft.kind], here, read, seed, graft.alpha, graft.blend)
+    return cast(Tensor, here)
 
 
 class GraftedSegments(nn.Module):

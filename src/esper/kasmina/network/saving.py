@@ -101,21 +101,11 @@ class _SavedNetwork(_Saved):
 # Adapters.
 
 
-def save_adapter(
-    network: nn.Module, seeds: Mapping[str, Planted], sites: Iterable[str], folder: Path | str | None
-) -> None:
-    """Write seeds of a network to a folder.
+def adapter_files(network: nn.Module, seeds: Mapping[str, Planted], sites: Iterable[str]) -> dict[str, bytes]:
+    """Return the files of an adapter, by name.
 
     seeds: by the submodule that they are behind. sites: submodules whose seeds, these and others, are not part of the host.
-    folder: None in a process that gathers what it has a part of, and writes nothing.
     """
-    files = adapter_files(network, seeds, sites)
-    if folder is not None:
-        _write(folder, files)
-
-
-def adapter_files(network: nn.Module, seeds: Mapping[str, Planted], sites: Iterable[str]) -> dict[str, bytes]:
-    """Return the files that `save_adapter` writes, by name."""
     described = _described(network, seeds)
     tensors = {
         f"{known.site}/{part}": gather(tensor.detach()).cpu().contiguous()
@@ -133,7 +123,7 @@ def save_beside(network: nn.Module, directory: Path | str) -> None:
     """Write the seeds that act to the subfolder `esper` of a folder, with a warning; without any, remove an earlier adapter."""
     folder, seeds = Path(directory) / CHILD, acting(network)
     if seeds:
-        _write(folder, adapter_files(network, seeds, holders(network)))
+        replace_folder(folder, adapter_files(network, seeds, holders(network)))
         name = getattr(type(network), "_esper_original", type(network)).__name__
         warn(
             f"from_pretrained makes {with_article(name)} without the seeds that grew in it; save_pretrained has written them "
@@ -233,7 +223,7 @@ def save_grown(network: nn.Module, shapes: Mapping[str, Sequence[int]], folder: 
     )
     text = json.dumps(whole.model_dump(mode="json"), indent=1).encode()
     files: dict[str, Content] = {NETWORK_WEIGHTS: parts, NETWORK: text}
-    _write(folder, {**files, SUMS: sums_of(files)})
+    replace_folder(folder, {**files, SUMS: sums_of(files)})
 
 
 def load_grown(folder: Path | str, model: M) -> M:
@@ -298,7 +288,7 @@ def _load_into(
 # Files and descriptions of both.
 
 
-def _write(folder: Path | str, files: Mapping[str, Any]) -> None:
+def replace_folder(folder: Path | str, files: Mapping[str, Any]) -> None:
     """Write a folder, or replace one that holds no other files than these. InputError if there is something else."""
     folder = folder_of(folder).resolve()
     if folder.exists() and not folder.is_dir():

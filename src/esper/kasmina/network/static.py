@@ -4,6 +4,7 @@ B examples. A factory is a callable that returns a freshly drawn `SegmentedHost`
 """
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -124,16 +125,10 @@ def widened(factory: Factory, x: Batch, parameters: int) -> "WidenedHosts | Abse
     def scaled(widest: int) -> tuple[int, ...]:
         return (*(-(-size * widest // max(inner)) for size in inner), outs[-1])
 
-    high = 1
-    while _size(chain, scaled(high)) < parameters:
-        high *= 2
-        if high > WIDEST:
-            return Absent(f"no width up to {WIDEST:,} gives the host {parameters:,} parameters")
-    low = high // 2  # inner widths that are too narrow, or 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _size(chain, scaled(middle)) >= parameters else (middle, high)
-    made = WidenedHosts(factory, scaled(high))
+    width = 1 + bisect_left(range(1, WIDEST + 1), parameters, key=lambda wide: _size(chain, scaled(wide)))
+    if width > WIDEST:
+        return Absent(f"no width up to {WIDEST:,} gives the host {parameters:,} parameters")
+    made = WidenedHosts(factory, scaled(width))
     try:
         with drawn_with(0), torch.no_grad():
             wide = made().eval()

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import Blueprint, drawn_with
-from esper.kasmina.host import Chain, SegmentedHost, dtype_of, first_segment
+from esper.kasmina.host import SegmentedHost, dtype_of, steps_of
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.layout import BEFORE, TAPS, HostTable, Layout
-from esper.kasmina.stack.plan import Branches, CallDoses, CallPlan, Doses, Indices, Join, Plan, PlanCache, Route, Run
+from esper.kasmina.stack.plan import Branches, Call, Indices, Join, Route
 from esper.kasmina.stack.rows import (
     Mapping,
     Rows,
@@ -34,7 +34,7 @@ from esper.kasmina.stack.tape import PassOperations, PassTape
 from esper.leyline.data.batches import Batch, map_leaves, on_cpu, run
 from esper.leyline.data.keys import key
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.slots import SlotSpec, Tap, Taps
+from esper.leyline.lifecycle.slots import SlotSpec, Tap
 from esper.leyline.lifecycle.stages import ADDED, IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import CONVOLVED, Kind
 from esper.leyline.lifecycle.view import Seeds
@@ -43,12 +43,9 @@ APART: dict[Kind, int] = {Kind.VECTOR: 2**20, Kind.SEQUENCE: 2**18}
 """Parameters of a host, by the kind of its streams, from which on a CPU runs the rows one after another. It then takes about as
 long for several rows as at all at once, and half as long for one (`scripts/benchmark_rows.py`)."""
 
-PLANS = 256
-"""Number of plans for which a body keeps what it prepared."""
-
-
 Kept = Literal["none", "here", "all"]
-Calls = list[tuple[CallPlan, CallDoses]]
+Steps = list[tuple[int, str, int | None]]
+"""What a pass runs, as `kasmina.host.steps_of` returns it."""
 
 
 class Streams(NamedTuple):
@@ -75,8 +72,7 @@ class Body:
     segments. `stacks[slot, form]` holds the seeds of one form at one slot, and `envs[slot, form]` the environment of
     each of its rows. Rows are sorted by group, then by environment. The groups are: seeds that train with the host,
     doomed seeds, incubating seeds, and seeds that have not run yet. Every pass therefore reads a contiguous run of
-    rows. `layout` describes what all rows share, `table` holds the sizes of the host of each row, and `plans` caches
-    what is prepared for a pass and counts its reuse.
+    rows. `layout` describes what all rows share, and `table` holds the sizes of the host of each row.
     """
 
     def __init__(
@@ -123,7 +119,7 @@ class Body:
         self.real_outputs: Tensor | None = None  # (E, 1, ..., C) bool, where some row has fewer outputs than others
         self.stacks: dict[tuple[int, int], Stack] = {}
         self.envs: dict[tuple[int, int], Indices] = {}
-        self.plans: PlanCache[Plan, Chain] = PlanCache(PLANS)
+        self._steps: dict[tuple[int, ...], Steps] = {}  # by the sites at which something happens
 
     # Surgery.
 
@@ -258,9 +254,8 @@ class Body:
         behind the host in the pass itself. With `frozen`, the parameters of seeds get no gradients.
         """
         part = part or slice(0, len(dose))
-        bounds, envs = (part.start, part.stop), np.arange(part.start, part.stop)
-        one, none = np.float32(1), np.float32(0)
-        base: list[Calls] = []
+        envs, one, none = np.arange(part.start, part.stop), np.float32(1), np.float32(0)
+        base: list[tuple[Call, ...]] = []
         for slot in range(len(self.slots)):
             calls = self._calls(seeds, slot, envs, dose[envs, slot], frozen=frozen)
             if straight:
@@ -268,10 +263,8 @@ class Body:
                 calls += self._calls(seeds, slot, envs, incubating, frozen=False, straight=True)
             base.append(calls)
         if branches is None or not len(branches.env):
-            return Route(
-                Plan(bounds, _column(base, 0), (), ()), Doses(_column(base, 1), (), (), None, np.zeros(0, np.int64))
-            )
-        branch: list[Calls] = []
+            return Route(part, tuple(base))
+        branch: list[tuple[Call, ...]] = []
         for slot in range(len(self.slots)):
             # Those that run through the slot, and those that join there if a seed acts on one of them.
             through, there = np.searchsorted(branches.slot, [slot, slot + 1])
@@ -282,11 +275,9 @@ class Body:
             if train:
                 calls += self._calls(seeds, slot, owners, np.where(learns, doses, none), frozen=False)
             branch.append(calls)
-        joins = [self._join(segment, branches, branch, envs) for segment in range(len(self.layout.chain.paths))]
+        joins = tuple(self._join(segment, branches, branch, envs) for segment in range(len(self.layout.steps)))
         owners = branches.env - part.start
-        plan = Plan(bounds, _column(base, 0), _column(branch, 0), tuple(join for join, _ in joins))
-        doses_of_joins = tuple(join for _, join in joins)
-        return Route(plan, Doses(_column(base, 1), _column(branch, 1), doses_of_joins, self._send(owners), owners))
+        return Route(part, tuple(base), tuple(branch), joins, self._send(owners), owners)
 
     def run(
         self,
@@ -304,26 +295,24 @@ class Body:
         constants, and the streams are part of a graph that begins at the first slot. A `tape` notes the pass, which then has
         no graph. The only state that changes is the buffers of modules in training mode.
         """
-        plan, bare_host = route.plan, self.by_row and not self.host.draws and self.recomputed is None
-        merged = self.plans.get(plan, self._merged)
+        bare_host = self.by_row and not self.host.draws and self.recomputed is None
         x = map_leaves(channels_last, x)
         ops: PassOperations = tape or PassOperations()
-        if bare_host and plan.bare and streams == "none":
+        if bare_host and route.bare and streams == "none":
             # A host that runs in a loop saves one call per segment here; the kernels are the same.
             result = Pass(self.host(x, route.part), None, (), None)
         else:
             if streams == "none" and torch.is_grad_enabled() and self.recomputed is not None:
                 ops = PassOperations(self.recomputed)
             running = _Running(self, route, streams, keys, ops)
-            chain = merged if streams == "none" else self.layout.chain
-            flow = chain.run(running.call, _Flow(x, None), running.visit)
+            flow = running.run(x, self._merged(route) if streams == "none" else self.layout.steps)
             result = Pass(flow.base, flow.extra, tuple(running.streams), running.proximal)
         if self.real_outputs is None:
             return result
         padded, ends = ~self.real_outputs[route.part], result.branches
         if ends is not None:
-            assert route.doses.origin is not None
-            ends = ops.masked(ends, padded.index_select(0, route.doses.origin))
+            assert route.origin is not None
+            ends = ops.masked(ends, padded.index_select(0, route.origin))
         return result._replace(output=ops.masked(result.output, padded), branches=ends)
 
     def tape(self) -> PassTape | None:
@@ -342,7 +331,7 @@ class Body:
     @property
     def draws(self) -> bool:
         """Whether a module may draw in training mode, in a loop or where vmap may turn out not to map it, which needs keys."""
-        stacks = [(self.host, path) for path in self.layout.chain.paths]
+        stacks = [(self.host, path) for _, path, _ in self.layout.steps]
         stacks += [(stack, "delta") for stack in self.stacks.values()]
         return any(stack.draws and stack.part(path).way != "direct" for stack, path in stacks)
 
@@ -364,9 +353,7 @@ class Body:
 
     # Inside.
 
-    def _join(
-        self, segment: int, branches: Branches, calls: Sequence[Calls], envs: Indices
-    ) -> tuple[Join, tuple[Indices | None, Tensor | None]]:
+    def _join(self, segment: int, branches: Branches, calls: Sequence[tuple[Call, ...]], envs: Indices) -> Join:
         """Plan the branches at a segment in a pass over `envs` (n,): those that run through it, and that join behind it.
 
         calls: of each slot for branches.
@@ -377,14 +364,13 @@ class Body:
         joining = branches.env[branches.slot == first] - envs[0] if here else np.zeros(0, np.int64)
         whole = np.array_equal(joining, np.arange(len(envs)))
         env = self._send(joining) if len(joining) and not whole else None
-        rest = len(joining), whole, here and any(doses.places.max() >= len(owners) for _, doses in calls[first])
-        if np.array_equal(owners, envs):
-            return Join((int(envs[0]), int(envs[-1]) + 1), *rest), (None, env)
-        return Join(len(owners), *rest), (owners, env)
+        grown = here and any(call.places.max() >= len(owners) for call in calls[first])
+        rows = slice(int(envs[0]), int(envs[-1]) + 1) if np.array_equal(owners, envs) else owners
+        return Join(rows, len(joining), grown, env)
 
     def _calls(
         self, seeds: Seeds, slot: int, envs: Indices, dose: NDArray[np.float32], *, frozen: bool, straight: bool = False
-    ) -> Calls:
+    ) -> tuple[Call, ...]:
         """Plan the forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
 
         def column(values: NDArray[np.generic]) -> Tensor:  # (n,) numbers of the host as (n, 1, ...) on the device
@@ -402,54 +388,46 @@ class Body:
             # In the order of the stack's rows, so that a pass over the environments reads them in one contiguous run.
             where = where[np.argsort(row_of[envs[where]], kind="stable")]
             rows, env = row_of[envs[where]], envs[where]
-            contiguous = np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows)))
-            run: Run = (int(rows[0]), int(rows[0]) + len(rows)) if contiguous else len(rows)
-            whole = np.array_equal(where, np.arange(len(envs)))
+            run = slice(int(rows[0]), int(rows[0]) + len(rows))
             blend, taps = seeds.blend[env, slot], self.layout.tap_of[seeds.blueprint[env, slot]]
             used = np.unique(taps).tolist()
-            attenuated, gated = bool((dose[where] < 1).any()), bool((blend == Blend.GATE).any())
-            detached = np.zeros(len(env), bool)
-            if self.isolated:
-                detached = seeds.stage[env, slot] != Stage.FOSSILIZED
-            plan = CallPlan(
-                slot,
-                form,
-                run,
-                whole,
-                tuple(TAPS[tap] for tap in used),
-                attenuated,
-                bool(blend.any()),
-                gated,
-                bool(detached.any()),
-                frozen,
-                straight,
+            alpha, detached = dose[where].astype(np.float64), seeds.stage[env, slot] != Stage.FOSSILIZED
+            calls.append(
+                Call(
+                    slot,
+                    form,
+                    tuple(TAPS[tap] for tap in used),
+                    gated=bool((blend == Blend.GATE).any()),
+                    frozen=frozen,
+                    straight=straight,
+                    rows=run if np.array_equal(rows, np.arange(run.start, run.stop)) else rows,
+                    where=None if np.array_equal(where, np.arange(len(envs))) else self._send(where),
+                    places=where,
+                    reads=tuple(column(taps == tap) for tap in used[1:]),
+                    alpha=column(alpha).to(self.dtype) if (alpha < 1).any() else None,
+                    blend=column(blend.astype(np.int64)) if blend.any() else None,
+                    attached=column(~detached) if self.isolated and detached.any() else None,
+                )
             )
-            doses = CallDoses(
-                rows=None if contiguous else rows,
-                where=None if whole else self._send(where),
-                places=where,
-                tap={TAPS[tap]: column(taps == tap) for tap in used[1:]},
-                alpha=column(dose[where].astype(np.float64)).to(self.dtype) if attenuated else None,
-                blend=column(blend.astype(np.int64)) if plan.blended else None,
-                attached=column(~detached) if plan.detached else None,
-            )
-            calls.append((plan, doses))
-        return calls
+        return tuple(calls)
 
     def _send(self, rows: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
 
-    def _merged(self, plan: Plan) -> Chain:
-        """Return the chain in which fused segments between which nothing happens are one; other segments would gain nothing."""
-        own = self.layout.chain
+    def _merged(self, route: Route) -> Steps:
+        """Return the steps in which fused segments between which nothing happens are one; other segments would gain nothing."""
+        own = self.layout.steps
         if self.recomputed is not None:
             return own
-        joined = [bool(plan.joins) and bool(plan.joins[slot.after].joining) for slot in self.slots]
-        acting = itertools.zip_longest(plan.base, plan.branch, joined, fillvalue=())
-        chain = own.merged([slot for slot, happens in enumerate(acting) if any(happens)])
-        parts = [self.host.part(path) for path in chain.paths]
-        fused = all(part.way == "direct" and part.layers is not None for part in parts)
-        return chain if fused and len(parts) < len(own.paths) else own
+        joined = [bool(route.joins) and route.joins[slot.after].joining > 0 for slot in self.slots]
+        acting = itertools.zip_longest(route.base, route.branch, joined, fillvalue=())
+        sites = tuple(slot for slot, happens in enumerate(acting) if any(happens))
+        if sites not in self._steps:
+            steps = steps_of(len(own), [slot.after for slot in self.slots], sites)
+            parts = [self.host.part(path) for _, path, _ in steps]
+            fused = all(part.way == "direct" and part.layers is not None for part in parts)
+            self._steps[sites] = steps if fused and len(steps) < len(own) else own
+        return self._steps[sites]
 
     def _make_room(self, at: tuple[int, int], capacity: int) -> None:
         options = self._options
@@ -489,11 +467,6 @@ def _rank(seeds: Seeds, envs: Indices, slot: int) -> Indices:
     return rank
 
 
-def _column(slots: list[Calls], place: Literal[0, 1]) -> tuple[tuple[Any, ...], ...]:
-    """Return by slot the plans of its calls, or their doses."""
-    return tuple(tuple(call[place] for call in calls) for calls in slots)
-
-
 class _Flow(NamedTuple):
     """Holds the stream of the rows of a pass, and that of the branches that have left them so far."""
 
@@ -502,40 +475,50 @@ class _Flow(NamedTuple):
 
 
 class _Running:
-    """Runs a plan once: holds the state of the run, and the `call` and `visit` that its chain takes."""
+    """Runs a route once, and holds the state of the run."""
 
     def __init__(self, body: Body, route: Route, kept: Kept, keys: Indices | None, ops: PassOperations) -> None:
-        self.body, self.plan, self.doses, self.part = body, route.plan, route.doses, route.part
+        self.body, self.route = body, route
         self.kept, self.keys, self.frozen = kept, keys, kept == "all"
         self.ops = ops
         self.origin: Tensor | None = None  # the network's input for each branch that has left, if a branch reads it
-        self.reads_input = any(Tap.INPUT in call.taps for calls in self.plan.branch for call in calls)
+        self.reads_input = any(Tap.INPUT in call.taps for calls in route.branch for call in calls)
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
 
-    def call(self, path: str, flow: _Flow) -> _Flow:
+    def run(self, x: Batch, steps: Steps) -> _Flow:
+        """Run some steps on leaves x (n, B, ...), with what happens at the sites behind them, and return the last streams."""
+        flow = _Flow(x, None)
+        for segment, path, slot in steps:
+            before, flow = flow, self._call(segment, path, flow)
+            if slot is not None:
+                flow = self._visit(slot, flow, before, x)
+        return flow
+
+    def _call(self, segment: int, path: str, flow: _Flow) -> _Flow:
+        """Run the segment of a path, or several that begin at an index, which draw nothing and between which no branch joins."""
         host = self.body.host
-        segment = first_segment(path)  # merged segments draw nothing, and no branch joins between them
         keys = place_keys(self.keys, segment)
-        base = self.ops.call(host, flow.base, self.part, part=path, frozen=self.frozen, keys=keys)
+        base = self.ops.call(host, flow.base, self.route.part, part=path, frozen=self.frozen, keys=keys)
         extra = flow.extra
         if extra is not None:
-            rows = _rows(self.plan.joins[segment].run, self.doses.joins[segment][0])
-            extra = self.ops.call(host, extra, rows, part=path, frozen=True)
+            extra = self.ops.call(host, extra, self.route.joins[segment].rows, part=path, frozen=True)
         return _Flow(base, extra)
 
-    def visit(self, slot: int, taps: Taps[_Flow]) -> _Flow:
-        """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot."""
-        (h, extra), before, x = taps.here, taps.before.base, taps.input.base
-        layout, ops = self.body.layout, self.ops
-        segment, place = layout.slots[slot].after, len(layout.chain.paths) + slot
-        extra_before = taps.before.extra
-        join = self.plan.joins[segment] if self.plan.joins else None
+    def _visit(self, slot: int, here: _Flow, ahead: _Flow, x: Any) -> _Flow:
+        """Let branches leave, keep the streams that were asked for, and add the changes of the seeds of a slot.
+
+        here, ahead: the streams behind and in front of the segment in front of the slot; x: the input of the network.
+        """
+        (h, extra), (before, extra_before) = here, ahead
+        layout, ops, route = self.body.layout, self.ops, self.route
+        segment, place = layout.slots[slot].after, len(layout.steps) + slot
+        join = route.joins[segment] if route.joins else None
         leaving = h
         if join is not None and join.grown:
-            extra = self._joined(segment, extra, h, x)
+            extra = self._joined(join, extra, h, x)
             if layout.widest.taps[slot, BEFORE]:  # else it may be a batch of several tensors
-                extra_before = ops.append(extra_before, ops.select(ops.constant(before), self.doses.joins[segment][1]))
+                extra_before = ops.append(extra_before, ops.select(ops.constant(before), join.where))
         if self.frozen and not h.requires_grad:
             h = h.detach().requires_grad_()
         if self.kept != "none":
@@ -543,46 +526,44 @@ class _Running:
             if self.frozen and count:  # the features inside the segment in front of the slot are computed again
                 inner = map_leaves(Tensor.detach, before)
                 for index in range(count):
-                    inner = self.body.host(inner, self.part, part=f"segments.{segment}.{index}", frozen=True)
+                    inner = self.body.host(inner, route.part, part=f"segments.{segment}.{index}", frozen=True)
             self.streams.append(Streams(h, before, inner))
-        for plan, doses in zip(self.plan.base[slot], self.doses.base[slot], strict=True):
-            h = self._grown(plan, doses, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x}, place_keys(self.keys, place))
+        for call in route.base[slot]:
+            h = self._grown(call, {Tap.HERE: h, Tap.BEFORE: before, Tap.INPUT: x}, place_keys(self.keys, place))
         if extra is not None:
-            keys = None if self.keys is None else place_keys(self.keys[self.doses.owners[: len(extra)]], place)
-            for plan, doses in zip(self.plan.branch[slot], self.doses.branch[slot], strict=True):
-                sources = {Tap.HERE: extra, Tap.BEFORE: extra_before, Tap.INPUT: self.origin}
-                extra = self._grown(plan, doses, sources, keys)
+            keys = None if self.keys is None else place_keys(self.keys[route.owners[: len(extra)]], place)
+            for call in route.branch[slot]:
+                extra = self._grown(call, {Tap.HERE: extra, Tap.BEFORE: extra_before, Tap.INPUT: self.origin}, keys)
         if join is not None and join.joining and not join.grown:
-            extra = self._joined(segment, extra, leaving, x)  # behind the seeds, which would copy it
+            extra = self._joined(join, extra, leaving, x)  # behind the seeds, which would copy it
         return _Flow(h, extra)
 
-    def _joined(self, segment: int, extra: Tensor | None, h: Tensor, x: Any) -> Tensor:
+    def _joined(self, join: Join, extra: Tensor | None, h: Tensor, x: Any) -> Tensor:
         """Append the streams of the branches that join behind a segment."""
-        env = self.doses.joins[segment][1]
         if self.reads_input:
-            self.origin = self.ops.append(self.origin, self.ops.select(x, env))
-        return self.ops.append(extra, self.ops.select(self.ops.constant(h), env))
+            self.origin = self.ops.append(self.origin, self.ops.select(x, join.where))
+        return self.ops.append(extra, self.ops.select(self.ops.constant(h), join.where))
 
-    def _grown(self, plan: CallPlan, doses: CallDoses, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
-        stream, h, ops = self.body.layout.streams[plan.slot], sources[Tap.HERE], self.ops
-        first, *others = plan.taps
-        u = ops.fitted(stream, ops.select(sources[first], doses.where), h)
-        for tap in others:  # each row reads its own tap
-            u = ops.either(doses.tap[tap], ops.fitted(stream, ops.select(sources[tap], doses.where), h), u)
-        acts_on = ops.select(h, doses.where) if plan.blended or plan.straight else h
-        if plan.straight:
+    def _grown(self, call: Call, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
+        stream, h, ops = self.body.layout.streams[call.slot], sources[Tap.HERE], self.ops
+        first, *others = call.taps
+        u = ops.fitted(stream, ops.select(sources[first], call.where), h)
+        for tap, reads in zip(others, call.reads, strict=True):  # each row reads its own tap
+            u = ops.either(reads, ops.fitted(stream, ops.select(sources[tap], call.where), h), u)
+        acts_on = ops.select(h, call.where) if call.blend is not None or call.straight else h
+        if call.straight:
             u, acts_on = ops.constant(u), ops.constant(acts_on)
-        elif doses.attached is not None:
-            u = ops.either(doses.attached, u, ops.constant(u))
-        drawn = keys[doses.places] if keys is not None else None
-        stack, rows = self.body.stacks[plan.slot, plan.form], _rows(plan.run, doses.rows)
-        delta = ops.call(stack, u, rows, part="delta", frozen=plan.frozen, keys=drawn)
+        elif call.attached is not None:
+            u = ops.either(call.attached, u, ops.constant(u))
+        drawn = keys[call.places] if keys is not None else None
+        stack, rows = self.body.stacks[call.slot, call.form], call.rows
+        delta = ops.call(stack, u, rows, part="delta", frozen=call.frozen, keys=drawn)
         gate = None
-        if plan.gated:
-            gate = stream.spread(ops.call(stack, stream.gated(u), rows, part="gate", frozen=plan.frozen))
-        change = ops.blended(acts_on, delta, gate, doses.alpha, doses.blend).to(h.dtype)
-        if plan.straight:
-            where = doses.where if doses.where is not None else torch.arange(len(h), device=h.device)
+        if call.gated:
+            gate = stream.spread(ops.call(stack, stream.gated(u), rows, part="gate", frozen=call.frozen))
+        change = ops.blended(acts_on, delta, gate, call.alpha, call.blend).to(h.dtype)
+        if call.straight:
+            where = call.where if call.where is not None else torch.arange(len(h), device=h.device)
             size = energy(acts_on)
             tiny = torch.finfo(size.dtype).tiny  # |h|^2 is 0 where a stream is 0 everywhere
             if self.proximal is None:
@@ -590,15 +571,7 @@ class _Running:
             pull = ops.apart(lambda change: energy(change) / size.clamp(min=tiny), change)
             self.proximal = ops.add(self.proximal, pull, where)
             return ops.straight(h, change, where)
-        return ops.add(h, change, doses.where)
-
-
-def _rows(run: Run, gathered: Indices | None) -> Rows:
-    if isinstance(run, tuple):
-        return slice(*run)
-    assert gathered is not None, "the doses must be those of the plan"
-    assert len(gathered) == run, "the doses must be those of the plan"
-    return gathered
+        return ops.add(h, change, call.where)
 
 
 def place_keys(keys: Indices | None, place: int) -> Indices | None:

@@ -56,7 +56,7 @@ def segments_that_vary(factory: Callable[[], nn.Module], x: Batch, sizes: Sizes 
     """Return the segments of a host, run on x (B, ...), whose numbers for a row depend on other rows, and where that shows."""
     hosts = [_jolted(factory, row) for row in range(ROWS)]
     assert isinstance(hosts[0], SegmentedHost)
-    return _vary(hosts, x, hosts[0].chain.paths, sizes)
+    return _vary(hosts, x, [f"segments.{index}" for index in range(len(hosts[0].segments))], sizes)
 
 
 def blends_that_vary(entry: Blueprint, width: int, sizes: Sizes = EVERY_SIZE) -> dict[str, str]:

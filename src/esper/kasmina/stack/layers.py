@@ -13,6 +13,12 @@ from esper.kasmina.stack.fused import RowMap, mapped
 warnings.filterwarnings("ignore", message=".*batching rule for aten::_scaled_dot_product_flash_attention_for_cpu")
 
 
+class StackedModule(nn.Module):
+    """Computes on trailing axes, each example by itself, so that a stack calls it once for all rows with stacked parameters."""
+
+    stacks = True
+
+
 class Linear(nn.Linear):
     """Applies nn.Linear over (B, ..., D); with stacked parameters (E, O, D), (E, O) over (E, B, ..., D)."""
 
@@ -34,10 +40,8 @@ def zero_linear(reads: int, writes: int, *, bias: bool = True) -> Linear:
     return layer
 
 
-class Embedding(nn.Module):
+class Embedding(StackedModule):
     """Looks up a vector for each token, plus one for its position if `length` bounds L: (B, L) int64 -> (B, L, C)."""
-
-    stacks = True
 
     def __init__(self, vocabulary: int, length: int | None, width: int) -> None:
         super().__init__()
@@ -58,10 +62,9 @@ class Embedding(nn.Module):
         return tokens + (positions.unsqueeze(1) if stacked else positions)
 
 
-class PositionNorm(nn.Module):
+class PositionNorm(StackedModule):
     """Normalises each position over its features, then scales and shifts each feature, as nn.LayerNorm; it can run stacked."""
 
-    stacks = True
     eps = 1e-5
 
     def __init__(self, width: int) -> None:
@@ -76,13 +79,11 @@ class PositionNorm(nn.Module):
         return F.layer_norm(x, width, eps=self.eps) * self.scale + self.shift
 
 
-class CausalAttention(nn.Module):
+class CausalAttention(StackedModule):
     """Applies multi-head scaled dot-product attention over the same and earlier positions, then a linear map.
 
     With `rotary`, queries and keys are rotated by their positions, and the width of a head must be even.
     """
-
-    stacks = True
 
     def __init__(self, width: int, heads: int, *, rotary: bool = False) -> None:
         super().__init__()

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint, count, drawn_with
-from esper.kasmina.host import Chain, SegmentedHost, calling
+from esper.kasmina.host import SegmentedHost, segment_outputs, steps_of
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.plan import Indices
-from esper.leyline.data.batches import Batch, on_cpu, run
+from esper.leyline.data.batches import Batch, on_cpu
 from esper.leyline.lifecycle.actions import Blend
-from esper.leyline.lifecycle.slots import SlotSpec, Tap, Taps
+from esper.leyline.lifecycle.slots import SlotSpec, Tap
 from esper.leyline.lifecycle.stages import ADDED, Stage, among
 from esper.leyline.lifecycle.streams import STREAMS, Stream
 from esper.leyline.lifecycle.view import Bools, Seeds
@@ -51,13 +51,12 @@ class Layout:
         """`host` is the largest one; example (B, ...) is an input of it; dtype is that of all parameters."""
         self.slots: tuple[SlotSpec, ...] = host.slots
         self.menu = tuple(menu)
-        self.chain: Chain = host.chain  # the order of computation of every host
+        self.steps = steps_of(len(host.segments), [slot.after for slot in self.slots])  # of every host
         self.streams: tuple[type[Stream], ...] = tuple(STREAMS[slot.kind] for slot in self.slots)
         self.tap_of = np.array([TAPS.index(entry.tap) for entry in self.menu], np.int64)  # (K,) indices into `TAPS`
         self.dtype = dtype
         self.widest = self.widths(host, example)  # of the largest host
         self.fits: Bools = self.widest.reads > 0  # (S, K) which blueprints of the menu fit a slot
-        self.reads_input = any(entry.tap == Tap.INPUT for entry in self.menu)
         # the module of each (slot, form), and (S, K) the form of each blueprint, -1 where it does not fit
         self.forms, self.form_of = self._forms()
 
@@ -67,19 +66,15 @@ class Layout:
         training = host.training
         host = host.to(dtype=self.dtype).eval()
         taps: list[list[int]] = []
-
-        def measure(site: int, seen: Taps[Batch]) -> Batch:
-            slot, stream = self.slots[site], self.streams[site]
+        streams = segment_outputs(host.segments, on_cpu(example, self.dtype))
+        for slot, stream in zip(self.slots, self.streams, strict=True):
+            before, here = streams[slot.after : slot.after + 2]
             inner = None
             if slot.inner is not None:
-                segment, inner = host.segments[slot.after], seen.before
+                segment = host.segments[slot.after]
                 assert isinstance(segment, nn.Sequential), "inner features must be those of an nn.Sequential"
-                for module in list(segment)[: slot.inner]:
-                    inner = run(module, inner)
-            taps.append([_width_read(slot, stream, x, seen.here) for x in (*seen, inner)])
-            return seen.here
-
-        host.chain.run(calling(host.segments), on_cpu(example, self.dtype), measure)
+                inner = segment_outputs(list(segment)[: slot.inner], before)[-1]
+            taps.append([_width_read(slot, stream, x, here) for x in (here, before, streams[0], inner)])
         host.train(training)
         widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
         fits = np.array(

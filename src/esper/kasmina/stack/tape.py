@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from esper.kasmina.slot import Straight, blend_change, differentiated_blend
+from esper.kasmina.slot import Straight, blend_change
 from esper.kasmina.stack.fused import gradients_of, streams_of
 from esper.kasmina.stack.rows import Rows, Stack, append_rows, in_layout_of, select_rows
 from esper.leyline.data.batches import Batch
@@ -59,7 +59,7 @@ class PassOperations:
         self, h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
     ) -> Tensor:
         """Compute the change of a slot, as `blend_change` defines it."""
-        return blend_change(h, delta, gate, alpha, blend)
+        return blend_change(h, delta, gate, alpha, blend)[0]
 
     def apart(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Compute any function of streams."""
@@ -70,6 +70,11 @@ class PassOperations:
         return x.masked_fill(mask, -torch.inf)
 
 
+def _unchanged(dy: Tensor) -> Tensor:
+    """Return the gradient of a result as that of its source."""
+    return dy
+
+
 class PassTape(PassOperations):
     """Records the operations of a pass one after another; a backward pass takes them in reverse.
 
@@ -78,7 +83,9 @@ class PassTape(PassOperations):
     """
 
     def __init__(self) -> None:
-        self._steps: list[tuple[Tensor, Callable[[Tensor], None]]] = []  # each result, and what passes its gradient on
+        self._steps: list[
+            tuple[Tensor, Callable[[Tensor], object]]
+        ] = []  # each result, and what passes its gradient on
         self._wanted: set[int] = set()  # ids of the results, whose gradients are asked for; `_steps` keeps them alive
         self._gradients: dict[int, Tensor] = {}
         self._owned: set[int] = set()  # ids of the results whose gradient is a sum of its own
@@ -132,60 +139,39 @@ class PassTape(PassOperations):
                 dx = dx.unflatten(1, padded) if len(positions) > 1 else dx
                 self._add(x, dx[:, :examples] if more else dx)
 
-        return self._note(y, back)
+        return self._record(y, back)
 
     def select(self, x: Any, where: Tensor | None) -> Any:
-        y = select_rows(x, where)
-        if not self.wants(x):
-            return y
-
-        def back(dy: Tensor) -> None:
-            if where is None:
-                self._add(x, dy)
-            else:
-                self._sum(x).index_add_(0, where, dy)
-
-        return self._note(y, back)
+        y = super().select(x, where)
+        if where is None:
+            return self._note(y, (x, _unchanged))
+        return self._record(y, lambda dy: self._sum(x).index_add_(0, where, dy)) if self.wants(x) else y
 
     def append(self, x: Tensor | None, more: Tensor) -> Tensor:
-        y = append_rows(x, more)
-        if x is None or not (self.wants(x) or self.wants(more)):
-            return y
+        if x is None:
+            return more
         rows = len(x)
-
-        def back(dy: Tensor) -> None:
-            self._add(x, dy[:rows])
-            self._add(more, dy[rows:])
-
-        return self._note(y, back)
+        return self._note(super().append(x, more), (x, lambda dy: dy[:rows]), (more, lambda dy: dy[rows:]))
 
     def fitted(self, stream: type[Stream], u: Tensor, h: Tensor) -> Tensor:
         same = stream.fitted(u, h) is u
         return u if same else self.apart(lambda u: stream.fitted(u, h), u)
 
     def either(self, mask: Tensor, x: Tensor, other: Tensor) -> Tensor:
-        y = torch.where(mask, x, other)
-        if not (self.wants(x) or self.wants(other)):
-            return y
-
-        def back(dy: Tensor) -> None:
-            for source, taken in ((x, mask), (other, ~mask)):
-                if self.wants(source):
-                    self._add(source, dy.where(taken, 0))
-
-        return self._note(y, back)
+        y = super().either(mask, x, other)
+        return self._note(y, (x, lambda dy: dy.where(mask, 0)), (other, lambda dy: dy.where(~mask, 0)))
 
     def add(self, h: Tensor, change: Tensor, where: Tensor | None) -> Tensor:
         y = super().add(h, change, where)
-        return self._shared(y, h, change, where)
+        return self._note(y, (h, _unchanged), (change, lambda dy: dy if where is None else dy.index_select(0, where)))
 
     def straight(self, h: Tensor, change: Tensor, where: Tensor) -> Tensor:
-        return self._shared(h.view_as(h), h, change, where)
+        return self._note(h.view_as(h), (h, _unchanged), (change, lambda dy: dy.index_select(0, where)))
 
     def blended(
         self, h: Tensor, delta: Tensor, gate: Tensor | None, alpha: Tensor | None, blend: Tensor | None
     ) -> Tensor:
-        change, backward = differentiated_blend(h, delta, gate, alpha, blend)
+        change, backward = blend_change(h, delta, gate, alpha, blend)
         sources = [h, delta, gate]
         if change is delta or not any(map(self.wants, sources)):
             return change
@@ -195,7 +181,7 @@ class PassTape(PassOperations):
                 if source is not None and gradient is not None:
                     self._add(source, gradient)
 
-        return self._note(change, back)
+        return self._record(change, back)
 
     def apart(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """Compute any function of streams; autograd differentiates it when its gradient is known."""
@@ -213,11 +199,10 @@ class PassTape(PassOperations):
                 if asked and leaf.grad is not None:
                     self._add(x, leaf.grad)
 
-        return self._note(y, back)
+        return self._record(y, back)
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
-        y = super().masked(x, mask)
-        return self._note(y, lambda dy: self._add(x, dy.masked_fill(mask, 0))) if self.wants(x) else y
+        return self._note(super().masked(x, mask), (x, lambda dy: dy.masked_fill(mask, 0)))
 
     @torch.no_grad()
     def backward(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -229,23 +214,21 @@ class PassTape(PassOperations):
             if id(y) in self._gradients:
                 back(self._gradients.pop(id(y)))
 
-    def _shared(self, y: Tensor, h: Tensor, change: Tensor, where: Tensor | None) -> Tensor:
-        """Note a result whose gradient is that of h, and its rows `where` are that of the change."""
-        if not (self.wants(h) or self.wants(change)):
-            return y
-
-        def back(dy: Tensor) -> None:
-            self._add(h, dy)
-            if self.wants(change):
-                self._add(change, dy if where is None else dy.index_select(0, where))
-
-        return self._note(y, back)
-
     def wants(self, x: Any) -> bool:
         """Return whether the backward pass asks for the gradient of a result."""
         return id(x) in self._wanted
 
-    def _note(self, y: Tensor, back: Callable[[Tensor], None]) -> Tensor:
+    def _note(self, y: Tensor, *sources: tuple[Any, Callable[[Tensor], Tensor]]) -> Tensor:
+        """Record a result if a gradient is asked for of one of its sources, each with the function from that of the result."""
+        asked = [source for source in sources if self.wants(source[0])]
+
+        def back(dy: Tensor) -> None:
+            for x, own in asked:
+                self._add(x, own(dy))
+
+        return self._record(y, back) if asked else y
+
+    def _record(self, y: Tensor, back: Callable[[Tensor], object]) -> Tensor:
         self._steps.append((y, back))
         self._wanted.add(id(y))
         return y

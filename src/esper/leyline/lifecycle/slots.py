@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from numbers import Integral
-from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.streams import STREAMS, Kind, Stream
@@ -90,10 +90,6 @@ class SlotSpec:
         return STREAMS[self.kind](self.width)
 
 
-Flow = TypeVar("Flow")
-"""What runs through a network: a tensor (B, ...), or whatever a caller passes through it."""
-
-
 @dataclass(frozen=True)
 class Site:
     """Describes a place in a network where a seed can be planted: the output of a submodule.
@@ -111,11 +107,3 @@ class Site:
     around: str
     stream: Stream
     causal: bool = False
-
-
-class Taps(NamedTuple, Generic[Flow]):
-    """Holds what a seed at a site can read."""
-
-    here: Flow  # the output of the submodule `Site.after`
-    before: Flow  # the input of the submodule `Site.around`
-    input: Flow  # the input of the network

@@ -18,7 +18,7 @@ from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
 from esper.kasmina.graft.widening import resized
-from esper.kasmina.network.saving import folder_of, save_adapter, save_grown
+from esper.kasmina.network.saving import adapter_files, folder_of, replace_folder, save_grown
 from esper.leyline.config.arguments import known_as
 from esper.leyline.config.tree import Config, GrowthConfig, build_growth_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
@@ -414,12 +414,10 @@ class Growth:
             )
         population, folder = self.population, folder_of(folder)
         reshard(self.model)
-        save_adapter(
-            self.model,
-            population.grafts.kept(self.engine.state.seeds),
-            [site.after for site in population.sites],
-            folder if population.ranks.first else None,
-        )
+        kept = population.grafts.kept(self.engine.state.seeds)
+        files = adapter_files(self.model, kept, [site.after for site in population.sites])
+        if population.ranks.first:
+            replace_folder(folder, files)
 
     def save(self, folder: Path | str) -> None:
         """Write the network as it computes now to a folder, for `esper.load_grown` on a fresh copy of the model.

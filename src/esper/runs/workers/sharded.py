@@ -57,7 +57,6 @@ from esper.tolaria.stacked.population import (
     label_of,
     menu_of,
     needs_ghost,
-    sound_splits,
     space_of,
     widenings_of,
 )
@@ -280,9 +279,6 @@ class ShardedPopulation:
         self._surveyed(self.ask("load", arguments, kept=True))
 
     # Evaluation and export at the end of an episode.
-
-    def sound(self, splits: Sequence[Split]) -> list[Split]:
-        return sound_splits(splits, self.task, self.config)
 
     def validation_splits(self) -> list[Split]:
         return [self.task.instance(key).validation for key in self.space.instance[: self.config.envs].tolist()]

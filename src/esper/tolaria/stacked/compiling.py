@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils import _pytree as pytree
 
-from esper.kasmina.stack.body import PLANS, Body
-from esper.kasmina.stack.plan import Doses, Indices, Plan, PlanCache, Route
+from esper.kasmina.stack.body import Body
+from esper.kasmina.stack.plan import Indices, Route
 from esper.kasmina.stack.rows import Stack
+from esper.kasmina.stack.tape import PassTape
 from esper.leyline.config.tree import Config, DataConfig
 from esper.leyline.data.batches import Batch, map_leaves, picked
 from esper.leyline.data.keys import key
@@ -33,16 +34,26 @@ from esper.store.disk import write_atomic
 from esper.store.files import cache_root
 
 
-class Differentiable(Protocol):
-    """Differentiates a pass: a tensor (), or a taped loss."""
+class PassLoss(NamedTuple):
+    """Holds the loss of a pass, as its gradients. A tape takes them on to the parameters, or autograd does."""
+
+    tape: PassTape | None
+    gradients: list[tuple[Tensor, Tensor]]  # results of the pass, each with its gradient; none if nothing in it trains
 
     def backward(self) -> None:
         """Add the gradients of all parameters to their `.grad`."""
+        if self.tape is not None:
+            self.tape.backward(self.gradients)
+        elif self.gradients:
+            results, gradients = zip(*self.gradients, strict=True)
+            torch.autograd.backward(results, gradients)
 
 
-Total = tuple[Differentiable | None, Tensor]
-"""What a pass is differentiated by, or None if nothing in it trains, and the losses (n,) of its rows."""
-TotalOf = Callable[..., Total]
+LossOf = Callable[..., tuple[PassLoss, Tensor]]
+"""Computes the loss of a pass, and the losses (n,) of its rows."""
+
+PLANS = 256
+"""Number of plans whose compiled passes are kept."""
 
 MEASURED = 5
 """Passes of each way whose median `auto` compares."""
@@ -147,14 +158,19 @@ class ColumnRun(NamedTuple):
     columns: slice
 
 
-def gradients(stacks: Sequence[Stack], total: Tensor) -> tuple[list[ColumnRun], list[Tensor]]:
-    """Return the gradients of a number for the leaves that it was computed from: (n, p) for each run of columns.
+def gradients(
+    stacks: Sequence[Stack], results: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[list[ColumnRun], list[Tensor]]:
+    """Return the gradients of leaves from those of results that were computed from them: (n, p) for each run of columns.
 
     A graph that returns them is fast: one that added them to views of the gradients of the stacks would write the whole column
     once for each view.
     """
+    if not results:
+        return [], []
     leaves = [(at, *leaf) for at, stack in enumerate(stacks) for leaf in stack.leaves if leaf[0].requires_grad]
-    found = torch.autograd.grad(total, [leaf for _, leaf, _, _ in leaves], allow_unused=True)
+    outputs, given = zip(*results, strict=True)
+    found = torch.autograd.grad(outputs, [leaf for _, leaf, _, _ in leaves], given, allow_unused=True)
     parts = [
         (ColumnRun(at, rows, slice(place.start, place.stop)), place.flat(gradient))
         for (at, _, rows, place), gradient in zip(leaves, found, strict=True)
@@ -346,14 +362,14 @@ class Passes:
     again, which happens only after more than `PLANS` other plans.
     """
 
-    def __init__(self, body: Body, total: TotalOf, config: Config, products: torch.dtype | None) -> None:
+    def __init__(self, body: Body, loss_of: LossOf, config: Config, products: torch.dtype | None) -> None:
         """Raises InputError if `config.compile` needs a compiler that is not there."""
         check_compiler(config.compile, body.device)
-        self.body, self.total, self.mode = body, total, config.compile
+        self.body, self.loss_of, self.mode = body, loss_of, config.compile
         self.counts = CompileCounts()
         self._microbatch = config.data.microbatch
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
-        self._known: PlanCache[Any, CompiledPass | None] = PlanCache(PLANS)
+        self._known: dict[Any, CompiledPass | None] = {}  # the one that was used last is the last
         self._made: set[int] = set()
         self._pool: Any = None  # the memory that CUDA graphs share
 
@@ -381,89 +397,82 @@ class Passes:
         return mean
 
     def _backward(self, route: Route, *batch: Any, remaining: int) -> Tensor:
-        if self.mode != "off":
-            inputs = self.inputs(route, *batch[:4])
-            key = route.plan, inputs.shapes
-            found = self._known.get(key, lambda _: self._prepared(route.plan, key, inputs, remaining))
-            if found is not None:
-                self.counts.passes += 1
-                return found(self._stacks(route.plan), inputs.tensors)
-            self.counts.eager += 1
+        if self.mode == "off":
+            return self._eager(route, *batch)
+        stacks = self._stacks(route)
+        inputs = CompiledInputs.of(self.body, stacks, route, *batch[:4])
+        key = route.plan, inputs.shapes
+        found = self._known.pop(key) if key in self._known else self._prepared(stacks, inputs, key, remaining)
+        self._known[key] = found
+        if len(self._known) > PLANS:
+            del self._known[next(iter(self._known))]
+        if found is not None:
+            self.counts.passes += 1
+            return found(stacks, inputs.tensors)
+        self.counts.eager += 1
         return self._eager(route, *batch)
 
-    def inputs(
-        self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None
-    ) -> CompiledInputs:
-        return CompiledInputs.of(self.body, self._stacks(route.plan), route.doses, x, y, weights, factors)
+    def _eager(self, route: Route, *batch: Any) -> Tensor:
+        loss, losses = self.loss_of(route, *batch)
+        loss.backward()
+        return losses
 
-    def traced(self, plan: Plan, inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
+    def traced(self, stacks: Sequence[Stack], inputs: CompiledInputs) -> tuple[torch.fx.GraphModule, list[ColumnRun]]:
         """Return the graph of the passes of a plan, and the columns whose gradients it returns behind the losses."""
-        stacks = self._stacks(plan)
         runs: list[ColumnRun] = []
 
-        def step(doses: Doses, *batch: Any) -> list[Tensor]:
-            total, losses = self.total(Route(plan, doses), *batch, None)
-            if total is None:
-                return [losses]
-            assert isinstance(total, Tensor), "a traced pass has no tape"
-            runs[:], found = gradients(stacks, total)
+        def step(route: Route, *batch: Any) -> list[Tensor]:
+            loss, losses = self.loss_of(route, *batch, None)
+            runs[:], found = gradients(stacks, loss.gradients)
             return [losses, *found]
 
         return traced(self.body, stacks, inputs, step), runs
 
-    def _eager(self, route: Route, *batch: Any) -> Tensor:
-        total, losses = self.total(route, *batch)
-        if total is not None:
-            total.backward()
-        return losses
-
-    def _prepared(self, plan: Plan, key: Any, inputs: CompiledInputs, remaining: int) -> CompiledPass | None:
-        begin, found, stacks = time.perf_counter(), None, self._stacks(plan)
+    def _prepared(self, stacks: list[Stack], inputs: CompiledInputs, key: Any, remaining: int) -> CompiledPass | None:
+        """Return a compiled pass, or None where it is not to be compiled; counts which, and the seconds that it took."""
+        begin = time.perf_counter()
         # Whether a module runs in a loop over the rows is known once a pass has run.
         if not any(stack.loops for stack in stacks):
-            self._time_eager(plan, inputs, runs=1)
-        if any(stack.loops for stack in stacks):
-            self.counts.looped += 1
-        else:
-            found = self._make(plan, key, inputs, remaining)
-        self.counts.seconds += time.perf_counter() - begin
-        return found
-
-    def _make(self, plan: Plan, key: Any, inputs: CompiledInputs, remaining: int) -> CompiledPass | None:
-        if self.mode == "on":
-            return self._compile(plan, key, inputs)
-        eager = self._time_eager(plan, inputs)
-        if eager * remaining < WORTH:
-            self.counts.short += 1
-            return None
-        path = cache_root() / "compiled-2" / f"{self._digest(key)}.json"
-        if (known := known_timing(path)) is not None:
-            if (known["eager"] - known["compiled"]) * remaining > known["compiling"]:
-                return self._compile(plan, key, inputs)
+            self._time_eager(stacks, inputs, runs=1)
+        try:
+            if any(stack.loops for stack in stacks):
+                self.counts.looped += 1
+                return None
+            if self.mode == "on":
+                return self._compile(stacks, inputs, key)
+            eager = self._time_eager(stacks, inputs)
+            if eager * remaining < WORTH:
+                self.counts.short += 1
+                return None
+            path = cache_root() / "compiled-2" / f"{self._digest(key)}.json"
+            known = known_timing(path)
+            if known is not None and (known["eager"] - known["compiled"]) * remaining > known["compiling"]:
+                return self._compile(stacks, inputs, key)
+            if known is None:
+                started = time.perf_counter()
+                found = self._compile(stacks, inputs, key)
+                compiling = time.perf_counter() - started
+                with self._aside(stacks, inputs):
+                    tensors = inputs.copies()
+                    own = self._time(lambda: found(stacks, tensors))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomic(path, json.dumps({"eager": eager, "compiled": own, "compiling": compiling}))
+                if own < eager:
+                    return found
             self.counts.slower += 1
             return None
-        begin = time.perf_counter()
-        found = self._compile(plan, key, inputs)
-        compiling, stacks = time.perf_counter() - begin, self._stacks(plan)
-        with self._aside(stacks, inputs):
-            tensors = inputs.copies()
-            own = self._time(lambda: found(stacks, tensors))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({"eager": eager, "compiled": own, "compiling": compiling}))
-        if own < eager:
-            return found
-        self.counts.slower += 1
-        return None
+        finally:
+            self.counts.seconds += time.perf_counter() - begin
 
-    def _time_eager(self, plan: Plan, inputs: CompiledInputs, runs: int = MEASURED) -> float:
+    def _time_eager(self, stacks: list[Stack], inputs: CompiledInputs, runs: int = MEASURED) -> float:
         """Return the median seconds of an uncompiled pass, which leaves every column as it was."""
-        with self._aside(self._stacks(plan), inputs) as (doses, *batch):
-            return self._time(lambda: self._eager(Route(plan, doses), *batch, None), runs)
+        with self._aside(stacks, inputs) as arguments:
+            return self._time(lambda: self._eager(*arguments, None), runs)
 
-    def _compile(self, plan: Plan, key: Any, inputs: CompiledInputs) -> CompiledPass:
+    def _compile(self, stacks: list[Stack], inputs: CompiledInputs, key: Any) -> CompiledPass:
         self.counts.plans += 1
         self._made.add(hash((self.body.host.size, key)))
-        graph, runs = self.traced(plan, inputs)
+        graph, runs = self.traced(stacks, inputs)
         run = compiled(graph, inputs.tensors)
         if self.body.device.type == "cuda":
             self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -479,9 +488,8 @@ class Passes:
         with bound(self.body, stacks, columns, outputs):
             yield arguments
 
-    def _stacks(self, plan: Plan) -> list[Stack]:
-        calls = [call for calls in (*plan.base, *plan.branch) for call in calls]
-        places = sorted({(call.slot, call.form) for call in calls})
+    def _stacks(self, route: Route) -> list[Stack]:
+        places = sorted({(call.slot, call.form) for calls in (*route.base, *route.branch) for call in calls})
         return [self.body.host, *(self.body.stacks[at] for at in places)]
 
     def _time(self, run: Callable[[], object], runs: int = MEASURED) -> float:

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, Blueprint, drawn_with, get_blueprint
-from esper.kasmina.host import SegmentedHost, calling, check_host, dtype_of
+from esper.kasmina.host import SegmentedHost, check_host, dtype_of, segment_outputs
 from esper.kasmina.lifecycle import Edits, doses, exported
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.body import Body, runs_by_row
 from esper.kasmina.stack.layout import BEFORE, HERE
 from esper.kasmina.stack.plan import Branches, Route
 from esper.kasmina.stack.snapshot import Snapshot
-from esper.kasmina.stack.tape import PassTape
 from esper.kasmina.stack.widening import BodyWidening, HiddenWidening, plan_widenings, wider_hosts
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
 from esper.leyline.data.batches import Batch, leaves, map_leaves, on_cpu, picked, shape_leaves
@@ -40,7 +39,7 @@ from esper.leyline.data.task import (
     nonfinite,
 )
 from esper.leyline.errors import DataFault, InputError
-from esper.leyline.lifecycle.slots import Tap, Taps
+from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import ADDED, Stage
 from esper.leyline.lifecycle.view import Floats, Seeds, Space
 from esper.leyline.text import counted
@@ -61,7 +60,7 @@ from esper.tolaria.runtime import (
     same_products,
     use_deterministic_kernels,
 )
-from esper.tolaria.stacked.compiling import Passes, Total, check_divisible
+from esper.tolaria.stacked.compiling import Passes, PassLoss, check_divisible
 from esper.tolaria.stacked.data import RowExamples, SharedBatchIterator, distinct_splits, stack_splits
 from esper.tolaria.stacked.optimizer import (
     MOMENTS,
@@ -193,70 +192,13 @@ class StepStatistics(NamedTuple):
     skipped: SkippedUpdates | None
 
 
-class PassLoss(NamedTuple):
-    """Holds outputs of n rows of a pass, and what their loss is computed from."""
-
-    output: Tensor  # (n, B, ..., C)
-    target: Tensor  # (n, B, ...)
-    weights: Tensor | None  # (n, B) of the examples
-    factors: Tensor | None  # (n,) of the gradients of each row
-
-    def mean(self, losses: Tensor) -> Tensor:
-        """Return the mean losses (n,) from those of the examples (n, B)."""
-        return (losses if self.weights is None else losses * self.weights).mean(1)
-
-
-def summed(losses: Tensor, factors: Tensor | None) -> Tensor:
-    """Return the sum of losses (n,), each by its factor."""
-    return losses.sum() if factors is None else (losses * factors).sum()
-
-
 @cache
 def share(passes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return 1 / passes, the gradient of the loss of a pass in an update that sums so many."""
     return torch.ones((), dtype=dtype, device=device) / passes
 
 
-class TapedLoss(NamedTuple):
-    """Holds the loss of a pass on a tape, as its gradients, which have the bits of those of autograd."""
-
-    tape: PassTape
-    gradients: list[tuple[Tensor, Tensor]]  # results of the pass, each with its gradient
-
-    @classmethod
-    @torch.no_grad()
-    def of(
-        cls,
-        tape: PassTape,
-        objective: Objective,
-        parts: Sequence[PassLoss],
-        proximal: tuple[Tensor, Tensor | None, float] | None,
-        accumulate: int,
-    ) -> Total:
-        """Return what the pass is differentiated by, and the losses (n,) of the first part.
-
-        proximal: a number of each row, its factors, and its weight. accumulate: how many passes an update sums.
-        """
-        found, means = [], []
-        one = share(accumulate, parts[0].output.dtype, parts[0].output.device)
-        for part in parts:
-            losses, back = differentiated(objective, part.output, part.target)
-            means.append(part.mean(losses))
-            if tape.wants(part.output):
-                of_row = one if part.factors is None else one * part.factors[:, None]  # the gradient of each row's loss
-                own = (of_row / losses.shape[1]).expand_as(losses)
-                found.append((part.output, back(own if part.weights is None else own * part.weights)))
-        if proximal is not None:
-            pull, factors, weight = proximal
-            of_row = one * weight
-            found.append((pull, of_row.expand_as(pull) if factors is None else of_row * factors))
-        return (cls(tape, found) if found else None), means[0]
-
-    def backward(self) -> None:
-        """Add the gradients of all parameters to their `.grad`."""
-        self.tape.backward(self.gradients)
-
-
+@torch.no_grad()
 def differentiated(objective: Objective, output: Tensor, target: Tensor) -> Differentiated:
     """Return losses (n, B), and a function from their gradient to that of the output, by autograd if an objective has none."""
     own = getattr(objective, "differentiated", None)
@@ -392,10 +334,10 @@ class StackedPopulation:
         mean = loss / config.data.batches_per_step
         self._trained = StepStatistics(mean, host, others, owners, parts, steps.skipped)
 
-    def _total(
+    def _loss(
         self, route: Route, x: Batch, y: Tensor, weights: Tensor | None, factors: Tensor | None, keys: Indices | None
-    ) -> Total:
-        """Compute the loss of a route on a batch.
+    ) -> tuple[PassLoss, Tensor]:
+        """Compute the loss of a route on a batch: what it is differentiated by, and the losses (n,) of its rows.
 
         x leaves (n, B, ...), y (n, B, ...), weights (n, B) of the examples, factors (n,) of the gradients of each row, keys (n,)
         of dropout.
@@ -405,25 +347,31 @@ class StackedPopulation:
             tape = body.tape()
             with nullcontext() if tape is None else torch.no_grad():
                 result = body.run(x, route, keys=keys, tape=tape)
-        parts = [PassLoss(result.output.to(body.dtype), y, weights, factors)]
+        outputs = [(result.output, y, weights, factors)]
         if result.branches is not None:
-            origin = route.doses.origin
-            assert origin is not None
-            own, by = (None if each is None else each.index_select(0, origin) for each in (weights, factors))
-            parts.append(PassLoss(result.branches.to(body.dtype), y.index_select(0, origin), own, by))
-        accumulate, proximal = config.optimizer.accumulation_steps, config.lifecycle.proximal
-        if tape is not None:
-            pulled = None if result.proximal is None else (result.proximal, factors, proximal)
-            return TapedLoss.of(tape, self.objective, parts, pulled, accumulate)
-        losses, *others = (part.mean(self.objective.loss(part.output, part.target)) for part in parts)
-        whole = summed(losses, factors)
-        for part, own in zip(parts[1:], others, strict=True):
-            whole = whole + summed(own, part.factors)
-        if result.proximal is not None:
-            whole = whole + proximal * summed(result.proximal, factors)
-        if not whole.requires_grad:  # nothing trains in a host that is frozen as a whole and has no seed
-            return None, losses.detach()
-        return (whole if accumulate == 1 else whole / accumulate), losses.detach()
+            assert route.origin is not None
+            of_examples, of_rows = (
+                None if each is None else each.index_select(0, route.origin) for each in (weights, factors)
+            )
+            outputs.append((result.branches, y.index_select(0, route.origin), of_examples, of_rows))
+
+        def trains(result: Tensor) -> bool:
+            return result.requires_grad or (tape is not None and tape.wants(result))
+
+        one = share(config.optimizer.accumulation_steps, body.dtype, body.device)
+        means, gradients = [], []
+        for output, target, of_examples, of_rows in outputs:
+            output = output.to(body.dtype)
+            losses, back = differentiated(self.objective, output, target)  # losses (n, B) of the examples
+            means.append((losses if of_examples is None else losses * of_examples).mean(1))
+            if trains(output):
+                of_mean = one if of_rows is None else one * of_rows[:, None]
+                own = (of_mean / losses.shape[1]).expand_as(losses)
+                gradients.append((output, back(own if of_examples is None else own * of_examples)))
+        if (pull := result.proximal) is not None and trains(pull):
+            of_pull = one * config.lifecycle.proximal
+            gradients.append((pull, of_pull.expand_as(pull) if factors is None else of_pull * factors))
+        return PassLoss(tape, gradients), means[0]
 
     def probe(self, seeds: Seeds, asked: ProbeRequest) -> Figures:
         body, objective = self.body, self.objective
@@ -541,9 +489,6 @@ class StackedPopulation:
 
     # Evaluation and export at the end of an episode.
 
-    def sound(self, splits: Sequence[Split]) -> list[Split]:
-        return sound_splits(splits, self.task, self.config)
-
     def validation_splits(self) -> list[Split]:
         which = np.unique(self.data.instance, return_inverse=True)[1]
         return [self.data.problems[self.data.problem_of[index]].validation for index in which[: self.config.envs]]
@@ -571,7 +516,7 @@ class StackedPopulation:
         splits, row = (
             ([split], np.zeros_like(self.environment)) if isinstance(split, Split) else (split, self.environment)
         )
-        return self.data.stacked(self.sound(splits), row, "held")
+        return self.data.stacked(sound_splits(splits, self.task, self.config), row, "held")
 
     def _final(self, seeds: Seeds, examples: RowExamples) -> ProbeTensors:
         """Return metric and loss of the networks as exported, on the device."""
@@ -589,7 +534,7 @@ class StackedPopulation:
         self.widened = widened
         self.body = body_of(self.task, self.config, rows, few, self.device, widenings)
         self.scaler = GradScaler(self.body.host) if self._products == torch.float16 else None
-        self.passes = Passes(self.body, self._total, self.config, self._products)
+        self.passes = Passes(self.body, self._loss, self.config, self._products)
         self.host_params = self.body.table.host_params
 
     def _begin_with(self, widened: int) -> None:
@@ -807,22 +752,19 @@ def _streams(problem: Instance, data: ResidentData, body: Body) -> list[tuple[Te
         return None
     host, x = problem.intact()
     assert isinstance(host, SegmentedHost), type(host)
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def visit(slot: int, taps: Taps[Batch]) -> Batch:
-        kind, here = body.layout.streams[slot], taps.here
+    host.eval()
+    streams = segment_outputs(host.segments, picked(problem.read(x, data.dtype), slice(SENSED)))
+    found = []
+    for index, (slot, kind) in enumerate(zip(host.slots, body.layout.streams, strict=True)):
+        before, here = streams[slot.after : slot.after + 2]
         assert isinstance(here, Tensor), "a segment must return one tensor"
         stream = kind.positions(here[None])[0]
-        before = torch.full_like(stream[:, :1], torch.nan)
-        if body.layout.widest.taps[slot, BEFORE]:
-            assert isinstance(taps.before, Tensor), "what has a width is one tensor"
-            before = kind.positions(kind.fitted(taps.before, here)[None])[0]
-        seen.append((stream.unflatten(0, (len(here), -1)), before.unflatten(0, (len(here), -1))))
-        return here
-
-    host.eval()
-    host.chain.run(calling(host.segments), picked(problem.read(x, data.dtype), slice(SENSED)), visit)
-    return seen
+        read = torch.full_like(stream[:, :1], torch.nan)
+        if body.layout.widest.taps[index, BEFORE]:
+            assert isinstance(before, Tensor), "what has a width is one tensor"
+            read = kind.positions(kind.fitted(before, here)[None])[0]
+        found.append((stream.unflatten(0, (len(here), -1)), read.unflatten(0, (len(here), -1))))
+    return found
 
 
 def _padded(parts: Sequence[Tensor | None], most: int, width: int) -> list[Tensor]:
