@@ -887,3 +887,24 @@ def test_scripted_compiled_lazy_and_foreign_modules_are_refused():
         find_sites(network.to("meta"), x)
     with pytest.raises(InputError, match=r"module is a type; give an nn.Module"):
         find_sites(nn.Linear, x)
+
+
+def test_a_block_that_the_loss_does_not_depend_on_makes_no_stack_of_another():
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter, self.one, self.idle, self.leave = (
+                nn.Linear(6, 8),
+                Residual(8, 8),
+                Residual(8, 8),
+                nn.Linear(8, 3),
+            )
+
+        def forward(self, x):
+            x = self.one(self.enter(x))
+            self.idle(x)
+            return self.leave(x)
+
+    names = list(find_sites(Beside(), torch.randn(4, 6)))
+    assert "one" not in names
+    assert any(name.startswith("one.") for name in names)

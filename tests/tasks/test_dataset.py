@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+import esper
 from esper.leyline.errors import InputError, UserCodeError
 from esper.tasks.hosts.factories import MLP
 from esper.tasks.own.custom import task_from
@@ -179,3 +180,20 @@ def test_no_worker_is_left_behind_where_one_fails():
 def test_what_are_no_workers_is_refused_in_a_sentence(data, workers, words):
     with pytest.raises(InputError, match=f"^{words}"):
         task_from("t", data, torch.arange(3) if isinstance(data, torch.Tensor) else None, host=HOST, workers=workers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_labels_beside_a_dataset_are_refused(stream):
+    data = TensorDataset(torch.randn(12, 4), torch.arange(12) % 2)
+    labels = torch.zeros(12, dtype=torch.long)
+    names = ("train", "probe", "validation", "test")
+    given = {"stream": stream, "host": esper.mlp(4, classes=2), **({"classes": 2} if stream else {})}
+    with pytest.raises(InputError, match="x is a Dataset, which contains its own labels, and y was given too"):
+        esper.task("own", data, labels, **given)
+    with pytest.raises(InputError, match="y was given without x; leave y out"):
+        esper.task("own", y=labels, splits=dict.fromkeys(names, data), **given)
+    if not stream:
+        with pytest.raises(
+            InputError, match="the train split is a Dataset, which contains its own labels, beside others"
+        ):
+            esper.task("own", splits=dict.fromkeys(names, (data, labels)), **given)

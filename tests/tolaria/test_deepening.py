@@ -201,6 +201,25 @@ def test_a_block_learns_whose_factor_is_zero_and_one_with_two_such_factors_is_re
         esper.deepen(Gated(product=True), 1, example=x)
 
 
+def test_a_network_that_fails_on_drawn_weights_is_refused_and_left_as_it_is():
+    class Bounded(Gated):
+        def __init__(self):
+            super().__init__(product=False)
+            self.gate = nn.Linear(4, 4)
+            nn.init.zeros_(self.gate.weight)
+
+        def forward(self, x):
+            if self.gate.weight.any():
+                raise ValueError("no weights are wanted here")
+            return super().forward(x + self.gate(x))
+
+    model = Bounded()
+    with pytest.raises(InputError, match="the deeper network fails on the example: ValueError: no weights are wanted"):
+        esper.deepen(model, 1, example=torch.randn(3, 4))
+    assert not model.gate.weight.any()
+    assert len(model.blocks) == 2
+
+
 def test_a_block_that_stands_twice_in_its_stack_is_refused():
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(block, block))

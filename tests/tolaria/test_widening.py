@@ -1,7 +1,9 @@
 """Wider hidden layers: the network computes what it did, goes on learning, and is an ordinary network of these widths."""
 
 import copy
+import gc
 import itertools
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -403,3 +405,15 @@ def test_attributes_and_the_memory_format_of_a_parameter_are_kept():
     assert model[4].weight.no_decay
     assert model[4].weight.is_contiguous(memory_format=torch.channels_last)
     assert not model[4].weight.is_contiguous()
+
+
+def test_a_widening_that_tries_several_ways_keeps_no_weights_of_before():
+    model, x = Normalised(), torch.randn(4, 5)
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.disable()  # a cycle would keep them until the collector runs
+    try:
+        esper.widen(model, example=x, to=2)
+        kept = {id(parameter) for parameter in model.parameters()}
+        assert not [own for own in before if own() is not None and id(own()) not in kept]
+    finally:
+        gc.enable()

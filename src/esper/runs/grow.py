@@ -106,6 +106,7 @@ def grow(
     check_place(task, placed)  # before the folder, of which less can be wrong
     with (
         Interrupt(watch.answer) as interrupt,
+        ExitStack() as further,
         RunFolder(folder, config, watch.note, interrupt, opening, [task], outputs) as run,
         ExitStack() as readers,
     ):
@@ -151,7 +152,7 @@ def grow(
                     taken = counted(episode.steps, "step")
                     after = "; another Ctrl-C ends the run at once, without a summary"
                     if beside := [name for name in config.baselines if name != "twin"]:
-                        ending = readers.enter_context(Interrupt(hangup=False))
+                        ending = further.enter_context(Interrupt(hangup=False))
                         after = f", then the static networks ({', '.join(beside)}) train for {taken} too; another Ctrl-C leaves "
                         after += "those out"
                     watch.answer(

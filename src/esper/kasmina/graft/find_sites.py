@@ -150,7 +150,10 @@ class Candidates:
 
         With `same_shape`, return none unless two such members return the same shape.
         """
-        nodes = {path: {call.edge.node for call in self._calls[path] if call.edge is not None} for path in group}
+        nodes = {
+            path: self._nodes & {call.edge.node for call in self._calls[path] if call.edge is not None}
+            for path in group
+        }
         under = {path: {*inputs_first(*(each for node in own for each in before(node)))} for path, own in nodes.items()}
         pairs = [
             (first, second)

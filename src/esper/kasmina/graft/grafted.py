@@ -350,7 +350,7 @@ def copied(network: M) -> M:
     """
     own = [value for part in network.modules() for name, value in vars(part).items() if name not in _OF_TORCH]
     held = (each for each in pytree.tree_leaves(own) if isinstance(each, Tensor) and not each.is_leaf)
-    return copy.deepcopy(network, {id(each): each.detach() for each in held})
+    return copy.deepcopy(network, {id(each): each.detach().clone() for each in held})
 
 
 @contextmanager

@@ -596,7 +596,7 @@ class Multiplication:
         """
         both = (True, False)
         attempts = itertools.product(both if self.roots else (False,), ways, both if self.shares else (True,))
-        with trial(networks, example, key) as (expected, undo):
+        with trial(networks, example, key, "wider") as (expected, undo):
             for rooted, way, share in attempts:
                 try:
                     for size in (1.0, _LARGE):
@@ -610,10 +610,10 @@ class Multiplication:
                             )
                     break
                 except InputError as error:
-                    problem = error
+                    problem = str(error)  # the error itself would keep this frame, and with it the weights of before
                     undo()
             else:
-                raise problem
+                raise InputError(problem)
         for each in networks:
             self._change(each, way, factor, key, share, rooted)
         return way
@@ -784,10 +784,12 @@ def configs(part: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def trial(networks: Sequence[nn.Module], example: Any, key: int) -> Iterator[tuple[Outputs, Callable[[], None]]]:
+def trial(
+    networks: Sequence[nn.Module], example: Any, key: int, kind: str
+) -> Iterator[tuple[Outputs, Callable[[], None]]]:
     """Yield what a network computes, and a function that undoes its changes, which are undone on exit in any case.
 
-    Weights that are all 0 are drawn until then, because nothing would be seen behind them.
+    kind: "wider" or "deeper", for errors. Weights that are all 0 are drawn until then, because nothing would be seen behind them.
     """
     blank = [parameter for parameter in networks[0].parameters() if parameter.numel() and not parameter.any()]
     parts = [part for network in networks for part in network.modules()]
@@ -796,7 +798,9 @@ def trial(networks: Sequence[nn.Module], example: Any, key: int) -> Iterator[tup
     for parameter in blank:
         parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
     try:
-        yield Outputs(networks[0], example), partial(restore, before)
+        with on_example(kind):
+            expected = Outputs(networks[0], example)
+        yield expected, partial(restore, before)
     finally:
         restore(before)
         for parameter in blank:

@@ -170,6 +170,8 @@ def on_example(kind: str) -> Iterator[None]:
     """Raise InputError if a network that was changed, which is the user's, fails inside the block; kind: "wider" or "deeper"."""
     try:
         yield
+    except InputError:
+        raise
     except Exception as error:
         if is_out_of_memory(error):
             raise

@@ -150,6 +150,7 @@ class Design(NamedTuple):
         return {
             name: np.stack([np.concatenate([own[name] for own in chunks]) for chunks in by_seed], 1)
             for name in grown[0]
+            if all(name in own for own in grown)
         }
 
 

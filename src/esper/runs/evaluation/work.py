@@ -198,10 +198,11 @@ def hired(
     every = [*tasks, *(task for task, _ in references)]
     interrupt = Interrupt()  # torchrun ends all ranks if one is lost, and rank 0 is to say so first
     with ExitStack() as stack:
+        if not asked.any:
+            yield Runner(folder, watch)
+            return
+        begun = False
         try:
-            if not asked.any:
-                yield Runner(folder, watch)
-                return
             for contender in contenders:
                 pickled(contender, f"the controller {contender.name!r}")
             if asked.cluster == "torchrun":
@@ -217,8 +218,9 @@ def hired(
                 stop=lambda: interrupt.asked,
             )
             stack.callback(pool.close)
+            begun = True
             yield Runner(folder, watch, pool, every, lambda: interrupt.asked)
-        except (KeyboardInterrupt, Stop) as error:
-            said = f"{str(error) or 'interrupted'}; {again}"  # where workers were being started, the error says so
+        except (KeyboardInterrupt, Stop):
+            said = f"interrupted{'' if begun else ' while the workers were started'}; {again}"
             watch(said)
             raise KeyboardInterrupt(said) from None

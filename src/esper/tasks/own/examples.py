@@ -80,6 +80,8 @@ def read_examples(given: Given, host: Any, length: int | None) -> Examples:
         raise InputError(f"length is {length!r}, but no tokens are cut into windows; leave length out")
     if isinstance(given.x, Dataset) and given.y is not None:
         raise InputError("x is a Dataset, which contains its own labels, and y was given too; leave y out")
+    if given.splits is not None and given.x is None and given.y is not None:
+        raise InputError("y was given without x; leave y out, because the splits contain their own y, or give x too")
     return _streamed(given) if given.stream else _in_memory(given)
 
 
@@ -92,8 +94,6 @@ def _in_memory(given: Given) -> Examples:
         columns, count = column_names(x), len(first(features))
         parts = None if splits is None else _indices_of(splits, count)
         weights = _weights(given.sample_weights, count, "x")
-    elif y is not None:
-        raise InputError("y was given without x; leave y out, because the splits contain their own y, or give x too")
     else:
         columns = column_names(splits["train"][0]) if isinstance(splits["train"], tuple | list) else None
         pairs = [_read_split(name, splits[name], columns, workers) for name in Splits._fields]
@@ -185,6 +185,10 @@ def _read_split(name: str, given: Any, columns: tuple[str, ...] | None, workers:
     """Read one split, a pair (x, y) or a Dataset. The columns of a frame are put in the order of `columns`."""
     if isinstance(given, Dataset):
         return _read(given, None, workers)
+    if isinstance(given, tuple | list) and len(given) == 2 and isinstance(given[0], Dataset):
+        raise InputError(
+            f"the {name} split is a Dataset, which contains its own labels, beside others; leave those out"
+        )
     if not isinstance(given, tuple | list) or len(given) != 2:
         raise InputError(
             f"the {name} split is {kind_of(given)}; give a pair (x, y) or a Dataset, or give indices together with x and "

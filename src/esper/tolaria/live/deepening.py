@@ -143,8 +143,8 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
     """
     network, last, ran = networks[0], f"{path}.{place - 1}".lstrip("."), set[nn.Module]()
     blank = [name for name, each in network.get_submodule(last).named_parameters() if each.numel() and not each.any()]
-    problem = InputError(f"{path!r} has no layer that writes what a new block adds; give another stack by at=")
-    with trial(networks, example, 0) as (expected, undo):
+    problem = f"{path!r} has no layer that writes what a new block adds; give another stack by at="
+    with trial(networks, example, 0, "deeper") as (expected, undo):
         # a factor that is 0 may be enough, as in ReZero before training
         for silenced in chain([list[str]()] if blank else [], _silenced(network, last, example)):
             _insert(network, path, place, blocks, [*silenced, *blank], count)
@@ -169,10 +169,10 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
                     "network first, so that one of them is not"
                 )
             except InputError as error:
-                problem = error
+                problem = str(error)  # the error itself would keep this frame, and with it the weights of before
                 undo()
         else:
-            raise problem
+            raise InputError(problem)
     for each in networks:
         _insert(each, path, place, blocks, silenced, count)
 

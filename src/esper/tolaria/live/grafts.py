@@ -1,6 +1,7 @@
 """Hold the seeds in one network that a person's own loop trains, and in its moving averages. S slots."""
 
 import copy
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -61,6 +62,7 @@ class Grafts:
         self.compilations = Compilations(network)
         self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
         self._handles: list[RemovableHandle] = []
+        self._seats: list[Seat] = []  # of the network, while there are any
         self._due = False  # whether the gradients of seats of this backward pass are to be dropped at its end
 
     def reserve(self, fits: Bools) -> None:
@@ -79,9 +81,11 @@ class Grafts:
                 seats[entry.name].recipe = made.recipe
             bank = Bank(seats)
             copies = [copy.deepcopy(bank).requires_grad_(False) for _ in self.copies]
+            self._seats += bank.all()
+            arrived = partial(_arrived, weakref.ref(self))  # a network that goes on alone keeps no copies of it
             for seat in bank.all():
                 for parameter in seat.parameters():
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._arrived, seat)))
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(partial(arrived, seat)))
             for network, own in zip((self.network, *self.copies), (bank, *copies), strict=True):
                 plant(network, site.name, own)
 
@@ -181,6 +185,8 @@ class Grafts:
         """Replace the seats of every site by the seed that is planted in one of them, if there is one."""
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
+        self._seats.clear()
         for network in (self.network, *self.copies) if self.reserved else ():
             for site in self.sites:
                 seat = planted_at(network, site.name)
@@ -283,10 +289,7 @@ class Grafts:
 
     # Inside.
 
-    def _arrived(self, seat: Seat, parameter: Tensor) -> None:
-        """Drop a gradient that is of no use as soon as it is there."""
-        if seat.drops(parameter):
-            parameter.grad = None
+    def _drop_later(self) -> None:
         if self.ranks.size > 1 and not self._due:
             self._due = True
             # DistributedDataParallel fills in gradients in a callback of its own, which is queued when the first of these
@@ -296,7 +299,7 @@ class Grafts:
 
     def _drop(self) -> None:
         self._due = False
-        for seat in _seats(self.network):
+        for seat in self._seats:
             for parameter in seat.parameters():
                 if seat.mode != Mode.ON or seat.drops(parameter):
                     parameter.grad = None
@@ -315,6 +318,14 @@ class Grafts:
         modules = [self.network.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1)]
         found = [named for module in modules for named in module.named_parameters() if id(named[1]) in host]
         return sorted(found, key=lambda named: id(named[1]) in tables)
+
+
+def _arrived(grafts: "weakref.ref[Grafts]", seat: Seat, parameter: Tensor) -> None:
+    """Drop a gradient that is of no use as soon as it is there."""
+    if seat.drops(parameter):
+        parameter.grad = None
+    if (own := grafts()) is not None:
+        own._drop_later()
 
 
 def _seats(network: nn.Module) -> list[Seat]:

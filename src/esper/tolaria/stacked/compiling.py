@@ -369,6 +369,10 @@ class Passes:
         self.counts = CompileCounts()
         self._microbatch = config.data.microbatch
         self._salt = f"{products} {config.optimizer.accumulation_steps}"
+        self._planned: tuple[Route | None, Any] = (
+            None,
+            None,
+        )  # the last route, which has many batches, and its plan
         self._known: dict[Any, CompiledPass | None] = {}  # the one that was used last is the last
         self._made: set[int] = set()
         self._pool: Any = None  # the memory that CUDA graphs share
@@ -401,7 +405,9 @@ class Passes:
             return self._eager(route, *batch)
         stacks = self._stacks(route)
         inputs = CompiledInputs.of(self.body, stacks, route, *batch[:4])
-        key = route.plan, inputs.shapes
+        if self._planned[0] is not route:
+            self._planned = route, route.plan
+        key = self._planned[1], inputs.shapes
         found = self._known.pop(key) if key in self._known else self._prepared(stacks, inputs, key, remaining)
         self._known[key] = found
         if len(self._known) > PLANS:
