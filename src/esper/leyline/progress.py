@@ -42,7 +42,7 @@ class Pace:
     A part whose results existed already is counted with `seconds=None`, and is not used for the estimate.
     """
 
-    def __init__(self, parts: int, name: str, say: Callable[[str], None] | None) -> None:
+    def __init__(self, parts: int, name: str, say: Callable[[str], None]) -> None:
         self.parts, self.name, self.say = parts, name, say
         self.done = 0
         self._told = False
@@ -51,7 +51,7 @@ class Pace:
         """Count finished parts that took `seconds`; None if their results existed already."""
         self.done += parts
         left = self.parts - self.done
-        if seconds is None or self._told or self.say is None or left <= 0:
+        if seconds is None or self._told or left <= 0:
             return
         self._told = True
         some = f"{parts:,} of {self.parts:,} {self.name} took {duration(seconds)}"

@@ -198,11 +198,11 @@ def hired(
     every = [*tasks, *(task for task, _ in references)]
     interrupt = Interrupt()  # torchrun ends all ranks if one is lost, and rank 0 is to say so first
     with ExitStack() as stack:
-        if not asked.any:
-            yield Runner(folder, watch)
-            return
-        begun = False
+        begun = not asked.any
         try:
+            if begun:
+                yield Runner(folder, watch)
+                return
             for contender in contenders:
                 pickled(contender, f"the controller {contender.name!r}")
             if asked.cluster == "torchrun":
