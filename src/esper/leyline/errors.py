@@ -131,7 +131,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def in_words(what: str, mend: str) -> Iterator[None]:
+def in_words(what: str, mend: str = "") -> Iterator[None]:
     """Raise InputError in one sentence if the person's model or loss, which can raise anything, fails inside the block."""
     try:
         yield
@@ -140,7 +140,8 @@ def in_words(what: str, mend: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise InputError(f"{what}: {typed_line(error).rstrip('.')}; {mend}") from error
+        said = f"{what}: {typed_line(error).rstrip('.')}"
+        raise InputError(f"{said}; {mend}" if mend else said) from error
 
 
 def requested_memory(error: BaseException) -> str | None:

@@ -37,8 +37,8 @@ from esper.kasmina.graft.recording import (
     results,
     saved,
 )
-from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight, on_example
-from esper.leyline.errors import InputError
+from esper.kasmina.graft.widening import Outputs, axes_of, check_own_weight
+from esper.leyline.errors import InputError, in_words
 
 Way = Literal["zeros", "means", "copies"]
 WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
@@ -600,7 +600,7 @@ class Multiplication:
             for rooted, way, share in attempts:
                 try:
                     for size in (1.0, _LARGE):
-                        with on_example("wider"):
+                        with in_words("the wider network fails on the example"):
                             self._change(networks[0], way, factor, key, share, rooted, size)
                             same = expected.are_of(networks[0])
                         undo()
@@ -798,7 +798,7 @@ def trial(
     for parameter in blank:
         parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
     try:
-        with on_example(kind):
+        with in_words(f"the {kind} network fails on the example"):
             expected = Outputs(networks[0], example)
         yield expected, partial(restore, before)
     finally:

@@ -20,7 +20,7 @@ from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.recording import call, floats, mapped, restore, results, saved
 from esper.kasmina.stack.layers import Linear
 from esper.leyline.data.duplicates import is_dense
-from esper.leyline.errors import InputError, is_out_of_memory, typed_line
+from esper.leyline.errors import InputError, in_words, is_out_of_memory
 from esper.leyline.text import with_article
 
 _NORM = (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0))
@@ -165,19 +165,6 @@ class _InDouble(TorchDispatchMode):
         return func(*args, **named)
 
 
-@contextmanager
-def on_example(kind: str) -> Iterator[None]:
-    """Raise InputError if a network that was changed, which is the user's, fails inside the block; kind: "wider" or "deeper"."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise InputError(f"the {kind} network fails on the example: {typed_line(error)}") from error
-
-
 class Outputs:
     """Holds what a network computes, to compare it with what it computes after a change.
 
@@ -299,7 +286,7 @@ def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues],
             for tail, (_, name, *_) in zip(tails, found, strict=True) if sign else ():
                 tail.mul_(_LARGE)  # the weights of the next layers stay 0
                 tail.add_(sign * _LARGE if name == "bias" else 0)
-            with on_example("wider"):
+            with in_words("the wider network fails on the example"):
                 same = expected.are_of(networks[0])
             if not same:
                 raise InputError(

@@ -21,7 +21,7 @@ from esper.kasmina.host import SegmentedHost, dtype_of, steps_of
 from esper.kasmina.lifecycle import Edits
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.layout import BEFORE, TAPS, HostTable, Layout
-from esper.kasmina.stack.plan import Branches, Call, Indices, Join, Route
+from esper.kasmina.stack.plan import Branches, Indices, Join, Route, SeedCall
 from esper.kasmina.stack.rows import (
     Mapping,
     Rows,
@@ -255,7 +255,7 @@ class Body:
         """
         part = part or slice(0, len(dose))
         envs, one, none = np.arange(part.start, part.stop), np.float32(1), np.float32(0)
-        base: list[tuple[Call, ...]] = []
+        base: list[tuple[SeedCall, ...]] = []
         for slot in range(len(self.slots)):
             calls = self._calls(seeds, slot, envs, dose[envs, slot], frozen=frozen)
             if straight:
@@ -264,7 +264,7 @@ class Body:
             base.append(calls)
         if branches is None or not len(branches.env):
             return Route(part, tuple(base))
-        branch: list[tuple[Call, ...]] = []
+        branch: list[tuple[SeedCall, ...]] = []
         for slot in range(len(self.slots)):
             # Those that run through the slot, and those that join there if a seed acts on one of them.
             through, there = np.searchsorted(branches.slot, [slot, slot + 1])
@@ -353,7 +353,7 @@ class Body:
 
     # Inside.
 
-    def _join(self, segment: int, branches: Branches, calls: Sequence[tuple[Call, ...]], envs: Indices) -> Join:
+    def _join(self, segment: int, branches: Branches, calls: Sequence[tuple[SeedCall, ...]], envs: Indices) -> Join:
         """Plan the branches at a segment in a pass over `envs` (n,): those that run through it, and that join behind it.
 
         calls: of each slot for branches.
@@ -370,7 +370,7 @@ class Body:
 
     def _calls(
         self, seeds: Seeds, slot: int, envs: Indices, dose: NDArray[np.float32], *, frozen: bool, straight: bool = False
-    ) -> tuple[Call, ...]:
+    ) -> tuple[SeedCall, ...]:
         """Plan the forms that run at a slot, over rows of a pass whose environments are `envs` (n,) and doses `dose` (n,)."""
 
         def column(values: NDArray[np.generic]) -> Tensor:  # (n,) numbers of the host as (n, 1, ...) on the device
@@ -393,7 +393,7 @@ class Body:
             used = np.unique(taps).tolist()
             alpha, detached = dose[where].astype(np.float64), seeds.stage[env, slot] != Stage.FOSSILIZED
             calls.append(
-                Call(
+                SeedCall(
                     slot,
                     form,
                     tuple(TAPS[tap] for tap in used),
@@ -544,7 +544,7 @@ class _Running:
             self.origin = self.ops.append(self.origin, self.ops.select(x, join.where))
         return self.ops.append(extra, self.ops.select(self.ops.constant(h), join.where))
 
-    def _grown(self, call: Call, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
+    def _grown(self, call: SeedCall, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
         stream, h, ops = self.body.layout.streams[call.slot], sources[Tap.HERE], self.ops
         first, *others = call.taps
         u = ops.fitted(stream, ops.select(sources[first], call.where), h)

@@ -39,7 +39,7 @@ class Branches(NamedTuple):
         return Branches(self.env[chosen], self.slot[chosen], self.dose[chosen]), chosen
 
 
-class Call(NamedTuple):
+class SeedCall(NamedTuple):
     """Says how one form at one slot runs over n rows of a pass. Columns are (n, 1, ...) with as many axes as the stream."""
 
     slot: int  # index of the slot
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 class Join(NamedTuple):
     """Says which branches run through a segment of the host, and which join behind it."""
 
-    rows: slice | Indices  # rows of the host for the branches that run through it, as in `Call`
+    rows: slice | Indices  # rows of the host for the branches that run through it, as in `SeedCall`
     joining: int  # how many branches join behind it
     grown: bool  # whether a seed behind the segment acts on a branch that joins there
     where: Tensor | None  # (m,) rows of the pass that these leave; None if they are all, each once and in order
@@ -70,8 +70,8 @@ class Route(NamedTuple):
     """Describes a pass, computed once and run for many batches."""
 
     part: slice  # the environments of the pass
-    base: tuple[tuple[Call, ...], ...]  # by slot: calls for the environments themselves
-    branch: tuple[tuple[Call, ...], ...] = ()  # by slot: calls for branches; empty without branches
+    base: tuple[tuple[SeedCall, ...], ...]  # by slot: calls for the environments themselves
+    branch: tuple[tuple[SeedCall, ...], ...] = ()  # by slot: calls for branches; empty without branches
     joins: tuple[Join, ...] = ()  # by segment; empty without branches
     origin: Tensor | None = None  # (X,) the row of the pass that each branch leaves
     owners: Indices = np.zeros(0, np.int64)  # (X,) the same on the host

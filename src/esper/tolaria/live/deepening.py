@@ -14,8 +14,7 @@ from esper.kasmina.graft.flow import Flow
 from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.multiplying import configs, trial
 from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, record
-from esper.kasmina.graft.widening import on_example
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import counted
 from esper.tolaria.live.groups import each_of
 from esper.tolaria.live.widening import averages, check_growable, check_memory, check_optimizer, warn_left
@@ -152,7 +151,7 @@ def _add(networks: tuple[nn.Module, ...], path: str, place: int, blocks: int, ex
             made = container[place : place + blocks]
             ran.clear()
             try:
-                with on_example("deeper"), ExitStack() as hooks:
+                with in_words("the deeper network fails on the example"), ExitStack() as hooks:
                     for each in made:
                         hooks.enter_context(each.register_forward_hook(lambda module, *_: ran.add(module)))
                     same = expected.are_of(network)
