@@ -1,11 +1,13 @@
 """The exchange between workers: sums that do not depend on who has which shard, and what is heard of a worker that is lost."""
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 from esper.simic.exchange import Exchange, ExchangeError, divide
@@ -13,12 +15,24 @@ from esper.simic.exchange import Exchange, ExchangeError, divide
 LENGTH = 50
 
 
-def together(owners, size, compute):
-    """What each of some workers computes, which are threads that are connected by gloo."""
+def gloo(store, name, rank, size):
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, size, options)
+
+
+def together(owners, size, compute, carried=False):
+    """What each of some workers computes, which are threads that are connected by gloo.
+
+    carried: whether another group carries what is summed. On GPUs it is of NCCL.
+    """
     store = HashStore()
 
     def work(rank):
-        exchange = Exchange.joined(store, owners, rank, size, "127.0.0.1")
+        if carried:
+            exchange = Exchange(owners, rank, size, *(gloo(store, name, rank, size) for name in ("all", "sums")))
+        else:
+            exchange = Exchange.joined(store, owners, rank, size, "127.0.0.1")
         try:
             return compute(exchange)
         finally:
@@ -50,8 +64,8 @@ def test_a_sum_has_the_same_bits_for_any_number_of_workers(size, shards):
         own = {shard: parts[shard] for shard in shards if exchange.owns(shard)}
         return exchange.sum(own, shards, LENGTH)
 
-    for owners in (divide([7], size), [shard % size for shard in range(7)]):
-        assert all(torch.equal(found, expected) for found in together(owners, size, compute))
+    for owners, carried in itertools.product((divide([7], size), [shard % size for shard in range(7)]), (False, True)):
+        assert all(torch.equal(found, expected) for found in together(owners, size, compute, carried))
     assert torch.equal(Exchange().sum(parts, shards, LENGTH), expected)
 
 
@@ -89,7 +103,8 @@ def test_workers_meet_and_one_that_is_asked_to_stop_does_not_wait():
     assert together([], 2, lambda exchange: exchange.meet()) == [True, True]
 
 
-def test_a_worker_that_is_gone_is_an_error_for_all_that_wait_for_it():
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_worker_that_is_gone_is_an_error_for_all_that_wait_for_it(carried):
     def compute(exchange):
         if exchange.rank == 1:
             return "gone"
@@ -97,7 +112,7 @@ def test_a_worker_that_is_gone_is_an_error_for_all_that_wait_for_it():
             exchange.sum({shard: torch.ones(3) for shard in range(3) if exchange.owns(shard)}, range(3), 3)
         return "told"
 
-    assert together([0, 1, 2], 3, compute) == ["told", "gone", "told"]
+    assert together([0, 1, 2], 3, compute, carried) == ["told", "gone", "told"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, cohort_configs, read_config
 from esper.runs.training import train as training
-from esper.runs.training.cohort import policy_device
-from esper.runs.workers.workers import check_facts
+from esper.runs.training.cohort import check_exchange, policy_device
+from esper.runs.workers.workers import check_facts, worker_options
 from esper.simic.ppo import PPO
 from esper.tamiyo.policy.actor import Learned
 from esper.tamiyo.policy.controller import WEIGHTS, load_policy
@@ -137,6 +138,26 @@ def test_a_worker_whose_policy_is_on_another_kind_of_device_is_refused():
     own = {"data": {}, "versions": {}, "policy": "cpu"}
     with pytest.raises(InputError, match="the policy of a worker is on NVIDIA H100, that of this process on cpu"):
         check_facts(own, {**own, "policy": "NVIDIA H100"})
+
+
+@pytest.mark.parametrize(
+    ("nccl", "device", "devices", "said"),
+    [
+        (False, "same", ["cuda:0", "cuda:1"], "ppo.exchange is nccl, but this build of torch has no NCCL; give gloo"),
+        (True, "cpu", ["cuda:0", "cuda:1"], "a GPU for each of 2 workers; give them in devices, with ppo.device=same"),
+        (True, "same", ["cuda:0", "cuda:0"], "a GPU for each of 2 workers; give them in devices, with ppo.device=same"),
+        (True, "same", ["cuda:0", "cuda:1"], None),
+    ],
+)
+def test_gradients_go_through_nccl_only_where_each_worker_has_a_gpu(monkeypatch, nccl, device, devices, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    config = build_config({"device": devices[0], "ppo": {"device": device, "exchange": "nccl"}})
+    asked = worker_options(2, devices)
+    with nullcontext() if said is None else pytest.raises(InputError, match=said):
+        check_exchange(config, policy_device(config, devices), asked)
+    check_exchange(config, policy_device(config), worker_options(1))  # one alone exchanges nothing
 
 
 def test_a_training_whose_policy_has_no_device_writes_nothing(tmp_path):

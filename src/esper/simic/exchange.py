@@ -4,6 +4,7 @@ A *shard* is a numbered part of the environments, and each worker has some of th
 the numbers of the shards. A sum therefore has the same bits for any number of workers, on one kind of machine.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store  # torch.distributed exports it without its type
+    from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed exports them without their types
+else:
+    from torch.distributed import PrefixStore
 
 _LONGEST = timedelta(minutes=10)
 """Longest wait for another worker in an exchange. A worker whose process ends is noticed at once."""
@@ -25,6 +28,8 @@ _LONGEST_PLAYING = timedelta(days=365)
 """Longest wait until all workers have played."""
 _POLL = 0.005
 """Time between two looks at whether all workers have come [seconds]."""
+_LONGEST_SUM = 60.0
+"""Longest time that a sum takes on its way through NCCL, which notices no lost worker [seconds]."""
 
 
 class ExchangeError(RuntimeError):
@@ -34,18 +39,34 @@ class ExchangeError(RuntimeError):
 class Exchange:
     """Connects one worker with the others of a training; without `group`, the worker is alone."""
 
-    def __init__(self, owners: Sequence[int] = (), rank: int = 0, size: int = 1, group: Any = None) -> None:
-        """owners: rank of the worker that has each shard. rank: of this worker, of `size` workers. group: theirs, of gloo."""
+    device = torch.device("cpu")
+    """where the vectors are that are summed"""
+
+    def __init__(
+        self, owners: Sequence[int] = (), rank: int = 0, size: int = 1, group: Any = None, carrier: Any = None
+    ) -> None:
+        """owners: rank of the worker that has each shard. rank: of this worker, of `size` workers.
+
+        group: theirs, of gloo. carrier: the group that carries what is summed, of NCCL, if it is another.
+        """
         self.rank, self.size = rank, size
         self.at_work: Callable[[], None] = lambda: None  # called now and then while this worker waits for others
-        self._owners, self._group = owners, group
+        self._owners, self._group, self._carrier = owners, group, carrier
 
     @classmethod
-    def joined(cls, store: "Store", owners: Sequence[int], rank: int, size: int, host: str | None = None) -> "Exchange":
+    def joined(
+        cls,
+        store: "Store",
+        owners: Sequence[int],
+        rank: int,
+        size: int,
+        host: str | None = None,
+        gpu: torch.device | None = None,
+    ) -> "Exchange":
         """Connect to all other workers, which do the same; waits for them.
 
         store: where the workers publish their addresses. host: name of the interface of this machine; None is that of its own
-        name. The gradients of a policy are computed on the CPU, so gloo carries them, whatever device the workers play on.
+        name. gpu: of this worker alone; vectors are summed there and carried by NCCL. None sums them on the CPU, by gloo.
         """
         # A group of its own, and not the default one, which may be that of the caller's program.
         gloo: Any = dist.ProcessGroupGloo  # whose stubs lack these methods
@@ -53,7 +74,15 @@ class Exchange:
         options._devices = [gloo.create_default_device() if host is None else gloo.create_device(hostname=host)]
         options._timeout = _LONGEST
         with _lost():
-            return cls(owners, rank, size, gloo(store, rank, size, options))
+            exchange = cls(owners, rank, size, gloo(store, rank, size, options))
+            if gpu is not None:
+                # A wait that lasts too long is ended by `_delivered`. The watchdog of NCCL would end the process.
+                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+                torch.cuda.set_device(gpu)
+                exchange.device, nccl = gpu, dist.ProcessGroupNCCL
+                exchange._carrier = nccl(PrefixStore("nccl", store), rank, size, nccl.Options())
+                exchange._carrier.eager_connect_single_device(gpu)  # one communicator, also for messages between two
+            return exchange
 
     def owns(self, shard: int) -> bool:
         """Return whether this worker has a shard."""
@@ -85,21 +114,23 @@ class Exchange:
         return table
 
     def sum(self, parts: Mapping[int, Tensor], shards: Sequence[int], length: int) -> Tensor:
-        """Return the sum over `shards` of vectors (length,), of which `parts` are those of this worker.
+        """Return the sum over `shards` of vectors (length,) on `device`, of which `parts` are those of this worker.
 
         The sum over n shards is that over the first 2^k of them, 2^k being the largest power of two below n, plus that over the
         others. Where the shards of each worker follow each other, a worker sends a number of vectors that grows with the
-        logarithm of the number of its shards. The first shard's worker sends the sum to all.
+        logarithm of the number of its shards. The first shard's worker sends the sum to all. It is returned on the CPU.
         """
         self.at_work()
-        total = self._subtree(parts, shards, length)
-        if self._group is None:
-            assert total is not None, "a worker that is alone has all shards"
-            return total
-        total = torch.empty(length) if total is None else total
         with _lost():
-            self._group.broadcast(total, self._owner(shards[0])).wait()
-        return total
+            if self._carrier is not None:
+                self._group.allreduce([torch.zeros(1)]).wait()  # by gloo, which notices a worker that is lost
+            total = self._subtree(parts, shards, length)
+            if self._group is None:
+                assert total is not None, "a worker that is alone has all shards"
+                return total
+            total = torch.empty(length, device=self.device) if total is None else total
+            self._delivered((self._carrier or self._group).broadcast(total, self._owner(shards[0])))
+        return total.cpu()
 
     def gather(self, content: bytes) -> list[bytes]:
         """Return the content that each worker gives, by rank."""
@@ -129,7 +160,9 @@ class Exchange:
 
     def close(self) -> None:
         """End the connections to the other workers, which are told by an ExchangeError if they wait for this one."""
-        self._group = None
+        if self._carrier is not None:
+            self._carrier.abort()  # its kernels may wait for a worker that is lost
+        self._group = self._carrier = None
 
     def _owner(self, shard: int) -> int:
         return self._owners[shard] if self._group is not None else 0
@@ -143,25 +176,34 @@ class Exchange:
 
         All workers that have a part in two sums meet them in the same order, so no two of them wait for each other.
         """
+        carrier = self._carrier or self._group
         if len(shards) == 1:
             return parts.get(shards[0])
         half = 1 << (len(shards) - 1).bit_length() - 1
         left = self._subtree(parts, shards[:half], length)
         right = self._subtree(parts, shards[half:], length)
         here, there = self._owner(shards[0]), self._owner(shards[half])
-        if self._group is not None and here != there:
-            with _lost():
-                if self.rank == there:
-                    assert right is not None
-                    self._group.send([right], here, 0).wait()
-                elif self.rank == here:
-                    right = torch.empty(length)
-                    self._group.recv([right], there, 0).wait()
+        if carrier is not None and here != there:
+            if self.rank == there:
+                assert right is not None
+                carrier.send([right], here, 0).wait()
+            elif self.rank == here:
+                right = torch.empty(length, device=self.device)
+                carrier.recv([right], there, 0).wait()
         if self.rank != here:
             return None
         assert left is not None
         assert right is not None
         return left + right
+
+    def _delivered(self, work: Any) -> None:
+        """Wait until the last message of a sum has come. Raises ExchangeError where NCCL takes too long."""
+        work.wait()  # through gloo until it has come; through NCCL it makes the stream of the device wait
+        if self._carrier is not None:
+            latest = time.monotonic() + _LONGEST_SUM
+            while not work.is_completed():
+                if time.monotonic() > latest:
+                    raise ExchangeError(f"a sum has not come through NCCL for {_LONGEST_SUM:.0f} s")
 
 
 def divide(shards: Sequence[int], size: int) -> list[int]:

@@ -438,9 +438,10 @@ class PPO:
             ]
             counts = torch.stack([critic.detach(), (~part.rollout.idle).sum(), part.weight.sum()])
             vector += [counts, *(each.detach() for each in further)]
-            # Workers exchange gradients through gloo, which reads the memory of the CPU. A worker that is alone copies them too,
-            # so that sums have the same bits for any number of workers.
-            vectors[shard] = torch.cat([*vector, counts.new_zeros(1)]).cpu()
+            # Gloo reads the memory of the CPU. A worker that is alone sums there too.
+            vectors[shard] = torch.cat([*vector, counts.new_zeros(1)]).to(self.exchange.device)
+            if self.exchange.device.type == "cuda":
+                torch.cuda.synchronize(self.exchange.device)  # for the seconds
             vectors[shard][-1] = time.perf_counter() - begin
         total = self.exchange.sum(vectors, shards, 2 * length + 3 + sums + 1)
         error, decisions, choices = total[2 * length : 2 * length + 3]

@@ -453,6 +453,8 @@ class PPOConfig(Section):
     """environments of each validation [environments]"""
     device: str = "cpu"
     """device of the policy: cpu, cuda or cuda:i, or same, that of the networks (`esper docs training`)"""
+    exchange: Literal["gloo", "nccl"] = "gloo"
+    """backend of torch.distributed through which workers sum gradients: gloo on the CPU, or nccl between GPUs"""
 
     @pydantic.field_validator("entropy_weights")
     @classmethod

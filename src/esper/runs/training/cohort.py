@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import Config, RewardConfig
@@ -355,6 +356,20 @@ def policy_device(config: Config, devices: Sequence[str] = ()) -> torch.device:
             "worker, or cpu"
         )
     return device
+
+
+def check_exchange(config: Config, place: torch.device, asked: WorkerOptions) -> None:
+    """Raise InputError if the gradients of workers cannot go through the backend of `ppo.exchange`. place: of the policy."""
+    if config.ppo.exchange == "gloo" or asked.size == 1:
+        return
+    if not dist.is_nccl_available():
+        raise InputError("ppo.exchange is nccl, but this build of torch has no NCCL; give gloo")
+    own = place.type == "cuda" and config.ppo.device == "same"
+    if not own or (asked.cluster is None and len(set(asked.devices)) < asked.size):
+        raise InputError(
+            f"ppo.exchange is nccl, which needs a GPU for each of {asked.size} workers; give them in devices, with "
+            "ppo.device=same, or give ppo.exchange=gloo"
+        )
 
 
 def name_of_place(device: torch.device) -> str:

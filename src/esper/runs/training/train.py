@@ -42,6 +42,7 @@ from esper.runs.training.cohort import (
     Player,
     WorkItem,
     by_task,
+    check_exchange,
     cohorts_of,
     learner_of,
     name_of_place,
@@ -111,6 +112,7 @@ def train(
             raise InputError("widen.at is set, but networks become wider in `esper grow` alone; leave widen out")
     placed = {"device": asked.devices[0]} if asked.devices else {}
     place = policy_device(config.model_copy(update=placed), asked.devices)
+    check_exchange(config, place, asked)
     kept = with_cohorts(configs, PAID if reward is get_reward else f"{PAID_BY}{name_of_reward(reward)}")
     sealed = [task.sealed() for task in tasks]
     opened = partial(RunFolder, folder, kept, watch.note)
@@ -191,7 +193,7 @@ def _rounds(trainer: "Trainer", peers: Peers | None, run: RunFolder, interrupt: 
     while True:
         try:
             if peers is not None and not trainer.begun:
-                trainer.use(peers.join(trainer.sent(), trainer.owners(peers.size)))
+                trainer.use(peers.join(trainer.sent(), trainer.owners(peers.size), trainer.carrier()))
             if again := len(trainer.lacking()) + trainer.lacked_by_others():
                 watch.note(
                     f"playing {counted(again, 'episode')} of imitation again, whose rollouts another worker had; the "
@@ -359,6 +361,10 @@ class Trainer:
     def begun(self) -> bool:
         """Whether the policy was not yet updated from a round of which steps were taken."""
         return bool(self.played) or self.episode is not None
+
+    def carrier(self) -> torch.device | None:
+        """Return the GPU on which gradients are summed by NCCL; None is the CPU (`ppo.exchange`)."""
+        return self.learner.policy.device if self.config.ppo.exchange == "nccl" else None
 
     def owners(self, size: int) -> list[int]:
         """Return the ranks of the workers that have the shards, of `size` workers."""
@@ -739,7 +745,7 @@ class TrainingWorker:
         """Take part in the rounds that are left after a state of the first worker, which has all results."""
         trainer = self.trainer
         trainer.load_state(part["state"])
-        exchange = connect(part["meeting"], part["owners"], part["rank"], part["size"])
+        exchange = connect(part["meeting"], part["owners"], part["rank"], part["size"], trainer.carrier())
         exchange.at_work = partial(give_sign, observers)
         trainer.use(exchange)
         try:

@@ -68,12 +68,22 @@ class Work(Protocol):
         """Play a part and return its result."""
 
 
-def connect(meeting: Tree, owners: Sequence[int], rank: int, size: int, store: "Store | None" = None) -> Exchange:
-    """Return the exchange of the worker of a rank with the others that come to a meeting; waits for them. store: of rank 0."""
+def connect(
+    meeting: Tree,
+    owners: Sequence[int],
+    rank: int,
+    size: int,
+    gpu: torch.device | None = None,
+    store: "Store | None" = None,
+) -> Exchange:
+    """Return the exchange of the worker of a rank with the others that come to a meeting; waits for them.
+
+    gpu: that of this worker, if gradients go through NCCL. store: of rank 0.
+    """
     if "file" in meeting:
-        return Exchange.joined(store or FileStore(meeting["file"], size), owners, rank, size, "127.0.0.1")
+        return Exchange.joined(store or FileStore(meeting["file"], size), owners, rank, size, "127.0.0.1", gpu)
     store = store or TCPStore(meeting["host"], meeting["port"], is_master=False)
-    return Exchange.joined(store, owners, rank, size)
+    return Exchange.joined(store, owners, rank, size, gpu=gpu)
 
 
 def _open_meeting(host: str) -> tuple["Store", Tree]:

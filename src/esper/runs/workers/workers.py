@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
 from esper.leyline.config.tree import FaultsConfig
 from esper.leyline.data.task import AnyTask
@@ -293,17 +294,17 @@ class Peers(Workers):
         super().__init__(*arguments)
         self._heard: list[tuple[int, bytes | None]] = []  # by the thread
 
-    def join(self, part: Mapping[str, Any], owners: Sequence[int]) -> Exchange:
+    def join(self, part: Mapping[str, Any], owners: Sequence[int], gpu: torch.device | None = None) -> Exchange:
         """Give all workers their parts, and return the exchange with them. Raises ExchangeError if one is lost.
 
-        part: what they begin with. owners: rank of the worker that has each shard.
+        part: what they begin with. owners: rank of the worker that has each shard. gpu: as in `connect`.
         """
         store, meeting = self.transport.meeting()
         for rank in self.transport.numbers:
             given = {**part, "meeting": meeting, "owners": list(owners), "rank": rank, "size": self.size}
             self.transport.send(rank, pack({"part": given}))
         thread = Background()  # because a worker that is lost before it has come would be waited for
-        found = thread.submit(partial(connect, meeting, owners, 0, self.size, store))
+        found = thread.submit(partial(connect, meeting, owners, 0, self.size, gpu, store))
         thread.close(lambda: None)
         while True:
             with suppress(TimeoutError):
