@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from machine import machine_line
 
 from esper.kasmina.lifecycle import doses
 from esper.leyline.config.tree import build_config
@@ -54,12 +55,13 @@ def measure_all(asked: argparse.Namespace) -> None:
         name, envs = text.split(":")
         engine = engine_of(name, int(envs))
         measure(text, asked.turns, *(probes if asked.probe else training_passes)(engine))
+    print(machine_line())
 
 
 def engine_of(name: str, envs: int) -> VectorizedEngine:
     """An engine at the start of an episode."""
     task = digits_narrow(hidden=(128,) * 4, width=128) if name == "wide" else get_task(name)
-    config = {"envs": envs, "twin": False, "telemetry": {"level": "off"}, "compile": "on"}
+    config = {"envs": envs, "twin": False, "telemetry": {"level": "off"}, "compile": "on", "device": "cpu"}
     engine = VectorizedEngine(task, build_config(task.defaults, config))
     engine.reset()
     return engine

@@ -13,6 +13,8 @@ import time
 from unittest.mock import patch
 
 import torch
+from benchmark_rows import vectors
+from machine import machine_line
 
 import esper
 from esper.leyline.config.tree import build_config
@@ -26,8 +28,8 @@ WARMUP = 10
 
 def alone(name: str, *, ghost: bool) -> VectorizedEngine:
     """An engine of one network of a task, with a copy of it or without."""
-    task = esper.get_task(name)
-    settings = {"envs": 1, "twin": False, "baselines": [], "steps": 10**6}
+    task = vectors(int(name)) if name.isdigit() else esper.get_task(name)
+    settings = {"envs": 1, "twin": False, "baselines": [], "steps": 10**6, "device": "cpu"}
     # There is no setting for it: a network whose bits depend on what it runs beside is of no use but to be timed.
     with patch.object(population, "needs_ghost", lambda task, config: ghost):
         engine = VectorizedEngine(task, build_config(task.defaults, settings))
@@ -49,16 +51,18 @@ def seconds(name: str, turns: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print a line for each task."""
+    """Print a line for each task, and for MLPs of some widths on noise."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="one turn, to see that it runs")
     arguments = parser.parse_args()
     turns = 1 if arguments.quick else arguments.turns
     torch.set_num_threads(1)
-    for name in ("digits-narrow", "repair"):
+    for name in ("digits-narrow", "repair", "16", "64", "128", "256", "384"):
         beside, by_itself = (1000 * each for each in seconds(name, turns))
-        print(f"{name}: {beside:.1f} ms with the copy, {by_itself:.1f} ms without, {beside / by_itself:.2f} times")
+        said = f"MLP of width {name}" if name.isdigit() else name
+        print(f"{said}: {beside:.1f} ms with the copy, {by_itself:.1f} ms without, {beside / by_itself:.2f} times")
+    print(machine_line())
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ from typing import Any
 import numpy as np
 import profile_gpu_sync
 import torch
-from benchmark_hot_path import Case, engine_in, machine, measure, population_mib, take_turns
+from benchmark_hot_path import Case, engine_in, measure, population_mib, take_turns
 from benchmark_images import bare_step, engine_step
 from floors import carry_out, plain_step
+from machine import machine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from machine import machine_line
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -313,6 +314,7 @@ def transformers(arguments: argparse.Namespace) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for mode in ("live", "reserve"):
         count(mode, arguments.backend)
+    print(f"\n{machine_line()}")
 
 
 if __name__ == "__main__":

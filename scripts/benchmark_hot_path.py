@@ -28,16 +28,15 @@ import numpy as np
 import torch
 from device_reads import counted_reads
 from floors import BareStack, carry_out, plain_step, torch_loss
+from machine import machine
 
-import esper
-from esper.leyline.config.tree import Config, build_config
+from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import AnyTask
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, Stage, among
 from esper.tasks.catalog import get_task
 from esper.tasks.small import digits_narrow
 from esper.tolaria.engine import VectorizedEngine
-from esper.tolaria.runtime import describe_gpu
 
 BATCHES, BATCH = 16, 64
 SELDOM = 10**6
@@ -259,29 +258,6 @@ def copy_gib_per_second() -> dict[str, float]:
 def peak_mib() -> float:
     """The largest resident size of this process so far [MiB]."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if platform.system() == "Darwin" else 2**10)
-
-
-def machine(device: str) -> dict[str, Any]:
-    """Where and with what this runs."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "caches": [
-            path.read_text().strip() for path in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"))
-        ],
-        "load_average_before": os.getloadavg()[0],
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu, one thread",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "esper": esper.__version__,
-        **describe_gpu(torch.device(device), Config()),  # a case says what it sets otherwise
-    }
 
 
 def show(result: dict[str, Any]) -> None:

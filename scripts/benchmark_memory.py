@@ -15,7 +15,6 @@ resident memory and the processor milliseconds of a step are printed as steps go
 import argparse
 import ctypes
 import multiprocessing
-import os
 import tempfile
 import time
 from dataclasses import replace
@@ -23,6 +22,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from machine import machine_line
 
 import esper
 from esper.leyline.config.tree import build_config
@@ -60,14 +60,14 @@ def main() -> None:
                 f"{seconds:.2f} s | {seconds / first[1]:.2f} |",
                 flush=True,
             )
-    print(f"load {os.getloadavg()[0]:.1f}")
+    print(machine_line())
 
 
 def measure(asked: argparse.Namespace, settings: dict[str, object]) -> tuple[int, float]:
     """Return the bytes and the processor seconds of a step."""
     task = esper.get_task("stdlib-text")
     host = esper.transformer(vocabulary=256, width=asked.width, layers=asked.layers, length=LENGTH)
-    population = {"envs": 1, "steps": 10**6, "baselines": [], "governor.enabled": False}
+    population = {"envs": 1, "steps": 10**6, "baselines": [], "governor.enabled": False, "device": "cpu"}
     data = {"data.batch_size": asked.batch, "data.batches_per_step": 1}
     config = build_config(population, data, settings)
     engine = VectorizedEngine(replace(task, host=host, probe=Split(task.probe.x[:4], task.probe.y[:4])), config)
@@ -111,9 +111,10 @@ def long_growth(steps: int) -> None:
     """Grow for many steps, and print the memory as they go by."""
     print("| steps | resident | processor time of a step |", flush=True)
     print("|---|---|---|", flush=True)
-    settings = {"envs": 4, "steps": steps, "data.batches_per_step": 2, "baselines": []}
+    settings = {"envs": 4, "steps": steps, "data.batches_per_step": 2, "baselines": [], "device": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         esper.grow("iris", settings, run=f"{folder}/run", outputs=[Resident(steps)], progress=False)
+    print(machine_line())
 
 
 def _status(name: str) -> int:

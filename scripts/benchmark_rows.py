@@ -14,6 +14,7 @@ import time
 import numpy as np
 import torch
 from benchmark_transformer import text
+from machine import machine_line
 
 import esper
 from esper.kasmina.stack.body import APART
@@ -45,7 +46,7 @@ def engine_of(task: Task, envs: int, batch: int, least: int) -> VectorizedEngine
     """An engine that runs one row after another from `least` parameters on."""
     APART.update(dict.fromkeys(APART, least))
     settings = {
-        "envs": envs, "twin": False, "steps": 10**6, "amp": "off", "telemetry": {"level": "off"},
+        "envs": envs, "twin": False, "steps": 10**6, "amp": "off", "device": "cpu", "telemetry": {"level": "off"},
         "data": {"batch_size": batch, "batches_per_step": BATCHES},
     }  # fmt: skip
     engine = VectorizedEngine(task, build_config(task.defaults, settings))
@@ -86,6 +87,7 @@ def main() -> None:
             compare(f"MLP of width {width}", vectors(width), envs, 64, arguments.turns)
         for width, layers in ((32, 2), (64, 2), (96, 3), (128, 4)):
             compare(f"transformer of width {width}", tokens(width, layers), envs, 16, arguments.turns)
+    print(machine_line())
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from floors import carry_out
+from machine import machine_line
 
 from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.task import AnyTask
@@ -268,15 +269,13 @@ def page(report: Mapping[str, Any]) -> str:
     """The page of the figures, in Markdown."""
     begin, _, rest = (__doc__ or "").partition("\n\n    ")
     _, _, explained = rest.partition("\n\n")
-    machine = "{device}, {processor}, {cores} cores, torch {torch}, Python {python}".format(**report)
-    loads = f"load {report['load_average_before']:.1f} before and {report['load_average_after']:.1f} after"
     command = "python scripts/benchmark_hot_path.py --table training"
     lines = [
         "# Benchmark: the training loop",
         "",
         begin,
         "",
-        f"`{command}`: {machine}, {loads}." + ("" if "capability" in report else " It has not run on a GPU."),
+        f"`{command}`: {machine_line(dict(report))}." + ("" if "capability" in report else " It has not run on a GPU."),
         "",
         findings([row for result in report["results"] for row in result["rows"]]),
         "",

@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 
 import torch
-from benchmark_hot_path import machine
 from faults import corrupt, cost, disk, governor, kill, nan, rounds
+from machine import machine
 
 PARTS = ("kill", "corrupt", "disk", "nan", "governor", "cost")
 

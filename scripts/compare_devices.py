@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmark_hot_path import machine
+from machine import machine
 from numpy.typing import NDArray
 
 from esper.leyline.config.tree import build_config

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from benchmark_hot_path import SELDOM, Case, engine_in
 from floors import BareStack
+from machine import machine_line
 
 from esper.kasmina.stack.tape import PassTape
 from esper.leyline.lifecycle.actions import Actions
@@ -95,7 +96,7 @@ def measure(case: Case, turns: int) -> dict[str, Any]:
         for way, found in seen.items()
     }
     whole = middle["bare"]["whole step"]
-    print(f"\n{case.title()}, load {os.getloadavg()[0]:.1f}")
+    print(f"\n{case.title()}: {machine_line()}")
     print(f"{'':28}{'bare [ms]':>10}{'engine':>10}{'more':>8}{'of the step':>13}")
     for part, own in middle["bare"].items():
         more = middle["engine"][part] - own

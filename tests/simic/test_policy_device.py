@@ -145,7 +145,7 @@ def test_a_worker_whose_policy_is_on_another_kind_of_device_is_refused():
     [
         (False, "same", ["cuda:0", "cuda:1"], "ppo.exchange is nccl, but this build of torch has no NCCL; give gloo"),
         (True, "cpu", ["cuda:0", "cuda:1"], "a GPU for each of 2 workers; give them in devices, with ppo.device=same"),
-        (True, "same", ["cuda:0", "cuda:0"], "a GPU for each of 2 workers; give them in devices, with ppo.device=same"),
+        (True, "same", ["cuda", "cuda:0"], "a GPU for each of 2 workers; give them in devices, with ppo.device=same"),
         (True, "same", ["cuda:0", "cuda:1"], None),
     ],
 )
