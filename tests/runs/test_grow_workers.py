@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 import esper
 from crashes import Leaving, Left
@@ -18,7 +18,7 @@ from crews import SHY, Beside
 from esper.cli import main
 from esper.commands.options import spread_devices
 from esper.leyline.config.tree import build_config
-from esper.leyline.errors import DataFault, InputError, WorkerError
+from esper.leyline.errors import DataFault, InputError, UserCodeError, WorkerError
 from esper.leyline.progress import Progress
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening
@@ -153,6 +153,42 @@ def test_each_worker_reads_the_batches_of_a_streamed_dataset(tmp_path, beside):
         esper.grow(task, over | {"baselines": ["twin"]}, run=tmp_path / name, progress=False, workers=workers)
     (summary, rows, _), alone = content(tmp_path / "shards"), content(tmp_path / "alone")
     assert (summary, rows) == ({name: value for name, value in alone[0].items() if name != "reading_p95"}, alone[1])
+
+
+class Lost(Dataset):
+    """Its disk goes away after some reads."""
+
+    def __init__(self):
+        self.x, self.left = torch.randn(300, 6, generator=torch.Generator().manual_seed(0)), None
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError("the disk with the examples is gone")
+        return self.x[index], int(self.x[index, 0] > 0)
+
+
+@pytest.mark.parametrize("amp", ["off", "fp16"])
+def test_an_error_of_a_dataset_in_a_worker_leaves_a_checkpoint_of_the_last_whole_step(tmp_path, beside, amp):
+    data = Lost()
+    host = MLP(inputs=6, width=8, hidden=(3, 5), outputs=2)
+    task = esper.task("streamed", data, host=host, classes=2, stream=True)
+    over = {name: value for name, value in SMALL.items() if name != "task"}
+    over |= {"baselines": ["twin"], "models": "none", "amp": amp, "early_stopping": {"enabled": True, "patience": 5}}
+    over |= {"checkpoint": {"every_steps": 0, "every_seconds": 0}, "widen": {"at": [2]}}
+    esper.grow(task, over, run=tmp_path / "straight", progress=False)
+    data.left = 400
+    with pytest.raises(UserCodeError, match=r"the disk with the examples is gone.*continues after step [1-9]"):
+        esper.grow(task, over, run=tmp_path / "left", progress=False, workers=2)
+    data.left = None
+    esper.resume(tmp_path / "left", progress=False, workers=3, task=task)
+    (summary, *found), (expected, *straight) = content(tmp_path / "left"), content(tmp_path / "straight")
+    assert found == straight
+    assert {**summary, "reading_p95": 0} == {**expected, "reading_p95": 0}
 
 
 @pytest.mark.parametrize(

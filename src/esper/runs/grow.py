@@ -61,7 +61,7 @@ from esper.tolaria.engine import TaskEngine, VectorizedEngine
 from esper.tolaria.journal import Journal
 from esper.tolaria.play import Decision, Observer, Step, Until, decide, play
 from esper.tolaria.runtime import PhaseTimer, Waits, resolve_device
-from esper.tolaria.stacked.population import StackedPopulation, check_place, label_of, sound_splits
+from esper.tolaria.stacked.population import check_place, label_of, sound_splits
 
 
 def grow(
@@ -162,7 +162,7 @@ def grow(
                 summary = _close(episode, journal, ending, status)
         except KeyboardInterrupt:
             # a further SIGINT, which ends the process at once
-            episode.last.save(run.hub, episode.store, watch.answer, LEFT_OUT)
+            episode.last.save(run.hub, episode.store, watch.answer, LEFT_OUT, episode.whole)
             run.hub.emit(row("interrupted"))
             watch.answer("interrupted again: the run ends at once, without a summary")
             raise
@@ -264,7 +264,7 @@ class Episode(Observer):
     steps: int = 0
     seconds: float = 0.0  # duration of the steps alone
     before: float = 0.0  # duration of the run before it was resumed [seconds]
-    last: LastWholeStep = field(default_factory=LastWholeStep)  # kept if this process reads examples by batch
+    last: LastWholeStep = field(default_factory=LastWholeStep)  # kept if examples are read by batch
 
     def begin(self) -> None:
         """Begin a new episode with its first decision, or restore that of the checkpoint from which the run continues."""
@@ -294,10 +294,9 @@ class Episode(Observer):
         store = self.store
         if store is not None and store.due(self.steps):
             self.save()
-        population = self.engine.population
-        reads = isinstance(population, StackedPopulation) and population.data.problems[0].source is not None
-        if store is not None and reads:
-            self.last.take(self.run.hub, self.steps, self._state())
+        if store is not None and self.engine.reads:
+            with self.engine.remembering():
+                self.last.take(self.run.hub, self.steps, self._state())
         return True
 
     def stepped(self, step: Step) -> None:
@@ -318,7 +317,11 @@ class Episode(Observer):
 
     def broken(self) -> None:
         """Write a checkpoint of the last whole step, if it is known."""
-        self.last.save(self.run.hub, self.store, self.watch.note)
+        self.last.save(self.run.hub, self.store, self.watch.note, whole=self.whole)
+
+    def whole(self, state: dict[str, Any]) -> None:
+        """Complete a state of the last whole step by what the workers kept of it."""
+        self.engine.remembered(state["engine"])
 
     def failed(self, view: View) -> None:
         """Write a checkpoint of the steps so far; the controller's error is raised again afterwards."""

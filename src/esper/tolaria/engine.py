@@ -5,6 +5,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -558,6 +559,18 @@ def _of_environments(space: Space, envs: int) -> Space:
 
 class TaskEngine(Engine[D]):
     """Evaluates and exports the networks of a population that holds the data of a task, and grows them as any engine."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether examples are read by batch, so that a step can fail before it is whole."""
+        return self.population.waits is not None
+
+    def remembering(self) -> AbstractContextManager[None]:
+        """Return a context in which `snapshot` leaves out what other processes hold of the rows, and these keep a copy of it."""
+        return nullcontext()
+
+    def remembered(self, snapshot: dict[str, Any]) -> None:
+        """Put what other processes kept of the rows into a snapshot that was made within `remembering`."""
 
     def restore(self, tree: Mapping[str, Any]) -> View:
         view = super().restore(tree)

@@ -436,14 +436,26 @@ class LastWholeStep:
         self._copy.take({**hub.state(), **state})
         self._steps = steps
 
-    def save(self, hub: Hub, store: Checkpoints | None, note: Callable[[str], None], word: str = "") -> None:
-        """Write the copy as a checkpoint if it is newer than the last one: tell `note` a word on it before, and if it fails."""
+    def save(
+        self,
+        hub: Hub,
+        store: Checkpoints | None,
+        note: Callable[[str], None],
+        word: str = "",
+        whole: Callable[[dict[str, Any]], None] = lambda state: None,
+    ) -> None:
+        """Write the copy as a checkpoint if it is newer than the last one: tell `note` a word on it before, and if it fails.
+
+        whole: completes the copy by what is kept elsewhere.
+        """
         if store is None or self._steps is None or self._steps <= store.last:
             return
         if word:
             note(word)
         try:
             hub.flush()
-            store.write(self._steps, self._copy.tree())
+            state = self._copy.tree()
+            whole(state)
+            store.write(self._steps, state)
         except Exception as error:  # the error that ended the step is raised again, and not this one
             note(f"no checkpoint could be written after a step failed: {error}")

@@ -9,7 +9,8 @@ have a ghost behind these rows (`needs_ghost`). What its rows compute does not d
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ from esper.leyline.protocols import Controller
 from esper.leyline.text import counted
 from esper.runs.workers.transports import give_sign, unpickled
 from esper.runs.workers.workers import SentTask, ShardPool, WorkerOptions, shared_facts, start_workers
-from esper.store.tensors import Tree
+from esper.store.tensors import StateCopy, Tree
 from esper.tolaria.engine import TaskEngine
 from esper.tolaria.play import Observer
 from esper.tolaria.population import (
@@ -117,6 +118,23 @@ class ShardedEngine(TaskEngine["ShardedPopulation"]):
         # the phases are those of this process, which waits for the workers
         self.timer = PhaseTimer(torch.device("cpu"), self.population.label)
 
+    @property
+    def reads(self) -> bool:
+        return self.population.reads
+
+    def remembering(self) -> AbstractContextManager[None]:
+        return self.population.remembering(self.state.step)
+
+    def remembered(self, snapshot: dict[str, Any]) -> None:
+        population = self.population
+        parts = population.ask("remembered", [[] for _ in population.rows])
+        snapshot.update(population.joined([part["snapshot"] for part in parts]))
+        for name, owner in (("governor", self.governor), ("early_stopping", self.stopping)):
+            if owner is not None and snapshot[name]["snapshot"] is not None:
+                assert isinstance(owner.keeper, ShardedKeeper)
+                states = [part["keepers"][owner.keeper.number] for part in parts]
+                snapshot[name]["snapshot"] = joined_snapshots(states, population.rows)
+
     def __repr__(self) -> str:
         name, config = self.population.task.name, self.config
         return f"ShardedEngine(task={name!r}, envs={config.envs}, steps={config.steps})"
@@ -153,6 +171,7 @@ class ShardedPopulation:
         self._sent: tuple[Seeds, list[Seeds]] | None = None  # the last seeds, and those of each worker
         self._queue: list[list[Tree]] = [[] for _ in self._envs]
         self._known: dict[str, Any] | None = None  # the last snapshot, until a row changes
+        self.remembers = False  # whether the workers keep the states of rows in place of sending them
         with drawn_with(0):
             self._dtype = dtype_of(task.largest())
         found = []
@@ -260,14 +279,34 @@ class ShardedPopulation:
 
     # The state of all rows, in the form in which one process has it.
 
+    @contextmanager
+    def remembering(self, step: int) -> Iterator[None]:
+        """Let the workers copy the states of their rows after a step; a state that is asked for within holds nothing of rows."""
+        self.tell("remember", [[step] for _ in self.rows], kept=False)
+        self._counts = self.skipped.copy(), self.widened
+        self.remembers = True
+        try:
+            yield
+        finally:
+            self.remembers = False
+
     def snapshot(self) -> dict[str, Any]:
+        if self.remembers:
+            return {}
         if self._known is None or any(self._queue):
-            parts = self.ask("snapshot", [[] for _ in self.rows])
-            body = joined_bodies([part["body"] for part in parts], self.rows)
-            skipped = {"skipped": self.skipped} if self._scaled else {}
-            widened = {"widened": self.widened} if self.widened else {}
-            self._known = {"body": body, "batch": parts[0]["batch"], **widened, **skipped}
+            self._counts = self.skipped, self.widened
+            self._known = self.joined(self.ask("snapshot", [[] for _ in self.rows]))
         return self._known
+
+    def joined(self, parts: Sequence[Tree]) -> dict[str, Any]:
+        """Return the snapshot of all rows from those of the workers."""
+        skipped, widened = self._counts
+        counts = {**({"widened": widened} if widened else {}), **({"skipped": skipped} if self._scaled else {})}
+        return {
+            "body": joined_bodies([part["body"] for part in parts], self.rows),
+            "batch": parts[0]["batch"],
+            **counts,
+        }
 
     def load(self, tree: Mapping[str, Any], instance: Indices, episode: int) -> None:
         arguments = []
@@ -323,11 +362,11 @@ class ShardedPopulation:
             self._sent = seeds, [take(seeds, rows) for rows in self.rows]
         return self._sent[1]
 
-    def tell(self, name: str, arguments: Sequence[Sequence[Any] | None]) -> None:
-        """Queue a command, which changes the rows. arguments: of each worker; None for one that has nothing to do."""
+    def tell(self, name: str, arguments: Sequence[Sequence[Any] | None], kept: bool = True) -> None:
+        """Queue a command. arguments: of each worker; None for one that has nothing to do. kept: whether it changes the rows."""
         for queue, own in zip(self._queue, arguments, strict=True):
             if own is not None:
-                queue.append(self._command(name, own, kept=True))
+                queue.append(self._command(name, own, kept=kept))
 
     def ask(self, name: str, arguments: Sequence[Sequence[Any] | None], kept: bool = False) -> list[Any]:
         """Let the workers carry out what is queued and a command; return the result of each, None for one that was not asked."""
@@ -354,7 +393,7 @@ class ShardedPopulation:
         of_rows = {name: self._whole([part["space"][name] for part in parts]) for name in parts[0]["space"]}
         slots, fits, heads = tuple(shared["slots"]), shared["fits"], shared["heads"]
         self.space = space_of(self.config, menu, slots=slots, fits=fits, heads=heads, **of_rows)
-        self._scaled = bool(parts[0]["scaled"])
+        self._scaled, self.reads = bool(parts[0]["scaled"]), bool(parts[0]["reads"])
         fresh = [[part["fresh"][of] for of in part["fresh_of"]] for part in parts]
         self._fresh = [fresh[at][row] for at, row in zip(self._owner.tolist(), self._place.tolist(), strict=True)]
 
@@ -401,7 +440,7 @@ class ShardedKeeper:
     """Keeps snapshots of all rows, which the workers hold; a `tolaria.population.Keeper`."""
 
     def __init__(self, population: ShardedPopulation, number: int, seeds: Seeds) -> None:
-        self._population, self._number = population, number
+        self._population, self.number = population, number
         self.seeds, self.step = seeds, np.full(len(seeds.stage), -1, np.int64)
 
     def take(self, seeds: Seeds, rows: Bools, step: int) -> None:
@@ -414,13 +453,15 @@ class ShardedKeeper:
         return choose(rows, kept, seeds)
 
     def state(self, now: int) -> dict[str, Any]:
+        if self._population.remembers:
+            return {}
         owners = self._population.rows
-        return joined_snapshots(self._population.ask("keeper_state", [[self._number, now] for _ in owners]), owners)
+        return joined_snapshots(self._population.ask("keeper_state", [[self.number, now] for _ in owners]), owners)
 
     def load_state(self, state: Mapping[str, Any], seeds: Seeds) -> None:
         self.step, self.seeds = state["step"], Seeds(**state["seeds"])
         owners, parts = self._population.rows, self._population.parts_of(seeds)
-        arguments = [[self._number, picked_snapshot(state, own), part] for own, part in zip(owners, parts, strict=True)]
+        arguments = [[self.number, picked_snapshot(state, own), part] for own, part in zip(owners, parts, strict=True)]
         self._population.ask("load_keeper", arguments, kept=True)
 
     def _tell(self, name: str, seeds: Seeds, rows: Bools, last: Any) -> None:
@@ -429,7 +470,7 @@ class ShardedKeeper:
         self._population.tell(
             name,
             [
-                [self._number, part, rows[own], take(last, own) if isinstance(last, Seeds) else last]
+                [self.number, part, rows[own], take(last, own) if isinstance(last, Seeds) else last]
                 if rows[own].any()
                 else None
                 for own, part in zip(owners, parts, strict=True)
@@ -466,6 +507,7 @@ class Shard:
         self._population = StackedPopulation(task, part.config, part.instance)
         self._population.first_env = part.first_env
         self._rows, self._keepers = part.rows, list[Keeper]()
+        self._copy = StateCopy()
         self._ghosts = len(self._population.environment) - part.rows
         self._every = np.append(np.arange(part.rows), np.zeros(self._ghosts, np.int64))  # a ghost is a copy of row 0
 
@@ -479,6 +521,7 @@ class Shard:
             "space": {name: getattr(space, name)[rows] for name in of_rows},
             "shared": {"slots": space.slots, "fits": space.fits, "heads": space.heads},
             "scaled": population.scaler is not None,
+            "reads": population.waits is not None,
             "fresh": list(fresh.values()),
             "fresh_of": [list(fresh).index(id(each)) for each in population.fresh[rows]],
         }
@@ -538,6 +581,15 @@ class Shard:
         body = picked_body(tree["body"], self._every, self._rows)
         self._population.load({**tree, "body": body, **skipped}, instance[self._every], episode)
         return self.survey()
+
+    def remember(self, step: int) -> None:
+        """Copy the state of the rows and of their keepers after a step, in place of the copy before."""
+        keepers = [keeper.state(step) for keeper in self._keepers]
+        self._copy.take({"snapshot": self._population.snapshot(), "keepers": keepers})
+
+    def remembered(self) -> Tree:
+        found: Tree = self._copy.tree()
+        return found
 
     # The networks as exported.
 
