@@ -3,8 +3,9 @@
     python scripts/benchmark_ghost.py [--turns 60 | --quick]
 
 A product of one row can be rounded differently from one of several rows, so a network alone runs beside a copy of itself, whose
-results are ignored: it then has the bits that it has in a larger population. Two engines take turns, step by step, of which one
-leaves the copy out. Prints the medians of the processor time of a step, no seeds and no twin, and their ratio.
+results are ignored: it then has the bits that it has in a larger population. Three engines take turns, step by step: one leaves
+the copy out, and one has `mapping: loop`, which needs none. Prints the medians of the processor time of a step, no seeds and no
+twin, and the ratio of the first to each of the others.
 """
 
 import argparse
@@ -26,10 +27,14 @@ WARMUP = 10
 """Steps of each engine that are not counted."""
 
 
-def alone(name: str, *, ghost: bool) -> VectorizedEngine:
-    """An engine of one network of a task, with a copy of it or without."""
+WAYS = {"with the copy": (True, "auto"), "without": (False, "auto"), "in a loop": (False, "loop")}
+"""Whether the copy runs too, and the key `mapping`."""
+
+
+def alone(name: str, *, ghost: bool, mapping: str) -> VectorizedEngine:
+    """An engine of one network of a task, or of an MLP of a width, with a copy of it or without."""
     task = vectors(int(name)) if name.isdigit() else esper.get_task(name)
-    settings = {"envs": 1, "twin": False, "baselines": [], "steps": 10**6, "device": "cpu"}
+    settings = {"envs": 1, "twin": False, "baselines": [], "steps": 10**6, "device": "cpu", "mapping": mapping}
     # There is no setting for it: a network whose bits depend on what it runs beside is of no use but to be timed.
     with patch.object(population, "needs_ghost", lambda task, config: ghost):
         engine = VectorizedEngine(task, build_config(task.defaults, settings))
@@ -37,17 +42,17 @@ def alone(name: str, *, ghost: bool) -> VectorizedEngine:
     return engine
 
 
-def seconds(name: str, turns: int) -> tuple[float, float]:
-    """The processor time of a step with the copy and without, medians over turns."""
-    engines, client = [alone(name, ghost=ghost) for ghost in (True, False)], Never()
-    times: list[list[float]] = [[], []]
+def seconds(name: str, turns: int) -> list[float]:
+    """The processor time of a step of each way, medians over turns."""
+    engines, client = [alone(name, ghost=ghost, mapping=mapping) for ghost, mapping in WAYS.values()], Never()
+    times: list[list[float]] = [[] for _ in WAYS]
     for turn in range(WARMUP + turns):
         for engine, taken in zip(engines, times, strict=True):
             begin = time.process_time()
             engine.step(client.act(engine.view()))
             if turn >= WARMUP:
                 taken.append(time.process_time() - begin)
-    return statistics.median(times[0]), statistics.median(times[1])
+    return [statistics.median(taken) for taken in times]
 
 
 def main() -> None:
@@ -59,9 +64,10 @@ def main() -> None:
     turns = 1 if arguments.quick else arguments.turns
     torch.set_num_threads(1)
     for name in ("digits-narrow", "repair", "16", "64", "128", "256", "384"):
-        beside, by_itself = (1000 * each for each in seconds(name, turns))
+        beside, *others = (1000 * each for each in seconds(name, turns))
         said = f"MLP of width {name}" if name.isdigit() else name
-        print(f"{said}: {beside:.1f} ms with the copy, {by_itself:.1f} ms without, {beside / by_itself:.2f} times")
+        rest = (f"{own:.1f} ms {way} ({beside / own:.2f})" for way, own in zip([*WAYS][1:], others, strict=True))
+        print(f"{said}: {beside:.1f} ms with the copy, {', '.join(rest)}", flush=True)
     print(machine_line())
 
 

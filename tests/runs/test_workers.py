@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -476,6 +477,22 @@ def test_a_port_that_is_none_is_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=r"^MASTER_PORT is 'x'; give the number of a port that no other program uses"):
         transports._store()
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+        }.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            InputError, match=rf"^rank 0 cannot listen at localhost:{port} \(.*; give a MASTER_PORT that no "
+        ):
+            transports._store()
 
 
 def test_an_address_that_is_none_is_refused_before_torch_looks_for_it(monkeypatch):

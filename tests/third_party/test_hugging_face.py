@@ -311,6 +311,17 @@ def test_a_bloom_whose_heads_are_no_power_of_two_gets_wider_feed_forwards_alone_
     assert torch.allclose(model(**given).logits, before, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["GPT-2", "BERT", "ViT"])
+def test_a_model_in_float64_computes_the_same_to_the_ninth_digit_when_it_becomes_wider(name):
+    torch.manual_seed(0)
+    model = BUILDS[name]().double().eval()
+    pixels = {"pixel_values": torch.randn(3, 1, 8, 8, dtype=torch.float64)}
+    given = pixels if model.main_input_name == "pixel_values" else {"input_ids": batch(3)["input_ids"]}
+    before = model(**given).logits
+    assert not esper.widen(model, 2, example=given).left_out
+    assert torch.allclose(model(**given).logits, before, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Mistral"])
 def test_a_model_in_float64_whose_norms_compute_in_float32_becomes_wider(name):
     torch.manual_seed(0)
