@@ -261,7 +261,8 @@ def findings(rows: Sequence[Mapping[str, Any]]) -> str:
         f"{costs}. It goes to seeds of many kinds, each in a stack of its own, and not to the policy, its rollout or the rows. "
         f"The time at level `step` over that at level `off`, by the clock: {step or 'not measured'}. Such ratios hold the noise "
         "of the other processes, so the bound of 2 % in `scripts/check_speed.py` is on another figure: the seconds of the "
-        "processor in which rows are made and written, as a share of those of the steps at level `off`."
+        "processor in which rows are made and written, as a share of those of the steps at level `off` "
+        "([telemetry](telemetry.md))."
     )
 
 

@@ -163,7 +163,10 @@ GAP = """The engine runs the same products, and trains faster than the bare stac
 passes on a tape of its own ([the life of a batch](../architecture.md#the-life-of-a-batch)), with the same bits. What the engine
 takes more is in the probe (ranks, spreads and standard errors) and around it (gates, masks, vital signs and views in NumPy),
 which do not shrink with the population. A network alone runs beside a copy of itself, because a product of one row rounds
-differently. The copy costs small networks nothing, as torch has a slower way for products of one row: with it a step takes GHOST"""
+differently. Small networks are faster with the copy than without, as torch has a slower way for products of one row: a step takes
+.89 times the processor time on `digits-narrow`, .88 on `repair`, and .86, .89, .95 and 1.00 for MLPs of 16 to 256 units
+(`python scripts/benchmark_ghost.py --turns 40`, an AMD EPYC). With `mapping: loop`, which needs no copy, the two tasks take twice
+as long; an MLP of 64 units takes as long, and larger ones less ([figures](transformer.md#one-after-another))."""
 """What the tables of the gap say."""
 
 
@@ -252,8 +255,8 @@ as low as is known.
 
 The aims: .92 of the bare stack, and .9 with one environment, which came out at {min(bare):.2f} to {max(bare):.2f}; ten times the
 plain loop, which came out at {min(plain):.1f} to {max(plain):.1f} times; 900 EPS without seeds and 600 with two live ones.
-Of all {len(ratios)} cases of this page {len(below)} are below .92 of the bare stack, at {min(below):.2f} to {max(below):.2f}: those in which all slots have live
-seeds or three of three, and two live seeds in two of their three measurements.
+Of all {len(ratios)} cases of this page {len(below)} are below .92 of the bare stack, the lowest at {min(below):.2f}:
+one slot with a live seed, two with two, three live seeds, and two live seeds in two of their three measurements.
 On two free cores of an AMD EPYC, `--table states`, run twice, gave .91 to 1.02 of the bare stack (with two live seeds .91 and .94
 on `digits-narrow`, .94 and .91 on `repair`; all or a quarter incubating .91 to 1.02), and `--table envs` 1.01 with one
 environment and with eight, .99 with 64 and .94 with 256.
