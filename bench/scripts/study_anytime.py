@@ -81,7 +81,7 @@ WIDE_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 WIDE = 64, 128, 256
 """Widths of texts with `--wide`."""
 _TEXT = ((8e-3, 8e-3, 8e-3, 4e-3), 800, 8)
-PAGE = {"stdlib": _TEXT, "headers": _TEXT, "python": _TEXT, "letter": ((4e-3,) * 5, 700, 8)}
+PAGE = {"stdlib": _TEXT, "headers": _TEXT, "python": _TEXT, "letter": ((8e-3,) * 5, 700, 8)}
 """The rates, the first seed and the number of seeds of each setting in the tables of bench/docs/anytime.md."""
 
 
