@@ -309,8 +309,8 @@ def features_of(results: Results, never: Arm) -> dict[str, Floats]:
 
 def tune_heuristic(results: Results) -> dict[str, Any]:
     """The settings of the heuristic and its gates that do best on training instances."""
-    strict: dict[str, Any] = {"gain_z": 1.0, "z": 1.0, "min_contribution": 0.0}
-    lenient = {"gain_z": -1.0, "z": 0.0, "min_contribution": -0.02}
+    strict: dict[str, Any] = {"gain_z": 1.0, "contribution_z": 1.0, "min_contribution": 0.0}
+    lenient = {"gain_z": -1.0, "contribution_z": 0.0, "min_contribution": -0.02}
     open_ = {"gain_z": -10.0, "contribution_z": 0.0, "min_contribution": -1.0, "min_holding_steps": 1}
     grid = [
         {"heuristic": {"plant_below": below, "weak_below": weak, "keep_above": keep}, "gates": gates}
