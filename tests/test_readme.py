@@ -39,14 +39,20 @@ def test_the_examples_of_the_readme_print_what_stands_below_them(tmp_path, monke
         BLUEPRINTS.update(known)
 
 
-@pytest.mark.parametrize(("units", "accuracy"), [(4, 0.74), (64, 0.98)])
-def test_the_first_example_without_growth_ends_where_the_page_says(units, accuracy, capsys):
+@pytest.mark.parametrize(
+    ("units", "growth", "accuracy"),
+    [(4, "most_parameters=1", 0.74), (64, "most_parameters=1", 0.98), (4, 'cost="parameters"', 0.97)],
+    ids=["4 units", "64 units", "by parameters"],
+)
+def test_the_first_example_without_growth_or_by_parameters_ends_where_the_page_says(units, growth, accuracy, capsys):
     text = README.read_text()
     assert f"{accuracy:.2f}".lstrip("0") in text
     code = re.search(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[1]
-    code = re.sub(r"\b4\b(?=[,)])", str(units), code).replace('cost="seconds"', "most_parameters=1")
+    code = re.sub(r"\b4\b(?=[,)])", str(units), code).replace('cost="seconds"', growth)
     exec(compile(code, "README.md", "exec"), {})
-    assert float(capsys.readouterr().out.split()[-1]) == pytest.approx(accuracy, abs=LOOSE if units == 4 else 0.02)
+    printed = capsys.readouterr().out
+    assert float(printed.split()[-1]) == pytest.approx(accuracy, abs=LOOSE if "most" in growth and units == 4 else 0.02)
+    assert ("1,482 parameters" in printed.splitlines()[-1]) == ("cost" in growth)
 
 
 def test_the_example_of_a_population_shows_growth_and_its_opponents():
@@ -107,17 +113,20 @@ def test_every_figure_of_the_readme_is_on_the_page_of_claims():
     text = re.sub(r"^```.*?^```", "", README.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     uses = text[text.index("**Use it if**") : text.index("`pip install .`")]
     results = text[text.index("## What was measured") : text.index("[Own data]")]
-    claimed = figures_in(uses + results)
+    loop = text[text.index("Three lines are") : text.index("## Heal a damaged network")]
+    claimed = figures_in(uses + loop + results)
     assert len(claimed) > 25
     assert not lacking(claimed, CLAIMS.read_text(encoding="utf-8"))
 
 
-def test_every_figure_of_the_page_of_claims_is_on_the_page_that_it_links_to():
+def test_every_claim_has_a_command_and_its_figures_are_on_the_page_that_it_links_to():
     rows = [line for line in CLAIMS.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     rows = [row for row in rows if not row.startswith("| claim |")]
     assert len(rows) > 15
     for row in rows:
         claim, figure, *opponent, linked = row.strip("| ").split(" | ")
         page = (CLAIMS.parent / re.search(r"\]\(([^)]+)\)", linked)[1]).read_text(encoding="utf-8")
+        page = page.replace("```", "")  # what an example prints is on the page, too
+        assert re.search(r"`(python|make|esper|pytest) [^`]+`", row), row
         assert figures_in(figure), row
         assert not lacking(figures_in(" | ".join((claim, figure, *opponent))), page), row

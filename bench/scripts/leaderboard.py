@@ -7,7 +7,8 @@
 
 A suite is a list of cases of a task, each with two starts, on which no method was fitted or chosen. A row is a file in
 bench/docs/leaderboard/SUITE: J on the test split of every case and start, what making the controller took, the commit, and the
-version of the suite. Rows of another version are refused. The table is put into bench/README.md too, where --out is not given.
+version of the suite. Rows of another version are refused. Intervals draw hosts, each with all of its cases, where several cases
+stand on one, and cases elsewhere. The table is put into bench/README.md too, where --out is not given.
 """
 
 import argparse
@@ -15,17 +16,18 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from collect_healing import FINE_TUNED, ONE_SITE, REDRAWN, SETTINGS, SOURCES, WITH_SKIPS, Figures, Floats, Source, grow
-from study_heal import SEEDS, repaired_frozen, signed, static
+from numpy.typing import NDArray
+from study_heal import SEEDS, difference, joint, repaired_frozen, static
 
 from esper.leyline.config.tree import Config
 from esper.leyline.errors import InputError
 from esper.runs.evaluation.contenders import named
-from esper.runs.evaluation.statistics import interval, mean, mean_difference
+from esper.runs.evaluation.statistics import DRAWS, interval, mean
 from esper.runs.folder.environment import describe_environment
 from esper.store.disk import file_name
 from esper_bench.records import SUITE, load_record, run_script, save_record
@@ -53,7 +55,18 @@ class Suite(NamedTuple):
     @property
     def keys(self) -> list[int]:
         """The keys of the cases."""
-        return [facts.key for facts in self.source.cases(self.part, self.cases, self.setting)]
+        return [facts.key for facts in self.facts]
+
+    @property
+    def facts(self) -> list[Any]:
+        """What is known of the cases."""
+        return self.source.cases(self.part, self.cases, self.setting)
+
+    @property
+    def hosts(self) -> NDArray[np.int64] | None:
+        """The number of the trained host of each case; None where every case has a host of its own."""
+        numbers = np.array([getattr(facts, "number", facts.key) for facts in self.facts])
+        return numbers if len(np.unique(numbers)) < len(numbers) else None
 
 
 SUITES: Mapping[str, Suite] = {
@@ -125,7 +138,12 @@ def rows_of(folder: Path, keys: Sequence[int]) -> list[Row]:
     return rows
 
 
-def table(rows: Sequence[Row], anchor: str) -> list[str]:
+def bounds(scores: Floats, hosts: NDArray[np.int64] | None) -> tuple[float, float]:
+    """Bounds of the mean of scores (cases, starts), over cases, or over hosts where they are given."""
+    return interval(mean, [scores])[1:] if hosts is None else joint(scores.mean(1)[None], hosts, 2 * DRAWS)
+
+
+def table(rows: Sequence[Row], anchor: str, hosts: NDArray[np.int64] | None = None) -> list[str]:
     """The table of a suite in Markdown: the anchor first, then the others, the largest J first."""
     first = next((row for row in rows if row.row == anchor), None)
     if first is None:
@@ -136,9 +154,9 @@ def table(rows: Sequence[Row], anchor: str) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for row in (first, *others):
-        of, cells = interval(mean, [row.scores]), [row.row if row.anchor else f"`{row.row}`"]
-        cells.append(f"{of.value:.3f} [{of.low:.3f}, {of.high:.3f}]")
-        cells.append("" if row is first else signed(*interval(mean_difference, [row.scores], [first.scores])))
+        (low, high), cells = bounds(row.scores, hosts), [row.row if row.anchor else f"`{row.row}`"]
+        cells.append(f"{row.scores.mean():.3f} [{low:.3f}, {high:.3f}]")
+        cells.append("" if row is first else difference(row.scores, first.scores, hosts))
         cells.append("" if row.anchor else ", ".join("unknown" if n is None else f"{n:,.0f}" for n in row[4:6]))
         lines.append(f"| {' | '.join([*cells, (row.commit or 'unknown')[:8], f'`{row.command}`'])} |")
     return lines
@@ -188,8 +206,10 @@ def main() -> None:
                 f"{command} {shlex.quote(name)}",
             )
             save_record(folder / f"{file_name(each)}.json", row._asdict())
-    lines = table(rows_of(folder, keys), suite.anchor)
-    print(f"suite {options.suite}, version {SUITE}: {len(keys)} cases, keys {keys[0]:,} to {keys[-1]:,}\n")
+    hosts = suite.hosts
+    lines = table(rows_of(folder, keys), suite.anchor, hosts)
+    on = f"{len(keys) if hosts is None else len(np.unique(hosts))} hosts"
+    print(f"suite {options.suite}, version {SUITE}: {len(keys)} cases on {on}, keys {keys[0]:,} to {keys[-1]:,}\n")
     print("\n".join(lines))
     if not options.out:
         README.write_text(put(README.read_text(encoding="utf-8"), options.suite, lines), encoding="utf-8")

@@ -51,6 +51,8 @@ OPPONENTS = (
 """Frozen remedies that others have named first; `esper heal` chooses among these, its seeds and two of its own."""
 OWN = ("nothing", "grown", "refit and trained", "distilled and trained")
 """The other rows that `esper heal` may choose."""
+PAIRS = (("refit and trained", "grown"), ("refit and trained", "best opponent"))
+"""Rows whose errors are compared beside those of `esper heal`."""
 
 
 class Size(NamedTuple):
@@ -184,6 +186,11 @@ def tables(records: list[Record]) -> str:
             cells.append(f"{own.mean():.3f}" if len(own) else "")
         cells += [interval(errors), interval(errors - ours, "+")]
         lines.append(f"| {' | '.join(cells)} |")
+    for first, other in PAIRS:
+        having = [each for each in records if {first, named(each, other)} <= set(each["rows"])]
+        if having:
+            apart = [each["rows"][first]["error"] - each["rows"][named(each, other)]["error"] for each in having]
+            lines.append(f"\n{first} less {other}: {interval(np.array(apart), '+')}, of {len(having)} cases.")
     return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ def run(name, *arguments, cwd):
 @pytest.mark.slow
 def test_the_studies_write_their_pages(tmp_path):
     run("study_negative_controls.py", "--page", "controls.md", cwd=tmp_path)
-    assert "| iris |" in (tmp_path / "controls.md").read_text()
+    assert "| spirals: width |" in (tmp_path / "controls.md").read_text()
     run("study_headroom.py", "--page", "headroom.md", cwd=tmp_path)
     assert "unbiased oracle" in (tmp_path / "headroom.md").read_text()
     run("study_exploits.py", "--page", "exploits.md", cwd=tmp_path)
