@@ -110,6 +110,7 @@ RULES_SEE = {"coalitions_every": SETTINGS["probe"]["coalitions_every"]}
 """What a rule is measured: the sensors that it reads."""
 LEARNED, TAUGHT, FIXED, TREES, ORACLE = "learned", "taught", "best fixed plan", "fitted trees", "oracle"
 ORACLE_AT_ONCE = "oracle, plans of step 0"
+ORACLE_OTHER = "best plan of the instance by another start"
 NAMES = {LEARNED: "**learned**: PPO alone", TAUGHT: "**taught**: PPO after imitating the rule by the gradient"}
 
 
@@ -120,11 +121,13 @@ class Played(NamedTuple):
     test: Floats
 
 
-def played(make: Callable[[Config], Controller], keys: NDArray[np.int64], probe: Mapping[str, Any]) -> Played:
+def played(
+    make: Callable[[Config], Controller], keys: NDArray[np.int64], probe: Mapping[str, Any], start: int = 0
+) -> Played:
     """Let a controller play instances, one start each. probe: what it is measured."""
     parts = []
     for chunk in np.split(keys, range(ROWS, len(keys), ROWS)):
-        ours = {"task": TASK.name, "envs": len(chunk), "baselines": [], "telemetry": {"level": "off"}}
+        ours = {"task": TASK.name, "envs": len(chunk), "baselines": [], "telemetry": {"level": "off"}, "seed": start}
         config = build_config(TASK.defaults, {"probe": probe}, ours)
         client = make(config)
         engine = VectorizedEngine(TASK, with_sensors(config, client))
@@ -136,11 +139,15 @@ def played(make: Callable[[Config], Controller], keys: NDArray[np.int64], probe:
 
 
 def kept(
-    path: Path, make: Callable[[Config], Controller], keys: NDArray[np.int64], probe: Mapping[str, Any] = RULES_SEE
+    path: Path,
+    make: Callable[[Config], Controller],
+    keys: NDArray[np.int64],
+    probe: Mapping[str, Any] = RULES_SEE,
+    start: int = 0,
 ) -> Played:
     """Return what `played` gives, from a file where it was made before."""
     if not path.is_file():
-        found = played(make, keys, probe)
+        found = played(make, keys, probe, start)
         save_figures(path, keys=keys, probe=found.probe, test=found.test)
     figures = load_figures(path)
     if not np.array_equal(figures["keys"], keys):
@@ -148,9 +155,9 @@ def kept(
     return Played(figures["probe"], figures["test"])
 
 
-def every_plan(out: Path, keys: NDArray[np.int64]) -> Played:
+def every_plan(out: Path, keys: NDArray[np.int64], start: int = 0) -> Played:
     """J of every plan, each (P, I)."""
-    found = [kept(out / f"{at}.npz", partial(as_it_is, plan), keys) for at, plan in enumerate(PLANS)]
+    found = [kept(out / f"{at}.npz", partial(as_it_is, plan), keys, start=start) for at, plan in enumerate(PLANS)]
     return Played(np.stack([each.probe for each in found]), np.stack([each.test for each in found]))
 
 
@@ -266,9 +273,9 @@ def table(worth: Mapping[str, Floats], trainings: Mapping[str, Floats], episodes
     ]
     for name in sorted(worth, key=lambda name: -worth[name].mean()):
         gains = ["" if name == arm else f"{points(worth[arm] - worth[name]):+.1f}" for arm in arms]
-        cost = "" if name in (ORACLE, ORACLE_AT_ONCE) else f"{episodes.get(name, 0):,}"
+        cost = "" if name in (ORACLE, ORACLE_AT_ONCE, ORACLE_OTHER) else f"{episodes.get(name, 0):,}"
         lines.append(f"| {NAMES.get(name, name)} | {cost} | {worth[name].mean():.3f} | {' | '.join(gains)} |")
-    within = [name for name in worth if name not in (*arms, ORACLE_AT_ONCE)]
+    within = [name for name in worth if name not in (*arms, ORACLE_AT_ONCE, ORACLE_OTHER)]
     best = max(within, key=lambda name: worth[name].mean())
     lines += ["", f"The best opponent, which is not the oracle, is `{best}`.", ""]
     for arm, each in trainings.items():
@@ -382,6 +389,7 @@ def main() -> None:
             worth[ORACLE] = every.test[every.probe.argmax(0), here]
             at_once = np.array([plan.at == 0 for plan in PLANS])[:, None]
             worth[ORACLE_AT_ONCE] = every.test[np.where(at_once, every.probe, -np.inf).argmax(0), here]
+            worth[ORACLE_OTHER] = every.test[every_plan(out / "plans-fresh-1", fresh, 1).probe.argmax(0), here]
         lines += ["", *table(worth, trainings, episodes), *groups(worth, fresh)]
     print("\n".join(lines))
     if asked.page:
