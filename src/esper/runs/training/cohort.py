@@ -366,10 +366,8 @@ def check_exchange(config: Config, place: torch.device, asked: WorkerOptions) ->
         raise InputError("ppo.exchange is nccl, but this build of torch has no NCCL; give gloo")
     own = place.type == "cuda" and config.ppo.device == "same"
     known = {resolve_device(name).index or 0 for name in asked.devices}
-    apart = len(known) == asked.size or (
-        asked.cluster not in (None, "torchrun") and not known
-    )  # Ray gives each its own
-    if not own or not apart:
+    given = asked.cluster not in (None, "torchrun") and not known  # Ray gives each worker its own
+    if not own or not (given or len(known) == asked.size):
         raise InputError(
             f"ppo.exchange is nccl, which needs a GPU for each of {asked.size} workers; give them in devices, with "
             "ppo.device=same, or give ppo.exchange=gloo"

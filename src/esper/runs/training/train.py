@@ -364,7 +364,8 @@ class Trainer:
 
     def carrier(self) -> torch.device | None:
         """Return the GPU on which gradients are summed by NCCL; None is the CPU (`ppo.exchange`)."""
-        return self.learner.policy.device if self.config.ppo.exchange == "nccl" else None
+        device = self.learner.policy.device
+        return torch.device("cuda", device.index or 0) if self.config.ppo.exchange == "nccl" else None
 
     def owners(self, size: int) -> list[int]:
         """Return the ranks of the workers that have the shards, of `size` workers."""
