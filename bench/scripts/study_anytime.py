@@ -51,6 +51,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import esper
+from esper.kasmina.graft.multiplying import WAYS, Way
 from esper.leyline.intervals import t_interval
 from esper.runs.live import anytime
 from esper_bench.public_sets import fashion_mnist, letter_recognition
@@ -69,8 +70,10 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "rates fall, old weights x .8 + fresh x .2": {"rate_power": 0.5, "fresh": 0.2},
     "rates stay, old weights x .8 + fresh x .2": {"rate_power": 0.0, "fresh": 0.2},
     "rates stay, old weights x .6 + fresh x .4": {"rate_power": 0.0, "fresh": 0.4},
+    "copies with noise": {"ways": ("copies",)},
 }
-"""What is changed in each arm of `--changes`: arguments of `AnytimeGrowth`, `sooner`, and steps of the warm-up behind growths."""
+"""What is changed in each arm of `--changes`: arguments of `AnytimeGrowth`, `sooner`, steps of the warm-up behind growths, and
+ways to widen. Copies with noise are those of Net2Net (Chen et al., 2016)."""
 TARGETS = {f"{times:g} times the targets": {"sooner": 1 / times} for times in (1 / 4, 1 / 2, 2, 4)}
 """What is changed in each arm of `--targets`: of the targets for each parameter after which the default grows."""
 EARLY = (1 / 8, 1 / 4, 1 / 2)
@@ -299,12 +302,13 @@ def train(
     ramp: bool = False,
     sooner: float = 1,
     again: int | None = None,
+    ways: Sequence[Way] = WAYS,
     **arguments: Any,
 ) -> list[Point]:
     """Train one network, which grows up to a width; returns its early looks and its stops. ramp: small batches first.
 
     sooner: growth comes after the default's targets for each parameter, divided by this; on a probe, after so much of the
-    factor of compute between growths. again: steps of the warm-up behind growths. arguments: further ones of
+    factor of compute between growths. again: steps of the warm-up behind growths. ways: of `widen`. arguments: further ones of
     `AnytimeGrowth`.
     """
     torch.manual_seed(seed)
@@ -335,7 +339,7 @@ def train(
             optimizer.zero_grad()
             begun = time.process_time()
             apart = {"TARGETS": anytime.TARGETS / sooner, "APART": anytime.APART / sooner}
-            with patch.multiple(anytime, **apart):
+            with patch.multiple(anytime, **apart, widen=partial(esper.widen, ways=ways)):
                 grown = growth.step(y)
             if grown:
                 if again is not None:
