@@ -1,7 +1,7 @@
 """Grow many plans on many cases of a task with damaged hosts, and keep J of each: data for trees, and opponents of the studies.
 
     python bench/scripts/collect_healing.py FOLDER --part training --cases 512 --seeds 1
-    python bench/scripts/collect_healing.py FOLDER --part training --cases 320 --setting "cap 3 %"
+    python bench/scripts/collect_healing.py FOLDER --part training --cases 96 --setting "cap 3 %"
     python bench/scripts/collect_healing.py FOLDER --task heal-bytes --part training --cases 24
 
 A case of `heal` and its kin is a key of a plain host, from a first key on, with the damage that a setting is about: one damaged
@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from esper.kasmina.network.static import Skipped
 from esper.leyline.config.tree import build_config
 from esper.leyline.data.task import Instance, Mixture
-from esper.leyline.lifecycle.actions import Actions
 from esper.leyline.lifecycle.view import View
 from esper.runs.evaluation.contenders import Contender, contender_config, grow_contender, named
 from esper.runs.evaluation.evaluation import tested
@@ -36,7 +35,6 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import Observer, Step
 from esper_bench import repair_tables as tables
 from esper_bench.controllers.healing_features import FEATURES, TAUGHT_FEATURES, slot_features, table
-from esper_bench.controllers.placement import Fixed
 from esper_bench.controllers.plans import (
     BYPASS,
     FULL_HEAD,
@@ -78,14 +76,10 @@ FIRST: Mapping[str, int] = {
     "training": heal.RANGES["training"].start,
     "heldout": heal.RANGES["heldout"].start + 16384,
     "fresh": heal.RANGES["heldout"].start + 32768,
-    "sites": heal.RANGES["heldout"].start + 8192,
-    "several": heal.RANGES["heldout"].start + 12_288,
     "card": heal.RANGES["heldout"].start + 40960,
     "learners": heal.RANGES["heldout"].start + 46080,
-    "ends": heal.RANGES["heldout"].start + 21888,
     "menu": heal.RANGES["heldout"].start + 27648,
     "places": FINAL.start + 8192,
-    "further": heal.RANGES["heldout"].start + 57344,
     "decisions": heal.RANGES["heldout"].start + 61440,
     "packages": heal.RANGES["heldout"].start + 63488,
     "final": FINAL.start,
@@ -156,11 +150,6 @@ def two_sites(facts: heal.Facts) -> bool:
     return facts.damage.kind not in SPREAD and len(facts.damage.segments) == 2
 
 
-def spread(facts: heal.Facts) -> bool:
-    """Coarse weights in every layer, ternary weights in one or two segments, or no damage."""
-    return facts.damage.kind in (*SPREAD, DamageKind.TERNARY)
-
-
 class Setting(NamedTuple):
     """Which cases of a host set, and what differs from the defaults of the task."""
 
@@ -175,7 +164,6 @@ SETTINGS: Mapping[str, Setting] = {
     "cap 10 %": Setting(settings={"governor": {"param_limit": 0.1}}),
     "160 updates": Setting(settings={"steps": 80}),
     "two sites": Setting(two_sites),
-    "spread": Setting(spread),
 }
 
 
@@ -284,26 +272,9 @@ SOURCES: Mapping[str, Source] = {
 }
 
 
-class Last(Fixed):
-    """A bypass of rank 1 at the last three blocks, as far as the cap allows: the best fixed plan at a cap of 3 %."""
-
-    def __init__(self) -> None:
-        super().__init__([Placed(UNIFORM)])
-
-    def _decide(self, view: View) -> Actions:
-        assert self._wish is not None, "pick comes before it"
-        self._wish[:, : SLOTS - 3] = -1
-        return super()._decide(view)
-
-
-LAST = "rank 1 at 3 4 5"
-
-
-def fixed(plans: Iterable[Placed], last: bool = False) -> dict[str, Contender]:
-    """Contenders that plant one plan in every environment, by its name; with `last`, the controller `Last` too."""
-    found = {placed.name: Candidate(placed.name, placed, UNMEASURED).contender(placed.name) for placed in plans}
-    more = {LAST: Contender(LAST, {**UNMEASURED, "controller": LAST}, lambda config: Last())} if last else {}
-    return found | more
+def fixed(plans: Iterable[Placed]) -> dict[str, Contender]:
+    """Contenders that plant one plan in every environment, by its name."""
+    return {placed.name: Candidate(placed.name, placed, UNMEASURED).contender(placed.name) for placed in plans}
 
 
 class Figures(NamedTuple):
@@ -457,15 +428,13 @@ class Collected(NamedTuple):
         return max(self.plans, key=lambda name: self.plans[name].objective.mean())
 
 
-def collected(
-    folder: Path, source: Source, part: str, count: int, seeds: int, setting: str = ONE_SITE, last: bool = False
-) -> Collected:
+def collected(folder: Path, source: Source, part: str, count: int, seeds: int, setting: str = ONE_SITE) -> Collected:
     """The figures of every plan on the cases of a part, from the folder or grown now."""
     facts, settings = source.cases(part, count, setting), {**source.settings, **SETTINGS[setting].settings}
     keys = [each.key for each in facts]
     if source.together > 1:
         keep_together(folder, source, keys, seeds, settings)
-    plans = kept(folder, fixed(source.plans, last), source.task(), keys, seeds, settings, source.rows)
+    plans = kept(folder, fixed(source.plans), source.task(), keys, seeds, settings, source.rows)
     return Collected(source, facts, plans)
 
 
@@ -486,12 +455,11 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=512)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--setting", choices=list(SETTINGS), default=ONE_SITE, help="of heal and heal-images")
-    parser.add_argument("--last", action="store_true", help="grow a bypass at each of the last three blocks as well")
     parser.add_argument("--task", choices=list(SOURCES), default="heal")
     options = parser.parse_args()
     torch.set_num_threads(1)
     source = SOURCES[options.task]
-    found = collected(options.folder, source, options.part, options.cases, options.seeds, options.setting, options.last)
+    found = collected(options.folder, source, options.part, options.cases, options.seeds, options.setting)
     rules = {name: named(name) for name in source.rules if options.part != "training"}
     grown = kept(options.folder, rules, source.task(), found.keys, options.seeds)
     for name, figures in {**found.plans, **grown}.items():

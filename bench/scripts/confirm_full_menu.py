@@ -110,7 +110,7 @@ def grown(folder: Path, group: Group) -> tuple[dict[str, Floats], dict[str, list
         scores[name] = taken(layers, list(layers), at[:, None]).objective
     itself = grown_by(folder, group, keys, OURS, SENSED)
     assert np.array_equal(itself.objective, scores[OURS]), "the controller plants other seeds than it picks"
-    scores |= {name: own.objective for name, own in static(folder, source, keys, starts=STARTS).items()}
+    scores |= {name: own.objective for name, own in static(folder, source, keys).items()}
     if group == GROUPS[0]:
         scores[BEFORE] = grown_by(folder, group, keys, "heuristic", {}).objective
     return scores, planted

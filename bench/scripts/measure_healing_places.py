@@ -4,7 +4,8 @@
 
 The cases are held-out keys of `heal`, plain hosts with one damaged site, with two starts. Every rule names one slot of a case,
 and has the figures of the plan that plants the largest bypass there which the budget allows, or the same with a bypass of rank 1
-at the other slots. Rules thereby differ in the slot alone. Figures are J on the test split, and the share of the lost accuracy
+at the other slots. Rules thereby differ in the slot alone. Beside them stand networks without seeds: all weights trained, and
+frozen ones that are repaired under the same cap and rent. Figures are J on the test split, and the share of the lost accuracy
 that comes back; the accuracy of the intact network is measured on sound data. What is missing in FOLDER is grown.
 """
 
@@ -16,7 +17,18 @@ import numpy as np
 import torch
 from collect_healing import SOURCES, Collected, collected, views
 from numpy.typing import NDArray
-from study_heal import Scores, chosen, difference, oracle, picks, taken
+from study_heal import (
+    SEEDS,
+    Scores,
+    chosen,
+    difference,
+    oracle,
+    picks,
+    print_opponents,
+    repaired_frozen,
+    static,
+    taken,
+)
 
 from esper.leyline.lifecycle.view import View
 from esper.runs.healing.heal import ranked
@@ -28,7 +40,7 @@ from esper_bench.healing.frozen import sites_of
 from esper_bench.healing.heal import DamagedHost, Facts, split_of, trained_host
 from esper_bench.records import run_script
 
-PART, CASES, STARTS = "places", 96, 2
+PART, CASES = "places", 96
 Slots = NDArray[np.int64]
 
 
@@ -83,8 +95,11 @@ def print_table(scores: Scores, base: str, never: NDArray[np.float64], intact: N
         print(f"| {name} | {own.objective.mean():.3f} | {own.metric.mean():.3f} | {regained:.0%} | {gain} |")
 
 
-def compare(held: Collected) -> None:
-    """Print a table of slots under each of the two plans, and one of what the rules plant of themselves."""
+def compare(held: Collected, others: Scores) -> None:
+    """Print a table of slots under each of the two plans, and one of what the rules plant of themselves.
+
+    others: figures of networks without seeds.
+    """
     seen, plans = views(held.source, held.keys), held.plans
     never, intact = plans[NONE.name].metric, lost(held.facts)
     slots = {"healing_places": by_streams(held.facts)}
@@ -98,7 +113,7 @@ def compare(held: Collected) -> None:
         names = [f"{plan.name} at {slot}" for slot in range(len(seen[0].space.slots))]
         scores = {name: taken(plans, names, slot[:, None]) for name, slot in of_plan.items()}
         scores[f"oracle of {plan.name}"] = oracle(plans, names)
-        scores |= {"uniform": plans[UNIFORM.name], "never": plans[NONE.name]}
+        scores |= {"uniform": plans[UNIFORM.name], "never": plans[NONE.name], **others}
         print(f"\n{plan.name} at the slot of each rule; over healing_places:")
         print_table(scores, "healing_places", never, intact)
         gain = difference(scores["tree"].objective, scores["collapse"].objective)
@@ -115,18 +130,20 @@ def compare(held: Collected) -> None:
     )
     print_table(own | {"oracle": oracle(plans)}, f"healing_places, {MIXED.name}", never, intact)
     print(f"\ntree over collapse: {difference(own['tree'].objective, own['collapse'].objective)}")
+    print_opponents(others, own)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--cases", type=int, default=CASES)
-    parser.add_argument("--starts", type=int, default=STARTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    held = collected(options.folder, SOURCES["heal"], PART, options.cases, options.starts)
+    held = collected(options.folder, SOURCES["heal"], PART, options.cases, SEEDS)
     print(f"{options.cases} cases, keys {held.keys[0]} to {held.keys[-1]}, {len(np.unique(held.host))} hosts")
-    compare(held)
+    others = static(options.folder / "static", held.source, held.keys)
+    others |= repaired_frozen(options.folder / "frozen", held.source, held.keys)
+    compare(held, others)
 
 
 if __name__ == "__main__":

@@ -2,38 +2,46 @@
 
     python bench/scripts/study_closed_form.py
 
-J of plain hosts with one damaged site, the first 150 from the first fresh key on, at a cap of 6 % and rent .1. Differences have
-95 % bootstrap intervals over hosts, each with all of its cases.
+J of the cases of that page, at a cap of 6 % and rent .1. Differences have 95 % bootstrap intervals over hosts, each with all of
+its cases.
 """
-
-from itertools import islice
 
 import numpy as np
 import torch
-from collect_healing import FIRST, concentrated
-from study_heal import difference
-from study_heal_settings import corrected
+from collect_healing import SOURCES
+from study_heal import STUDIES, difference
+from torch import nn
 
 from esper_bench.healing.data import Part
-from esper_bench.healing.heal import DEFAULTS, DamagedHost, Facts, describe, split_of
-from esper_bench.healing.images import IMAGES
+from esper_bench.healing.heal import DEFAULTS, CorrectedHost, DamagedHost, Facts, split_of
 
-CASES = 150
+TASK = "heal-images"
 
 
 @torch.no_grad()
-def damaged(of: Facts) -> float:
-    """Test accuracy of the damaged host."""
+def accuracy(host: nn.Module, of: Facts) -> float:
+    """That of a host on the test split."""
     x, y = split_of(of, Part.TEST)
-    return float((DamagedHost(of.number, of.damage, True, of.hosts)()(x).argmax(-1) == y).float().mean())
+    return float((host(x)[:, : of.problem.classes].argmax(-1) == y).float().mean())
+
+
+def damaged(of: Facts) -> float:
+    """J of the damaged host."""
+    return accuracy(DamagedHost(of.number, of.damage, True, of.hosts)(), of)
+
+
+def corrected(of: Facts) -> float:
+    """J of the corrected host, which pays rent for the parameters that the correction stores."""
+    host, spent = CorrectedHost(of, DEFAULTS["governor"]["param_limit"]).corrected()
+    size = sum(parameter.numel() for parameter in host.parameters())
+    return accuracy(host, of) - DEFAULTS["reward"]["rent"] * spent / size
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    every = (describe(key, IMAGES) for key in range(FIRST["fresh"], FIRST["fresh"] + 2**16))
-    facts = list(islice((each for each in every if each.plain and concentrated(each)), CASES))
-    never = np.array([damaged(each) for each in facts])
-    ours = corrected(facts, DEFAULTS["governor"]["param_limit"], DEFAULTS["reward"]["rent"]).objective[:, 0]
+    study = STUDIES[TASK]
+    facts: list[Facts] = SOURCES[TASK].cases(study.part, study.cases)
+    never, ours = (np.array([of(each) for each in facts]) for of in (damaged, corrected))
     host, kind = (
         np.array(column) for column in zip(*((each.number, str(each.damage.kind)) for each in facts), strict=True)
     )

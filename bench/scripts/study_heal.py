@@ -2,7 +2,8 @@
 
     python bench/scripts/study_heal.py FOLDER
     python bench/scripts/study_heal.py FOLDER --part other --residual 0   # kinds of damage that nothing was chosen on
-    python bench/scripts/study_heal.py FOLDER --part heldout --cases 320
+    python bench/scripts/study_heal.py FOLDER --task heal-images
+    python bench/scripts/study_heal.py FOLDER --task heal-full
     python bench/scripts/study_heal.py FOLDER --task heal-images --setting "cap 3 %"   # of FOLDER/cap-3-%
     python bench/scripts/study_heal.py FOLDER --task heal-bytes
 
@@ -45,7 +46,7 @@ from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from esper.leyline.lifecycle.view import View
 from esper.runs.evaluation.contenders import named
-from esper.runs.evaluation.statistics import DRAWS, interval, mean_difference, share_of_headroom
+from esper.runs.evaluation.statistics import DRAWS, interval, mean_difference
 from esper_bench.controllers.healing_features import FEATURES, TAUGHT_FEATURES
 from esper_bench.controllers.placement import Collapse, DriftRise, InnerUse, ParticipationDrop, Placement
 from esper_bench.controllers.plans import FULL_HEAD, NONE, SPARSE_HEAD, SPARSE_ROWS, UNIFORM, UNIFORM_2, Placed
@@ -88,10 +89,7 @@ class Study(NamedTuple):
         few_hosts (bool): whether differences are printed for each host as well, and with bounds that draw hosts
         within (plans): plans of an oracle of their own; empty for none
         searched (plan or None): the plan that `esper eval` found with its search in two stages, with a row of its own
-        expected (mapping): for a row, what was expected of it over the best fixed plan [points], before its figures were read
-        share (float): what was expected of the best rule without the intact network, as a share of the headroom
-        starts (int): starts of static networks
-    frozen (bool): whether frozen networks are repaired without seeds as well
+        frozen (bool): whether frozen networks are repaired without seeds as well
     """
 
     part: str
@@ -112,9 +110,6 @@ class Study(NamedTuple):
     few_hosts: bool = False
     within: Sequence[Placed] = ()
     searched: Placed | None = None
-    expected: Mapping[str, float] = EMPTY
-    share: float = 0.0
-    starts: int = SEEDS
     frozen: bool = False
 
 
@@ -131,8 +126,8 @@ STUDIES: Mapping[str, Study] = {
         frozen=True,
     ),
     "heal-images": Study(
-        "fresh",
-        150,
+        "final",
+        80,
         40,
         (BEST, UNIFORM_2.name, UNIFORM.name),
         residual=20,
@@ -160,11 +155,10 @@ STUDIES: Mapping[str, Study] = {
         few_hosts=True,
         within=BYTES,
     ),
-    # What is expected here was written before a figure of the cases existed, from those of heal at a cap of 6 %.
     "heal-full": Study(
-        "ends",
-        300,
-        320,
+        "final",
+        96,
+        80,
         (BEST, UNIFORM.name),
         shown=(UNIFORM.name,),
         rules=("participation", "collapse", "drift (taught)"),
@@ -174,9 +168,6 @@ STUDIES: Mapping[str, Study] = {
         headroom=True,
         within=PLANS,
         searched=FOUND,
-        expected={ORACLE: 6.0, FULL_TREE: 7.9},
-        share=0.7,
-        starts=1,
     ),
 }
 
@@ -339,16 +330,13 @@ def print_hosts(of: Study, scores: Scores, held: Collected) -> None:
         print(f"| {name} | {' | '.join([*cells, *(f'{of.unit * mean:+.3f}' for mean in means)])} |")
 
 
-def static(
-    folder: Path, source: Source, keys: Sequence[int], setting: str = ONE_SITE, starts: int = SEEDS
-) -> dict[str, Figures]:
+def static(folder: Path, source: Source, keys: Sequence[int], setting: str = ONE_SITE) -> dict[str, Figures]:
     """Full fine-tuning and training from scratch, without rent, at the learning rates of their tasks and for as many steps as
-    the seeds of a setting have. The figures of one start stand for those of SEEDS.
+    the seeds of a setting have.
     """
     found, steps = {}, {name: value for name, value in SETTINGS[setting].settings.items() if name == "steps"}
     for name, build in source.static.items():
-        own = kept(folder, {name: named("never")}, build(), keys, starts, steps, source.rows * source.together)[name]
-        own = Figures(*(np.repeat(field, SEEDS // starts, 1) for field in own))
+        own = kept(folder, {name: named("never")}, build(), keys, SEEDS, steps, source.rows * source.together)[name]
         found[name] = own._replace(over_time=np.full_like(own.over_time, np.nan))
     return found
 
@@ -412,19 +400,6 @@ def contenders(
     return scores
 
 
-def print_expected(of: Study, scores: Scores) -> None:
-    """Print what was expected beside what the cases show."""
-    base = scores[BEST].objective
-    print("\n| | expected | found [95 %] |\n|---|---|---|")
-    for name, points in of.expected.items():
-        print(f"| {name} over the {BEST} | {points:+.1f} | {difference(scores[name].objective, base)} |")
-    rule = max(WITHOUT_INTACT, key=lambda name: scores[name].objective.mean())
-    own, top = (scores[name].objective.mean(1, keepdims=True) for name in (rule, ORACLE))
-    found = interval(share_of_headroom, [own], [base.mean(1, keepdims=True)], [top])
-    cell = f"`{rule}` {found.value:.0%} [{found.low:.0%}, {found.high:.0%}]"
-    print(f"| best rule without the intact network, share of the headroom | {of.share:.0%} | {cell} |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -451,15 +426,13 @@ def main() -> None:
     scores = contenders(of, options.folder, options.setting, training, held, views(source, held.keys))
     longer = "steps" in SETTINGS[options.setting].settings
     beside = place(options.folder, options.setting if longer else ONE_SITE) / "static"
-    scores |= static(beside, source, held.keys, options.setting, of.starts)
+    scores |= static(beside, source, held.keys, options.setting)
     print_table(of, scores, held)
     for earlier in (count for count in of.earlier if count < of.cases):
         print(f"\nThe cases after the first {earlier} alone:")
         print_table(of, *after(earlier, scores, held))
     if of.few_hosts:
         print_hosts(of, scores, held)
-    if of.expected:
-        print_expected(of, scores)
     host, others = held.host if of.by_host else None, {name: scores[name] for name in source.static}
     if of.frozen:
         others |= repaired_frozen(place(options.folder, options.setting) / "frozen", source, held.keys, options.setting)

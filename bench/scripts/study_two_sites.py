@@ -2,18 +2,12 @@
 
     python bench/scripts/study_two_sites.py FOLDER --part training --starts 1 --plans --settings "two sites"
     python bench/scripts/study_two_sites.py FOLDER
-    python bench/scripts/study_two_sites.py FOLDER --part several
-    python bench/scripts/study_two_sites.py FOLDER --part final --cases 96 --settings "two sites"
-    python bench/scripts/study_two_sites.py FOLDER --settings spread --starts 1
+    python bench/scripts/study_two_sites.py FOLDER --part final --cases 96 --settings "two sites" --frozen
 
 Cases are plain hosts at a cap of 6 %, with the defaults of `heal`. All plans that controllers pick for a case are grown for
 it, and plans at its damaged sites. The oracle takes the best of them by the J of one start and has the figures of the other.
 Two starts are compared with full fine-tuning and training from scratch too, which pay no rent. J is measured on the test
 split. Grown figures are kept in FOLDER.
-
-The cases of the part `several` show what the rule `sites` is worth within `shipped`, from version 2 on. This was expected before
-any of them was grown: with two sites `shipped-2` is above `uniform`, by about 4 points, and above `shipped-1` by 5 or more; with
-one site it is within .2 points of `shipped-1`.
 """
 
 import argparse
@@ -153,8 +147,8 @@ def show(found: Mapping[str, Figures], kinds: np.ndarray) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--part", choices=list(FIRST), default="sites")
-    parser.add_argument("--cases", type=int, default=160)
+    parser.add_argument("--part", choices=list(FIRST), default="final")
+    parser.add_argument("--cases", type=int, default=96)
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=[TWO_SITES, ONE_SITE])
     parser.add_argument("--frozen", action="store_true", help="repair frozen networks without seeds as well")
