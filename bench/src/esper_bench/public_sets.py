@@ -53,7 +53,7 @@ def letter_recognition(path: Path = LETTER) -> Labelled:
     import rdata
 
     try:
-        frame = rdata.read_rda(path)["LetterRecognition"]
+        frame = rdata.read_rda(path, default_encoding="ascii")["LetterRecognition"]
         letters = np.asarray(frame["lettr"].astype(str))
         x = frame.drop(columns="lettr").to_numpy(np.float32)
         if x.shape[1] != 16:

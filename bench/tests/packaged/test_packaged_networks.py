@@ -198,7 +198,8 @@ def test_the_study_measures_a_case_of_each_network_once_and_prints_its_tables(tm
     script = [sys.executable, str(ROOT / "bench/scripts/study_real_networks.py"), "--quick", "--out", "cases"]
     first = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert "| esper heal |" in first
-    assert "refit and trained" in first
+    assert "refit and trained less grown: " in first
+    assert "refit and trained less best opponent: " in first
     again = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert again == first[first.index("| case |") :]
 

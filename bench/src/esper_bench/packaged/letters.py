@@ -9,6 +9,7 @@ from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.leyline.data import keys
@@ -66,12 +67,17 @@ class LettersToPhonemes(nn.Module):
 
     def forward(self, letters: Tensor, spoken: Tensor) -> Tensor:
         """letters (B, L), padded behind the end; spoken (B, P), the phonemes so far -> logits of the next ones (B, P, 74)."""
-        x = self.letters(letters)
-        states = self.encoder(x, torch.zeros_like(x[:, 0]))
-        last = (letters != PAD).sum(1) - 1
-        h = states[torch.arange(len(letters)), last]
+        h = state_behind(letters, self.letters, self.encoder)
         logits: Tensor = self.head(self.decoder(self.phonemes(spoken), h))
         return logits
+
+
+def state_behind(letters: Tensor, embedding: nn.Module, encoder: nn.Module) -> Tensor:
+    """Return the state (B, H) in which an encoder is behind the last letter of each word (B, L)."""
+    x = embedding(letters)
+    states: Tensor = encoder(x, torch.zeros_like(x[:, 0]))
+    last = (letters != PAD).sum(1)[:, None, None].clamp(min=1) - 1
+    return states.gather(1, last.expand(-1, 1, states.shape[2]))[:, 0]
 
 
 def network() -> LettersToPhonemes:
@@ -151,6 +157,21 @@ def phoneme_error(model: nn.Module, letters: Tensor, target: Tensor) -> float:
     """Return the phoneme error rate: edits from what the model spells to the targets (N, P), as a share of their phonemes."""
     right = [[phoneme for phoneme in row if phoneme not in (_IGNORED, END)] for row in target.tolist()]
     return sum(map(edits, spell(model, letters), right)) / sum(map(len, right))
+
+
+def spelling_loss(output: Tensor, target: Tensor) -> Tensor:
+    """(B,) the cross-entropy of logits (B, P, 74), a mean over the phonemes of each word and its end [nats].
+
+    Targets (B, P) are `PAD` behind the end, where nothing is measured.
+    """
+    losses = F.cross_entropy(output.mT, target, ignore_index=PAD, reduction="none")
+    return losses.sum(1) / (target != PAD).sum(1).clamp(min=1)
+
+
+def right_phonemes(output: Tensor, target: Tensor) -> Tensor:
+    """(B,) the share of the phonemes and the end of each word whose logit is the largest. Shapes as for `spelling_loss`."""
+    inside = target != PAD
+    return (inside & (output.argmax(-1) == target)).sum(1) / inside.sum(1).clamp(min=1)
 
 
 def edits(ours: list[int], theirs: list[int]) -> int:

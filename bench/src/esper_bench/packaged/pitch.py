@@ -59,8 +59,13 @@ class PitchNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Frames (B, 1024) of mean 0 and standard deviation 1 -> logits of the bins (B, 360)."""
-        logits: Tensor = self.classifier(self.layers(x[:, None, :, None]).permute(0, 2, 1, 3).flatten(1))
+        logits: Tensor = self.classifier(flattened(self.layers(x[:, None, :, None])))
         return logits
+
+
+def flattened(x: Tensor) -> Tensor:
+    """(B, C, H, 1) -> (B, H C), the order in which the last layer reads them."""
+    return x.permute(0, 2, 1, 3).flatten(1)
 
 
 def network() -> PitchNetwork:
@@ -129,11 +134,19 @@ def pitch_loss(output: Tensor, target: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(output, target, reduction="none").sum(1)
 
 
+def within_50_cents(output: Tensor, target: Tensor) -> Tensor:
+    """(B,) whether the pitch of logits is within `NEAR` cents of that of targets, both (B, 360).
+
+    Pitches are means of 9 bins at the largest.
+    """
+    ours, theirs = (_cents(values) for values in (torch.sigmoid(output), target))
+    return (ours - theirs).abs() <= NEAR
+
+
 @torch.no_grad()
 def pitch_error(model: nn.Module, frames: Tensor, target: Tensor) -> float:
-    """Return the share of frames whose pitch is wrong by more than `NEAR` cents. Pitches are means of 9 bins at the largest."""
-    ours, theirs = (_cents(values) for values in (torch.sigmoid(model(frames)), target))
-    return float(((ours - theirs).abs() > NEAR).double().mean())
+    """Return the share of frames whose pitch is wrong by more than `NEAR` cents."""
+    return float((~within_50_cents(model(frames), target)).double().mean())
 
 
 def _cents(bins: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ CHUNKS = 32
 """Chunks of a window, about a second."""
 WINDOWS = 600
 """Windows that `windows` draws."""
+WIDTHS = (128, 64, 64, 128)
+"""Channels behind each of the convolutions."""
 VOICES = tuple(
     f"{language}+{variant}"
     for language in ("en-us", "de", "fr", "es", "it", "nl")
@@ -65,7 +67,7 @@ class SpeechNetwork(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("spectrum", torch.zeros(258, 1, 256, 1))
-        sizes = ((129, 128, 1), (128, 64, 2), (64, 64, 2), (64, 128, 1))
+        sizes = zip((129, *WIDTHS), WIDTHS, (1, 2, 2, 1), strict=False)
         self.layers = nn.Sequential(
             *(
                 nn.Sequential(nn.Conv2d(reads, writes, (3, 1), (stride, 1), (1, 0)), nn.ReLU())
@@ -76,12 +78,25 @@ class SpeechNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Samples (B, 512 n) in [-1, 1] -> logits of silence, which are 0, and of speech (B, n, 2)."""
-        chunks = F.pad(x, (CONTEXT, 0)).unfold(1, CHUNK + CONTEXT, CHUNK)  # (B, n, 576)
-        chunks = F.pad(chunks, (0, CONTEXT), mode="reflect").mT[:, None]
-        waves = F.conv2d(chunks, self.spectrum, stride=(128, 1))  # (B, 258, 4, n)
-        features = self.layers((waves[:, :129].square() + waves[:, 129:].square()).sqrt())
-        logits = self.head(torch.relu(self.memory(features.flatten(1, 2).mT)))
-        return torch.cat([torch.zeros_like(logits), logits], -1)
+        features = self.layers(magnitudes(framed(x), self.spectrum))
+        return with_silence(self.head(torch.relu(self.memory(features.flatten(1, 2).mT))))
+
+
+def framed(x: Tensor) -> Tensor:
+    """Samples (B, 512 n) -> the chunks as columns (B, 1, 640, n), each with its context in front and mirrored at its end."""
+    chunks = F.pad(x, (CONTEXT, 0)).unfold(1, CHUNK + CONTEXT, CHUNK)  # (B, n, 576)
+    return F.pad(chunks, (0, CONTEXT), mode="reflect").mT[:, None]
+
+
+def magnitudes(frames: Tensor, basis: Tensor) -> Tensor:
+    """Frames (B, 1, 640, n) -> the sizes of 129 frequencies at 4 times of each chunk (B, 129, 4, n). basis: (258, 1, 256, 1)."""
+    waves = F.conv2d(frames, basis, stride=(128, 1))  # (B, 258, 4, n)
+    return (waves[:, :129].square() + waves[:, 129:].square()).sqrt()
+
+
+def with_silence(logits: Tensor) -> Tensor:
+    """Logits of speech (B, n, 1) -> of silence, which are 0, and of speech (B, n, 2)."""
+    return torch.cat([torch.zeros_like(logits), logits], -1)
 
 
 def network() -> SpeechNetwork:
