@@ -1,6 +1,6 @@
 """What size is worth: static networks of five sizes on the tasks `letter` and `fashion-mnist`, for equal steps.
 
-    python bench/scripts/study_frontier.py             # 5 seeds of both sets, a quarter of an hour of a core
+    python bench/scripts/study_frontier.py             # 5 seeds of both sets, twelve minutes of a core
     python bench/scripts/study_frontier.py letter
 
 The splits are those of the tasks, so that what `esper grow letter` reaches can be read beside the table. On letter the networks
