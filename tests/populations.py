@@ -2,7 +2,9 @@
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
+import esper
 from esper.leyline.config.tree import build_config
 from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.protocols import Controller
@@ -127,3 +129,25 @@ def assert_same(first, second):
 
 
 GROW_ZERO = {(step, 0): decision for (step, env), decision in GROW.items() if env == 1}
+
+
+class Lost(Dataset):
+    """Examples that cannot be read any more once `left` of them were read."""
+
+    def __init__(self):
+        self.x = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
+        self.left = None
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError("the disk with the examples is gone")
+        return self.x[index], self.x[index, :3].argmax().item()
+
+
+def streamed(data):
+    return esper.task("mine", data, classes=3, host=MLP(inputs=6, width=8, hidden=(3, 5), outputs=3), stream=True)

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import esper
 from esper.leyline.errors import OutOfMemory, RunWarning, UserCodeError
@@ -24,9 +23,8 @@ from esper.simic.rewards import get_reward
 from esper.store.checkpoint import Checkpoints
 from esper.store.lock import Lock
 from esper.tamiyo.rules.baselines import Never, RandomValid
-from esper.tasks.hosts.factories import MLP
 from journals import events
-from populations import blobs, small_config
+from populations import Lost, blobs, small_config, streamed
 
 ENVS, STEPS = 3, 6
 
@@ -198,28 +196,6 @@ def test_memory_that_runs_out_at_set_up_is_named_and_the_run_is_resumed_when_the
     assert "lower envs, give fewer examples, or a Dataset with stream=True; esper resume" in str(e.value)
     assert_failed(tmp_path / "run", "OutOfMemory", str(e.value).partition("; esper resume")[0])
     assert grow(task, config, Never(), tmp_path / "run", opening=Opening(resume=True))["status"] == "finished"
-
-
-class Lost(Dataset):
-    """Examples of which one cannot be read for a while."""
-
-    def __init__(self):
-        self.x = torch.randn(300, 6, generator=torch.Generator().manual_seed(0))
-        self.lost = self.left = None
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise OSError("the disk with the examples is gone")
-        return self.x[index], self.x[index, :3].argmax().item()
-
-
-def streamed(data):
-    return esper.task("mine", data, classes=3, host=MLP(inputs=6, width=8, hidden=(3, 5), outputs=3), stream=True)
 
 
 def test_an_error_of_a_dataset_leaves_a_checkpoint_of_the_last_whole_step_and_the_message_names_it(tmp_path):

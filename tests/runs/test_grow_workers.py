@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import esper
 from crashes import Leaving, Left
@@ -37,6 +37,7 @@ from esper.tolaria import runtime
 from esper.tolaria.governor import Governor
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.stacked.population import StackedPopulation
+from populations import Lost, streamed
 
 BASELINES = ["twin", "same-size", "plain", "skips"]
 SMALL = {
@@ -155,28 +156,10 @@ def test_each_worker_reads_the_batches_of_a_streamed_dataset(tmp_path, beside):
     assert (summary, rows) == ({name: value for name, value in alone[0].items() if name != "reading_p95"}, alone[1])
 
 
-class Lost(Dataset):
-    """Its disk goes away after some reads."""
-
-    def __init__(self):
-        self.x, self.left = torch.randn(300, 6, generator=torch.Generator().manual_seed(0)), None
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, index):
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                raise OSError("the disk with the examples is gone")
-        return self.x[index], int(self.x[index, 0] > 0)
-
-
 @pytest.mark.parametrize("amp", ["off", "fp16"])
 def test_an_error_of_a_dataset_in_a_worker_leaves_a_checkpoint_of_the_last_whole_step(tmp_path, beside, amp):
     data = Lost()
-    host = MLP(inputs=6, width=8, hidden=(3, 5), outputs=2)
-    task = esper.task("streamed", data, host=host, classes=2, stream=True)
+    task = streamed(data)
     over = {name: value for name, value in SMALL.items() if name != "task"}
     over |= {"baselines": ["twin"], "models": "none", "amp": amp, "early_stopping": {"enabled": True, "patience": 5}}
     over |= {"checkpoint": {"every_steps": 0, "every_seconds": 0}, "widen": {"at": [2]}}
