@@ -281,7 +281,7 @@ class ShardedPopulation:
 
     @contextmanager
     def remembering(self, step: int) -> Iterator[None]:
-        """Let the workers copy the states of their rows after a step; a state that is asked for within holds nothing of rows."""
+        """Let the workers copy the state of their rows after a step. Within, `snapshot` and `ShardedKeeper.state` are empty."""
         self.tell("remember", [[step] for _ in self.rows], kept=False)
         self._counts = self.skipped.copy(), self.widened
         self.remembers = True
@@ -588,6 +588,7 @@ class Shard:
         self._copy.take({"snapshot": self._population.snapshot(), "keepers": keepers})
 
     def remembered(self) -> Tree:
+        """Return that copy."""
         found: Tree = self._copy.tree()
         return found
 
