@@ -1,11 +1,11 @@
-"""Time a network that grows alone with and without the copy that runs beside it.
+"""Time a network that grows alone, with a copy of it beside it and without.
 
     python scripts/benchmark_ghost.py [--turns 60 | --quick]
 
-A product of one row can be rounded differently from one of several rows, so a network alone runs beside a copy of itself, whose
-results are ignored: it then has the bits that it has in a larger population. Three engines take turns, step by step: one leaves
-the copy out, and one has `mapping: loop`, which needs none. Prints the medians of the processor time of a step, no seeds and no
-twin, and the ratio of the first to each of the others.
+Where a product of one row could be rounded differently from one of several rows, as on a GPU, a network alone runs beside a copy
+of itself, whose results are ignored. On a CPU these networks need none. Three engines take turns, step by step: one has a copy
+all the same, one has none, and one has `mapping: loop`. Prints the medians of the processor time of a step, no seeds and no twin,
+and the ratio of the first to each of the others.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def alone(name: str, *, ghost: bool, mapping: str) -> VectorizedEngine:
     """An engine of one network of a task, or of an MLP of a width, with a copy of it or without."""
     task = vectors(int(name)) if name.isdigit() else esper.get_task(name)
     settings = {"envs": 1, "twin": False, "baselines": [], "steps": 10**6, "device": "cpu", "mapping": mapping}
-    # There is no setting for it: a network whose bits depend on what it runs beside is of no use but to be timed.
+    # There is no setting for it: the copy changes no bit of these networks, and is of no use but to be timed.
     with patch.object(population, "needs_ghost", lambda task, config: ghost):
         engine = VectorizedEngine(task, build_config(task.defaults, settings))
         engine.reset()

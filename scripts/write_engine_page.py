@@ -162,11 +162,12 @@ back after [13,500 passes or more](../compiling.md#what-it-brings)."""
 GAP = """The engine runs the same products, and trains faster than the bare stack, which autograd differentiates: it notes its
 passes on a tape of its own ([the life of a batch](../architecture.md#the-life-of-a-batch)), with the same bits. What the engine
 takes more is in the probe (ranks, spreads and standard errors) and around it (gates, masks, vital signs and views in NumPy),
-which do not shrink with the population. A network alone runs beside a copy of itself, because a product of one row rounds
-differently. Small networks are faster with the copy than without, as torch has a slower way for products of one row: a step takes
-.89 times the processor time on `digits-narrow`, .88 on `repair`, and .86, .89, .95 and 1.00 for MLPs of 16 to 256 units
-(`python scripts/benchmark_ghost.py --turns 40`, an AMD EPYC). With `mapping: loop`, which needs no copy, the two tasks take twice
-as long; an MLP of 64 units takes as long, and larger ones less ([figures](transformer.md#one-after-another))."""
+which do not shrink with the population. On a CPU a small network of Esper's layers that is alone has no copy beside it, and the
+bits that it has in any population. With a copy, a step would take 1.03 times the processor time on `digits-narrow`, 1.02 on
+`repair`, and 1.03, 1.12, 1.32, 1.66 and 1.72 for MLPs of 16, 64, 128, 256 and 384 units
+(`python scripts/benchmark_ghost.py --turns 40`, an AMD EPYC). The bare stack has none either, so that the floor is lower too: at
+E = 1 it takes 11.2 ms a step where it took 12.4, and the engine 11.7 where it took 12.2, which is .96 of the floor
+(`python scripts/benchmark_hot_path.py --table envs`; the tables above are of before)."""
 """What the tables of the gap say."""
 
 

@@ -375,9 +375,9 @@ def test_where_the_config_was_changed_the_run_is_not_begun_again(written):
 
 def test_another_format_is_refused_with_both_numbers(folder, monkeypatch):
     with monkeypatch.context() as later:
-        later.setattr("esper.store.checkpoint.FORMAT", 11)
+        later.setattr("esper.store.checkpoint.FORMAT", 12)
         Checkpoints(folder, KEPT).write(1, state(1))
-    with pytest.raises(InputError, match=r"state\.json is of format 11, this Esper reads format 10"):
+    with pytest.raises(InputError, match=r"state\.json is of format 12, this Esper reads format 11"):
         read(folder)
 
 

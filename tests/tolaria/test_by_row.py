@@ -1,4 +1,6 @@
-"""Networks that run one after another: a row alone has no ghost, and the bits that it has in any population."""
+"""A network alone: where it has a ghost, and that it has the bits that it has in any population."""
+
+from functools import partial
 
 import numpy as np
 import pytest
@@ -80,23 +82,39 @@ def test_a_network_alone_has_no_ghost_and_the_bits_that_it_has_among_others(apar
     assert_bitwise(alone, episode(make(), 1, twin=True, **top)[1])
 
 
-def test_with_mapping_loop_a_small_network_has_no_ghost_either():
-    engine, alone = episode(blobs(), 1, mapping="loop")
+@pytest.mark.parametrize(
+    ("make", "top"),
+    [
+        (blobs, {}),
+        (partial(blobs, hidden=(1, 7)), {"lifecycle": {"incubation": "ste"}, "data": {"batch_size": 7}}),
+        (partial(blobs, dtype=torch.float64), {"optimizer": {"name": "sgd"}}),
+        (text, {}),
+        (blobs, {"mapping": "loop"}),
+    ],
+    ids=["vectors-shadow", "one-unit-ste", "float64-sgd", "tokens-shadow", "loop"],
+)
+def test_a_small_network_alone_has_no_ghost_and_the_bits_that_it_has_among_others(make, top):
+    engine, alone = episode(make(), 1, **top)
     assert len(engine.population.environment) == 1
-    assert_bitwise(alone, episode(blobs(), 3, mapping="loop")[1])
+    assert not engine.population.body.by_row
+    assert_bitwise(alone, episode(make(), 3, **top)[1])
 
 
 @pytest.mark.parametrize(
-    ("top", "ghost"),
+    ("make", "top", "ghost"),
     [
-        ({}, True),
-        ({"mapping": "loop"}, False),
-        ({"twin": True}, False),
-        ({"envs": 2}, False),
+        (blobs, {}, False),
+        (text, {}, False),
+        (partial(blobs, stacks=False), {}, True),
+        (blobs, {"amp": "fp16"}, True),
+        (blobs, {"compile": "on"}, True),
+        (blobs, {"mapping": "vmap"}, True),
+        (blobs, {"mapping": "vmap", "twin": True}, False),
+        (blobs, {"mapping": "vmap", "envs": 2}, False),
     ],
 )
-def test_a_ghost_runs_beside_a_small_network_that_is_alone_and_does_not_run_in_a_loop(top, ghost):
-    assert needs_ghost(blobs(), small_config(**{"envs": 1, "device": "cpu", **top})) == ghost
+def test_a_ghost_runs_beside_a_small_network_alone_that_could_round_otherwise(make, top, ghost):
+    assert needs_ghost(make(), small_config(**{"envs": 1, "device": "cpu", **top})) == ghost
 
 
 @pytest.mark.parametrize(("top", "ghost"), [({}, False), ({"mapping": "vmap"}, True), ({"compile": "on"}, True)])

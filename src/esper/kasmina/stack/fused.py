@@ -14,6 +14,19 @@ Needed = Sequence[bool]
 """Whether a layer is asked for the gradient of its input, and of each of its tensors."""
 
 
+def product(x: Tensor, y: Tensor, offset: Tensor | None = None) -> Tensor:
+    """Return x y + offset of each row: x (n, A, B), y (n, B, C), offset (n, 1, C) -> (n, A, C); a row has equal bits for any n.
+
+    On a CPU with one thread, of all batched products only those of a matrix and a vector take another kernel for one row than
+    for several (`bench/scripts/study_one_row.py`). One row is then computed twice, as one of two.
+    """
+    single = len(x) == 1 and 1 in (x.shape[1], y.shape[2])
+    if single:
+        x, y = x.expand(2, -1, -1), y.expand(2, -1, -1)
+    z = torch.bmm(x, y) if offset is None else torch.baddbmm(offset, x, y)
+    return z[:1] if single else z
+
+
 class RowMap:
     """Applies a linear map to each row: x (n, B, D), weight (n, O, D), bias (n, O) or None -> (n, B, O)."""
 
@@ -21,7 +34,7 @@ class RowMap:
 
     @staticmethod
     def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+        return product(x, weight.mT, None if bias is None else bias.unsqueeze(1))
 
     run_own = run
 
@@ -31,8 +44,8 @@ class RowMap:
     ) -> list[Tensor | None]:
         ahead, own, offset = needed
         return [
-            torch.bmm(dy, weight) if ahead else None,
-            _given(weight, torch.bmm(dy.mT, x)) if own else None,
+            product(dy, weight) if ahead else None,
+            _given(weight, product(dy.mT, x)) if own else None,
             _given(bias, dy.sum(1)) if offset and bias is not None else None,
         ]
 

@@ -247,8 +247,8 @@ class Stack:
 
         With `frozen`, parameters are constants of the graph while gradients still flow through x, and the module is in
         evaluation mode, so that no buffer changes. `keys` (n,) seeds what each row draws in training mode. A single row
-        is run beside a ghost of itself, because a product of one row takes another kernel than one of several, and the
-        numbers of a row must not depend on the other rows.
+        is run beside a ghost of itself where it could be rounded differently than among several, as the numbers of a row
+        must not depend on the other rows.
         """
         what = self.part(part)
         if what.way == "loop":
@@ -262,7 +262,7 @@ class Stack:
         tensors = self._parameters(what, rows, frozen)
         at = rows if isinstance(rows, slice) else self._index(rows)
         kept = {name: self.columns[name][at] for name, _, _ in what.buffers}
-        buffers, single = kept, first(x).shape[0] == 1
+        buffers, single = kept, first(x).shape[0] == 1 and not self._rounds_alike(what)
         # x becomes a node of its own in either case. The gradients of the module for x are then summed before those of
         # other users of x are added, so the order of the sum, which decides its last bit, is the same for any number of rows.
         # Fused layers are one node anyway.
@@ -291,6 +291,11 @@ class Stack:
             for name, buffer in kept.items():
                 buffer.copy_(buffers[name][:1])
         return y
+
+    def _rounds_alike(self, what: _Part) -> bool:
+        """Return whether a row has the same bits alone as among others, as on a CPU where `product` computes all products."""
+        eager = not self.traced and not torch.is_autocast_enabled(self.device.type)
+        return what.way == "direct" and self.device.type == "cpu" and eager
 
     def _direct(self, what: _Part, x: Batch, tensors: list[Tensor], buffers: dict[str, Tensor]) -> Tensor:
         # The last bit of a row's products depends on whether its first element lies on a multiple of 16 bytes, so on the

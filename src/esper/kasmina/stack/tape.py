@@ -101,7 +101,7 @@ class PassTape(PassOperations):
         leaves = [None if at is None else given[at] for at in layers.places]
         tensors = [leaf if leaf is None or index is None else leaf.index_select(0, index) for leaf in leaves]
         ahead, wanted = self.wants(x), [leaf is not None and leaf.requires_grad for leaf in leaves]
-        examples, positions, alone = x.shape[1], x.shape[1:-1], len(x) == 1
+        examples, positions, alone = x.shape[1], x.shape[1:-1], len(x) == 1 and x.device.type != "cpu"
         more = -examples % 4  # as in Stack._direct
         u = torch.cat([x, x[:, :1].expand(-1, more, *x.shape[2:])], 1) if more else x
         padded = u.shape[1:-1]

@@ -129,7 +129,10 @@ def mean(values: Tensor, examples: RowExamples) -> Tensor:
 def paired(difference: Tensor, examples: RowExamples) -> Tensor:
     """Return (n, 2): mean of (n, N) over real examples, and its standard error, sd / sqrt(N) with N - 1 degrees of freedom."""
     if examples.real is None:
-        return torch.stack([difference.mean(1), difference.std(1) / difference.shape[1] ** 0.5], 1)
+        # In float64, torch takes another kernel for the standard deviation of all numbers that there are.
+        rows = difference if len(difference) != 1 else difference.expand(2, -1)
+        spread = rows.std(1)[: len(difference)]
+        return torch.stack([difference.mean(1), spread / difference.shape[1] ** 0.5], 1)
     centre = mean(difference, examples)
     squares = (difference - centre[:, None]).square().masked_fill(~examples.real, 0).sum(1)
     n = examples.size[:, 0]

@@ -671,15 +671,21 @@ def _largest(task: AnyTask) -> SegmentedHost:
 def needs_ghost(task: AnyTask, config: Config) -> bool:
     """Return whether a row alone must run beside a copy of itself to have the bits that it has in a larger population.
 
-    A product of one row can be rounded differently from one of several rows. Where each row runs by itself, on a CPU, there is
-    no product of several rows.
+    On a CPU it need not where each row runs by itself, and where a host that stacks is neither compiled nor run in another type
+    (`Stack.__call__`). Other ways may take another kernel for one row than for several.
     """
     if config.envs * (1 + config.twin) > 1:
         return False
-    device = resolve_device(config.device)
+    device, compiled = resolve_device(config.device), config.compile != "off"
+    if device.type != "cpu":
+        return True
     host = _largest(task)
-    loop = device.type == "cpu" and config.mapping == "loop"
-    return not loop and not runs_by_row(host, device, config.mapping, compiled=config.compile != "off")
+    alike = getattr(host, "stacks", False) and resolve_amp(config.amp, device, dtype_of(host)) is None
+    return not (
+        config.mapping == "loop"
+        or runs_by_row(host, device, config.mapping, compiled=compiled)
+        or (alike and config.mapping == "auto" and not compiled)
+    )
 
 
 def instance_keys(task: AnyTask, config: Config) -> NDArray[np.int64]:
