@@ -10,7 +10,8 @@ from esper.kasmina.stack.body import APART, runs_by_row
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
-from esper.tasks.hosts.factories import ResidualMLP, Transformer
+from esper.tamiyo.rules.baselines import Never
+from esper.tasks.hosts.factories import MLP, ResidualMLP, Transformer
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.population import needs_ghost
@@ -98,6 +99,25 @@ def test_a_small_network_alone_has_no_ghost_and_the_bits_that_it_has_among_other
     assert len(engine.population.environment) == 1
     assert not engine.population.body.by_row
     assert_bitwise(alone, episode(make(), 3, **top)[1])
+
+
+@pytest.mark.parametrize("sizes", [(5, 11, (7,), 3), (9, 7, (1, 5), 2), (15, 11, (13,), 5)], ids=str)
+def test_networks_of_any_widths_have_the_same_bits_at_any_index(sizes):
+    inputs, width, hidden, classes = sizes
+    x = torch.randn(160, inputs, generator=torch.Generator().manual_seed(5))
+    host = MLP(inputs=inputs, width=width, hidden=hidden, outputs=classes)
+    task = task_from("odd", x, torch.arange(160) % classes, host=host, classes=classes, menu=("bypass-mlp",))
+
+    def trained(envs, first):
+        engine = VectorizedEngine(task, small_config(envs=envs, first_instance=first, steps=5))
+        view, never = engine.reset(), Never()
+        for _ in range(5):
+            view, _ = engine.step(never.act(view))
+        return engine.population.body.host.columns["value"]
+
+    among_others = trained(6, 0)
+    for index in range(1, 6):
+        assert torch.equal(trained(1, index)[0], among_others[index])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 Needed = Sequence[bool]
@@ -25,6 +26,18 @@ def product(x: Tensor, y: Tensor, offset: Tensor | None = None) -> Tensor:
         x, y = x.expand(2, -1, -1), y.expand(2, -1, -1)
     z = torch.bmm(x, y) if offset is None else torch.baddbmm(offset, x, y)
     return z[:1] if single else z
+
+
+def _outer(dy: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient (n, O, D) of the weight of a linear map, from that of its output (n, B, O) and its input (n, B, D).
+
+    Its last bit depends on whether the result of a row begins at a multiple of 16 bytes, so on the index of the row. Features of
+    zeros behind the last output align every row.
+    """
+    outputs = dy.shape[2]
+    if outputs * x.shape[2] % 4:
+        return product(F.pad(dy, (0, -outputs % 4)).mT, x)[:, :outputs]
+    return product(dy.mT, x)
 
 
 class RowMap:
@@ -45,7 +58,7 @@ class RowMap:
         ahead, own, offset = needed
         return [
             product(dy, weight) if ahead else None,
-            _given(weight, product(dy.mT, x)) if own else None,
+            _given(weight, _outer(dy, x)) if own else None,
             _given(bias, dy.sum(1)) if offset and bias is not None else None,
         ]
 
