@@ -117,7 +117,8 @@ def test_a_run_does_not_depend_on_the_number_of_workers_or_on_losses(alone, tmp_
 @pytest.mark.parametrize(
     "over",
     [
-        pytest.param({"baselines": [], "steps": 6}, id="ghosts beside single rows"),
+        pytest.param({"baselines": [], "steps": 6}, id="single rows"),
+        pytest.param({"baselines": [], "steps": 6, "mapping": "vmap"}, id="ghosts beside single rows"),
         pytest.param(
             {"amp": "fp16", "early_stopping": {"enabled": True, "patience": 3}}, id="float16 that stops early"
         ),
