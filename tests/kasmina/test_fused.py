@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
-from esper.kasmina.host import steps_of
+from esper.kasmina.host import SegmentedHost, SlotSpec, steps_of
 from esper.kasmina.stack.fused import Layers, layers_of
 from esper.kasmina.stack.layers import Linear
 from esper.kasmina.stack.rows import Stack
@@ -77,6 +77,38 @@ def test_gradients_are_those_of_separate_networks_and_add_up_over_passes(rows):
         torch.testing.assert_close(stack.columns["gradient"][row], expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("functions", [(nn.Tanh,), (nn.Tanh, nn.ReLU), (nn.ReLU, nn.Tanh), (nn.Tanh, nn.Tanh)], ids=str)
+@pytest.mark.parametrize(
+    "batch", [lambda x: x, lambda x: (x,), lambda x: {"input": x}], ids=["tensor", "tuple", "mapping"]
+)
+def test_plain_modules_of_torch_run_in_one_call_and_compute_what_separate_networks_compute(functions, batch):
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), *(each() for each in functions), nn.Linear(5, 3, bias=False), nn.Tanh())
+
+    stack, x, rows = filled(network), torch.randn(4, 7, 6, dtype=torch.float64), slice(0, 4)
+    assert stack.part("").way == "direct"
+    y = stack(batch(x), rows)
+    y.square().sum().backward()
+    for row in range(4):
+        plain = stack.read(row, network().double())
+        expected = plain(x[row])
+        torch.testing.assert_close(y[row], expected, rtol=1e-12, atol=1e-14)
+        expected.square().sum().backward()
+        gradient = torch.cat([parameter.grad.flatten() for parameter in plain.parameters()])
+        torch.testing.assert_close(stack.columns["gradient"][row], gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_a_host_may_say_that_its_segments_are_run_by_vmap():
+    def host(stacks) -> SegmentedHost:
+        made = SegmentedHost([nn.Linear(6, 4), nn.Linear(4, 2)], [SlotSpec("only", after=0, width=4)])
+        if stacks is not None:
+            made.stacks = stacks
+        return made
+
+    ways = {stacks: Stack(host(stacks), 2).part("segments.0").way for stacks in (None, False)}
+    assert ways == {None: "direct", False: "vmap"}
+
+
 def test_a_parameter_that_does_not_train_gets_no_gradient_and_its_input_does():
     def half() -> nn.Module:
         module = damaged()
@@ -105,7 +137,9 @@ def test_seeds_of_layers_compute_what_their_modules_compute(name):
 
 def test_layers_are_found_in_sequences_of_known_modules_without_hooks():
     assert isinstance(layers_of(damaged(), []), Layers)
-    assert layers_of(nn.Sequential(Linear(2, 2), nn.Tanh()), []) is None
+    assert isinstance(layers_of(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []), Layers)
+    assert layers_of(nn.Sequential(Linear(2, 2), nn.GELU()), []) is None
+    assert layers_of(nn.LazyLinear(2), []) is None
     assert layers_of(nn.Sequential(), []) is None
     hooked = damaged()
     hooked[2].register_forward_hook(lambda *_: None)

@@ -5,9 +5,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from esper.kasmina.host import SegmentedHost
 from esper.kasmina.stack.body import APART, runs_by_row
 from esper.leyline.lifecycle.actions import Op
+from esper.leyline.lifecycle.slots import SlotSpec
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.streams import Kind
 from esper.tamiyo.rules.baselines import Never
@@ -101,11 +104,18 @@ def test_a_small_network_alone_has_no_ghost_and_the_bits_that_it_has_among_other
     assert_bitwise(alone, episode(make(), 3, **top)[1])
 
 
+def plain(inputs, width, hidden, classes):
+    """A host of torch's own modules, as a person writes it."""
+    segments = [nn.Linear(inputs, width), nn.Sequential(nn.Tanh(), nn.Linear(width, width)), nn.Linear(width, classes)]
+    return SegmentedHost(segments, [SlotSpec("middle", after=1, width=width)])
+
+
+@pytest.mark.parametrize("make", [MLP, partial(partial, plain)], ids=["layers of Esper", "layers of torch"])
 @pytest.mark.parametrize("sizes", [(5, 11, (7,), 3), (9, 7, (1, 5), 2), (15, 11, (13,), 5)], ids=str)
-def test_networks_of_any_widths_have_the_same_bits_at_any_index(sizes):
-    inputs, width, hidden, classes = sizes
+def test_networks_of_any_widths_have_the_same_bits_at_any_index(sizes, make):
+    inputs, classes = sizes[0], sizes[-1]
     x = torch.randn(160, inputs, generator=torch.Generator().manual_seed(5))
-    host = MLP(inputs=inputs, width=width, hidden=hidden, outputs=classes)
+    host = make(*sizes)
     task = task_from("odd", x, torch.arange(160) % classes, host=host, classes=classes, menu=("bypass-mlp",))
 
     def trained(envs, first):

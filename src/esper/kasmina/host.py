@@ -58,16 +58,17 @@ class SegmentedHost(nn.Module):
     The floating-point parameters of a host have one dtype, and every floating-point tensor of a batch is cast to it.
     Whole numbers, such as token ids, and truth values are not cast.
 
-    A host whose every operation acts on trailing axes, each example by itself, may set `stacks = True`. A stack then
-    calls it with parameters that have a leading row axis, (E, *shape), and inputs (E, B, ...), which is as fast as
-    hand-written batched arithmetic. Any other module is run by vmap or in a loop, with the same numbers. A host that
-    draws no random numbers in training mode may set `draws = False`; a loop then does not seed a generator for every
-    call.
+    Segments of `nn.Linear`, `nn.ReLU` and `nn.Tanh`, alone or in an `nn.Sequential`, run for all networks of a
+    population at once, as fast as hand-written batched arithmetic. A host whose every operation acts on
+    trailing axes, each example by itself, may set `stacks = True`. A stack then calls it with parameters that have a
+    leading row axis, (E, *shape), and inputs (E, B, ...), just as fast. Any other module, and every one of a host with
+    `stacks = False`, is run by vmap or in a loop, with the same numbers. A host that draws no random numbers in
+    training mode may set `draws = False`; a loop then does not seed a generator for every call.
 
     If a slot does not say which modules make the inner features of its segment, `inner_of` decides.
     """
 
-    stacks = False
+    stacks: bool | None = None
     draws = True
 
     def __init__(self, segments: Iterable[nn.Module], slots: Sequence[SlotSpec]) -> None:

@@ -75,6 +75,18 @@ class ReLU:
         return [torch.ops.aten.threshold_backward(dy, y, 0)]
 
 
+class Tanh:
+    """Computes tanh(x)."""
+
+    tensors: ClassVar = ()
+    run = staticmethod(torch.tanh)
+    run_own = staticmethod(torch.tanh_)
+
+    @staticmethod
+    def back(dy: Tensor, x: Tensor, y: Tensor, needed: Needed) -> list[Tensor | None]:
+        return [torch.ops.aten.tanh_backward(dy, y)]
+
+
 class RowFloor:
     """Computes max(x, floor): floor (n, 1, 1)."""
 
@@ -117,7 +129,7 @@ class Layers(NamedTuple):
         return x
 
 
-def layers_of(module: nn.Module, names: Sequence[tuple[str, ...]]) -> Layers | None:
+def layers_of(module: nn.Module, names: Sequence[tuple[str, ...]] = ()) -> Layers | None:
     """Return the layers of a module that runs them one after another, or None if it does anything else.
 
     Such a module is a layer itself, an nn.Sequential, or of a class whose `in_order` names its submodules, and `ReLU`, in the
@@ -146,8 +158,12 @@ def _steps(prefix: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
         for each in vars(type(module))["in_order"]:
             yield from [("", each)] if each is ReLU else _steps(f"{prefix}{each}.", module.get_submodule(each))
     else:
-        kind = ReLU if type(module) is nn.ReLU else vars(type(module)).get("fused")  # not that of a base class
-        yield prefix, kind if kind in (RowMap, ReLU, RowFloor) else None
+        kind = _KINDS.get(type(module)) or vars(type(module)).get("fused")  # not those of a base class
+        yield prefix, kind if kind in (RowMap, ReLU, Tanh, RowFloor) else None
+
+
+_KINDS: dict[type[nn.Module], Any] = {nn.Linear: RowMap, nn.ReLU: ReLU, nn.Tanh: Tanh}
+"""Modules of torch that are layers. GELU, SiLU and Sigmoid are not, as their last bits depend on where a row lies in memory."""
 
 
 def mark(leaf: Tensor) -> None:
@@ -177,10 +193,11 @@ def streams_of(kinds: Sequence[Any], x: Tensor, tensors: Sequence[Tensor | None]
     streams, start, own = [x], 0, False
     for kind in kinds:
         stop = start + len(kind.tensors)
-        # Behind the first layer, a stream belongs to nobody else and may be overwritten.
+        # Behind the first layer, a stream belongs to nobody else and may be overwritten, but by what follows a layer whose
+        # gradient is one of its output. That of ReLU stays the same.
         x = (kind.run_own if own else kind.run)(x, *tensors[start:stop])
         streams.append(x)
-        start, own = stop, True
+        start, own = stop, kind is not Tanh
     return streams
 
 

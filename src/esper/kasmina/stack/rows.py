@@ -132,6 +132,12 @@ class _Part(NamedTuple):
     layers: Layers | None  # what a part that is called directly does, if it is layers that follow each other
 
 
+def stacks_directly(host: nn.Module, part: nn.Module, layers: Layers | None) -> bool:
+    """Return whether a part of a host is called once for all rows: it says that it stacks, or is layers of `layers_of`."""
+    said = [getattr(each, "stacks", None) for each in (host, part)]
+    return True in said or (layers is not None and False not in said)
+
+
 class Stack:
     """Keeps copies of a module in one (capacity, P) tensor with one row per copy, and runs them as one.
 
@@ -221,6 +227,7 @@ class Stack:
                 if (owner := self.module.get_submodule(owner_path)) in inside:
                     buffers.append((name, owner, own))
             inner = tuple((inside[owner] + own,) for _, owner, own in buffers)
+            layers = layers_of(module, names + inner)
             found = self._parts[path] = _Part(
                 prefix,
                 module,
@@ -228,17 +235,17 @@ class Stack:
                 tuple(owners for _, owners in owned),
                 names,
                 tuple(buffers),
-                self._way(module),
-                layers_of(module, names + inner),
+                self._way(module, layers),
+                layers,
             )
         return found
 
-    def _way(self, part: nn.Module) -> Way:
+    def _way(self, part: nn.Module, layers: Layers | None) -> Way:
         if self.mapping != "auto":
             return self.mapping
         if self.random or (self.convolves and self.device.type == "cpu"):
             return "loop"
-        return "direct" if getattr(self.module, "stacks", False) or getattr(part, "stacks", False) else "vmap"
+        return "direct" if stacks_directly(self.module, part, layers) else "vmap"
 
     def __call__(
         self, x: Batch, rows: Rows, *, part: str = "", frozen: bool = False, keys: NDArray[np.int64] | None = None
@@ -303,8 +310,8 @@ class Stack:
         examples = first(x).shape[1]
         if examples % 4:
             x = map_leaves(lambda x: torch.cat([x, x[:, :1].detach().expand(-1, -examples % 4, *x.shape[2:])], 1), x)
-        if what.layers is not None and isinstance(x, Tensor):
-            y = what.layers(x, [*tensors, *buffers.values()], not self.traced)
+        if what.layers is not None:
+            y = what.layers(first(x), [*tensors, *buffers.values()], not self.traced)
         else:
             # Binding is cheaper than functional_call, and nothing else uses this copy of the module.
             for owners, tensor in zip(what.owners, tensors, strict=True):

@@ -18,8 +18,10 @@ from esper.kasmina.host import SegmentedHost, check_host, dtype_of, segment_outp
 from esper.kasmina.lifecycle import Edits, doses, exported
 from esper.kasmina.network.export import grown_network
 from esper.kasmina.stack.body import Body, runs_by_row
+from esper.kasmina.stack.fused import layers_of
 from esper.kasmina.stack.layout import BEFORE, HERE
 from esper.kasmina.stack.plan import Branches, Route
+from esper.kasmina.stack.rows import stacks_directly
 from esper.kasmina.stack.snapshot import Snapshot
 from esper.kasmina.stack.widening import BodyWidening, HiddenWidening, plan_widenings, wider_hosts
 from esper.leyline.config.tree import SENSOR_FAMILIES, Config
@@ -671,8 +673,8 @@ def _largest(task: AnyTask) -> SegmentedHost:
 def needs_ghost(task: AnyTask, config: Config) -> bool:
     """Return whether a row alone must run beside a copy of itself to have the bits that it has in a larger population.
 
-    On a CPU it need not where each row runs by itself, and where a host that stacks is neither compiled nor run in another type
-    (`Stack.__call__`). Other ways may take another kernel for one row than for several.
+    On a CPU it need not where each row runs by itself, and where segments are called once for all rows, neither compiled nor in
+    another type (`Stack.__call__`). Other ways may take another kernel for one row than for several.
     """
     if config.envs * (1 + config.twin) > 1:
         return False
@@ -680,7 +682,8 @@ def needs_ghost(task: AnyTask, config: Config) -> bool:
     if device.type != "cpu":
         return True
     host = _largest(task)
-    alike = getattr(host, "stacks", False) and resolve_amp(config.amp, device, dtype_of(host)) is None
+    direct = all(stacks_directly(host, segment, layers_of(segment)) for segment in host.segments)
+    alike = direct and resolve_amp(config.amp, device, dtype_of(host)) is None
     return not (
         config.mapping == "loop"
         or runs_by_row(host, device, config.mapping, compiled=compiled)
