@@ -24,8 +24,7 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked import population
 
 WARMUP = 10
-"""Steps of each engine that are not counted."""
-
+"""Steps of each engine that are not counted, but with --quick."""
 
 WAYS = {"with the copy": (True, "auto"), "without": (False, "auto"), "in a loop": (False, "loop")}
 """Whether the copy runs too, and the key `mapping`."""
@@ -42,15 +41,15 @@ def alone(name: str, *, ghost: bool, mapping: str) -> VectorizedEngine:
     return engine
 
 
-def seconds(name: str, turns: int) -> list[float]:
-    """The processor time of a step of each way, medians over turns."""
+def seconds(name: str, warmup: int, turns: int) -> list[float]:
+    """The processor time of a step of each way behind the warm-up, medians over turns."""
     engines, client = [alone(name, ghost=ghost, mapping=mapping) for ghost, mapping in WAYS.values()], Never()
     times: list[list[float]] = [[] for _ in WAYS]
-    for turn in range(WARMUP + turns):
+    for turn in range(warmup + turns):
         for engine, taken in zip(engines, times, strict=True):
             begin = time.process_time()
             engine.step(client.act(engine.view()))
-            if turn >= WARMUP:
+            if turn >= warmup:
                 taken.append(time.process_time() - begin)
     return [statistics.median(taken) for taken in times]
 
@@ -61,10 +60,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="one turn, to see that it runs")
     arguments = parser.parse_args()
-    turns = 1 if arguments.quick else arguments.turns
+    warmup, turns = (0, 1) if arguments.quick else (WARMUP, arguments.turns)
     torch.set_num_threads(1)
     for name in ("digits-narrow", "repair", "16", "64", "128", "256", "384"):
-        beside, *others = (1000 * each for each in seconds(name, turns))
+        beside, *others = (1000 * each for each in seconds(name, warmup, turns))
         said = f"MLP of width {name}" if name.isdigit() else name
         rest = (f"{own:.1f} ms {way} ({beside / own:.2f})" for way, own in zip([*WAYS][1:], others, strict=True))
         print(f"{said}: {beside:.1f} ms with the copy, {', '.join(rest)}", flush=True)
