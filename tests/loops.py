@@ -34,8 +34,9 @@ def stages(growth):
 
 
 def repeatable(growth):
-    """The summary of a growth without its seconds, which differ between two runs that are equal otherwise."""
-    return {name: value for name, value in growth.summary().items() if name != "seconds"}
+    """The summary of a growth without what is in seconds, which differs between two runs that are equal otherwise."""
+    summary = {name: value for name, value in growth.summary().items() if name not in ("seconds", "outlook")}
+    return summary | {"stopped": summary["stopped"] and summary["stopped"].partition(";")[0]}
 
 
 def equal(one, other):

@@ -195,7 +195,7 @@ def test_a_life_passes_through_its_stages_at_the_decisions_of_the_script():
     assert [entry["site"] for entry in summary["keeps"]] == ["stem"]
     assert [entry["site"] for entry in summary["prunes"]] == ["one"]
     assert summary["status"] == "growing"
-    assert list(summary["seconds"]) == ["incubation", "probe", "decisions", "rest"]
+    assert list(summary["seconds"]) == ["setup", "incubation", "probe", "folds", "decisions", "rest"]
     assert min(summary["seconds"].values()) > 0
     params = sum(parameter.numel() for parameter in planted_at(growing.model, "stem").parameters())
     assert summary["verdict"].startswith(f"Not resolved whether growth paid: 1 seed with {params:,} parameters, ")

@@ -36,19 +36,32 @@ def test_the_first_seed_goes_past_the_narrow_place_and_its_reason_says_what_is_m
     assert "of the gradient is what the layer in front cannot follow" in first["reason"]
 
 
-def test_the_outlook_says_how_far_the_loss_fell_and_which_free_site_lacks_most():
+def test_the_outlook_says_how_fast_the_loss_falls_and_what_the_free_place_that_lacks_most_would_add(monkeypatch):
     growth = grown()
+    seconds = {**growth.seconds, "rest": 300 * 0.5}
+    monkeypatch.setattr(esper.Growth, "seconds", seconds)
     view = growth.engine.view()
     lacks = sensor(view, MISSING)[0]
     free = {
         name: lacks[slot] for slot, name in enumerate(view.space.slots) if view.seeds.stage[0, slot] == Stage.DORMANT
     }
     most = max(free, key=free.get)
-    said = f"; of the free sites {most!r} lacks most: its layers cannot follow {free[most]:.1%} of the gradient"
-    assert growth.outlook.endswith(said)
-    assert growth.outlook.startswith("the loss on the probe still fell by ")
-    assert growth.stopped is None or growth.stopped.endswith(growth.outlook)
+    (since, first), *_, (until, last) = growth._losses
+    falls = 1 - last / first
+    pace = 1 - (1 - falls) ** (60 / (0.5 * (until - since)))
+    adds = pace * free[most] / (1 - free[most])
+    said = f"the loss on the probe still falls by {pace:.1%} a minute ({falls:.1%} in steps {since} to {until}), and "
+    place = f"{most!r} would add most, about {adds:.1%}, as its layers cannot follow {free[most]:.1%} of the gradient"
+    assert growth.outlook.removeprefix("train on: ") == said + ("no place would add 0.1%" if adds < 1e-3 else place)
+    assert growth.stopped is None or growth.stopped.endswith(f"; {growth.outlook}")
     assert growth.summary()["outlook"] == growth.outlook
+
+
+def test_where_growth_has_stopped_it_says_train_on_as_long_as_the_loss_falls():
+    spent = grown(settings={"lifecycle": {"max_seeds": 1}, "heuristic": {"keep_above": -1e9}})
+    assert "; train on: the loss on the probe still falls by " in spent.stopped
+    assert spent.finish() is spent.model
+    assert spent.summary()["outlook"].startswith("train on: ")
 
 
 def test_without_the_measurement_no_reason_speaks_of_what_is_missing():
@@ -57,5 +70,5 @@ def test_without_the_measurement_no_reason_speaks_of_what_is_missing():
     plantings = blind.summary()["plantings"]
     assert plantings
     assert not any("of the gradient" in each["reason"] for each in plantings)
-    assert " in the last 80 steps" in blind.outlook
+    assert blind.outlook.endswith(f" in steps 0 to {blind.engine.state.step * 10})")
     assert "of the gradient" not in blind.outlook

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from esper.leyline.lifecycle.actions import Op
-from loops import equal, growth_at_two_sites, stages, train_two_classes
+from loops import equal, growth_at_two_sites, repeatable, stages, train_two_classes
 from populations import Script
 
 EVERY = 2
@@ -112,7 +112,7 @@ def test_a_growth_that_stopped_goes_on_as_it_was_and_measures_again_with_a_large
     resumed, richer = growth(**SPENT), growth(BOTH)
     resumed.load_state_dict(state)
     richer.load_state_dict(state, changed=["budget", "controller"])
-    assert resumed.summary()["stopped"] == whole.summary()["stopped"]
+    assert repeatable(resumed)["stopped"] == repeatable(whole)["stopped"]
     assert richer.summary()["stopped"] is None
     train(whole, 10)
     assert not any(train(resumed, 10))
@@ -126,6 +126,6 @@ def test_seconds_are_told_by_part_and_end_with_the_growth():
     train(growing, 12)
     growing.finish()
     seconds = growing.seconds
-    assert list(seconds) == ["incubation", "probe", "decisions", "rest"]
+    assert list(seconds) == ["setup", "incubation", "probe", "folds", "decisions", "rest"]
     assert min(seconds.values()) > 0
     assert growing.seconds == seconds

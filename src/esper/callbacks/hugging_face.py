@@ -74,7 +74,8 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         loss: loss(output, labels) of a batch: one number, or one for each example. The default is the loss of the model.
         checkpoint: folder of the checkpoint that is resumed; None where it is checkpoint-<step> of the output folder.
         changed: names of arguments that may be others than in the checkpoint, as ['budget'] (`Growth.load_state_dict`).
-        options: further arguments of `esper.Growth`: controller, budget, budget_passes, freeze, every, steps, seed, settings.
+        options: further arguments of `esper.Growth`: controller, budget, budget_passes, budget_seconds, freeze, every, steps,
+            seed, settings.
 
     growth: the `esper.Growth` of the training, once it has begun; None before.
 

@@ -74,7 +74,8 @@ class LightningGrowth(GrowthCallback, Callback):
         loss: loss(output, target) of a batch, where output is what the network returns for an input.
         network: dotted name of the submodule that grows; '' is the LightningModule itself, through its `forward`.
         changed: names of arguments that may be others than in a checkpoint, as ['budget'] (`Growth.load_state_dict`).
-        options: further arguments of `esper.Growth`: controller, budget, budget_passes, freeze, every, steps, seed, settings.
+        options: further arguments of `esper.Growth`: controller, budget, budget_passes, budget_seconds, freeze, every, steps,
+            seed, settings.
 
     growth: the `esper.Growth` of the training, once it has begun; None before.
 

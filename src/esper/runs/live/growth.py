@@ -80,6 +80,12 @@ _IDLE = 20
 TREND = 8
 """Decisions over which it is said how far the loss on the probe fell before growth stopped."""
 
+A_MINUTE = 6.0
+"""Seconds of the loop in these decisions from which it is said how far the loss falls in a minute, and not in a second."""
+
+NOTEWORTHY = 0.001
+"""Share of the loss that a place must be expected to add in that time to be named."""
+
 LOOKED_AT, ONE_IN = 64, 16
 """Batches of the loop that are compared with the probe: the first so many, then one in so many."""
 
@@ -110,8 +116,9 @@ class Growth:
     Once no seed is under way and none can be planted any more, as the budget is spent, nothing is measured or decided any more;
     `summary()["stopped"]` says so. Every `every` steps, parameters that are not finite are still restored.
 
-    Where growing has taken its share of the passes of the run (`budget_passes`), nothing is planted and nothing incubates until
-    the share has fallen again, and once no seed is on trial, nothing is measured. `summary()["explanations"]` says so.
+    Where growing has taken its share of the passes or seconds of the run (`budget_passes`, `budget_seconds`), nothing is planted
+    and nothing incubates until the share has fallen again, and once no seed is on trial, nothing is measured.
+    `summary()["explanations"]` says so.
 
     step() trains an incubating seed by the gradients of the loop's own backward passes. step(x, y), with the batch of this step,
     trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
@@ -131,6 +138,8 @@ class Growth:
         budget_passes: most forward and backward passes of incubation, probe and twins / all passes of the run (`passes`). The run
             is `steps` long, and without them as long as it is so far, or 50 decisions. Passes are counted and not timed, so that
             a run can be repeated to the bit. None for no limit; where nothing trains but seeds, there is none either.
+        budget_seconds: most seconds of growing / all seconds of the run, as `seconds` has them, beside `budget_passes`. Two runs
+            with such a limit are equal only as long as it is not reached. None for no limit.
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one, always the same. An
             input that is a tuple or a mapping is the arguments of the model.
         loss: loss(output, target) of a batch: one number, or one for each example. Less is better, also where the optimizer
@@ -164,6 +173,7 @@ class Growth:
         controller: str | Controller = "heuristic",
         budget: float = 0.1,
         budget_passes: float | None = 0.25,
+        budget_seconds: float | None = None,
         probe: Batches,
         loss: Loss,
         freeze: Freeze = "none",
@@ -175,7 +185,7 @@ class Growth:
         settings: Mapping[str, Any] | None = None,
         shared: bool = False,
     ) -> None:
-        self._made, self._whole = time.perf_counter(), math.nan
+        self._made, self._whole, self._setup = time.perf_counter(), math.nan, 0.0
         _check_mode("esper.Growth")
         network, wrapper = _unwrapped_model(model)
         _check_owner(network, unwrapped(optimizer))
@@ -208,6 +218,15 @@ class Growth:
             raise InputError(
                 f"budget_passes is {budget_passes!r}; give a number above 0 and below 1, the largest share of the forward and "
                 "backward passes of the run that growing may take, as 0.25, or None for no limit"
+            )
+        if budget_seconds is not None and (
+            isinstance(budget_seconds, bool)
+            or not isinstance(budget_seconds, int | float)
+            or not 0 < budget_seconds <= 1
+        ):
+            raise InputError(
+                f"budget_seconds is {budget_seconds!r}; give a number above 0 and at most 1, the largest share of the seconds of "
+                "the run that growing may take, as 0.25, or None for no limit"
             )
         share = float(budget)
         groups = Groups(optimizer, scheduler, network)
@@ -246,12 +265,18 @@ class Growth:
                 "find_unused_parameters=True"
             )
         self.frozen = Frozen(network, freeze)
-        self._budget_passes, self._steps = budget_passes, steps
+        self._budgets, self._steps = {"budget_passes": budget_passes, "budget_seconds": budget_seconds}, steps
         self._loop_passes = 0
-        self._overspent_at = 0  # number of decisions at which growing had taken its share of the passes
+        self._overspent_at = dict.fromkeys(
+            self._budgets, 0
+        )  # decisions at which growing had taken its share, by the limit
+        # What is taken from this object's own steps, seconds of growing and seconds of the rest to get those of the run; below 0
+        # by what the run had taken before its state was loaded.
+        self._outside = 0, 0.0, 0.0
+        self._begun = 0, 0.0  # steps and seconds of the rest when this object began to look at the loop
         arguments = {
             "budget": share,
-            "budget_passes": budget_passes,
+            **self._budgets,
             "freeze": freeze,
             "every": self.every,
             "steps": steps,
@@ -270,6 +295,7 @@ class Growth:
         self._losses = [(0, float(self.engine.state.scores.loss[0]))]
         self._findings: dict[str, str] = {}  # what is amiss in the loop as of the last decision: sentences by subject
         self._decide(self.engine.view())
+        self._setup = time.perf_counter() - self._made - sum(self.engine.timer.seconds.values())
         _UNFINISHED.add(self)
 
     @property
@@ -298,7 +324,8 @@ class Growth:
             with self.engine.timer.timed("incubation"):
                 self.population.incubate((batch[0], batch[1]) if batch else None)
             if batch and self.overlap is not None and (self.calls <= LOOKED_AT or self.calls % ONE_IN == 0):
-                self.overlap.show(batch)
+                with self.engine.timer.timed("overlap"):
+                    self.overlap.show(batch)
         if self.calls % self.every or self.engine.state.pending is None:
             return False
         waits = self._waits()
@@ -306,13 +333,14 @@ class Growth:
             if waits:  # the time of a decision passes without one
                 state, overspent = self.engine.state, self._overspent()
                 state.step = min(state.step + 1, self.engine.config.steps - 1)
-                self._overspent_at += overspent
-                self._rest(overspent)
+                self._rest(bool(overspent))
             return False
         self.frozen.check()
         view, outcome = self.engine.close()
         self._losses = [*self._losses, (self.calls, float(self.engine.state.scores.loss[0]))][-TREND - 1 :]
-        if self._absorb():
+        with self.engine.timer.timed("fold"):
+            absorbed = self._absorb()
+        if absorbed:
             view = self.engine.view()
         self.frozen.note()
         self._look_at_the_loop()
@@ -340,14 +368,15 @@ class Growth:
         for slot, site in enumerate(population.sites):
             if planted_at(self.model, site.name) is not None and seeds.stage[0, slot] != Stage.FOSSILIZED:
                 population.free(site.name)
-        for site in population.sites:
-            if (seed := planted_at(self.model, site.name)) is None:
-                continue
-            if (why_not := population.fold(site.name)) is None:
-                self.folded.append(site.name)
-                population.free(site.name)
-            elif seed.recipe is not None:
-                self.beside[site.name], self.why_beside[site.name] = seed.recipe.blueprint, why_not
+        with self.engine.timer.timed("fold"):
+            for site in population.sites:
+                if (seed := planted_at(self.model, site.name)) is None:
+                    continue
+                if (why_not := population.fold(site.name)) is None:
+                    self.folded.append(site.name)
+                    population.free(site.name)
+                elif seed.recipe is not None:
+                    self.beside[site.name], self.why_beside[site.name] = seed.recipe.blueprint, why_not
         self._note_widths()
         population.grafts.settle()
         self.frozen.release()
@@ -458,12 +487,13 @@ class Growth:
         view, examples = self.engine.view(), 0 if self.overlap is None else self.overlap.examples
         sentences = [*self._findings.values(), *(few_examples({"the probe": examples}) if examples else ())]
         sentences += explanations(self.attempts, view.space, self.controller, type(self.controller).__name__)
-        if self._overspent_at:
-            sentences.append(
-                f"growing had taken its share of the forward and backward passes (budget_passes={self._budget_passes:g}) at "
-                f"{self._overspent_at} of {counted(state.step, 'decision')}, so nothing was planted or incubated until the share "
-                "had fallen; raise budget_passes or every, or give a smaller probe"
-            )
+        for name, what in (("budget_passes", "forward and backward passes"), ("budget_seconds", "seconds of the run")):
+            if times := self._overspent_at[name]:
+                sentences.append(
+                    f"growing had taken its share of the {what} ({name}={self._budgets[name]:g}) at {times} of "
+                    f"{counted(state.step, 'decision')}, so nothing was planted or incubated until the share had fallen; raise "
+                    f"{name} or every, or give a smaller probe"
+                )
         if self.finished:
             sentences += unfinished(view, self.engine.config.gates, self.attempts.allowed_last)
         return {
@@ -516,41 +546,68 @@ class Growth:
         if self._stopped is None:
             return None
         since, why = self._stopped
-        hint = f": {self.outlook}" if self.outlook else ""
-        return f"growth stopped measuring at step {since:,}, as {why}; train on, or finish{hint}"
+        hint = f"; {self.outlook}" if self.outlook else ""
+        return f"growth stopped measuring at step {since:,}, as {why}{hint}"
 
     @property
     def outlook(self) -> str:
-        """What training on and another seed promise: how far the loss fell over the last decisions, and the free site that lacks
-        most. Empty before the first decision behind a step.
+        """What training on and another seed promise; empty before the first decision behind a step.
+
+            train on: the loss on the probe still falls by 0.9% a minute (1.3% in steps 200 to 1,000), and no place would add 0.1%
+
+        A minute is one of the loop's own time (`seconds["rest"]`), and a second where the last decisions took less than 6. What a
+        place would add follows to first order from the share m of the gradient's energy that its layers cannot follow and a seed
+        can: the loss would fall 1 / (1 - m) times as fast. It begins with "train on" where no more is planted, or where no place
+        would add 0.1 %.
         """
         if len(self._losses) < 2:
             return ""
         (since, first), (until, last) = self._losses[0], self._losses[-1]
-        fell = (first - last) / abs(first) if first else 0.0
-        span = f"in the last {until - since:,} steps"
-        said = f"the loss on the probe still fell by {fell:.1%} {span}" if fell > 0 else f"the loss did not fall {span}"
+        steps, falls = until - since, (first - last) / abs(first) if first else 0.0
         view = self.engine.view()
         free = view.space.fits.any(1) & (view.seeds.stage[0] == Stage.DORMANT)
         missing = np.where(free, sensor(view, MISSING)[0], np.nan)
-        if np.isnan(missing).all():
-            return said
-        slot = int(np.nanargmax(missing))
-        site = view.space.slots[slot]
-        return f"{said}; of the free sites {site!r} lacks most: its layers cannot follow {missing[slot]:.1%} of the gradient"
+        measured = not np.isnan(missing).all()
+        slot = int(np.nanargmax(missing)) if measured else 0
+        lacks = f"its layers cannot follow {missing[slot]:.1%} of the gradient"
+        if falls <= 0:
+            said = f"the loss on the probe did not fall in steps {since:,} to {until:,}"
+            return f"{said}; of the free places {view.space.slots[slot]!r} lacks most: {lacks}" if measured else said
+        calls, rest = self.calls - self._begun[0], self.seconds["rest"] - self._begun[1]
+        taken = max(rest / max(calls, 1) * steps, 1e-9)
+        unit, length = ("minute", 60.0) if taken >= A_MINUTE else ("second", 1.0)
+        pace = 1 - max(1 - falls, 0.0) ** (length / taken)  # as if it went on falling by the same share
+        said = f"the loss on the probe still falls by {pace:.1%} a {unit} ({falls:.1%} in steps {since:,} to {until:,})"
+        adds = pace * missing[slot] / max(1 - missing[slot], 1e-3) if measured else math.nan
+        if adds < NOTEWORTHY:
+            return f"train on: {said}, and no place would add {NOTEWORTHY:.1%}"
+        lead = "train on: " * (self._stopped is not None or self.finished)
+        if not measured:
+            return f"{lead}{said}"
+        return f"{lead}{said}, and {view.space.slots[slot]!r} would add most, about {adds:.1%}, as {lacks}"
 
     @property
     def seconds(self) -> dict[str, float]:
         """What growing costs in seconds, of the device on CUDA, since this object was made and until `finish`.
 
-        `incubation` are the steps of seeds that incubate and of the copies that train without a seed, `probe` the measurements,
-        `decisions` all else of a decision, `rest` the loop's own time, with what seeds add to its passes and its optimizer.
+        `setup` is until the loop begins, `incubation` are the steps of seeds that incubate and of the copies that train without a
+        seed, `probe` the measurements, `folds` are kept seeds that become part of layers, `decisions` is all else of a decision,
+        `rest` the loop's own time, with what seeds add to its passes and its optimizer.
         """
         phases = dict(self.engine.timer.seconds)
         whole = self._whole if self.finished else time.perf_counter() - self._made
-        parts = {name: phases.pop(name, 0.0) for name in ("incubation", "probe")}
+        parts = {"setup": self._setup, **{name: phases.pop(name, 0.0) for name in ("incubation", "probe")}}
+        parts["folds"] = phases.pop("fold", 0.0)
         parts["decisions"] = sum(phases.values())
         return {**parts, "rest": whole - sum(parts.values())}
+
+    def _spent(self) -> tuple[int, float, float]:
+        """Return the steps of the loop in which seconds are counted, those of growing and those of the rest: since the run began,
+        or since it got a limit to them.
+        """
+        *growing, rest = self.seconds.values()
+        calls, growing_outside, rest_outside = self._outside
+        return self.calls - calls, sum(growing) - growing_outside, rest - rest_outside
 
     @property
     def passes(self) -> dict[str, int]:
@@ -589,7 +646,8 @@ class Growth:
             "calls": self.calls,
             "stopped": None if self._stopped is None else self._stopped[0],
             "trend": list(self._losses),
-            "passes": {**self.passes, "overspent": self._overspent_at, "resting": self.population.resting},
+            "passes": {**self.passes, "overspent": dict(self._overspent_at), "resting": self.population.resting},
+            "spent": None if self._budgets["budget_seconds"] is None else list(self._spent()),
             "seeds": population.grafts.planted(),
             "absorbed": {
                 "seeds": population.absorbed_seeds,
@@ -663,8 +721,13 @@ class Growth:
         self.engine.restore({**tree["engine"], "measurements": measured})
         self.attempts = Attempts(**tree["attempts"])
         spent: Any = tree["passes"]
-        self._loop_passes, self._overspent_at = spent["loop"], spent["overspent"]
+        self._loop_passes = spent["loop"]
+        self._overspent_at = dict(spent["overspent"])
         population.passes, population.resting = spent["growth"], spent["resting"]
+        had: Any = tree["spent"] or (0, 0.0, 0.0)  # a run without a limit to its seconds counts them from here on
+        *growing, rest = self.seconds.values()
+        self._begun = self.calls, rest
+        self._outside = self.calls - had[0], sum(growing) - had[1], rest - had[2]
         population.follow(self.engine.state.seeds)
         since: Any = tree["stopped"]
         why = "" if since is None else self._nothing_left(self.engine.view())  # the budget may be another one
@@ -696,17 +759,28 @@ class Growth:
         changed = (decision.actions.op[0] != Op.WAIT) and refused[0] == Refusal.NONE  # listed when it was measured
         why = "" if changed else self._nothing_left(view)
         self._stopped = (self.calls, why) if why else None
-        self._overspent_at += overspent
-        self._rest(overspent and not why)
+        self._rest(bool(overspent) and not why)
 
-    def _overspent(self) -> bool:
-        """Return whether growing took more than its share of the passes of the run, the same in every process."""
-        population, limit = self.population, self._budget_passes
-        if limit is None or not self.calls or population.space.frozen[0]:
-            return False
-        run = max(self.calls, LEAST * self.every if self._steps is None else self._steps)
-        whole = self._loop_passes / self.calls * run + population.passes
-        return population.ranks.from_first(population.passes > limit * whole)
+    def _overspent(self) -> str:
+        """Return which limit growing has reached, 'budget_passes' or 'budget_seconds', the same in every process; '' for none.
+
+        Counts the decisions at which one was.
+        """
+        population, passes, seconds = self.population, *self._budgets.values()
+        if not self.calls or population.space.frozen[0]:
+            return ""
+        run, reached = max(self.calls, LEAST * self.every if self._steps is None else self._steps), ""
+        if passes is not None and population.passes > passes * (
+            self._loop_passes / self.calls * run + population.passes
+        ):
+            reached = "budget_passes"
+        elif seconds is not None:
+            calls, growing, rest = self._spent()
+            if calls and growing > seconds * (rest / calls * run + growing):
+                reached = "budget_seconds"
+        if reached := population.ranks.from_first(reached):
+            self._overspent_at[reached] += 1
+        return reached
 
     def _waits(self) -> bool:
         """Return whether no decision is made until the share of the passes has fallen: seeds on trial are judged in any case, as

@@ -23,7 +23,7 @@ from esper.store.tensors import bytes_of
 from esper.tamiyo.catalog import controller_names
 from esper.tolaria.live.population import LivePopulation
 
-FORMAT = 5
+FORMAT = 6
 """Version of the state of a growth; other versions are refused."""
 CHECKSUM = "checksum"
 _FIXED = (
@@ -50,7 +50,8 @@ def made_with(
 ) -> dict[str, Any]:
     """Return all that decides what a growth computes, but for the network and what it has learned, as plain values by name.
 
-    controller: as it was given, and the object. arguments: budget, budget_passes, freeze, every, steps, seed and mode of Growth.
+    controller: as it was given, and the object. arguments: budget, budget_passes, budget_seconds, freeze, every, steps, seed
+    and mode of Growth.
     """
     given, client = controller
     named = isinstance(given, str) and (given in controller_names() or not Path(given).exists())
