@@ -4,7 +4,7 @@
     python bench/scripts/study_strong_growth.py --out figures/strong digits letter
 
 A network grows in three ways, with the defaults of each: by seeds (`esper.Growth`), as a whole (`esper.AnytimeGrowth`), and as a
-whole where seconds count (the same with cost="seconds", which begins at the largest size that is nearly free on the machine).
+whole where seconds count (the same with cost="seconds", which begins at the knee of the seconds of a step on the machine).
 The budget of the seeds is that of the setting, and there are 50 decisions in a training. Beside them, on the same data:
 
 - untouched: the network as it is, for equal steps and for the seconds of the growing run

@@ -499,24 +499,37 @@ def from_four_units(steps, stop=None, **settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "factor", "why"),
+    ("settings", "factor", "why", "turns"),
     [
-        ({}, 8, "as a step of a network 2 times as wide takes"),  # it waits for targets, as the next size is slower
-        ({"sizes": [1, 4]}, 4, "sizes ends with 4 times the first widths"),
-        ({"sizes": [1, 2, 6]}, 6, "sizes ends with 6 times the first widths"),
-        ({"most_parameters": 1000}, 4, "parameters would exceed most_parameters=1,000"),
+        (
+            {},
+            8,
+            "as a step of a network 2 times as wide takes",
+            [2, 1, 1, 1, 2],
+        ),  # it waits for targets, as the next size is slower
+        ({"sizes": [1, 4]}, 4, "sizes ends with 4 times the first widths", [2]),
+        ({"sizes": [1, 2, 6]}, 6, "sizes ends with 6 times the first widths", [2, 1]),
+        ({"most_parameters": 1000}, 4, "parameters would exceed most_parameters=1,000", [2, 1]),
     ],
 )
 @pytest.mark.parametrize("stop", [None, 5, 20])
-def test_a_network_begins_with_the_largest_size_that_is_nearly_free_by_one_growth(timed, settings, factor, why, stop):
+def test_a_network_begins_with_the_largest_size_that_is_nearly_free_by_one_growth(
+    timed, settings, factor, why, turns, stop
+):
     model, growth = from_four_units(25, stop, **settings)
     (only,) = growth.growths
     assert (only["step"], only["factor"], only["slower"]) == (21, factor, 1.0)
-    assert f"a step of a network {factor} times as wide takes 1.00 times the seconds" in only["why"]
+    assert growth.start == only["why"] == growth.summary()["start"]
+    assert (
+        f"so training starts with {factor}, the largest of these within a fifth of the smallest's seconds"
+        in growth.start
+    )
+    assert "a step takes 1000.00, 1000.00" in growth.start
+    assert growth.start in repr(growth)
     assert [each.out_features for each in model if isinstance(each, nn.Linear)] == [4 * factor, 4 * factor, 2]
     assert growth.parameters == count(mlp(4 * factor))
     assert why in growth.why
-    assert timed == [2] + [1] * (len(timed) - 1)  # each copy once
+    assert timed == turns  # each copy once, and the first that is not nearly free beside the network
 
 
 def test_where_a_large_first_growth_cannot_be_the_smaller_ones_on_the_way_are_taken(timed, monkeypatch):
@@ -529,8 +542,24 @@ def test_where_a_large_first_growth_cannot_be_the_smaller_ones_on_the_way_are_ta
 
     monkeypatch.setattr(anytime, "widen", widen)
     model, growth = from_four_units(25)
-    assert [each["factor"] for each in growth.growths] == [2, 4]
+    assert [each["factor"] for each in growth.growths] == [4, 2]
     assert model[0].out_features == 32
+
+
+def test_a_network_that_is_at_the_knee_stays_as_it_is_and_says_so(timed):
+    torch.manual_seed(0)
+    model = mlp(32)
+    optimizer, x, y = torch.optim.Adam(model.parameters(), 1e-3), torch.randn(64, 10), torch.randint(2, (64,))
+    growth = esper.AnytimeGrowth(model, optimizer, example=x, cost="seconds")
+    for _ in range(24):
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step(y)
+    assert growth.growths == []
+    assert "ms with 1, 2 times the first widths, timed in " in growth.start
+    assert "so training starts with 1, the largest" in growth.start
+    assert "as a step of a network 2 times as wide takes" in growth.why
 
 
 def test_a_network_a_part_of_which_would_stay_becomes_no_wider(timed, monkeypatch):

@@ -14,6 +14,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import esper
 from esper.leyline.errors import InputError
+from esper.runs import estimators
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +119,46 @@ def test_an_anytime_plan_says_that_size_does_not_matter_where_the_loss_stops_fal
     assert ", and it learns by heart, as the loss is " in model.growth_
 
 
+@pytest.mark.parametrize("plan", [None, "anytime"])
+@pytest.mark.parametrize(("free", "first"), [(16, 16), (64, 64), (3, 4)])
+def test_a_network_that_starts_at_the_knee_has_the_units_up_to_which_a_step_costs_the_same(
+    digits, monkeypatch, plan, free, first
+):
+    timed = []
+
+    def shortest(steps, device):
+        for step in steps:
+            step()
+        timed.append([len(each.args[0][0].weight) for each in steps])
+        return [1e-3 * max(units / free, 1) for units in timed[-1]]
+
+    monkeypatch.setattr(estimators, "shortest", shortest)
+    x, _, y, _ = digits
+    settings = {"units": 4, "most_units": 64, "factor": 4, "plan": plan, "most_steps": 100, "random_state": 0}
+    model = esper.GrowingClassifier(**settings, start="knee").fit(x, y)
+    slower = [4, min(4 * first, 64)]  # timed again, as other work may have come between
+    assert timed == [[4, 4**power] for power in (2, 3) if 4**power <= first] + [slower, slower] * (first < 64)
+    assert model.looks_[0].units == first
+    assert (
+        f"so training starts with {first}, the largest of these within a fifth of the smallest's seconds"
+        in model.growth_
+    )
+    # Timing leaves nothing behind: it is the fit that starts with so many units.
+    same = esper.GrowingClassifier(**{**settings, "units": first}).fit(x, y)
+    assert model.looks_ == same.looks_
+    assert np.array_equal(model.predict_proba(x), same.predict_proba(x))
+
+
+def test_where_no_larger_size_can_be_the_sentence_says_that_none_was_timed(digits):
+    x, _, y, _ = digits
+    model = esper.GrowingClassifier(units=4, most_units=15, start="knee", most_steps=50, random_state=0).fit(x, y)
+    assert model.growth_.endswith("; training starts with 4 units, as no larger size can be")
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        ({"start": "small"}, "start is 'small'; give None, to start with `units`, or 'knee'"),
         ({"layers": 0}, "layers is 0; give a whole number from 1 on"),
         ({"units": 2.5}, "units is 2.5; give a whole number"),
         ({"patience": True}, "patience is True; give a whole number"),

@@ -2,7 +2,9 @@
 
 import copy
 import math
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -21,6 +23,7 @@ from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 from esper.runs.live.anytime import AnytimeGrowth
+from esper.runs.live.knee import NEARLY_FREE, Knee, shortest
 from esper.tolaria.live.widening import check_free, widen
 
 LOOK = 50
@@ -58,6 +61,7 @@ class _Growing(BaseEstimator):
         *,
         layers: int = 2,
         units: int = 16,
+        start: Literal["knee"] | None = None,
         factor: float = 4.0,
         most_units: int = 256,
         rate: float = 3e-3,
@@ -70,6 +74,7 @@ class _Growing(BaseEstimator):
     ) -> None:
         self.layers = layers
         self.units = units
+        self.start = start
         self.factor = factor
         self.most_units = most_units
         self.rate = rate
@@ -93,19 +98,18 @@ class _Growing(BaseEstimator):
         train, held = _divided(len(x), self.held_out, strata, key)
         self.scaler_ = StandardScaler().fit(x[train.numpy()])
         inputs = self._standardized(x)
-        layers, units = int(self.layers), int(self.units)
-        numbers = (x.shape[1] + 1) * units + (layers - 1) * (units + 1) * units + (units + 1) * outputs
-        # A number is a weight, its gradient, two moments of AdamW and its moving average, of four bytes each.
-        what = f"training a network with units={units:,} in {counted(layers, 'layer')}"
-        check_free(torch.device("cpu"), 5 * 4 * numbers, what, "give fewer units or layers")
-        with drawn_with(key):
-            network = _mlp(x.shape[1], self.units, outputs, self.layers).float()
-        optimizer = torch.optim.AdamW(network.parameters(), self.rate)
-        moving = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+        start = int(self.units)
+        network, optimizer, moving = begun = self._begun(x.shape[1], start, outputs, key)
+        self._knee = None
+        if self.start is not None:
+            some = train[: self.batch]
+            self._knee = self._timed(begun, inputs[some], target[some], loss, key)
+            start = self._knee.size
+            network, optimizer, moving = self._begun(x.shape[1], start, outputs, key)
         growth: AnytimeGrowth | None = None
         if self.plan is not None:  # becomes wider when the loss on what is held back begins to fall more slowly
             some, probe, sizes = inputs[held][:2], [(inputs[held], target[held])], [1]
-            while self.units * sizes[-1] * self.factor <= self.most_units:
+            while start * sizes[-1] * self.factor <= self.most_units:
                 sizes.append(sizes[-1] * int(self.factor))
             growth = AnytimeGrowth(network, optimizer, example=some, sizes=sizes, probe=probe, loss=loss, seed=key)
         average = moving.module if growth is None else growth.average
@@ -113,7 +117,7 @@ class _Growing(BaseEstimator):
         steps, since_best, looks, why = 0, 0, list[Look](), ""
         best = at_growth = math.inf
         kept: nn.Module | None = None
-        best_look = Look(0, self.units, math.inf)
+        best_look = Look(0, start, math.inf)
         self.stopped_ = f"after the most steps that were allowed, {self.most_steps:,}"
         while steps < self.most_steps:
             for _ in range(min(LOOK, self.most_steps - steps)):
@@ -174,8 +178,56 @@ class _Growing(BaseEstimator):
             why = f"more than {best.units:,} did not lower the loss"
         return (
             f"{counted(self.layers, 'hidden layer')} of {path} units; the network of step {best.steps:,} has {best.units:,}: "
-            f"{why}; ended {self.stopped_}"
+            f"{why}; ended {self.stopped_}{f'; {self._knee}' * (self._knee is not None)}"
         )
+
+    def _begun(
+        self, inputs: int, units: int, outputs: int, key: int
+    ) -> tuple[nn.Sequential, torch.optim.Optimizer, AveragedModel]:
+        """Build a network with its optimizer and its moving average. InputError if it does not fit into memory."""
+        numbers = (inputs + 1) * units + (self.layers - 1) * (units + 1) * units + (units + 1) * outputs
+        # A number is a weight, its gradient, two moments of AdamW and its moving average, of four bytes each.
+        what = f"training a network with units={units:,} in {counted(self.layers, 'layer')}"
+        check_free(torch.device("cpu"), 5 * 4 * int(numbers), what, "give fewer units or layers")
+        with drawn_with(key):
+            network = _mlp(inputs, units, outputs, self.layers).float()
+        optimizer = torch.optim.AdamW(network.parameters(), self.rate)
+        return network, optimizer, AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+
+    def _timed(
+        self,
+        smallest: tuple[nn.Sequential, torch.optim.Optimizer, AveragedModel],
+        x: Tensor,
+        y: Tensor,
+        loss: nn.Module,
+        key: int,
+    ) -> Knee:
+        """Measure steps on a batch, in turn with those of the smallest network, up to the first size that takes longer."""
+
+        def step(network: nn.Module, optimizer: torch.optim.Optimizer, moving: AveragedModel) -> None:
+            loss(network(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            moving.update_parameters(network)
+
+        begun, first = time.perf_counter(), partial(step, *smallest)
+        outputs = len(smallest[0].get_parameter(f"{2 * self.layers}.bias"))
+        sizes, seconds = [int(self.units)], [math.inf]
+        while (units := math.ceil(sizes[-1] * self.factor)) <= self.most_units:
+            try:
+                larger = self._begun(x.shape[1], units, outputs, key)
+            except InputError:  # it does not fit into the memory
+                break
+            sizes.append(units)
+            seconds.append(math.inf)
+            for _ in range(2):  # again where it is slower, as other work may have come between
+                own, other = shortest([first, partial(step, *larger)], x.device)
+                seconds[0], seconds[-1] = min(seconds[0], own), min(seconds[-1], other)
+                if seconds[-1] <= NEARLY_FREE * seconds[0]:
+                    break
+            else:
+                break
+        return Knee(sizes, seconds, time.perf_counter() - begun, "units")
 
     def _outputs(self, X: ArrayLike) -> NDArray[np.float32]:
         """Compute (n, outputs) of the network for X (n, features)."""
@@ -199,6 +251,8 @@ class _Growing(BaseEstimator):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
                 raise InputError(f"{name} is {value!r}; give a whole number from 1 on")
+        if self.start not in (None, "knee"):
+            raise InputError(f"start is {self.start!r}; give None, to start with `units`, or 'knee'")
         if self.plan not in (None, "anytime"):
             raise InputError(f"plan is {self.plan!r}; give None or 'anytime'")
         if self.most_units < self.units:
@@ -234,6 +288,9 @@ class GrowingClassifier(ClassifierMixin, _Growing):
     Args:
         layers: hidden layers
         units: of each hidden layer at first
+        start: None to start with `units`. 'knee' times a step of the training with `units`, with `factor` times as many, and so
+            on up to `most_units`, and starts with the largest of these whose step takes at most 1.2 times the seconds of the
+            smallest, as `growth_` says. Two fits with one random_state are then equal only where they start alike.
         factor: by which the units of each layer grow
         most_units: of each hidden layer
         rate: learning rate

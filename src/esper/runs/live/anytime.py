@@ -7,6 +7,7 @@ import operator
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,6 +29,7 @@ from esper.leyline.config.arguments import check_switch, to_path
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
 from esper.leyline.text import counted
 from esper.nissa.rows import RollbackRow, SizeRow
+from esper.runs.live.knee import NEARLY_FREE, Knee, shortest
 from esper.runs.live.size_log import SizeLog
 from esper.tolaria.live.groups import each_of
 from esper.tolaria.live.population import total
@@ -37,18 +39,12 @@ from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 11
+FORMAT = 12
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
 BEGINNING = 30
 """Steps of the loop in which growths decide the size with which the training begins, so that rates are not scaled by them."""
-TIMED, FEW, LONG_ENOUGH = 7, 3, 0.02
-"""Passes of which the shortest is the seconds of a pass, and how many are enough where they take so long together [seconds]."""
-NAP = 1e-5
-"""Wait before each of these passes [seconds]."""
-NEARLY_FREE = 1.2
-"""Growths in the beginning are taken together until a step takes this many times as long as one of the first size."""
 TARGETS = 30.0
 """Targets seen for each parameter, when the network becomes wider, where `ratio` is not given and no probe decides."""
 WORTH = 0.01
@@ -81,7 +77,7 @@ WINDOW = 8.0
 _PROGRESS = (
     *("steps", "seen", "why", "growths", "rollbacks", "_since", "_compute", "_look_at", "_loss_before", "_cooling"),
     *("_beside", "_slower", "_elasticity", "_shortest", "_grown_at", "_curve", "_looked", "_last_loss", "_lowest"),
-    "_scales",
+    *("_scales", "start"),
 )
 """Attributes of plain values that the state holds."""
 
@@ -128,12 +124,13 @@ class AnytimeGrowth:
     `average` is a running average of the weights over about the last tenth of the compute, which needs no end to be known.
     Statistics of BatchNorm in it are the latest ones.
 
-    With cost='seconds' a network becomes wider sooner where a wider one is hardly slower on this machine. If twice the widths
-    multiply the parameters by p and the seconds of a step by p^e, it grows after e^3 * `ratio` targets for each parameter: at
-    once where a wider step costs nothing. So a network starts at the largest size that is nearly free, however small it was
-    built. One growth leads there: in the beginning copies are made wider and timed, one after the other, while the next size is
-    due and a step takes less than 1.2 times as long as at first. The seconds are the shortest of the first 20 steps of the loop,
-    and of passes of the network and of wider copies on `example`; a run can be repeated only as closely as these. (With a loss
+    With cost='seconds' a network starts at the knee, however small it was built: at the largest size whose step takes at most 1.2
+    times the seconds of one of the first size. Behind the first 20 steps of the loop copies are made wider and timed, one after
+    the other, up to the first that takes longer, and one growth leads to the largest before it; `start` says so. From there on it
+    becomes wider sooner where a wider network is hardly slower: if twice the widths multiply the parameters by p and the seconds
+    of a step by p^e, it grows after e^3 * `ratio` targets for each parameter. The seconds are the shortest of the first 20 steps
+    of the loop, and of passes of the network and of wider copies on `example`; a run can be repeated only as closely as these.
+    Where the size at the knee learns few data by heart, `most_parameters` or `sizes` bound it. (With a loss
     of A / N^a + B / D^b after D targets and a cost of a target that rises as N^e, the best N for a given cost is where
     a A / N^a = e b B / D^b, so D is in proportion to e^(1/b) N for like powers, which are about 1/3: Hoffmann et al., "Training
     compute-optimal large language models", 2022.)
@@ -179,6 +176,7 @@ class AnytimeGrowth:
             layers before and behind it, and by how much the seconds of a step were multiplied (`slower`; None where they were
             not measured)
         rollbacks (list[dict]): where parameters were not finite: `step`, and the step whose network was `restored`
+        start (str): which sizes were timed, in how long, and with which the training begins, where cost='seconds'; '' before that
         why (str): why the network is not larger
         improved (bool): whether the loss on the probe was looked at in this step, and is the lowest so far
         verdict (str): what the probe says of the sizes so far, in a sentence; '' while that is not known
@@ -323,10 +321,10 @@ class AnytimeGrowth:
         self._shortest, self._stepped = math.inf, math.nan
         self._rows = 0  # of the largest batch of targets; the last batch of an epoch may be smaller
         self._beside = math.nan  # seconds of a step beside the passes of the network, once measured
+        self.start = ""
         self._slower: float | None = None  # by how much the seconds of a step are multiplied by the next growth
         self._tried: nn.Module | None = None  # a copy of the network that was made wider in this step
         self._way: Way | None = None  # to that network
-        self._pass: float | None = None  # seconds of a pass of the last wider network that was timed
         self._elasticity = 1.0  # e: that, as a power of the parameters
         self.why = "too few examples were seen"
         self._next_factor()
@@ -412,6 +410,9 @@ class AnytimeGrowth:
             return False
         if self.cost == "seconds" and not self._timed(targets):
             return False
+        if self._starts:
+            self.why = "the sizes are timed once the loss on the probe is finite"
+            return self.seen >= self._look_at
         if self._by_slope:
             return self._bent()
         ratio = self._targets_of_each(self._multiple)
@@ -453,7 +454,7 @@ class AnytimeGrowth:
             self._loss, self._log.noted = None, 0.0
             self._write(self._log, None)
             summary = self.summary()
-            figures = {name: summary[name] for name in ("seen", "growths", "rollbacks", "why")}
+            figures = {name: summary[name] for name in ("seen", "start", "growths", "rollbacks", "why")}
             seconds = round(time.perf_counter() - self._begun, 3)
             sizes = [self._first, *(each["parameters"] for each in self.growths)]
             self._log.end(
@@ -463,7 +464,7 @@ class AnytimeGrowth:
 
     def summary(self) -> dict[str, Any]:
         """Return how far the training is, each growth, and why the network is not larger, as plain values."""
-        names = ("steps", "seen", "parameters", "growths", "rollbacks", "why", "verdict")
+        names = ("steps", "seen", "parameters", "start", "growths", "rollbacks", "why", "verdict")
         return copy.deepcopy({name: getattr(self, name) for name in names})
 
     @property
@@ -525,7 +526,9 @@ class AnytimeGrowth:
             self.rollbacks
         )
         steps, verdict = counted(self.steps, "step"), f"; {self.verdict}" * bool(self.verdict)
-        return f"{type(self.model).__name__} of {sizes} parameters after {steps}; not more, as {self.why}{restored}{verdict}"
+        start = f"; {self.start}" * bool(self.start)
+        size = f"{type(self.model).__name__} of {sizes} parameters"
+        return f"{size} after {steps}; not more, as {self.why}{start}{restored}{verdict}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest."""
@@ -798,7 +801,10 @@ class AnytimeGrowth:
     def _grow(self) -> bool:
         """Widen the network, unless something stands against it, which `why` then says."""
         before, measured = self.parameters, math.inf
-        if self._tried is None and self._wider() is None:
+        if self._starts:
+            if not self._guard():
+                return False
+        elif self._tried is None and self._wider() is None:
             return False
         if self._probe is not None:
             measured = self._measured()
@@ -808,7 +814,10 @@ class AnytimeGrowth:
                 )
                 self._look_at = AGAIN * self.seen
                 return False
-        plans, seed, problem = self._plans(), self.seed + len(self.growths), ""
+        seed, problem = self.seed + len(self.growths), ""
+        plans = self._first_plans() if self._starts else [self._next_plan()]
+        if not plans:
+            return False
         self._tried = None
         for plan in plans:
             try:
@@ -835,8 +844,16 @@ class AnytimeGrowth:
         self._guard()
         return True
 
+    @property
+    def _starts(self) -> bool:
+        """Whether the training begins with a size that is still to be found."""
+        return self.cost == "seconds" and not self.start
+
     def _timed(self, targets: Tensor | int) -> bool:
-        """Return whether it is known how much slower a step becomes by the next growth; measure it if the time has come."""
+        """Return whether it is known how much slower a step becomes by the next growth; measure it if the time has come.
+
+        Before the first size is found, return whether the seconds of a step of the loop are known.
+        """
         if isinstance(targets, Tensor) and targets.dim():
             self._rows = max(self._rows, len(targets))
         if self._slower is not None:
@@ -857,47 +874,71 @@ class AnytimeGrowth:
                 f"example has the shape {tuple(shape)}, and batches of the loop have {self._rows} targets; with "
                 "cost='seconds', give a batch of the loop as example, so that the seconds measured are those of the loop"
             )
+        if self._starts:
+            return True
         wider = self._wider()
         if wider is None:
             return False
-        problem = self._time(copied(self.model), wider)
+        problem, *_ = self._time(copied(self.model), wider)
         return not self._ended(problem)
 
-    def _plans(self) -> list[_Plan]:
-        """Return the next growth, behind a larger one that is tried first where further ones are due at once in the beginning.
+    def _next_plan(self) -> _Plan:
+        """Return the next growth; how much slower the one behind it is has to be measured anew."""
+        plan, self._slower = _Plan(self._next_factor(), self._slower, self._way, self._due), None
+        return plan
+
+    def _first_plans(self) -> list[_Plan]:
+        """Return the growth to the size with which the training begins, behind it a smaller one for where that cannot be; none
+        where that is the first size. `start` says what was timed.
 
         Copies are made wider and timed, so that the network itself does not pass through each of these sizes.
         """
-        first = plan = _Plan(self._next_factor(), self._slower, self._way, self._due)
-        network, self._slower = self._tried, None
-        while network is not None and self.steps <= BEGINNING and (plan.slower or math.inf) < NEARLY_FREE:
-            step = self._next_factor(plan.factor)
-            if step == 1:
+        begun = time.perf_counter()
+        network = first = copied(self.model)
+        sizes, seconds, ways = [1], [self._shortest], list[Way | None]()
+        while (factor := self._next_factor(sizes[-1])) > 1:
+            wider, way, problem = self._copied(network, factor)
+            before, found = None if network is first else seconds[-1], [0.0, 0.0]
+            if not problem:
+                problem, *found = self._time(network, wider, before)
+            if not problem and found[1] > NEARLY_FREE * seconds[0] and network is not first:
+                # Other work may have come between. So the size that ends the search is timed beside the first one.
+                problem, *again = self._time(first, wider)
+                seconds[0], found[1] = min(seconds[0], again[0]), min(found[1], again[1])
+                self._note_slower(found[1] / seconds[-1], count(wider) / count(network))
+            if self._ended(problem):
                 break
-            wider, _, problem = self._copied(network, step)
-            problem = problem or self._time(network, wider, self._pass)
-            if self._ended(problem) or self.seen < self._targets_of_each(self._multiple * plan.factor) * count(network):
-                break  # where it is not due, it need not be timed again
-            factor, slower, network = plan.factor * step, (plan.slower or 1.0) * (self._slower or 1.0), wider
-            of_larger = f"a step of a network {factor} times as wide takes {slower:.2f} times the seconds"
-            plan, self._slower = _Plan(factor, slower, None, f"{self.seen:,} targets were seen, and {of_larger}"), None
-        if plan is first:
-            return [first]
-        network = self._tried = None
-        _, way, problem = self._copied(self.model, plan.factor)
-        if problem:  # the sizes on the way there may be possible
+            if network is first:
+                seconds[0] = found[0]
+            sizes.append(sizes[-1] * factor)
+            seconds.append(found[1])
+            ways.append(way)
+            if found[1] > NEARLY_FREE * seconds[0]:
+                break  # by how much that is slower is known for the next growth
+            network = wider
+        knee = Knee(sizes, seconds, time.perf_counter() - begun, "times the first widths")
+        self.start = self._ranks.from_first(str(knee))
+        plans = list[_Plan]()
+        for place in range(sizes.index(knee.size), 0, -1):  # where one cannot be, a smaller one may
+            _, way, problem = (None, ways[0], "") if place == 1 else self._copied(self.model, sizes[place])
+            if not problem:
+                plans.append(_Plan(sizes[place], max(seconds[place] / seconds[0], 1.0), way, self.start))
+                if place > 1:
+                    plans.append(_Plan(sizes[1], max(seconds[1] / seconds[0], 1.0), ways[0], self.start))
+                break
+        if plans and plans[0].factor < knee.size:
             self._slower, self._look_at = None, 0.0
-            return [first]
-        return [plan._replace(way=way), first]
+        return plans
 
-    def _time(self, network: nn.Module, wider: nn.Module, known: float | None = None) -> str:
-        """Measure how much slower a step of a wider network is; returns what stands against it in a process.
+    def _time(self, network: nn.Module, wider: nn.Module, known: float | None = None) -> tuple[str, float, float]:
+        """Measure how much slower a step of a wider network is; returns what stands against it in a process, and the seconds of
+        a step of both.
 
-        known: the seconds of a pass of the network, where it was timed before.
+        known: the seconds of a step of the network, where it was timed before.
         """
-        own = other = 0.0
+        passes = [0.0, 0.0]
         try:
-            own, other = self._seconds(network, wider) if known is None else (known, *self._seconds(wider))
+            passes = self._seconds(network, wider) if known is None else [known - self._beside, *self._seconds(wider)]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -905,36 +946,27 @@ class AnytimeGrowth:
         else:
             problem = ""
         if problem := self._of_any(problem):
-            return problem
+            return problem, math.nan, math.nan
+        own, other = self._ranks.from_first(passes)
         if math.isnan(self._beside):
-            self._beside = max(self._shortest - own, 0.0)
-        self._pass = other
-        self._slower = max((self._beside + other) / (self._beside + own), 1.0)
-        self._beside, self._slower = self._ranks.from_first((self._beside, self._slower))
-        larger = count(wider) / count(network)
+            self._beside = self._ranks.from_first(max(self._shortest - own, 0.0))
+        own, other = self._beside + own, self._beside + other
+        self._note_slower(other / own, count(wider) / count(network))
+        return "", own, other
+
+    def _note_slower(self, slower: float, larger: float) -> None:
+        """Note by how much the next growth multiplies the seconds of a step, where it multiplies the parameters by so much."""
+        self._slower = max(slower, 1.0)
         self._elasticity = min(math.log(self._slower) / math.log(larger), 1.0)
-        return ""
 
     def _seconds(self, *networks: nn.Module) -> list[float]:
         """Return the seconds of a forward and backward pass on the example, for each network; several take turns."""
-        taken: list[list[float]] = [[] for _ in networks]
-        device = next(networks[0].parameters()).device
-        on_cuda = device.type == "cuda"
-        with torch.random.fork_rng([device] if on_cuda else []):
-            while any(len(each) < 2 + (FEW if sum(each[2:]) > LONG_ENOUGH else TIMED) for each in taken):
-                for network, each in zip(networks, taken, strict=True):
-                    if on_cuda:
-                        torch.cuda.synchronize(device)
-                    # On a busy machine a process that never waits is interrupted at equal distances, which can fall into each
-                    # pass of the same network; one that has just waited is not.
-                    time.sleep(NAP)
-                    begun = time.perf_counter()
-                    parts = [part.float().sum() for part in floats(call(network, self._example)) if part.requires_grad]
-                    torch.stack(parts).sum().backward()
-                    if on_cuda:
-                        torch.cuda.synchronize(device)
-                    each.append(time.perf_counter() - begun)
-        return [min(each[2:]) for each in taken]  # the first two warm up
+
+        def run(network: nn.Module) -> None:
+            parts = [part.float().sum() for part in floats(call(network, self._example)) if part.requires_grad]
+            torch.stack(parts).sum().backward()
+
+        return shortest([partial(run, network) for network in networks], next(networks[0].parameters()).device)
 
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         later = math.prod(each["factor"] for each in self.growths if each["step"] > BEGINNING)
