@@ -36,7 +36,8 @@ def stages(growth):
 def repeatable(growth):
     """The summary of a growth without what is in seconds, which differs between two runs that are equal otherwise."""
     summary = {name: value for name, value in growth.summary().items() if name not in ("seconds", "outlook")}
-    return summary | {"stopped": summary["stopped"] and summary["stopped"].partition(";")[0]}
+    cut = {name: summary[name] and summary[name].partition(";")[0] for name in ("stopped", "verdict")}
+    return summary | cut
 
 
 def equal(one, other):

@@ -64,6 +64,15 @@ def test_where_growth_has_stopped_it_says_train_on_as_long_as_the_loss_falls():
     assert spent.summary()["outlook"].startswith("train on: ")
 
 
+def test_where_no_seed_was_kept_the_verdict_says_whether_to_train_on():
+    growth = grown(settings={"heuristic": {"keep_above": 1e9}})
+    growth.finish()
+    summary = growth.summary()
+    assert summary["keeps"] == []
+    assert summary["verdict"].endswith(f"as the loop trained it; {summary['outlook']}.")
+    assert summary["outlook"].endswith("did not fall in steps 120 to 200, and nothing is missing at any free place")
+
+
 def test_without_the_measurement_no_reason_speaks_of_what_is_missing():
     blind = grown(settings={"probe": {"sensors_every": 0}})
     assert blind.population.space.sensors == ()

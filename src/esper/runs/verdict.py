@@ -135,15 +135,19 @@ def _nothing_kept(summary: Mapping[str, Any]) -> str:
     return f"no seed was kept of {planted} planted ({times} removed: {reason})"
 
 
-def verdict_of_loop(kept: int, added: int, host: int, *, finished: bool) -> str:
+def verdict_of_loop(kept: int, added: int, host: int, *, finished: bool, outlook: str = "") -> str:
     """Say in one line what is known of a growth in a loop of a person's own, beside which no network without growth is trained.
 
-    kept: seeds that were kept, with `added` parameters together. host: parameters of the model.
+    kept: seeds that were kept, with `added` parameters together. host: parameters of the model. outlook: what training on and
+    another seed promise.
     """
     if not kept:
         if not finished:
             return "Not resolved whether growth pays: no seed is kept yet."
-        return "Growth did not pay here: no seed was kept, so the network is the model alone, as the loop trained it."
+        return (
+            "Growth did not pay here: no seed was kept, so the network is the model alone, as the loop trained it"
+            + (f"; {outlook}." if outlook else ".")
+        )
     size = f"{counted(kept, 'seed')} with {counted(added, 'parameter')}, {added / host:.1%} of the model's"
     return (
         f"Not resolved whether growth paid: {size}, {'is' if kept == 1 else 'are'} kept, but no network without growth was "

@@ -497,7 +497,7 @@ class Growth:
         if self.finished:
             sentences += unfinished(view, self.engine.config.gates, self.attempts.allowed_last)
         return {
-            "verdict": verdict_of_loop(fossils, kept_params, host, finished=self.finished),
+            "verdict": verdict_of_loop(fossils, kept_params, host, finished=self.finished, outlook=self.outlook),
             "status": "finished" if self.finished else "growing",
             "steps": self.calls,
             "decisions": state.step,
@@ -570,8 +570,10 @@ class Growth:
         measured = not np.isnan(missing).all()
         slot = int(np.nanargmax(missing)) if measured else 0
         lacks = f"its layers cannot follow {missing[slot]:.1%} of the gradient"
-        if falls <= 0:
+        if not falls > 0:  # also where it is not finite
             said = f"the loss on the probe did not fall in steps {since:,} to {until:,}"
+            if measured and missing[slot] < NOTEWORTHY:
+                return f"{said}, and nothing is missing at any free place"
             return f"{said}; of the free places {view.space.slots[slot]!r} lacks most: {lacks}" if measured else said
         calls, rest = self.calls - self._begun[0], self.seconds["rest"] - self._begun[1]
         taken = max(rest / max(calls, 1) * steps, 1e-9)
