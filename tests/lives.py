@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints import BLUEPRINTS, drawn_with
-from esper.kasmina.graft.find_sites import FoundSites
+from esper.kasmina.graft.find_sites import FoundSites, find_sites
 from esper.kasmina.graft.grafted import graft, planted_at, ungraft
 from esper.kasmina.graft.planted import Mode
 from esper.kasmina.graft.recording import call, floats
@@ -113,14 +113,20 @@ def assert_untouched(model, plain, host):
         assert gradient is None or torch.equal(gradient, mine[name]), name
 
 
-def live(host: Host, plan: Callable[[nn.Module, FoundSites], Planned] = usual_plan) -> Life:
-    """Let a network grow from birth to the end, and check what must hold on the way."""
+def live(
+    host: Host, plan: Callable[[nn.Module, FoundSites], Planned] = usual_plan, span: tuple[str, str] | None = None
+) -> Life:
+    """Let a network grow from birth to the end, and check what must hold on the way.
+
+    span: the one pair of `FoundSites.spans` that is grafted, in place of all sites.
+    """
     with drawn_with(0):
         model, probe = host.build(), [host.batch(), host.batch()]
     plain = copy.deepcopy(model)
     optimizer, other = (torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (model, plain))
-    graft(model, example=probe[0][0])
-    sites: FoundSites = model.sites
+    sites = find_sites(model, probe[0][0])
+    graft(model, {span[1]: sites.spans[span].site} if span else sites)
+    names = list(model.sites)
     planted = plan(model, sites)
     first, *_ = planted
     entries = [ScheduleEntry(at=UNTOUCHED + 1, op=op, slot=first) for op in (Op.ADVANCE, Op.FOSSILIZE)]
@@ -140,7 +146,7 @@ def live(host: Host, plan: Callable[[nn.Module, FoundSites], Planned] = usual_pl
         budget_passes=None,
         settings=settings,
     )
-    slots = [list(sites).index(name) for name in planted]
+    slots = [names.index(name) for name in planted]
     born = None
     for number in range(UNTOUCHED):
         if number in (1, 3):

@@ -489,6 +489,11 @@ layer2.0.conv1  layer2.0.conv1  8      Map(16)  25      no      widens 8 to 16 i
 layer2.0.short  layer2.0.short  8      Map(16)  25      no      widens 8 to 16 in layer2.0
 layer2.0        layer2.0        8      Map(16)  25      no      one of 4 blocks of Block that run one after the other
 layer2.1        layer2.1        16     Map(16)  33      no      one of 4 blocks of Block that run one after the other
+further spans
+from      to        reads  stream   a unit  why
+layer1.0  layer1.1  8      Map(8)   17      around 2 blocks between equal streams
+input     layer1.1  3      Map(8)   12      from the input of the network
+input     layer2.1  3      Map(16)  20      from the input of the network
 left out
   outside of the repeated blocks: stem, stem.0
   a normalisation alone: stem.1, layer1.0.bn1, layer1.0.bn2 and 6 more

@@ -82,6 +82,10 @@ class Candidates:
         matrices = {id(weight) for weight in weights.values() if weight.dim() >= 2}
         products = {node: factors(node) & matrices for node in order if PRODUCT.search(node.name())}
         self._nodes = set(order)
+        self._readers: dict[Node, list[Node]] = {}
+        for node in order:
+            for each in before(node):
+                self._readers.setdefault(each, []).append(node)
         # the ids of the parameters with two axes or more that multiply a stream, and of those that convolve it
         self._factors = set[int]().union(*products.values())
         self._convolved = set[int]().union(*(ids for node, ids in products.items() if "Conv" in node.name()))
@@ -326,6 +330,99 @@ class Candidates:
             between, at = max(between, read[axis]), first
         return found
 
+    def spans(self, sites: Collection[str]) -> dict[tuple[str, str], tuple[int, str]]:
+        """Return further pairs of submodules, (source, target), that a seed can span: it reads what the source reads and changes
+        what the target returns. Each has the number of features that it reads, and a reason.
+
+        1. The two layers of a pair that widens and narrows.
+        2. 2, 4, 8, ... blocks between streams of one shape, side by side, and all of them; layers where the sites are layers. So
+           there are fewer such spans than blocks.
+        3. From the input of the network, "", to the last block that returns a shape.
+        """
+        found: dict[tuple[str, str], tuple[int, str]] = {}
+        for path in self._layers:
+            if (wide := self._wide(path)) is not None and self._can_change(path):
+                first, *widths = wide
+                found[first, path] = widths[0], "the pair widens {} to {} and narrows to {}".format(*widths)
+        units = [path for path in sites if path not in self._layers] or list(sites)
+        units = [path for path in units if len(self._calls[path]) == 1]
+        for row in self._rows(units):
+            size, kind = 2, "layers" if row[0] in self._layers else "blocks"
+            while size <= len(row):
+                for ends in zip(row[::size], row[size - 1 :: size], strict=False):
+                    found[ends] = self._read(*ends), f"around {size} {kind} between equal streams"
+                size *= 2
+            if len(row) > 1:
+                ends = row[0], row[-1]
+                found.setdefault(ends, (self._read(*ends), f"around all {len(row)} {kind} between equal streams"))
+        latest = {self._calls[path][0].left: path for path in units}
+        for path in latest.values():
+            sources = [self.span(path), *(source for source, target in found if target == path)]
+            already = any(not source or self._calls[source][0].source is None for source in sources)
+            if not already and self._input_fits(path):
+                found["", path] = self._read("", path), "from the input of the network"
+        return found
+
+    def _can_change(self, path: str) -> bool:
+        """Return whether a seed could be behind a layer: a head can, too."""
+        if self._is_head(path):
+            return isinstance(self.stream(path), Stream)
+        return self._refusal(path, ()) is None
+
+    def _wide(self, path: str) -> tuple[str, int, int, int] | None:
+        """Return the first layer of a pair that widens and narrows, of which `path` is the second, and the widths in front of,
+        in and behind it; None if there is no such pair, or something else reads what is between the two.
+        """
+        first = self._pair(path) if len(self._calls[path]) == 1 else None
+        if first is None:
+            return None
+        layers, way = self._fed_by(path)
+        between = {edge.node for edge in (*way, *(self._calls[layer][0].edge for layer in layers)) if edge is not None}
+        if len({reader for node in between for reader in self._readers.get(node, ())} - between) != 1:
+            return None
+        call, read = self._calls[path][0], self._calls[first][0].entered
+        if (
+            call.entered is None
+            or call.left is None
+            or read is None
+            or not len(read) == len(call.entered) == len(call.left)
+        ):
+            return None
+        axis = self._features(path, len(call.left))
+        widths = read[axis], call.entered[axis], call.left[axis]
+        return (first, *widths) if widths[0] < widths[1] > widths[2] else None
+
+    def _rows(self, units: Collection[str]) -> list[list[str]]:
+        """Return the longest rows of submodules each of which reads what the one in front of it returned, all in one shape."""
+        rows: list[list[str]] = []
+        for path in units:
+            call, (fed, _) = self._calls[path][0], self._fed_by(path, among=units)
+            if call.entered is None or call.entered != call.left or not isinstance(self.stream(path), Stream):
+                continue
+            row = next(
+                (each for each in rows if fed == {each[-1]} and self._calls[each[-1]][0].left == call.left), None
+            )
+            if row is None:
+                rows.append([path])
+            else:
+                row.append(path)
+        return rows
+
+    def _read(self, source: str, target: str) -> int:
+        """Return the number of features that a seed behind the target reads in front of the source."""
+        read, left = self._calls[source][0].entered if source else self._input, self._calls[target][0].left
+        assert read is not None, "the stream in front of the source is known"
+        assert left is not None, "the target has a stream"
+        return read[self._features(target, len(left))]
+
+    def _input_fits(self, path: str) -> bool:
+        """Return whether a seed behind a submodule can read the input of the network."""
+        stream, left = self.stream(path), self._calls[path][0].left
+        if self._input is None or left is None or not isinstance(stream, Stream) or stream.permutation:
+            return False
+        positions = 2 if stream.kind == Kind.SEQUENCE else 1  # one axis of these is the batch
+        return len(self._input) == len(left) and self._input[:positions] == left[:positions]
+
     def _pair(self, path: str) -> str | None:
         """Return the layer that feeds a layer, with only elementwise functions, normalisations, pooling and dropout between.
 
@@ -336,13 +433,18 @@ class Candidates:
             return None
         return next(layer for layer in self._layers if layer in found)
 
-    def _fed_by(self, path: str, *, tried: bool = False) -> tuple[set[str], set[GradientEdge]]:
+    def _fed_by(
+        self, path: str, *, tried: bool = False, among: Collection[str] | None = None
+    ) -> tuple[set[str], set[GradientEdge]]:
         """Return the layers that feed a layer through functions that keep the features, none if anything else does, and the way.
 
         tried: whether what is found will be tried, so that everything passes that is not known to mix features (`_MIXES`).
+        among: the submodules that are looked for in place of the layers.
         """
         ends = {
-            calls[0].edge: layer for layer in self._layers if layer != path and len(calls := self._calls[layer]) == 1
+            calls[0].edge: other
+            for other in (self._layers if among is None else among)
+            if other != path and len(calls := self._calls[other]) == 1
         }
         dropouts = (path for path in self._calls if isinstance(self._modules[path], nn.modules.dropout._DropoutNd))
         through = {call.edge: call.source for each in dropouts for call in self._calls[each] if call.edge is not None}
@@ -353,6 +455,7 @@ class Candidates:
             if edge in ends:
                 found.add(ends[edge])
             elif (entered := through.get(edge)) not in (None, edge):
+                seen.add(edge)
                 waiting.append(entered)
             elif _MIXES.search(edge.node.name()) if tried else not _KEEPS_FEATURES.match(edge.node.name()):
                 return set(), seen
@@ -605,10 +708,26 @@ _SHOWN = 3
 """Largest number of modules that the table names for one reason to leave modules out."""
 
 
+class Span(NamedTuple):
+    """Holds a site whose bypass reads the input of another submodule than that of the site found there.
+
+    Attributes:
+        site (Site): the site, for `esper.graft`, in place of the one with its name
+        reads (int): the features that a bypass reads
+        why (str): what is spanned
+    """
+
+    site: Site
+    reads: int
+    why: str
+
+
 class FoundSites(dict[str, Site]):
     """Maps names to sites, in the order in which the network runs them, with the reasons. Prints as a table.
 
     Attributes:
+        spans (dict[tuple[str, str], Span]): further spans, by the dotted paths of the submodule whose input a bypass reads, ""
+            for the network, and of the submodule whose output its seed changes
         why (dict[str, str]): for the name of each site, the reason why it was chosen
         left_out (dict[str, str]): for the dotted path of each other submodule, the reason why it is not a site
         reads (dict[str, int | None]): for the name of each site, the features that a bypass reads; None if it cannot read there
@@ -621,23 +740,27 @@ class FoundSites(dict[str, Site]):
         why: dict[str, str],
         left_out: dict[str, str],
         reads: dict[str, int | None],
+        spans: dict[tuple[str, str], Span],
     ) -> None:
         """`network`: the name of the module's class."""
         super().__init__((site.name, site) for site in sites)
-        self._network, self.why, self.left_out, self.reads = network, why, left_out, reads
+        self._network, self.why, self.left_out, self.reads, self.spans = network, why, left_out, reads, spans
 
     def __repr__(self) -> str:
-        rows = [("site", "around", "reads", "stream", "a unit", "causal", "why")]
+        rows: list[tuple[str, ...]] = [("site", "around", "reads", "stream", "a unit", "causal", "why")]
         for name, site in self.items():
             stream, reads = str(site.stream), self.reads[name]
             # A hidden unit of a bypass is a row of weights, a bias and a column of weights.
             sizes_there = ("", "") if reads is None else (f"{reads:,}", f"{reads + 1 + site.stream.width:,}")
             causal = "yes" if site.causal else "no"
             rows.append((name, site.around, sizes_there[0], stream, sizes_there[1], causal, self.why[name]))
-        sizes = [max(len(row[column]) for row in rows) for column in range(6)]
-        lines = [
-            "  ".join([*(cell.ljust(size) for cell, size in zip(row, sizes, strict=False)), row[-1]]) for row in rows
-        ]
+        lines = _table(rows)
+        if self.spans:
+            rows = [("from", "to", "reads", "stream", "a unit", "why")]
+            for (source, target), (site, read, why) in self.spans.items():
+                unit = f"{read + 1 + site.stream.width:,}"
+                rows.append((source or "input", target, f"{read:,}", str(site.stream), unit, why))
+            lines += ["further spans", *_table(rows)]
         if self.left_out:
             lines += ["left out", *(f"  {why}: {_listed(paths)}" for why, paths in _by_reason(self.left_out).items())]
         return "\n".join([f"{counted(len(self), 'site')} in {self._network}", *lines])
@@ -695,12 +818,18 @@ def find_sites(module: nn.Module, example: Any, loss: Callable[[Any], Tensor] | 
                 f"no site found in {type(module).__name__}: {reasons or 'it has no submodule with parameters'}",
                 left_out,
             )
-        streams = {path: stream for path in chosen if isinstance(stream := candidates.stream(path), Stream)}
+        pairs = candidates.spans(chosen)
+        targets = dict.fromkeys((*chosen, *(target for _, target in pairs)))
+        streams = {path: stream for path in targets if isinstance(stream := candidates.stream(path), Stream)}
         sequences = {path: each for path, each in streams.items() if each.kind == Kind.SEQUENCE}
         causal = causal_paths(module, example, sequences)
-        sites = [Site(path, path, candidates.span(path), stream, path in causal) for path, stream in streams.items()]
-        reads = {path: candidates.reads(path) for path in streams}
-        return FoundSites(type(module).__name__, sites, chosen, left_out, reads)
+        sites = [Site(path, path, candidates.span(path), streams[path], path in causal) for path in chosen]
+        reads = {path: candidates.reads(path) for path in chosen}
+        spans = {
+            (source, target): Span(Site(target, target, source, streams[target], target in causal), read, why)
+            for (source, target), (read, why) in pairs.items()
+        }
+        return FoundSites(type(module).__name__, sites, chosen, left_out, reads, spans)
 
     return on_aliases(module, found, started=True)
 
@@ -726,6 +855,12 @@ def is_quantised(weight: Tensor) -> bool:
     """Return whether a weight has too few bits to be trained: integers, or floating-point numbers of 8 bits."""
     whole = not (weight.is_floating_point() or weight.is_complex())
     return weight.is_quantized or whole or weight.dtype.itemsize == 1
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines with columns of equal width; the last column ends where its text does."""
+    sizes = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    return ["  ".join([*(cell.ljust(size) for cell, size in zip(row, sizes, strict=False)), row[-1]]) for row in rows]
 
 
 def _by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:

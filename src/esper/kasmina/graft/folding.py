@@ -196,6 +196,8 @@ def _wider(network: nn.Module, site: Site, delta: MLPSeed, alpha: Tensor, pairs:
     """Return the parameters of the two layers that a site spans, with the hidden units of its seed. Raises _Beside."""
     if network.get_submodule(site.around) is network.get_submodule(site.after):
         raise _Beside("it has hidden units, and spans one layer and not two")
+    if not site.around:
+        raise _Beside("it has hidden units, and reads the input of the network")
     if not pairs:
         raise _Beside("layers become wider in one process alone")
     first, second = _layer(network, site.around), _layer(network, site.after)

@@ -308,7 +308,8 @@ def free_sites(module: nn.Module, found: FoundSites) -> FoundSites:
     if not kept:
         reasons = "; ".join(f"{name} ({reason})" for name, reason in refused.items())
         raise NoSiteError(f"no free site found in {type(module).__name__}: {reasons}", found.left_out | refused)
-    return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused, found.reads)
+    spans = {ends: span for ends, span in found.spans.items() if not _not_now(module, span.site.after)}
+    return FoundSites(type(module).__name__, kept, found.why, found.left_out | refused, found.reads, spans)
 
 
 def _not_now(root: nn.Module, path: str) -> str:
