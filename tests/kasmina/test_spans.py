@@ -108,6 +108,15 @@ def test_a_pair_that_widens_and_narrows_is_spanned_also_in_front_of_a_head():
     assert found.why == "the pair widens 3 to 9 and narrows to 5"
 
 
+def test_a_pair_is_found_through_a_gelu_that_is_composed_of_several_functions():
+    class NewGELUActivation(nn.Module):
+        def forward(self, x):
+            return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
+
+    network = nn.Sequential(nn.Linear(3, 9), NewGELUActivation(), nn.Dropout(0.1), nn.Linear(9, 2))
+    assert spans(network, torch.randn(4, 3)) == {("0", "3"): 3}
+
+
 def test_neither_a_narrow_pair_nor_one_that_something_enters_is_a_wide_one():
     assert spans(nn.Sequential(nn.Linear(9, 4), nn.ReLU(), nn.Linear(4, 6)), torch.randn(4, 9)) == {}
 

@@ -41,6 +41,9 @@ _KEEPS_FEATURES = re.compile(
 )
 """Names of the autograd nodes whose output has the features of their input, which no weight mixes."""
 
+_FUNCTION = re.compile("GELU|SiLU|Activation$")
+"""Names of the classes of elementwise functions that may be composed of several, as the GELU of GPT-2; without parameters."""
+
 _MIXES = re.compile(rf"{PRODUCT.pattern}|Scaled|Attention|Softmax|Embedding")
 """Names of the autograd nodes that are known to mix features or positions."""
 
@@ -376,8 +379,14 @@ class Candidates:
         first = self._pair(path) if len(self._calls[path]) == 1 else None
         if first is None:
             return None
-        layers, way = self._fed_by(path)
-        between = {edge.node for edge in (*way, *(self._calls[layer][0].edge for layer in layers)) if edge is not None}
+        writers = {edge.node for layer in self._fed_by(path)[0] for edge in self._edges(layer) if edge is not None}
+        source = self._calls[path][0].source
+        assert source is not None, "a layer feeds it"
+        waiting, between = [source.node], set[Node]()
+        while waiting:
+            if (node := waiting.pop()) not in between and not node.name().endswith("AccumulateGrad"):
+                between.add(node)
+                waiting += () if node in writers else before(node)
         if len({reader for node in between for reader in self._readers.get(node, ())} - between) != 1:
             return None
         call, read = self._calls[path][0], self._calls[first][0].entered
@@ -446,8 +455,8 @@ class Candidates:
             for other in (self._layers if among is None else among)
             if other != path and len(calls := self._calls[other]) == 1
         }
-        dropouts = (path for path in self._calls if isinstance(self._modules[path], nn.modules.dropout._DropoutNd))
-        through = {call.edge: call.source for each in dropouts for call in self._calls[each] if call.edge is not None}
+        whole = (path for path in self._calls if self._keeps_features(path))
+        through = {call.edge: call.source for each in whole for call in self._calls[each] if call.edge is not None}
         source = self._calls[path][0].source
         waiting, found, seen = [source] if source is not None else [], set[str](), set[GradientEdge]()
         while waiting:
@@ -455,7 +464,6 @@ class Candidates:
             if edge in ends:
                 found.add(ends[edge])
             elif (entered := through.get(edge)) not in (None, edge):
-                seen.add(edge)
                 waiting.append(entered)
             elif _MIXES.search(edge.node.name()) if tried else not _KEEPS_FEATURES.match(edge.node.name()):
                 return set(), seen
@@ -578,6 +586,13 @@ class Candidates:
         if calls[0].bundled:
             remarks.append("its stream is the first floating-point tensor of what it returns")
         return "".join(f"; {each}" for each in remarks if each)
+
+    def _keeps_features(self, path: str) -> bool:
+        """Return whether a submodule is known to keep the features that it reads, whatever functions it is made of."""
+        module = self._modules[path]
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            return True
+        return _FUNCTION.search(self._kind(path)) is not None and next(module.parameters(), None) is None
 
     def _edges(self, path: str) -> tuple[GradientEdge | None, ...]:
         return tuple(call.edge for call in self._calls[path])
