@@ -125,7 +125,10 @@ def live(
     plain = copy.deepcopy(model)
     optimizer, other = (torch.optim.AdamW(each.parameters(), lr=3e-3) for each in (model, plain))
     sites = find_sites(model, probe[0][0])
-    graft(model, {span[1]: sites.spans[span].site} if span else sites)
+    if span is None:
+        sites = graft(model, example=probe[0][0]).sites
+    else:
+        graft(model, {span[1]: sites.spans[span].site})
     names = list(model.sites)
     planted = plan(model, sites)
     first, *_ = planted
