@@ -10,6 +10,7 @@ from esper.kasmina.host import SegmentedHost, SlotSpec, steps_of
 from esper.kasmina.stack.fused import Layers, layers_of
 from esper.kasmina.stack.layers import Linear
 from esper.kasmina.stack.rows import Stack
+from esper.leyline.lifecycle.slots import SlotSpec
 from esper.tasks.hosts.feedforward import DamagedMLP, Floor
 
 
@@ -157,7 +158,7 @@ def test_layers_are_found_in_sequences_of_known_modules_without_hooks():
     ],
 )
 def test_merged_steps_stop_in_front_of_and_behind_the_segment_of_each_site_where_something_acts(acting, paths, visited):
-    steps = steps_of(5, [1, 2, 3], acting)
+    steps = steps_of(5, [SlotSpec(str(after), after, 8) for after in (1, 2, 3)], acting)
     assert [path for _, path, _ in steps] == paths
     assert [(path, site) for _, path, site in steps if site is not None] == [(f"segments.{1 + s}", s) for s in visited]
     assert [f"segments.{first}" for first, _, _ in steps] == [path.partition(":")[0] for path in paths]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from esper.leyline.data.batches import Batch, arguments, first, leaves, map_leaves, run
+from esper.leyline.data.batches import Batch, arguments, first, leaves, map_leaves, run, shapes
 from esper.leyline.data.task import Objective
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.slots import SlotSpec
@@ -19,18 +19,19 @@ from esper.leyline.text import counted, kind_of
 
 
 def steps_of(
-    segments: int, after: Sequence[int], acting: Collection[int] | None = None
+    segments: int, slots: Sequence[SlotSpec], acting: Collection[int] | None = None
 ) -> list[tuple[int, str, int | None]]:
-    """Return the index and the dotted path of every segment, in order, and the index of the site behind it, or None.
+    """Return the index and the dotted path of every segment, in order, and the index of the slot behind it, or None.
 
-    after: the segment in front of each site, in order; no two sites share one. With `acting`, the other sites are left out, and
-    segments i to j between those that are left run as one, whose path is "segments.i:j" and whose index is i.
+    slots: in order; no two lie behind one segment. With `acting`, the other slots are left out, and segments i to j between those
+    that are left run as one, whose path is "segments.i:j" and whose index is i.
     """
-    sites = {segment: site for site, segment in enumerate(after) if acting is None or site in acting}
+    sites = {slot.after: site for site, slot in enumerate(slots) if acting is None or site in acting}
     ends = set(range(segments))
     if acting is not None:
-        # A seed may read the input of the segment in front of it, so this one is not joined to those before it.
-        ends = {*sites, *(segment - 1 for segment in sites if segment), segments - 1}
+        # Seeds may read the input of the segment that they go around, so this one is not joined to those before it.
+        starts = {slots[site].start for site in sites.values()}
+        ends = {*sites, *(start - 1 for start in starts if start), segments - 1}
     steps, start = [], 0
     for end in sorted(ends):
         path = f"segments.{start}" if start == end else f"segments.{start}:{end}"
@@ -45,6 +46,19 @@ def segment_outputs(segments: Iterable[nn.Module], x: Batch) -> list[Batch]:
     for segment in segments:
         streams.append(run(segment, streams[-1]))
     return streams
+
+
+def width_read(slot: SlotSpec, x: object, here: object) -> int:
+    """Return the width that a seed would read of x at a slot with stream `here` (B, ...), 0 if it cannot read x.
+
+    At a causal slot it cannot read a stream of another length, because fitting it to the slot's length would look ahead.
+    """
+    width = slot.stream.width_of(x)
+    if width and slot.causal:
+        assert isinstance(x, Tensor), "a stream must be a tensor to have a width"
+        assert isinstance(here, Tensor), "the stream at a slot must be a tensor"
+        return width if x.shape[1] == here.shape[1] else 0
+    return width
 
 
 _Part = TypeVar("_Part", nn.Module, SlotSpec)
@@ -171,6 +185,12 @@ def check_host(
                 f"slot {slot.name!r} declares width {slot.width} and kind {str(slot.kind)!r}, but the stream there has shape "
                 f"{tuple(here.shape[1:])}; declare the width of the segment's output, and kind 'map' for (C, H, W) or "
                 "'sequence' for (L, C)"
+            )
+        if slot.around is not None and not width_read(slot, streams[slot.around], here):
+            reads = f"a {slot.kind} of floating-point numbers{' and of the same length' * slot.causal}"
+            raise InputError(
+                f"slot {slot.name!r} is around segment {slot.around}, whose input has shape {shapes(streams[slot.around])}, but "
+                f"its seeds read {reads}; name another segment, or leave around out"
             )
     _check_causal(host, streams)
     whole, by_segments = run(host, x), streams[-1]

@@ -1,13 +1,14 @@
 """Cut a plain module into the segments of a host, where one tensor leads from a layer to the next. B examples."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
 from esper.kasmina.blueprints import drawn_with
-from esper.kasmina.host import SegmentedHost, dtype_of
+from esper.kasmina.host import SegmentedHost, dtype_of, segment_outputs, width_read
 from esper.leyline.data.batches import Batch, cast, map_leaves, run, shapes
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.lifecycle.slots import SlotSpec
@@ -23,7 +24,8 @@ class CutHost:
 
     An `nn.Sequential` is cut between its modules, and any other module between the operations that torch.fx records of its
     forward. A segment begins at a layer, and ends where one tensor leads to the next layer. A slot is named after the last layer
-    in front of it. Where the segments are cut is decided once, for random numbers in the shapes of `example` (B, ...).
+    in front of it. If its segment widens a narrow place, its bypasses go around that place. Where the segments are cut is decided
+    once, for random numbers in the shapes of `example` (B, ...).
 
     Raises InputError if there is no place for a slot, or the segments do not compute what the module does.
     """
@@ -63,10 +65,10 @@ class CutHost:
             if not isinstance(whole, Tensor) or not torch.allclose(run(host.eval(), x), whole, equal_nan=True):
                 raise InputError(f"the host, {kind}, computes something else when it is cut into segments; {mend}")
         causal = [slot.kind == Kind.SEQUENCE and _is_causal(host, slot, x) for slot in self._slots]
-        self._slots = [
-            SlotSpec(slot.name, slot.after, slot.width, slot.kind, causal=own)
-            for slot, own in zip(self._slots, causal, strict=True)
-        ]
+        with torch.no_grad():
+            streams = segment_outputs(host.eval().segments, x)
+        slots = [replace(slot, causal=own) for slot, own in zip(self._slots, causal, strict=True)]
+        self._slots = [replace(slot, around=_around(slot, streams)) for slot in slots]
 
     def __call__(self) -> SegmentedHost:
         """Make a host with weights of its own."""
@@ -237,6 +239,22 @@ def _cut(steps: _Sequence | _Graph, outputs: Sequence[Any], examples: int) -> tu
         if kind is not None and any(steps.layers[end + 1 :]):
             slots.append(SlotSpec(layers[-1].path, after, STREAMS[kind].width_of(outputs[end]), kind))
     return ends, slots
+
+
+def _around(slot: SlotSpec, streams: Sequence[Batch]) -> int | None:
+    """Return the segment that a slot's bypasses go around a narrow place from, or None where its own segment does not widen one.
+
+    streams: what enters each segment. A place is narrow if it has fewer features than the slot and than what is read in front of
+    it; of several places in a row, the widest input is read.
+    """
+    here = streams[slot.after + 1]
+    read = [width_read(slot, x, here) for x in streams[: slot.after + 1]]
+    start = best = slot.after
+    while start and 0 < read[start] < slot.width:
+        start -= 1
+        if read[start] > read[best]:
+            best = start
+    return best if best < slot.after else None
 
 
 def _axes(value: Any) -> int:

@@ -37,6 +37,7 @@ class DrawnLine(NamedTuple):
     note: str  # what a seed reads, its dose and its blend; empty elsewhere
     params: int | None  # its parameters; None for inputs and outputs
     reads: Tap | None = None  # what a seed reads; None elsewhere
+    around: str = ""  # name of the first part that a bypass goes around, if these are several
 
 
 def describe(network: nn.Module) -> str:
@@ -105,18 +106,23 @@ def _segments(
     segments: nn.ModuleList, seeds: nn.ModuleList, grafts: Sequence[Graft], names: dict[int, str], label: str
 ) -> Iterator[DrawnLine]:
     """Yield the segments and the seeds behind them; seeds of an earlier growth are inside the segments."""
+    entries: list[str] = []  # the name of the first line of each segment
     for index, segment in enumerate(segments):
         name = f"{label} {index}"
         if isinstance(segment, GraftedSegments):
-            yield from _segments(segment.segments, segment.seeds, segment.grafts, {}, f"{name}, part")
+            lines = list(_segments(segment.segments, segment.seeds, segment.grafts, {}, f"{name}, part"))
         else:
-            yield DrawnLine("host", name, _layers(segment), "", count(segment))
+            lines = [DrawnLine("host", name, _layers(segment), "", count(segment))]
+        entries.append(lines[0].name)
+        yield from lines
         for graft, seed in zip(grafts, seeds, strict=True):
             if graft.after == index:
                 assert isinstance(seed, Seed)
-                note = f"{READS[graft.tap]}, alpha {graft.alpha:g}, {graft.blend.name}"
-                what = graft.blueprint or _layers(seed.delta)
-                yield DrawnLine("seed", names.get(index, f"behind {name}"), what, note, count(seed), graft.tap)
+                around = entries[graft.start] if graft.start < index and graft.tap == Tap.BEFORE else ""
+                reads = f"reads what entered {around}" if around else READS[graft.tap]
+                note = f"{reads}, alpha {graft.alpha:g}, {graft.blend.name}"
+                what, behind = graft.blueprint or _layers(seed.delta), names.get(index, f"behind {name}")
+                yield DrawnLine("seed", behind, what, note, count(seed), graft.tap, around)
 
 
 def _original(network: nn.Module) -> type:
@@ -169,7 +175,7 @@ def _svg(parts: Sequence[DrawnLine], title: str) -> str:
     tops = [12]
     for _, seeds in rows:
         tops.append(tops[-1] + ROW * max(1, len(seeds)))
-    drawn, edge = [], LEFT + HOST
+    drawn, edge, row_of = [], LEFT + HOST, {part.name: row for row, (part, _) in enumerate(rows)}
     for place, (part, seeds) in enumerate(rows):
         y = tops[place]
         if place:
@@ -177,7 +183,8 @@ def _svg(parts: Sequence[DrawnLine], title: str) -> str:
         drawn.append(_box(part, LEFT, y, HOST))
         for index, seed in enumerate(seeds):
             top = y + index * ROW
-            source = {Tap.HERE: place, Tap.BEFORE: max(place - 1, 0), Tap.INPUT: 0}[seed.reads or Tap.HERE]
+            first = row_of.get(seed.around, place)  # of the parts that a bypass goes around
+            source = {Tap.HERE: place, Tap.BEFORE: max(first - 1, 0), Tap.INPUT: 0}[seed.reads or Tap.HERE]
             drawn.append(_box(seed, MIDDLE, top, WIDTH - MIDDLE - 12))
             drawn.append(_arrow(f"M{edge} {tops[source] + BOX // 4}L{MIDDLE} {top + BOX // 4}"))
             drawn.append(_arrow(f"M{MIDDLE} {top + 3 * BOX // 4}L{edge} {y + 3 * BOX // 4}", "grown"))

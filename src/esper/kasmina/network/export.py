@@ -42,15 +42,17 @@ from esper.leyline.data.preprocess import preprocess_from_json
 from esper.leyline.data.task import Interface, Label, Scaling
 from esper.leyline.errors import InputError, first_line
 from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage
 from esper.leyline.lifecycle.view import Seeds
 from esper.leyline.text import kind_of
 from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sums_of, write_folder, write_once
 
-FORMATS = (2, 3, 4, 5)
-"""Formats of topology.json that are read. The lowest one that can describe the network is written: 5 if the host became wider
-while it grew; else 4 if `predict` takes raw features, which a transformer of the user makes numbers of; else 2 if an example is
-one tensor of floating-point numbers, or of bytes that the network standardizes, and has one label or any targets; else 3."""
+FORMATS = (2, 3, 4, 5, 6)
+"""Formats of topology.json that are read. The lowest one that can describe the network is written: 6 if a seed goes around
+several segments; else 5 if the host became wider while it grew; else 4 if `predict` takes raw features, which a transformer of the
+user makes numbers of; else 2 if an example is one tensor of floating-point numbers, or of bytes that the network standardizes, and
+has one label or any targets; else 3."""
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
 FILES = frozenset({MODEL, TOPOLOGY, PROGRAM, SUMS})
 """Names of the files that the folder of a network may contain."""
@@ -75,6 +77,7 @@ class _SavedHost(_ExportedPart):
 class _ExportedSeed(_ExportedPart):
     slot: str
     after: int
+    around: int | None = None  # index of the segment whose input it reads, if that is an earlier one than `after`
     blueprint: str
     blend: Literal["add", "gate", "multiply"]
     alpha: float = Field(gt=0, le=1)
@@ -151,11 +154,13 @@ def grown_network(
         reads, writes = body.table.widths_of(env, s, blueprint)
         seed = body.seed_module(seeds, env, s)
         modules.append(_trim(seed, blend))
-        grafts.append(Graft(slot.after, entry.tap, blend, alpha, slot.kind, entry.name))
+        around = slot.start if entry.tap == Tap.BEFORE and slot.start < slot.after else None
+        grafts.append(Graft(slot.after, entry.tap, blend, alpha, slot.kind, entry.name, around))
         grown.append(
             {
                 "slot": slot.name,
                 "after": slot.after,
+                **({} if around is None else {"around": around}),
                 "blueprint": entry.name,
                 "blend": blend.name.lower(),
                 "alpha": alpha,
@@ -171,7 +176,13 @@ def grown_network(
     several = leaf_names(interface.inputs) != ["x"] or (interface.classes is not None and interface.target)
     whole = interface.whole is not None and interface.scaling is None
     topology = {
-        "format": 5 if widenings else 4 if interface.preprocess is not None else 3 if several or whole else 2,
+        "format": max(
+            6 * any(graft.around is not None for graft in grafts),
+            5 * bool(widenings),
+            4 * (interface.preprocess is not None),
+            3 * (several or whole),
+            2,
+        ),
         "host": None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)},
         "dtype": str(body.dtype).removeprefix("torch."),
         "input": shapes_to_json(interface.inputs),
@@ -355,7 +366,13 @@ def load_network(folder: Path, host: Callable[[], nn.Module]) -> GrownNetwork:
         parameters += entry.parameters(seed["reads"], seed["writes"]) + gate
         check_size(folder, parameters)
         modules.append(_trim(Seed(entry.build(seed["reads"], seed["writes"]), gate), blend))
-        grafts.append(Graft(seed["after"], entry.tap, blend, seed["alpha"], slot.kind, entry.name))
+        around = seed.get("around")
+        if around is not None and not (0 <= around < slot.after and entry.tap == Tap.BEFORE):
+            raise InputError(
+                f"{folder / TOPOLOGY} has a seed {entry.name!r} behind segment {slot.after} that is around segment {around}, "
+                "where no bypass can begin; export the network again"
+            )
+        grafts.append(Graft(slot.after, entry.tap, blend, seed["alpha"], slot.kind, entry.name, around))
     network = GrownNetwork(base, modules, grafts, _interface(folder, topology), original)
     network = network.to(getattr(torch, topology["dtype"]))
     try:

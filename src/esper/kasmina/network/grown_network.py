@@ -33,6 +33,13 @@ class Graft(NamedTuple):
     alpha: float  # the dose that it has for good
     kind: Kind  # the kind of the stream
     blueprint: str = ""  # name of its blueprint; empty if it is not known
+    around: int | None = None  # index of the segment whose input a bypass reads; None is `after`
+
+    @property
+    def start(self) -> int:
+        """The index of the first segment whose input the seed needs, or of the one in front of it if it needs none."""
+        bypassed = self.after if self.around is None else self.around
+        return {Tap.HERE: self.after, Tap.BEFORE: bypassed, Tap.INPUT: 0}[self.tap]
 
 
 class _Scaled(nn.Module):
@@ -168,11 +175,15 @@ def run_segments(x: Batch, segments: nn.ModuleList, seeds: nn.ModuleList, grafts
     """Run segments one after the other, each with the seed that is grafted behind it: (B, ...) -> (B, ...)."""
     planted = {graft.after: (graft, cast(Seed, seed)) for graft, seed in zip(grafts, seeds, strict=True)}
     here: Any = x
+    entered: dict[int, Any] = {}  # what entered the segments from which a seed reads
+    starts = {graft.start for graft in grafts}
     for index, segment in enumerate(segments):
-        before, here = here, run(segment, here)
+        if index in starts:
+            entered[index] = here
+        here = run(segment, here)
         if index in planted:
             graft, seed = planted[index]
-            read = {Tap.HERE: here, Tap.BEFORE: before, Tap.INPUT: x}[graft.tap]
+            read = here if graft.tap == Tap.HERE else entered[graft.start]
             here = slot_output(STREAMS[graft.kind], here, read, seed, graft.alpha, graft.blend)
     return cast(Tensor, here)
 
@@ -216,8 +227,15 @@ class RegrownHost:
 def _ungrown(network: GrownNetwork) -> SegmentedHost:
     """Return the host that a network grew from, with its present weights, without any seed of this run or of earlier ones."""
     parts = [_flat(segment) for segment in network.segments]
-    last = np.cumsum([len(part) for part in parts]) - 1  # index of the last segment of each part
-    slots = [replace(slot, after=int(last[slot.after])) for slot in network.slots]
+    ends = np.cumsum([len(part) for part in parts])  # of each part, counted in segments of the first host
+    slots = [
+        replace(
+            slot,
+            after=int(ends[slot.after]) - 1,
+            around=None if slot.around is None else int(ends[slot.around]) - len(parts[slot.around]),
+        )
+        for slot in network.slots
+    ]
     host = SegmentedHost([segment for part in parts for segment in part], slots)
     host.stacks, host.draws = network.stacks, network.draws
     return host
@@ -234,24 +252,34 @@ def as_host(network: GrownNetwork) -> SegmentedHost:
     """Return the network as a host with free slots, which reads and returns standardized values if the network does.
 
     A seed becomes part of the segment that it was grafted behind, which then offers no inner features. A seed that reads the
-    input needs everything that enters the first segment, so all segments up to it become one; the slots between them are gone
-    (`lost_slots`).
+    input, or what entered an earlier segment, needs all segments from there on, which become one; the slots between them are gone
+    (`lost_slots`). A slot behind them whose bypasses went around some of these is then around its own segment alone.
     """
-    merged, planted = _merged(network), list(zip(network.seeds, network.grafts, strict=True))
+    groups, planted = _groups(network), list(zip(network.seeds, network.grafts, strict=True))
+    place = {index: at for at, group in enumerate(groups) for index in group}  # of each segment among those of the host
     segments, grafted = [], set[int]()
-    for start, last in [(0, merged), *((index, index) for index in range(merged + 1, len(network.segments)))]:
-        seeds = [seed for seed, graft in planted if start <= graft.after <= last]
-        grafts = [graft._replace(after=graft.after - start) for _, graft in planted if start <= graft.after <= last]
-        if start == last and not seeds:
-            segments.append(network.segments[start])
+    for group in groups:
+        seeds = [seed for seed, graft in planted if graft.after in group]
+        grafts = [
+            graft._replace(
+                after=graft.after - group[0], around=None if graft.around is None else graft.around - group[0]
+            )
+            for _, graft in planted
+            if graft.after in group
+        ]
+        if len(group) == 1 and not seeds:
+            segments.append(network.segments[group[0]])
         else:
-            segments.append(GraftedSegments(list(network.segments[start : last + 1]), seeds, grafts))
-            grafted.add(last)
-    slots = [
-        replace(slot, after=slot.after - merged, inner=None if slot.after in grafted else slot.inner)
-        for slot in network.slots
-        if slot.after >= merged
-    ]
+            segments.append(GraftedSegments([network.segments[index] for index in group], seeds, grafts))
+            grafted.add(group[-1])
+    slots = []
+    for slot in network.slots:
+        at, around = place[slot.after], slot.around
+        if slot.after < groups[at][-1]:
+            continue
+        if around is not None:  # what enters a segment in the middle of others can no longer be read behind them
+            around = place[around] if place[around] == at or around == groups[place[around]][0] else None
+        slots.append(replace(slot, after=at, inner=None if slot.after in grafted else slot.inner, around=around))
     host = SegmentedHost(segments, slots)
     host.stacks = network.stacks and all(
         getattr(seed.get_submodule("delta"), "stacks", False) for seed in network.seeds
@@ -262,9 +290,19 @@ def as_host(network: GrownNetwork) -> SegmentedHost:
 
 def lost_slots(network: GrownNetwork) -> list[str]:
     """Return the names of the slots that `as_host` has no place for."""
-    return [slot.name for slot in network.slots if slot.after < _merged(network)]
+    last = {group[-1] for group in _groups(network)}
+    return [slot.name for slot in network.slots if slot.after not in last]
 
 
-def _merged(network: GrownNetwork) -> int:
-    """Return the index of the last segment that becomes part of the first one."""
-    return max((graft.after for graft in network.grafts if graft.tap == Tap.INPUT), default=0)
+def _groups(network: GrownNetwork) -> list[range]:
+    """Return the segments of a network, in order, together where a seed behind the last of them reads what enters the first."""
+    first = list(range(len(network.segments)))  # of the segments that become one with each
+    for graft in network.grafts:
+        first[graft.after] = min(first[graft.after], graft.start)
+    groups: list[range] = []
+    for index in reversed(range(len(first))):
+        if groups and index >= groups[-1].start:
+            groups[-1] = range(min(groups[-1].start, first[index]), groups[-1].stop)
+        else:
+            groups.append(range(first[index], index + 1))
+    return groups[::-1]

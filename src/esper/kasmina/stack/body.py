@@ -52,8 +52,10 @@ class Streams(NamedTuple):
     """Holds what one slot reads in a pass."""
 
     here: Tensor  # (n, B, ...) the stream in front of any seed
-    before: Any  # (n, B, ...) the input of the segment in front of the slot
-    inner: Tensor | None  # (n, B, ...) the features inside that segment, if the host has them and they were asked for
+    before: Any  # (n, B, ...) what a bypass reads
+    inner: (
+        Tensor | None
+    )  # (n, B, ...) the features inside the segment in front, if the host has them and they were asked for
 
 
 class Pass(NamedTuple):
@@ -177,6 +179,7 @@ class Body:
         return {
             "host": self.host.state(),
             "widths": self.table.state(),
+            "starts": [slot.start for slot in self.slots],
             "seeds": [
                 {"slot": slot, "form": form, "envs": self.envs[slot, form], "stack": stack.state()}
                 for (slot, form), stack in self.stacks.items()
@@ -185,6 +188,9 @@ class Body:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned. Raises ValueError if it came from a body of other hosts or another menu."""
+        starts = [slot.start for slot in self.slots]
+        if (known := state.get("starts", [slot.after for slot in self.slots])) != starts:
+            raise ValueError(f"its bypasses go around the segments from {known} on, where {starts} was expected")
         self.host.load_state(state["host"])
         self.table.load_state(state["widths"])
         self.mask_outputs()
@@ -291,7 +297,7 @@ class Body:
         """Run a route over a batch of its part: leaves x (n, B, ...) -> outputs (n, B, ..., C).
 
         An output that a row does not have is -inf. `keys` (n,) seeds dropout in training mode. With streams "here", the
-        stream at each slot and the input of its segment are kept. With "all", inner features are kept too, parameters are
+        stream at each slot and what a bypass reads there are kept. With "all", inner features are kept too, parameters are
         constants, and the streams are part of a graph that begins at the first slot. A `tape` notes the pass, which then has
         no graph. The only state that changes is the buffers of modules in training mode.
         """
@@ -423,7 +429,7 @@ class Body:
         acting = itertools.zip_longest(route.base, route.branch, joined, fillvalue=())
         sites = tuple(slot for slot, happens in enumerate(acting) if any(happens))
         if sites not in self._steps:
-            steps = steps_of(len(own), [slot.after for slot in self.slots], sites)
+            steps = steps_of(len(own), self.slots, sites)
             parts = [self.host.part(path) for _, path, _ in steps]
             fused = all(part.way == "direct" and part.layers is not None for part in parts)
             self._steps[sites] = steps if fused and len(steps) < len(own) else own
@@ -483,6 +489,10 @@ class _Running:
         self.ops = ops
         self.origin: Tensor | None = None  # the network's input for each branch that has left, if a branch reads it
         self.reads_input = any(Tap.INPUT in call.taps for calls in route.branch for call in calls)
+        slots, everywhere = body.layout.slots, kept != "none"
+        # the streams that enter the segments from which bypasses around several of them read, and of those that act, or all
+        self.starts = {slots[at].start for at in body.layout.spanning if everywhere or _bypassed(route, at)}
+        self.entered: dict[int, _Flow] = {}
         self.streams: list[Streams] = []
         self.proximal: Tensor | None = None
 
@@ -490,6 +500,8 @@ class _Running:
         """Run some steps on leaves x (n, B, ...), with what happens at the sites behind them, and return the last streams."""
         flow = _Flow(x, None)
         for segment, path, slot in steps:
+            if segment in self.starts:
+                self.entered[segment] = flow
             before, flow = flow, self._call(segment, path, flow)
             if slot is not None:
                 flow = self._visit(slot, flow, before, x)
@@ -512,19 +524,23 @@ class _Running:
         """
         (h, extra), (before, extra_before) = here, ahead
         layout, ops, route = self.body.layout, self.ops, self.route
-        segment, place = layout.slots[slot].after, len(layout.steps) + slot
+        start, segment, place = layout.slots[slot].start, layout.slots[slot].after, len(layout.steps) + slot
         join = route.joins[segment] if route.joins else None
         leaving = h
         if join is not None and join.grown:
             extra = self._joined(join, extra, h, x)
-            if layout.widest.taps[slot, BEFORE]:  # else it may be a batch of several tensors
+            if (
+                start not in self.entered and layout.widest.taps[slot, BEFORE]
+            ):  # else it may be a batch of several tensors
                 extra_before = ops.append(extra_before, ops.select(ops.constant(before), join.where))
+        if start in self.entered:
+            before, extra_before = self.entered[start]
         if self.frozen and not h.requires_grad:
             h = h.detach().requires_grad_()
         if self.kept != "none":
             inner, count = None, layout.slots[slot].inner
             if self.frozen and count:  # the features inside the segment in front of the slot are computed again
-                inner = map_leaves(Tensor.detach, before)
+                inner = map_leaves(Tensor.detach, ahead.base)
                 for index in range(count):
                     inner = self.body.host(inner, route.part, part=f"segments.{segment}.{index}", frozen=True)
             self.streams.append(Streams(h, before, inner))
@@ -542,6 +558,9 @@ class _Running:
         """Append the streams of the branches that join behind a segment."""
         if self.reads_input:
             self.origin = self.ops.append(self.origin, self.ops.select(x, join.where))
+        for start, (base, branched) in self.entered.items():
+            here = self.ops.select(self.ops.constant(base), join.where)
+            self.entered[start] = _Flow(base, self.ops.append(branched, here))
         return self.ops.append(extra, self.ops.select(self.ops.constant(h), join.where))
 
     def _grown(self, call: SeedCall, sources: dict[Tap, Any], keys: Indices | None) -> Tensor:
@@ -572,6 +591,11 @@ class _Running:
             self.proximal = ops.add(self.proximal, pull, where)
             return ops.straight(h, change, where)
         return ops.add(h, change, call.where)
+
+
+def _bypassed(route: Route, slot: int) -> bool:
+    """Return whether a seed at a slot reads what enters the segments that its bypasses go around."""
+    return any(Tap.BEFORE in call.taps for calls in (route.base, route.branch) if calls for call in calls[slot])
 
 
 def place_keys(keys: Indices | None, place: int) -> Indices | None:

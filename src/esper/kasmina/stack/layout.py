@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from esper.kasmina.blueprints import Blueprint, count, drawn_with
-from esper.kasmina.host import SegmentedHost, segment_outputs, steps_of
+from esper.kasmina.host import SegmentedHost, segment_outputs, steps_of, width_read
 from esper.kasmina.slot import Seed
 from esper.kasmina.stack.plan import Indices
 from esper.leyline.data.batches import Batch, on_cpu
@@ -31,12 +31,11 @@ HERE, BEFORE, INPUT, INNER = range(4)
 class Widths(NamedTuple):
     """Holds the true widths of a host's streams.
 
-    A width is 0 where there is no stream or one of another kind than the slot's. At a causal slot it is also 0 where
-    the stream has another length than the slot's, because fitting it to the slot's length would look ahead.
+    A width is 0 where there is no stream that seeds can read (`kasmina.host.width_read`).
     """
 
     reads: Indices  # (S, K) the width that each blueprint would read at each slot, 0 where it does not fit
-    # (S, 4) at each slot the widths of the stream, the segment's input, the host's input, the inner features
+    # (S, 4) at each slot the widths of the stream, what a bypass reads, the host's input, the inner features
     taps: Indices
 
 
@@ -51,7 +50,8 @@ class Layout:
         """`host` is the largest one; example (B, ...) is an input of it; dtype is that of all parameters."""
         self.slots: tuple[SlotSpec, ...] = host.slots
         self.menu = tuple(menu)
-        self.steps = steps_of(len(host.segments), [slot.after for slot in self.slots])  # of every host
+        self.steps = steps_of(len(host.segments), self.slots)  # of every host
+        self.spanning = tuple(at for at, slot in enumerate(self.slots) if slot.start < slot.after)
         self.streams: tuple[type[Stream], ...] = tuple(STREAMS[slot.kind] for slot in self.slots)
         self.tap_of = np.array([TAPS.index(entry.tap) for entry in self.menu], np.int64)  # (K,) indices into `TAPS`
         self.dtype = dtype
@@ -67,14 +67,14 @@ class Layout:
         host = host.to(dtype=self.dtype).eval()
         taps: list[list[int]] = []
         streams = segment_outputs(host.segments, on_cpu(example, self.dtype))
-        for slot, stream in zip(self.slots, self.streams, strict=True):
-            before, here = streams[slot.after : slot.after + 2]
+        for slot in self.slots:
+            before, here = streams[slot.start], streams[slot.after + 1]
             inner = None
             if slot.inner is not None:
                 segment = host.segments[slot.after]
                 assert isinstance(segment, nn.Sequential), "inner features must be those of an nn.Sequential"
-                inner = segment_outputs(list(segment)[: slot.inner], before)[-1]
-            taps.append([_width_read(slot, stream, x, here) for x in (here, before, streams[0], inner)])
+                inner = segment_outputs(list(segment)[: slot.inner], streams[slot.after])[-1]
+            taps.append([width_read(slot, x, here) for x in (here, before, streams[0], inner)])
         host.train(training)
         widths = np.array(taps, np.int64).reshape(len(self.slots), 4)
         fits = np.array(
@@ -102,16 +102,6 @@ class Layout:
                 forms[s, index] = max((largest[k] for k in members), key=count)
                 form_of[s, members] = index
         return forms, form_of
-
-
-def _width_read(slot: SlotSpec, stream: type[Stream], x: object, here: Batch) -> int:
-    """Return the width that a seed would read at a slot, 0 if it cannot read there."""
-    width = stream.width_of(x)
-    if width and slot.causal:
-        assert isinstance(x, Tensor), "a stream must be a tensor to have a width"
-        assert isinstance(here, Tensor), "the stream at a slot must be a tensor"
-        return width if x.shape[1] == here.shape[1] else 0
-    return width
 
 
 class HostTable:

@@ -14,7 +14,7 @@ class Tap(StrEnum):
 
     Attributes:
         HERE: the stream at the slot: depth
-        BEFORE: the stream as it entered the segment in front of the slot: a bypass
+        BEFORE: the stream as it entered the segment in front of the slot, or an earlier one that the slot names: a bypass
         INPUT: the input of the host: a skip
     """
 
@@ -37,6 +37,8 @@ class SlotSpec:
         causal (bool): whether no position of a sequence may depend on later ones, so that only causal blueprints fit
         head (bool): whether the slot lies behind the last layer, so that a seed changes the outputs. Rules and trees, which
             place seeds on the stream of the blocks, leave such slots out
+        around (int or None): index of the segment whose input a bypass reads. An earlier one than `after` spans all segments from
+            there on, for instance a narrow place between wide streams; None is `after` itself
     """
 
     name: str
@@ -46,6 +48,7 @@ class SlotSpec:
     inner: int | None = None
     causal: bool = False
     head: bool = False
+    around: int | None = None
 
     if TYPE_CHECKING:  # a type checker takes the kind by its name, too
 
@@ -58,6 +61,7 @@ class SlotSpec:
             inner: int | None = None,
             causal: bool = False,
             head: bool = False,
+            around: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -68,13 +72,24 @@ class SlotSpec:
             ("after", 0, "slot {!r} is after segment", "the index of a segment"),
             ("width", 1, "slot {!r} has width", "the features of the segment before it"),
             ("inner", 1, "inner of slot {!r} is", "None, or how many modules of the segment make its inner features"),
+            (
+                "around",
+                0,
+                "slot {!r} is around segment",
+                "None, or the index of the segment whose input its bypasses read",
+            ),
         ):
             value = getattr(self, name)
-            if name == "inner" and value is None:
+            if name in ("inner", "around") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise InputError(f"{given.format(self.name)} {value!r}; give {mend}, a whole number from {least} on")
             object.__setattr__(self, name, int(value))  # of NumPy's integers too
+        if self.start > self.after:
+            raise InputError(
+                f"slot {self.name!r} is around segment {self.around}, but it lies behind segment {self.after}; give an earlier "
+                "segment, or leave around out"
+            )
         if self.kind not in list(Kind):
             raise InputError(f"slot {self.name!r} is of kind {self.kind!r}; choose one of {', '.join(Kind)}")
         object.__setattr__(self, "kind", Kind(self.kind))
@@ -88,6 +103,11 @@ class SlotSpec:
     def stream(self) -> Stream:
         """The stream at the slot."""
         return STREAMS[self.kind](self.width)
+
+    @property
+    def start(self) -> int:
+        """The index of the first segment that a bypass goes around; the last one is `after`."""
+        return self.after if self.around is None else self.around
 
 
 @dataclass(frozen=True)

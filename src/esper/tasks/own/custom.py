@@ -309,7 +309,8 @@ def _read_host(host: Callable[[], SegmentedHost]) -> Callable[[], SegmentedHost]
     if lost := lost_slots(network):
         warn(
             f"the {'slot' if len(lost) == 1 else 'slots'} {', '.join(lost)} of the grown network cannot be used again, because "
-            "a later seed reads the input of the host; the segments up to that seed are one segment now",
+            "a later seed reads the input of the host, or of an earlier segment; the segments from there up to that seed are one "
+            "segment now",
             UserWarning,
         )
     return RegrownHost(network)

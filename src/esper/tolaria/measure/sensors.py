@@ -76,7 +76,7 @@ class Sample(NamedTuple):
     """Holds the activations at one slot for some examples."""
 
     stream: Tensor  # (E, N, D) stream at the slot, before any seed
-    before: Tensor  # (E, N, Db) input of the segment before the slot
+    before: Tensor  # (E, N, Db) what a bypass reads
     input: Tensor  # (E, N, Di) input of the host
     inner: Tensor | None  # (E, N, R) inner features of that segment; None where the host does not provide them
     gradient: Tensor | None  # (E, N, D) gradient of each example's loss with respect to the stream; None if not taken

@@ -756,7 +756,7 @@ def taught_streams(data: ResidentData, body: Body) -> list[IntactStreams]:
 
 
 def _streams(problem: Instance, data: ResidentData, body: Body) -> list[tuple[Tensor, Tensor]] | None:
-    """Return the stream and the segment's input at every slot of an intact network, (N, P, C) each at P positions, or None."""
+    """Return the stream and what a bypass reads at every slot of an intact network, (N, P, C) each at P positions, or None."""
     if problem.intact is None:
         return None
     host, x = problem.intact()
@@ -765,7 +765,7 @@ def _streams(problem: Instance, data: ResidentData, body: Body) -> list[tuple[Te
     streams = segment_outputs(host.segments, picked(problem.read(x, data.dtype), slice(SENSED)))
     found = []
     for index, (slot, kind) in enumerate(zip(host.slots, body.layout.streams, strict=True)):
-        before, here = streams[slot.after : slot.after + 2]
+        before, here = streams[slot.start], streams[slot.after + 1]
         assert isinstance(here, Tensor), "a segment must return one tensor"
         stream = kind.positions(here[None])[0]
         read = torch.full_like(stream[:, :1], torch.nan)
