@@ -34,6 +34,7 @@ class SpannedHost:
     kind: Kind = Kind.VECTOR
     outputs: int = 3
     around: bool = True
+    names: tuple[str, ...] = ("first", "wide", "late", "last")
 
     @property
     def inputs(self):
@@ -65,17 +66,25 @@ class SpannedHost:
                 ("last", 4, 4, 4),
             )
         ]
-        host = SegmentedHost(segments, slots)
+        host = SegmentedHost(segments, [slot for slot in slots if slot.name in self.names])
         host.stacks = self.kind != Kind.MAP
         host.draws = False
         return host
 
 
-def spanned_task(kind, *, host=None, menu=None, examples=160):
-    """A task of three classes on such a host, which trains in milliseconds."""
-    made = host or SpannedHost(kind)
+BYPASSES = {
+    Kind.VECTOR: ("mlp-small", "bypass-mlp", "bypass-linear"),
+    Kind.SEQUENCE: ("causal-conv", "bypass-mlp", "bypass-linear"),
+    Kind.MAP: ("conv-light", "bypass-conv-3x3", "bypass-conv-1x1"),
+}
+"""Menus whose second and third blueprint read what enters the segments that they go around."""
+
+
+def spanned_task(kind=Kind.VECTOR, *, host=None, menu=None, examples=160):
+    """A task of three classes on a host with two slots around several segments, which trains in milliseconds."""
+    made = host or SpannedHost(kind, names=("wide", "late"))
     generator = torch.Generator().manual_seed(5)
     y = torch.arange(examples) % 3
     x = torch.randn(examples, *SpannedHost(kind).inputs, generator=generator)
     x[..., 0] += y.view(-1, *(1,) * (x.dim() - 2))
-    return task_from("spans", x, y, host=made, classes=3, menu=menu or MENUS[kind])
+    return task_from("spans", x, y, host=made, classes=3, menu=menu or BYPASSES[kind])

@@ -99,14 +99,29 @@ def test_networks_and_branches_from_every_slot_compute_what_the_formulas_say(kin
 
 @KINDS
 @pytest.mark.parametrize("options", [{}, {"recomputed": True}, {"mapping": "loop"}], ids=str)
-def test_the_gradients_of_a_population_are_those_of_its_networks(kind, options):
+def test_a_population_trains_as_each_of_its_networks_does_alone(kind, options):
     body, seeds = populated(kind, dtype=torch.float64, **options)
+    seeds.stage[:5] = Stage.FOSSILIZED
     x = examples(kind, 5, dtype=torch.float64)
-    body.run(x, body.route(doses(seeds), seeds)).output.square().sum().backward()
-    for env in range(5):
-        seeds.stage[env] = Stage.FOSSILIZED
-        network, _ = grown_network(SpannedHost(kind), body, seeds, env, Interface(x.shape[2:]))
-        network(x[env]).square().sum().backward()
+    networks = [grown_network(SpannedHost(kind), body, seeds, env, Interface(x.shape[2:]))[0] for env in range(5)]
+    stacks = [body.host, *body.stacks.values()]
+    for _ in range(3):
+        for stack in stacks:
+            stack.columns["gradient"].zero_()
+        output = body.run(x, body.route(doses(seeds), seeds)).output
+        output.square().mean((1, 2)).sum().backward()
+        with torch.no_grad():
+            for stack in stacks:
+                stack.columns["value"] -= 0.1 * stack.columns["gradient"]
+        for env, network in enumerate(networks):
+            network.zero_grad()
+            y = network(x[env])
+            torch.testing.assert_close(output[env], y)
+            y.square().mean().backward()
+            with torch.no_grad():
+                for parameter in network.parameters():
+                    parameter -= 0.1 * parameter.grad
+    for env, network in enumerate(networks):
         for name, parameter in network.segments.named_parameters(prefix="segments"):
             torch.testing.assert_close(body.host.parameter(name, "gradient")[env], parameter.grad)
         for slot, seed in enumerate(network.seeds):

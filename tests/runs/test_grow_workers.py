@@ -38,6 +38,7 @@ from esper.tolaria.governor import Governor
 from esper.tolaria.measure.certifying import Certifier
 from esper.tolaria.stacked.population import StackedPopulation
 from populations import Lost, streamed
+from spans import spanned_task
 
 BASELINES = ["twin", "same-size", "plain", "skips"]
 SMALL = {
@@ -112,6 +113,18 @@ def test_a_run_does_not_depend_on_the_number_of_workers_or_on_losses(alone, tmp_
     assert summary["workers"]["number"] == workers
     assert summary["workers"]["lost"] == sum(lost) == crews[0].starts - workers
     assert crews[0].closed
+
+
+def test_seeds_that_go_around_several_segments_grow_the_same_with_workers(tmp_path, beside):
+    task, none = spanned_task(menu=("bypass-mlp", "mlp-small")), {"task": "spans", "blueprints": None}
+    found = {}
+    for name, asked in (("alone", ALONE), ("two", WorkerOptions(2))):
+        config = build_config(task.defaults, SMALL, none)
+        client = get_controller(config.controller, config)
+        summary = grow(task, config, client, tmp_path / name, opening=Opening(), asked=asked)
+        assert any("late" in each or "wide" in each for each in summary["grown"]), "or this test shows nothing"
+        found[name] = content(tmp_path / name)
+    assert found["two"] == found["alone"]
 
 
 @pytest.mark.parametrize(

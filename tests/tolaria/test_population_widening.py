@@ -16,6 +16,7 @@ from esper.tasks.hosts.factories import CNN, MLP, DamagedMLP, ResidualCNN, Resid
 from esper.tasks.own.custom import task_from
 from esper.tolaria.engine import VectorizedEngine
 from populations import GROW, Journalled, Script, assert_same, blobs, small_config, trajectory
+from spans import SpannedHost
 
 WIDE = {"widen": {"at": [3, 6], "factor": 3}}
 LIVES = {  # at step 6 environment 0 has a seed that blends in, 1 one that is kept, and 2 one that incubates
@@ -97,8 +98,10 @@ def test_every_row_computes_what_it_did_with_seeds_in_every_stage_and_all_sizes_
             (2, 8, 8),
             ("conv-light", "mlp-small"),
         ),
+        (SpannedHost(names=("wide", "late")), (6,), ("bypass-linear", "bypass-mlp")),
+        (SpannedHost(names=("late",)), (6,), ("bypass-linear", "mlp-small")),
     ],
-    ids=["residual", "convolutions", "residual convolutions", "transformer", "a module that is cut"],
+    ids=["residual", "convolutions", "residual convolutions", "transformer", "a module that is cut", "spans", "a span"],
 )
 def test_hosts_of_every_kind_and_their_seeds_compute_what_they_did(host, shape, menu):
     task = own_task(host, shape, menu, whole=isinstance(host, Transformer))

@@ -50,9 +50,9 @@ from esper.store.disk import SUMS, Retry, check_sum, find_folder, read_kept, sum
 
 FORMATS = (2, 3, 4, 5, 6)
 """Formats of topology.json that are read. The lowest one that can describe the network is written: 6 if a seed goes around
-several segments; else 5 if the host became wider while it grew; else 4 if `predict` takes raw features, which a transformer of the
-user makes numbers of; else 2 if an example is one tensor of floating-point numbers, or of bytes that the network standardizes, and
-has one label or any targets; else 3."""
+several segments; else 5 if the host became wider while it grew; else 4 if `predict` takes raw features, which a transformer of
+the user makes numbers of; else 2 if an example is one tensor of floating-point numbers, or of bytes that the network
+standardizes, and has one label or any targets; else 3."""
 MODEL, TOPOLOGY, PROGRAM = "model.safetensors", "topology.json", "model.pt2"
 FILES = frozenset({MODEL, TOPOLOGY, PROGRAM, SUMS})
 """Names of the files that the folder of a network may contain."""

@@ -27,7 +27,7 @@ def picked_body(state: State, rows: Indices, seeded: int | None = None) -> dict[
         chosen = [places[of] for of in rows[own].tolist()] or [0]  # a stack has room for one row or more
         seeds.append({**entry, "envs": own, "stack": _picked(entry["stack"], np.array(chosen))})
     widths = {name: array[rows] for name, array in state["widths"].items()}
-    return {"host": _picked(state["host"], rows), "widths": widths, "seeds": seeds}
+    return {**state, "host": _picked(state["host"], rows), "widths": widths, "seeds": seeds}
 
 
 def joined_bodies(states: Sequence[State], rows: Sequence[Indices]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def joined_bodies(states: Sequence[State], rows: Sequence[Indices]) -> dict[str,
         ]
         for name in names
     }
-    return {"host": _picked(_joined(hosts), order), "widths": widths, "seeds": seeds}
+    return {**states[0], "host": _picked(_joined(hosts), order), "widths": widths, "seeds": seeds}
 
 
 def picked_snapshot(state: State, rows: Indices) -> dict[str, Any]:
