@@ -28,18 +28,18 @@ class SensorInfo(NamedTuple):
     meaning: str
 
 
-_READS = {"here": "the stream", "before": "the segment's input", "input": "the host's input"}
+_READS = {"here": "the stream", "before": "what a bypass reads", "input": "the host's input"}
 _EXPLAINED = {
     "here_linear": "a linear map of the stream",
     "here_relu": "a hidden layer on the stream",
-    "before_linear": "a linear map of the segment's input",
-    "before_relu": "a hidden layer on the segment's input",
+    "before_linear": "a linear map of what a bypass reads",
+    "before_relu": "a hidden layer on what a bypass reads",
     "input_relu": "a hidden layer on the host's input",
 }
 _OF_ACTIVATIONS = {
     "participation": {
         "participation": "participation ratio of the stream / its width; 0 where it is constant",
-        "participation_before": "participation ratio of the input of the segment before the slot / its width",
+        "participation_before": "participation ratio of what a bypass reads / its width",
     },
     "inner": {
         "participation_inner": "participation ratio of the inner features of the segment before the slot / width"
@@ -50,7 +50,7 @@ _OF_ACTIVATIONS = {
     },
     "drift": {
         "drift": "|h - h0| / |h0| of the stream h, with h0 in the intact network, where the task has one",
-        "drift_before": "the same of the input of the segment before the slot",
+        "drift_before": "the same of what a bypass reads",
     },
 }
 _SLOPE, _ENERGY = ("gradient", "loss / weight"), ("explained", "(loss / stream)^2")
@@ -87,7 +87,7 @@ class IntactStreams(NamedTuple):
     """Holds what flows at one slot of the intact networks for the fitted examples; 0 for padding, nan in rows without one."""
 
     stream: Tensor  # (E, N, D) stream at the slot
-    before: Tensor  # (E, N, Db) input of the segment before the slot
+    before: Tensor  # (E, N, Db) what a bypass reads
 
 
 class TrueWidths(NamedTuple):
