@@ -52,7 +52,7 @@ def row(name: str, settings: dict[str, Any]) -> str:
     cut = CutHost(partial(chain, widths), torch.zeros(2, widths[0]))
     around, own = grown(cut, settings), grown(partial(without_spans, cut), settings)
     accuracies = [np.array(summary["test_accuracy"]["grown"]) for summary in (own, around)]
-    difference = t_interval(accuracies[1] - accuracies[0])
+    difference = t_interval((accuracies[1] - accuracies[0]).tolist())
     cells = [
         name,
         f"{np.mean(around['test_accuracy']['host']):.4f}",

@@ -37,6 +37,11 @@ def test_the_studies_write_their_pages(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_study_of_slots_around_several_segments_prints_a_row_for_each_network(tmp_path):
+    assert "| 64-8-16-10 |" in run("study_slots_around.py", "64-8-16-10", cwd=tmp_path)
+
+
+@pytest.mark.slow
 def test_the_study_of_streams_tunes_measures_and_prints_a_table(tmp_path):
     few = ["--sets", "recurring-shared", "--methods", "reset-blocks", "reactivate"]
     run("study_streams.py", "tune", "--out", "settings.json", *few, cwd=tmp_path)
