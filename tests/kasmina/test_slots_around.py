@@ -235,7 +235,7 @@ def network_with(*planted):
         ([(1, "bypass-mlp")], 5, [("first", 0, None), ("wide", 1, 1), ("late", 2, 0), ("last", 3, 3)], []),
         ([(1, "mlp-small")], 6, [("first", 0, None), ("wide", 2, 1), ("late", 3, 0), ("last", 4, 4)], []),
         ([(1, "bypass-mlp"), (2, "bypass-linear")], 3, [("late", 0, 0), ("last", 1, 1)], ["first", "wide"]),
-        ([(1, "skip-mlp")], 4, [("wide", 0, 0), ("late", 1, 0), ("last", 2, 2)], ["first"]),
+        ([(1, "skip-mlp")], 4, [("wide", 0, None), ("late", 1, 0), ("last", 2, 2)], ["first"]),
     ],
 )
 def test_segments_that_a_kept_bypass_goes_around_become_one_when_the_network_grows_further(

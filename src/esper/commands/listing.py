@@ -50,7 +50,9 @@ def _print_task(name: str, task: Any) -> None:
         say(f"  examples  {', '.join([f'train {task.examples:,}', *sizes])}")
     with torch.random.fork_rng(devices=[]):
         slots = task.largest().slots
-    say(f"  slots     {', '.join(f'{slot.name} (width {slot.width})' for slot in slots)}")
+    around = ["" if slot.start == slot.after else f", around segments {slot.start} to {slot.after}" for slot in slots]
+    each = [f"{slot.name} (width {slot.width}{span})" for slot, span in zip(slots, around, strict=True)]
+    say(f"  slots     {', '.join(each)}")
     say(f"  menu      {', '.join(task.menu)}")
 
 

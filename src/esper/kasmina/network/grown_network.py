@@ -278,7 +278,7 @@ def as_host(network: GrownNetwork) -> SegmentedHost:
         if slot.after < groups[at][-1]:
             continue
         if around is not None:  # what enters a segment in the middle of others can no longer be read behind them
-            around = place[around] if place[around] == at or around == groups[place[around]][0] else None
+            around = place[around] if around == groups[place[around]][0] else None
         slots.append(replace(slot, after=at, inner=None if slot.after in grafted else slot.inner, around=around))
     host = SegmentedHost(segments, slots)
     host.stacks = network.stacks and all(
