@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from esper.kasmina.blueprints import get_blueprint
-from esper.kasmina.host import SegmentedHost, SlotSpec, steps_of
+from esper.kasmina.host import SegmentedHost, steps_of
 from esper.kasmina.stack.fused import Layers, layers_of
 from esper.kasmina.stack.layers import Linear
 from esper.kasmina.stack.rows import Stack
