@@ -37,7 +37,7 @@ def test_the_map_blueprints_are_those_of_the_design_with_the_taps_they_read():
     taps = {name: get_blueprint(name, Kind.MAP).tap for name in MAPS}
     here = {"norm", "squeeze-excite", "depthwise-separable", "bottleneck", "conv-light", "conv-heavy"}
     here |= {"low-rank", "mlp-small"}
-    before = {"bypass-mlp-small", *(f"bypass-rank-{rank}" for rank in (1, 2, 4, 8))}
+    before = {"bypass-mlp-small", "bypass-mlp-3x3", *(f"bypass-rank-{rank}" for rank in (1, 2, 4, 8))}
     assert taps == dict.fromkeys(here, Tap.HERE) | dict.fromkeys(before, Tap.BEFORE) | {
         "bypass-conv-1x1": Tap.BEFORE, "bypass-conv-3x3": Tap.BEFORE, "skip-conv": Tap.INPUT,
     }  # fmt: skip

@@ -117,7 +117,7 @@ class Read(nn.Module):
 @pytest.mark.parametrize(
     ("build", "freeze", "why"),
     [
-        (lambda: host(between=nn.GELU), "none", "a GELU runs between '0' and '2'"),
+        (lambda: host(between=nn.Tanhshrink), "none", "a Tanhshrink runs between '0' and '2'"),
         (lambda: host(extra=nn.BatchNorm1d), "none", "a BatchNorm1d runs between '0' and '3'"),
         (lambda: host(extra=nn.LayerNorm), "none", "a LayerNorm runs between '0' and '3'"),
         (lambda: host(extra=Read), "none", "a Read runs between '0' and '3'"),

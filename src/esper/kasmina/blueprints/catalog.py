@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import map as maps
 from esper.kasmina.blueprints import sequence as sequences
+from esper.kasmina.blueprints.functions import RELU, Pointwise
 from esper.kasmina.blueprints.vector import (
     Affine,
     Factored,
@@ -55,6 +56,17 @@ class Blueprint:
         return BlueprintInfo(
             self.name, self.tap.value, (f"heldout_{of}", f"explained_{of}", f"map_gradient_{self.tap}")
         )
+
+    def built(self, reads: int, writes: int, function: Pointwise = RELU) -> nn.Module:
+        """Build a seed; the one hidden layer of a bypass gets a function, that of the layers which it spans."""
+        made = self.build(reads, writes)
+        if self.tap == Tap.BEFORE and function != RELU:
+            for part in made.modules():
+                if isinstance(part, MLPSeed):
+                    part.function = function
+                elif isinstance(part, maps.Convolutions) and len(part) == 3:
+                    part[1] = maps.Activation(function)
+        return made
 
     def fits(self, kind: Kind, *, causal: bool) -> bool:
         """Return whether a stream can have it: it is of the stream's kind, and does not look ahead if the stream is causal."""
@@ -383,6 +395,8 @@ def _convolutional(kind: Kind) -> None:
     _built_in("conv-heavy", here, *two_convs(16, 3), f"{three} to 16 channels, then {three}: depth", kind)
     _built_in(f"bypass-conv-{one}", before, *one_conv(1), f"{one} around the segment: width", kind)
     _built_in(f"bypass-conv-{three}", before, *one_conv(3), f"{three} around the segment: width", kind)
+    about = f"{three} to 8 channels, then {three}, around the segment: width"
+    _built_in(f"bypass-mlp-{three}", before, *two_convs(8, 3), about, kind)
     about = f"{three} to 8 channels from the host's input, then {one}"
     _built_in("skip-conv", Tap.INPUT, *two_convs(8, 1), about, kind)
     for name in ("low-rank", "mlp-small", *(f"bypass-rank-{k}" for k in (1, 2, 4, 8)), "bypass-mlp-small"):

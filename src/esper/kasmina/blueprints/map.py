@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.blueprints.functions import Pointwise, apply
 from esper.kasmina.stack.layers import StackedModule, zero_linear
 
 _CONVOLUTIONS: dict[int, type[nn.Conv2d] | type[nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
@@ -75,6 +76,19 @@ class SqueezeExcite(nn.Module):
     def forward(self, u: Tensor) -> Tensor:
         factor = self.out(torch.relu(self.inner(u.mean(tuple(range(2, u.dim()))))))
         return u * factor[(..., *(None,) * (u.dim() - 2))]
+
+
+class Activation(nn.Module):
+    """Applies a function of each feature."""
+
+    draws = False
+
+    def __init__(self, function: Pointwise) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply(self.function, x)
 
 
 class Convolutions(nn.Sequential):

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.blueprints.functions import RELU, Pointwise, apply
 from esper.kasmina.slot import sigmoid
 from esper.kasmina.stack.fused import ReLU
 from esper.kasmina.stack.layers import Linear, StackedModule, zero_linear
@@ -78,14 +79,15 @@ class Factored(LowRank):
 
 
 class MLPSeed(StackedModule):
-    """Computes delta = W relu(V u + c) + b with k hidden units; k (r + 1) + w (k + 1) parameters.
+    """Computes delta = W f(V u + c) + b with k hidden units; k (r + 1) + w (k + 1) parameters. f is the ReLU in a stack.
 
     Seeds of different hidden widths share one stack: a unit whose weights are all 0 stays 0, because relu(0) and its
-    gradient there are 0.
+    gradient there are 0. In a network of a person's own f is that of the layers which the seed spans (`Grafts.made`).
     """
 
     pads = True
     in_order = ("inner", ReLU, "out")
+    function: Pointwise = RELU
 
     def __init__(self, reads: int, writes: int, hidden: int) -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class MLPSeed(StackedModule):
         self.out = zero_linear(hidden, writes)
 
     def forward(self, u: Tensor) -> Tensor:
-        return self.out(torch.relu(self.inner(u)))
+        return self.out(apply(self.function, self.inner(u)))
 
 
 class Gated(StackedModule):

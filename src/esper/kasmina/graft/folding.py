@@ -1,7 +1,7 @@
 """Fold a seed into the linear layers at its site: one whose change is linear, and one that is further units of a pair."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.map import Channelwise, Convolutions
+from esper.kasmina.blueprints.functions import RELU, Pointwise, apply, named
+from esper.kasmina.blueprints.map import Activation, Channelwise, Convolutions
 from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import sites_of
@@ -25,10 +26,10 @@ LINEAR = (Affine, Factored, LinearMap, LowRank, SparseHead, SparseRows)
 """Modules whose change is W u + b at every position."""
 
 Layer = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-"""Layers that a seed folds into: the weight has the features written, those read, and the sides of a kernel."""
+"""Layers that a seed folds into, beside the `Conv1D` of transformers, a Linear whose weight is the other way around."""
 
-_ALIKE = (nn.ReLU, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity)
-"""Modules between two layers that treat further units as a seed does."""
+_ALIKE = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.Identity)
+"""Modules between two layers that treat further units as a seed does in evaluation mode, which has no dropout."""
 
 Pass = Callable[[nn.Module], Any]
 """A forward pass of a network on a batch; returns the output."""
@@ -49,7 +50,8 @@ def fold(
         here:    (W x + b) + alpha (V (W x + b) + c)           becomes  (W + alpha V W) x + b + alpha (V b + c)
         a pair:  W f(A x + a) + b + alpha (V f(C x + c) + d)   becomes  [W alpha V] f([A; C] x + [a; c]) + b + alpha d
 
-    A layer is an nn.Linear, or a convolution without groups; that of a seed with another kernel is in the middle of its own.
+    A layer is an nn.Linear, a `Conv1D` of transformers, or a convolution without groups; a smaller kernel of a seed goes into the
+    middle of its own.
 
     The seed is folded only if every pass gives what it gave before, to rounding (`_same_output`). So a weight that is also
     used elsewhere, or is computed from other parameters before each pass, and another function between the layers of a pair than
@@ -85,8 +87,6 @@ def fold(
     for changed in changes:
         for change in changed:
             change.carry_out()
-            if change.width is not None:
-                setattr(change.part, *change.width)
     return None
 
 
@@ -106,8 +106,10 @@ class _Change(NamedTuple):
         return held
 
     def carry_out(self) -> None:
-        """Write the value into the parameter, or put a larger parameter in its place."""
+        """Write the value into the parameter, or put a larger parameter in its place and count the features anew."""
         held = self.held
+        if self.width is not None:
+            setattr(self.part, *self.width)
         if held.shape == self.value.shape:
             fill(held, self.value)
         else:
@@ -128,23 +130,36 @@ def _difference(network: nn.Module, name: str, changes: Sequence[_Change], passe
     shared = "a weight is also used elsewhere or is computed before each pass"
     if not any(change.width for change in changes):
         return f"the outputs would differ, as where {shared}"
-    site = sites_of(network)[name]
+    site, function = sites_of(network)[name], _hidden_function(network, name)
     other = (
-        f"the outputs would differ, as where a function other than relu runs between {site.around!r} and {site.after!r}, or "
-        f"{shared}"
+        f"the outputs would differ, as where a function other than {named(function)} runs between {site.around!r} and "
+        f"{site.after!r}, or {shared}"
     )
     if not passes:
         return other
-    runs = list[nn.Module]()
+    runs = list[tuple[nn.Module, Tensor | None]]()
+    alike = set[nn.Module]()
+
+    def enter(part: nn.Module, given: Any) -> None:
+        runs.append((part, next((x.clone() for x in floats(given)), None)))  # the module may work in place
+
+    def leave(part: nn.Module, given: Any, output: Any) -> None:
+        x = next((x for other, x in reversed(runs) if other is part), None)
+        if x is not None and isinstance(output, Tensor) and same_values(output, apply(function, x), _eps(output)):
+            alike.add(part)
+
     leaves = [part for part in network.modules() if not any(True for _ in part.children())]
     spanned = [network.get_submodule(path) for path in (site.around, site.after)]
-    handles = [leaf.register_forward_pre_hook(lambda leaf, _: runs.append(leaf)) for leaf in {*leaves, *spanned}]
+    handles = [leaf.register_forward_pre_hook(enter) for leaf in {*leaves, *spanned}]
+    handles += [leaf.register_forward_hook(leave) for leaf in leaves]
     with undisturbed(network):
         passes[0](network)
     for handle in handles:
         handle.remove()
-    first, second = (runs.index(layer) for layer in spanned)
-    kinds = dict.fromkeys(type(part).__name__ for part in runs[first + 1 : second] if not isinstance(part, _ALIKE))
+    order = [part for part, _ in runs]
+    first, second = map(order.index, spanned)
+    between = [part for part in order[first + 1 : second] if part not in alike and not isinstance(part, _ALIKE)]
+    kinds = dict.fromkeys(type(part).__name__ for part in between)
     if not kinds:
         return other
     run = "runs" if len(kinds) == 1 else "run"
@@ -167,16 +182,17 @@ def _changes(network: nn.Module, name: str, pairs: bool) -> list[_Change]:
     site, planted = sites_of(network)[name], planted_at(network, name)
     assert planted is not None, "there must be a seed to fold"
     delta = planted.seed.delta.seed if isinstance(planted.seed.delta, Channelwise) else planted.seed.delta
-    if isinstance(delta, MLPSeed) and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD):
-        return _wider(network, site, delta, planted.alpha, pairs)
+    hidden = _hidden(delta)
+    if hidden is not None and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD):
+        return _wider(network, site, *hidden, planted.alpha, pairs)
     reads_input = planted.tap == Tap.BEFORE and site.around == site.after
     if planted.blend != Blend.ADD:
         raise _Beside(f"by the blend {planted.blend.name} what it adds depends on the stream")
     layer = _layer(network, site.after)
     if not reads_input and planted.tap != Tap.HERE:
         raise _Beside(f"it reads neither what {site.after!r} reads nor what it returns")
-    kernel, shift = _linear(planted.seed.delta, layer.weight.shape[1 if reads_input else 0], layer.weight.device)
-    weight, alpha = gather(layer.weight).double(), planted.alpha.double()
+    weight, alpha = matrix(layer, gather(layer.weight)).double(), planted.alpha.double()
+    kernel, shift = _linear(planted.seed.delta, weight.shape[1 if reads_input else 0], weight.device)
     bias = None if layer.bias is None else gather(layer.bias).double()
     if reads_input:
         more, moved = _centred(kernel, layer, site.after), shift
@@ -184,7 +200,7 @@ def _changes(network: nn.Module, name: str, pairs: bool) -> list[_Change]:
         raise _Beside(f"it reads several positions of what {site.after!r} returns")
     else:
         more, moved = torch.tensordot(kernel, weight, 1), shift if bias is None else kernel @ bias + shift
-    changed = [_Change(layer, "weight", (weight + alpha * more).to(layer.weight.dtype))]
+    changed = [_Change(layer, "weight", matrix(layer, weight + alpha * more).to(layer.weight.dtype))]
     if moved.count_nonzero():
         if bias is None or layer.bias is None:
             raise _Beside(_NO_BIAS.format(site.after))
@@ -192,8 +208,32 @@ def _changes(network: nn.Module, name: str, pairs: bool) -> list[_Change]:
     return changed
 
 
-def _wider(network: nn.Module, site: Site, delta: MLPSeed, alpha: Tensor, pairs: bool) -> list[_Change]:
-    """Return the parameters of the two layers that a site spans, with the hidden units of its seed. Raises _Beside."""
+def _hidden(delta: nn.Module) -> tuple[nn.Module, nn.Module] | None:
+    """Return the two layers of a seed with one hidden layer; None for another seed."""
+    if isinstance(delta, MLPSeed):
+        return delta.inner, delta.out
+    return (delta[0], delta[2]) if isinstance(delta, Convolutions) and len(delta) == 3 else None
+
+
+def _hidden_function(network: nn.Module, name: str) -> Pointwise:
+    """Return the function of the hidden layer of the seed at a site."""
+    planted = planted_at(network, name)
+    assert planted is not None, "there must be a seed to fold"
+    for part in planted.modules():
+        if isinstance(part, MLPSeed | Activation):
+            return part.function
+    return RELU
+
+
+def _wider(
+    network: nn.Module, site: Site, inner: nn.Module, out: nn.Module, alpha: Tensor, pairs: bool
+) -> list[_Change]:
+    """Return the parameters of the two layers that a site spans, with the hidden units of its seed. Raises _Beside.
+
+    inner, out: the two layers of the seed.
+    """
+    assert is_layer(inner), "what a seed is made of"
+    assert is_layer(out), "what a seed is made of"
     if network.get_submodule(site.around) is network.get_submodule(site.after):
         raise _Beside("it has hidden units, and spans one layer and not two")
     if not site.around:
@@ -201,25 +241,23 @@ def _wider(network: nn.Module, site: Site, delta: MLPSeed, alpha: Tensor, pairs:
     if not pairs:
         raise _Beside("layers become wider in one process alone")
     first, second = _layer(network, site.around), _layer(network, site.after)
-    if first.weight.shape[0] != second.weight.shape[1]:
+    own, next_own = matrix(first, first.weight), matrix(second, second.weight)
+    if own.shape[0] != next_own.shape[1]:
         raise _Beside(f"{site.after!r} does not read the features that {site.around!r} writes")
-    units = first.weight.shape[0] + len(delta.inner.weight)
-    inner, out = (
-        _centred(delta.inner.weight, first, site.around),
-        _centred(alpha * delta.out.weight, second, site.after),
-    )
-    writes = "out_features" if isinstance(first, nn.Linear) else "out_channels"
-    reads = "in_features" if isinstance(second, nn.Linear) else "in_channels"
+    units = own.shape[0] + len(inner.weight)
+    rows, columns = _centred(inner.weight, first, site.around), _centred(alpha * out.weight, second, site.after)
     changed = [
-        _Change(first, "weight", torch.cat([first.weight, inner]), (writes, units)),
-        _Change(second, "weight", torch.cat([second.weight, out], 1), (reads, units)),
+        _Change(first, "weight", matrix(first, torch.cat([own, rows])), (_counts(first)[0], units)),
+        _Change(second, "weight", matrix(second, torch.cat([next_own, columns], 1)), (_counts(second)[1], units)),
     ]
-    for path, layer, more, own in (
-        (site.around, first, delta.inner.bias, True),
-        (site.after, second, alpha * delta.out.bias, False),
+    assert inner.bias is not None, "what a seed is made of"
+    assert out.bias is not None, "what a seed is made of"
+    for path, layer, more, adds in (
+        (site.around, first, inner.bias, True),
+        (site.after, second, alpha * out.bias, False),
     ):
         if layer.bias is not None:
-            changed.append(_Change(layer, "bias", torch.cat([layer.bias, more]) if own else layer.bias + more))
+            changed.append(_Change(layer, "bias", torch.cat([layer.bias, more]) if adds else layer.bias + more))
         elif more.count_nonzero():
             raise _Beside(_NO_BIAS.format(path))
     return changed
@@ -229,7 +267,8 @@ def _layer(network: nn.Module, path: str) -> Layer:
     layer = network.get_submodule(path)
     if not is_layer(layer):
         raise _Beside(
-            f"{path!r} is no Linear and no convolution without groups, or computes its weights before each pass"
+            f"{path!r} is no Linear, no convolution without groups and no Conv1D of transformers, or computes its weights "
+            "before each pass"
         )
     return layer
 
@@ -237,9 +276,38 @@ def _layer(network: nn.Module, path: str) -> Layer:
 def is_layer(layer: nn.Module) -> TypeGuard[Layer]:
     """Return whether a seed can fold into a layer: its weight and bias are parameters, not computed before each pass."""
     own = layer._parameters
-    if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or getattr(layer, "groups", 1) != 1:
-        return False
-    return own.get("weight") is not None and "bias" in own
+    known = isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or _is_turned(layer)
+    return known and getattr(layer, "groups", 1) == 1 and own.get("weight") is not None and "bias" in own
+
+
+def _is_turned(layer: nn.Module) -> bool:
+    """Return whether a layer is a `Conv1D` of transformers, whose weight has the features read in front of those written."""
+    return getattr(type(layer), "_esper_original", type(layer)).__name__ == "Conv1D" and "nf" in vars(layer)
+
+
+def matrix(layer: nn.Module, weight: Tensor) -> Tensor:
+    """Return a weight of a layer as (written, read, ...), or one of these as the layer holds it."""
+    return weight.mT.contiguous() if _is_turned(layer) else weight
+
+
+def widened(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, int]]:
+    """Return the layers that write more features than when their parameters had other shapes: the widths before and now."""
+    found = {}
+    for name, shape in shapes.items():
+        path, _, entry = name.rpartition(".")
+        if entry == "weight":
+            layer, now = network.get_submodule(path), network.get_parameter(name).shape
+            before, units = (len(matrix(layer, torch.empty(*each, device="meta"))) for each in (shape, now))
+            if before != units:
+                found[path] = before, units
+    return found
+
+
+def _counts(layer: nn.Module) -> tuple[str, str]:
+    """Return the names of the attributes of a layer that count the features written and those read."""
+    if _is_turned(layer):
+        return "nf", "nx"
+    return ("out_features", "in_features") if isinstance(layer, nn.Linear) else ("out_channels", "in_channels")
 
 
 def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -263,7 +331,7 @@ def _linear(delta: nn.Module, reads: int, device: torch.device) -> tuple[Tensor,
 
 def _centred(kernel: Tensor, layer: Layer, path: str) -> Tensor:
     """Return a kernel (w, r, ...) in the middle of one of the layer's size. Raises _Beside if that would read other positions."""
-    if isinstance(layer, nn.Linear):
+    if not isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         if kernel.dim() != 2:
             raise _Beside(_OTHER_KERNEL.format(path))
         return kernel
@@ -298,6 +366,12 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
         expected = list(floats(run(network)))
     reshard(network)
     mode, before = planted.mode, [(change, change.held, change.held.detach().clone()) for change in changes]
+    counts = [
+        (change.part, name, getattr(change.part, name))
+        for change in changes
+        if change.width
+        for name in change.width[:1]
+    ]
     try:
         planted.mode = Mode.OFF
         for change in changes:
@@ -315,6 +389,8 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
         for change, held, value in before:
             change.part._parameters[change.name] = held
             fill(held, value)
+        for part, attribute, count in counts:
+            setattr(part, attribute, count)
     pairs = [*zip(expected, found, strict=False), *zip(behind, folded, strict=False)]
     if (len(expected), len(behind)) != (len(found), len(folded)):
         return False

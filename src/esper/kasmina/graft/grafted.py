@@ -90,7 +90,7 @@ def graft(
             encloses = not site.around or site.after.startswith(f"{site.around}.")
             source = swap(around)
             point.before = wire_between(source, source if encloses else root)
-    for path, part in _with_own_files(module):
+    for path, part in with_own_files(module):
         if any(site.after == path or site.after.startswith(f"{path}." if path else "") for site in sites.values()):
             swap(part)
     return module
@@ -170,7 +170,7 @@ def trim(module: nn.Module) -> None:
     """
     root_of(module).sites = None
     saving = {
-        id(part) for _, part in _with_own_files(module) if any(isinstance(inner, Planted) for inner in part.modules())
+        id(part) for _, part in with_own_files(module) if any(isinstance(inner, Planted) for inner in part.modules())
     }
     for part in list(module.modules()):
         point: Point | None = part.__dict__.get(POINT)
@@ -183,7 +183,7 @@ def trim(module: nn.Module) -> None:
                 restore(part)
 
 
-def _with_own_files(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def with_own_files(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the outermost parts of a network that have a `save_pretrained`, by name."""
     found: list[tuple[str, nn.Module]] = []
     for path, part in module.named_modules():

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.blueprints.functions import RELU, Pointwise
 from esper.kasmina.slot import DifferentiableFunction, Proximal, Seed, Straight, sigmoid, slot_change
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site, Tap
@@ -28,6 +29,7 @@ class Recipe(NamedTuple):
     site: Site  # the site that it was planted at, in the network that was grafted
     blueprint: str  # name of its blueprint
     reads: int  # width of what it reads
+    function: Pointwise = RELU  # of its hidden layer, where it is a bypass with one
 
 
 _BLENDS = {blend.name: blend for blend in Blend}

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveInt
@@ -17,11 +17,14 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import drawn_with, get_blueprint
+from esper.kasmina.blueprints.functions import FUNCTIONS, NUMBERED, RELU, Pointwise
+from esper.kasmina.graft.folding import widened
 from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ungraft
 from esper.kasmina.graft.grown import CHILD, check_tensors, is_grafted, prefix_behind
 from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
 from esper.kasmina.graft.widening import resized
+from esper.kasmina.network.own_config import count_in_configs
 from esper.kasmina.slot import Seed
 from esper.leyline.config.parsing import parse_model
 from esper.leyline.errors import GrowthWarning, InputError, typed_line, warn
@@ -62,6 +65,13 @@ def _blend(name: str) -> str:
     return name
 
 
+def _function(function: list[str | float]) -> list[str | float]:
+    numbers = [float] if function[:1] and function[0] in NUMBERED else []
+    if (function[:1] and function[0] not in FUNCTIONS) or [type(each) for each in function] != [str, *numbers]:
+        raise ValueError(f"functions are {', '.join(FUNCTIONS)}; {' and '.join(NUMBERED)} have a number")
+    return function
+
+
 class _SavedSeed(_Saved):
     """Describes a seed, without its weights."""
 
@@ -74,10 +84,15 @@ class _SavedSeed(_Saved):
     causal: bool
     blueprint: str
     reads: PositiveInt
+    function: Annotated[list[str | float], AfterValidator(_function)] = list(RELU)  # that of `Recipe`
     blend: Annotated[str, AfterValidator(_blend)]
     alpha: float = Field(gt=0, le=1)
     attached: bool
     host: dict[str, list[int]]  # shape of each parameter of the submodules `after` and `around`
+
+    @property
+    def pointwise(self) -> Pointwise:
+        return cast("Pointwise", tuple(self.function))
 
     @property
     def planted_at(self) -> Site:
@@ -249,6 +264,7 @@ def load_grown(folder: Path | str, model: M) -> M:
         raise InputError(f"the {type(model).__name__} is grafted; give one as it was before esper.graft")
     with resized(model, described.shapes, tensors):
         _load_into(model, described.seeds, tensors, folder, again)
+    count_in_configs(model, widened(model, described.shapes))
     return model
 
 
@@ -333,7 +349,7 @@ def _described(network: nn.Module, seeds: Mapping[str, Planted]) -> list[_SavedS
     """Return what is saved of seeds, by the submodule that they are behind, beside their weights."""
     found, names = [], set[str]()
     for path, seed in seeds.items():
-        site, blueprint, reads = _recipe(path, seed)
+        site, blueprint, reads, function = _recipe(path, seed)
         name = path if site.name in names else site.name
         names.add(name)
         found.append(
@@ -347,6 +363,7 @@ def _described(network: nn.Module, seeds: Mapping[str, Planted]) -> list[_SavedS
                 causal=site.causal,
                 blueprint=blueprint,
                 reads=reads,
+                function=list(function),
                 blend=seed.blend.name,
                 alpha=float(seed.alpha),
                 attached=seed.attached,
@@ -399,7 +416,10 @@ def _built(seed: _SavedSeed, weights: Mapping[str, Tensor], path: Path, again: s
     """Build a seed with weights from a file. InputError if they are not those that the blueprint has."""
     entry = get_blueprint(seed.blueprint, seed.kind, live=True)
     with drawn_with(0):
-        made, axes = Seed(entry.build(seed.reads, seed.width), seed.reads), seed.planted_at.stream.permutation
+        made, axes = (
+            Seed(entry.built(seed.reads, seed.width, seed.pointwise), seed.reads),
+            seed.planted_at.stream.permutation,
+        )
         planted = Planted(made, entry.tap, Blend[seed.blend], seed.kind, axes, again=entry.again)
     dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
     planted.to(dtype)
@@ -410,7 +430,7 @@ def _built(seed: _SavedSeed, weights: Mapping[str, Tensor], path: Path, again: s
             f"{path} has other parameters than blueprint {seed.blueprint!r} of this version; {again}"
         ) from None
     planted.mode, planted.attached = Mode.ON, seed.attached
-    planted.recipe = Recipe(seed.planted_at, seed.blueprint, seed.reads)
+    planted.recipe = Recipe(seed.planted_at, seed.blueprint, seed.reads, seed.pointwise)
     return planted
 
 

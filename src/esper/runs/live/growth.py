@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from esper.kasmina.blueprints import BLUEPRINTS, LIVE_BLUEPRINTS, Blueprint, get_blueprint
-from esper.kasmina.graft.folding import is_layer
+from esper.kasmina.graft.folding import is_layer, matrix, widened
 from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
 from esper.kasmina.graft.widening import resized
+from esper.kasmina.network.own_config import count_in_configs
 from esper.kasmina.network.saving import adapter_files, folder_of, replace_folder, save_grown
 from esper.leyline.config.arguments import known_as
 from esper.leyline.config.tree import Config, GrowthConfig, build_growth_config, merge_settings
@@ -377,7 +378,7 @@ class Growth:
                     population.free(site.name)
                 elif seed.recipe is not None:
                     self.beside[site.name], self.why_beside[site.name] = seed.recipe.blueprint, why_not
-        self._note_widths()
+        unbuilt = self._note_widths()
         population.grafts.settle()
         self.frozen.release()
         population.groups.disown()
@@ -386,6 +387,13 @@ class Growth:
         for network in (self.model, *population.grafts.copies):
             trim(network)
         self.finished, self._whole = True, time.perf_counter() - self._made
+        if unbuilt:
+            warn(
+                f"from_pretrained cannot build the widths that grew ({self.architecture}), because no value of the config counts "
+                "them; save the model by growth.save(folder), or make the other blocks as wide by esper.widen(model, "
+                "{layer: width}, example=x) and set the value of the config",
+                GrowthWarning,
+            )
         return self.model
 
     def gather(self, model: M | None = None) -> M | None:
@@ -534,8 +542,10 @@ class Growth:
         for name, before in self._resized().items():
             path, _, entry = name.rpartition(".")
             if entry == "weight" and is_layer(layer := self.model.get_submodule(path)):
-                now = layer.weight.shape
-                changes.append(f"{path}: {before[1]} -> {before[0]} became {now[1]} -> {now[0]}")
+                was, now = (
+                    matrix(layer, torch.empty(shape, device="meta")).shape for shape in (before, layer.weight.shape)
+                )
+                changes.append(f"{path}: {was[1]} -> {was[0]} became {now[1]} -> {now[0]}")
         for site, blueprint in self.beside.items():
             changes.append(f"{blueprint} at {site!r} stays beside: {self.why_beside[site]}")
         return "; ".join(changes)
@@ -833,12 +843,17 @@ class Growth:
             self._note_widths()
         return bool(absorbed)
 
-    def _note_widths(self) -> None:
-        """Record the layers that have more units than when growth began."""
-        for name, shape in self._resized().items():
-            layer, _, entry = name.rpartition(".")
-            if entry == "weight" and (units := len(self.model.get_parameter(name))) != shape[0]:
-                self.widened[layer] = shape[0], units
+    def _note_widths(self) -> list[str]:
+        """Record the layers that have more units than when growth began, also in the configs of models that save themselves.
+
+        Returns the names of the parts whose config has no value for them.
+        """
+        self.widened |= widened(self.model, self._resized())
+        return [
+            path
+            for network in (self.model, *self.population.grafts.copies)
+            for path in count_in_configs(network, self.widened)
+        ]
 
     def _plant_kept(self, network: nn.Module) -> None:
         """Plant the seeds that were kept in another copy of the model; their weights are still to be filled in."""

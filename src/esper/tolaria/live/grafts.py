@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.blueprints import Blueprint, drawn_with
+from esper.kasmina.blueprints.functions import RELU, Pointwise
 from esper.kasmina.graft.grafted import Reading, bank_at, holders, plant, planted_at, uproot
 from esper.kasmina.graft.grown import prefix_behind, sites_of
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe, Seat
@@ -50,12 +51,14 @@ class Grafts:
         groups: Groups,
         menu: Sequence[Blueprint],
         readings: Sequence[Reading],
+        functions: Mapping[str, Pointwise],
         ranks: Ranks,
     ) -> None:
-        """`readings` are of the sites, in their order."""
+        """`readings` are of the sites, in their order. `functions` are those between the layers that sites span, by site."""
         self.network, self.groups, self.menu = network, groups, tuple(menu)
         self.averages, self.copies = tuple(averages), tuple(each.module for each in averages)
         self.readings, self.ranks, self.reserved = readings, ranks, False
+        self.functions = functions
         self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
         self.host = list(network.parameters())
         self._prefixes = tuple(prefix_behind(site.after) for site in self.sites)
@@ -109,13 +112,14 @@ class Grafts:
         cost = [[self.cost(slot, k) if fits[slot, k] else 0 for k in range(len(self.menu))] for slot in slots]
         return fits, np.array(cost, np.int64)
 
-    def planted(self) -> dict[str, list[int]]:
-        """Return by site, in the order of the optimizer's groups, the blueprint and the blend of the seed."""
+    def planted(self) -> dict[str, list[Any]]:
+        """Return by site, in the order of the optimizer's groups, the blueprint, the blend and the function of the seed."""
         found = {}
         for name in self.groups.names():
             seed = self.at(name)
             assert seed is not None, "every group of a seed is that of one in the network"
-            found[name] = [self._blueprint_of[name], int(seed.blend)]
+            function = RELU if seed.recipe is None else seed.recipe.function
+            found[name] = [self._blueprint_of[name], int(seed.blend), list(function)]
         return found
 
     def at(self, name: str) -> Planted | None:
@@ -127,10 +131,10 @@ class Grafts:
         found = [planted_at(network, name) for network in (self.network, *self.copies)]
         return [each for each in found if each is not None]
 
-    def add(self, slot: int, blueprint: int, blend: Blend, key: int) -> None:
-        """Plant a seed that acts on nothing yet, drawn by a key."""
+    def add(self, slot: int, blueprint: int, blend: Blend, key: int, function: Pointwise | None = None) -> None:
+        """Plant a seed that acts on nothing yet, drawn by a key; with another function than that of `made` if one is given."""
         site, entry = self.sites[slot], self.menu[blueprint]
-        made = self.made(slot, entry, blend, key)
+        made = self.made(slot, entry, blend, key, function)
         self.ranks.spread(made.parameters())
         for network in (*self.copies, self.network):
             bank = bank_at(network, site.name)
@@ -149,16 +153,19 @@ class Grafts:
         self.groups.add(site.name, named, self._beside(site.after))
         self.edited()
 
-    def made(self, slot: int, entry: Blueprint, blend: Blend, key: int) -> Planted:
-        """Return a seed that is in no network, drawn by a key, on the device of the host and in its dtype."""
+    def made(self, slot: int, entry: Blueprint, blend: Blend, key: int, function: Pointwise | None = None) -> Planted:
+        """Return a seed that is in no network, drawn by a key, on the device of the host and in its dtype.
+
+        A bypass with one hidden layer around two layers has the function that runs between these, so that it is further units.
+        """
         site = self.sites[slot]
-        reads = self.readings[slot].widths[entry.tap]
+        reads, function = self.readings[slot].widths[entry.tap], function or self.functions.get(site.name, RELU)
         after = self.network.get_submodule(site.after)
         like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
         with drawn_with(key):
-            seed = Seed(entry.build(reads, site.stream.width), reads)
+            seed = Seed(entry.built(reads, site.stream.width, function), reads)
         made = Planted(seed, entry.tap, blend, site.stream.kind, site.stream.permutation, again=entry.again)
-        made.recipe = Recipe(site, entry.name, reads)
+        made.recipe = Recipe(site, entry.name, reads, function)
         return (made if like is None else made.to(like.device, like.dtype)).train(after.training)
 
     def free(self, name: str) -> None:
@@ -173,13 +180,16 @@ class Grafts:
         del self._blueprint_of[name]
         self.edited()
 
-    def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
-        """Make these the only seeds, in this order; the caller fills in their weights."""
+    def rebuild(self, seeds: Mapping[str, Sequence[Any]]) -> None:
+        """Make these the only seeds, as `planted` returned them, in this order; the caller fills in their weights.
+
+        A state of an earlier version names no function: every seed had the ReLU.
+        """
         for name in list(self.planted()):
             self.free(name)
         slots = {site.name: slot for slot, site in enumerate(self.sites)}
-        for name, (blueprint, blend) in seeds.items():
-            self.add(slots[name], blueprint, Blend(blend), 0)
+        for name, (blueprint, blend, *functions) in seeds.items():
+            self.add(slots[name], blueprint, Blend(blend), 0, tuple(functions[0]) if functions else RELU)
 
     def settle(self) -> None:
         """Replace the seats of every site by the seed that is planted in one of them, if there is one."""
@@ -238,7 +248,7 @@ class Grafts:
                     found[first + name] = tensor
         return found
 
-    def tensors_with(self, seeds: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    def tensors_with(self, seeds: Mapping[str, Sequence[Any]]) -> dict[str, Tensor]:
         """Return what `tensors` would return behind `rebuild`; tensors of seeds that are not there have any values."""
         slots = {site.name: slot for slot, site in enumerate(self.sites)}
         found: dict[str, Tensor] = {}
@@ -248,7 +258,7 @@ class Grafts:
             for name, tensor in (*network.named_parameters(), *network.named_buffers()):
                 if not self.holds(name):
                     found[first + name] = tensor
-            for site, (blueprint, blend) in seeds.items():
+            for site, (blueprint, blend, *_) in seeds.items():
                 entry, bank = self.menu[blueprint], bank_at(network, site)
                 seed: nn.Module = (
                     self.made(slots[site], entry, Blend(blend), 0) if bank is None else bank.seat(entry.name)

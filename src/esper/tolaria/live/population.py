@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.graft.between import functions_between
 from esper.kasmina.graft.folding import fold
 from esper.kasmina.graft.grafted import survey, undisturbed
 from esper.kasmina.graft.grown import CHILD, POINT, prefix_behind, root_of, sites_of, stream_of
@@ -68,13 +69,14 @@ class LivePopulation:
         self.menu = tuple(menu)
         self.sites: tuple[Site, ...] = tuple(sites_of(network).values())
         readings = list(survey(network, lambda: probe.first_output(network)).values())
+        functions = functions_between(network, lambda: probe.first_output(network))
         with undisturbed(network):
             probe.settle(network)
         reshard(network)
         self.host_params = np.array([sum(parameter.numel() for parameter in network.parameters())])
         self.fresh = [np.zeros(0, np.int64)]  # the loop's data are its own
         self.absorbed_seeds = self.absorbed_params = 0  # seeds that are units of layers by now, and what they added
-        self.grafts = Grafts(network, averages, groups, self.menu, readings, ranks)
+        self.grafts = Grafts(network, averages, groups, self.menu, readings, functions, ranks)
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
         self.ranks, self.shared = ranks, shared
         # By site of each seed on trial; None where the loop gives no batches, or layers became wider since.
@@ -313,7 +315,7 @@ class LivePopulation:
             self.resurvey()
             raise
 
-    def rebuild(self, seeds: Mapping[str, Sequence[int]]) -> None:
+    def rebuild(self, seeds: Mapping[str, Sequence[Any]]) -> None:
         """Make these the only seeds, in this order; the caller fills in their weights."""
         reshard(self.network)
         for name in self.grafts.planted():
