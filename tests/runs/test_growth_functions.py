@@ -149,7 +149,7 @@ def test_each_function_is_recognised_by_its_values(name, dtype):
 
 
 def test_other_functions_and_those_of_several_features_are_not_recognised():
-    for between in (nn.Identity(), nn.LayerNorm(3), nn.Softmax(-1), nn.Tanhshrink(), nn.BatchNorm1d(3), nn.Softplus(3)):
+    for between in (nn.Identity(), nn.LayerNorm(3), nn.Softmax(-1), nn.Tanhshrink(), nn.Softplus(3)):
         model, last = made(between)
         graft(model, {"pair": Site("pair", last, "0", Vector(6))})
         assert functions_between(model, lambda: model(vectors()[0].float())) == {}  # noqa: B023
@@ -183,6 +183,37 @@ def test_channels_between_two_convolutions_have_their_function_and_become_channe
         model, ordinary = cnn(nn.GELU(), kernels=kernels), cnn(nn.GELU(), 4 + units, kernels)
     model, growth = grown(model, Site("pair", "2", "0", Map(6)), x, y, blueprint=blueprint)
     assert_folds_into(model, growth, x, ordinary)
+
+
+def normed(channels, norm_first):
+    """Convolutions with a BatchNorm between, in front of their function or behind it, that ran for some steps."""
+    with drawn_with(0):
+        between = [nn.BatchNorm2d(channels), nn.SiLU()]
+        model = cnn(nn.Sequential(*(between if norm_first else reversed(between))), channels)
+    for _ in range(3):
+        with drawn_with(5):
+            model(torch.randn(16, 3, 8, 8) + 1)
+    return model
+
+
+@pytest.mark.parametrize("norm_first", [True, False], ids=["norm first", "function first"])
+def test_channels_through_a_batch_norm_become_channels_of_it_which_it_returns_as_they_are(tmp_path, norm_first):
+    with drawn_with(0):
+        x, y = torch.randn(16, 3, 8, 8, dtype=torch.float64) * 2, torch.randint(0, 3, (16,))
+    site = Site("pair", "2", "0", Map(6))
+    model, growth = grown(normed(4, norm_first), site, x, y, blueprint="bypass-mlp-3x3")
+    assert _hidden_function(model, "pair") == ("silu",)
+    assert_folds_into(model, growth, x, normed(12, norm_first))
+    assert growth.widened == {"0": (4, 12)}
+    norm, inputs = next(part for part in model.modules() if isinstance(part, nn.BatchNorm2d)), []
+    norm.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    model(x)
+    assert (norm(inputs[0]) - inputs[0])[:, 4:].abs().max() < 1e-9
+    # The statistics of the new channels are those of the probe, which is x here.
+    assert (norm.train()(inputs[0]) - inputs[0])[:, 4:].abs().max() < 1e-6
+    growth.save(tmp_path / "grown")
+    fresh = esper.load_grown(tmp_path / "grown", normed(4, norm_first).double()).eval()
+    assert torch.equal(fresh(x), model.eval()(x))
 
 
 class Block(nn.Module):
@@ -225,12 +256,13 @@ def test_units_of_the_inner_layers_of_a_gpt_become_units_of_these():
     ("between", "why"),
     [
         ([nn.LayerNorm(3), nn.ReLU()], "a LayerNorm runs between '0' and '3'"),
+        ([nn.BatchNorm1d(3, affine=False), nn.ReLU()], "a BatchNorm1d runs between '0' and '3'"),
         ([nn.PReLU(3)], "a PReLU runs between '0' and '2'"),
         ([nn.Tanhshrink()], "a Tanhshrink runs between '0' and '2'"),
         ([nn.Softmax(-1)], "a Softmax runs between '0' and '2'"),
         ([nn.GELU(), nn.SiLU()], "a GELU and a SiLU run between '0' and '3'"),
     ],
-    ids=["LayerNorm", "PReLU", "unknown", "Softmax", "two functions"],
+    ids=["LayerNorm", "BatchNorm without weights", "PReLU", "unknown", "Softmax", "two functions"],
 )
 def test_units_whose_function_is_another_or_depends_on_other_units_stay_beside(between, why):
     with drawn_with(0):

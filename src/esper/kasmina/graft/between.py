@@ -21,7 +21,8 @@ def functions_between(network: nn.Module, run: Callable[[], Any]) -> dict[str, P
 
     `run` makes one pass in evaluation mode, in which values from -REACH to REACH, in any order, replace what the first layer of
     each pair returns. What the second layer is given then shows f, whether it is a module or a call, and however many
-    functions it is made of. A function that looks at several features, such as LayerNorm, is none. The network is not changed.
+    functions it is made of. BatchNorms are left out of that pass, as those of new units return what they are given (`folding`). A
+    function that looks at several features, such as LayerNorm, is none. The network is not changed.
     """
     pairs = {name: (site.around, site.after) for name, site in sites_of(network).items() if site.around != site.after}
     pairs = {name: ends for name, ends in pairs.items() if all(is_layer(network.get_submodule(end)) for end in ends)}
@@ -41,6 +42,11 @@ def functions_between(network: nn.Module, run: Callable[[], Any]) -> dict[str, P
 
     with ExitStack() as hooks:
         hooks.enter_context(undisturbed(network))
+        for part in network.modules():
+            if isinstance(
+                part, nn.modules.batchnorm._BatchNorm
+            ):  # in evaluation mode it takes each feature by itself, in turn
+                hooks.enter_context(part.register_forward_hook(lambda part, args, output: args[0]))
         for first in {first for first, _ in pairs.values()}:
             hooks.enter_context(network.get_submodule(first).register_forward_hook(partial(spread, first)))
         for second in {second for _, second in pairs.values()}:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -67,12 +67,12 @@ def fold(
         for network in networks:
             reshard(network)
         try:
-            changes = [_changes(network, name, pairs) for network in networks]
+            changes = [_changes(network, name, pairs, passes) for network in networks]
         except _Beside as why_not:
             return str(why_not)
         holders = [parameter for part in networks[0].modules() for parameter in part._parameters.values()]
         for change in changes[0]:
-            if not change.held.requires_grad:
+            if isinstance(change.held, nn.Parameter) and not change.held.requires_grad:
                 return f"a {change.name} that it would change is frozen"
             if sum(each is change.held for each in holders) > 1:
                 return f"a {change.name} that it would change belongs to two modules"
@@ -91,19 +91,26 @@ def fold(
 
 
 class _Change(NamedTuple):
-    """Holds another value of a parameter, to be written later."""
+    """Holds another value of a parameter or of a buffer, to be written later."""
 
-    part: nn.Module  # the module that holds the parameter
+    part: nn.Module  # the module that holds it
     name: str  # its name there
     value: Tensor  # the value, whole; of another shape if the parameter becomes larger
     width: tuple[str, int] | None = None  # an attribute of the module that counts features, with its new value
 
     @property
-    def held(self) -> nn.Parameter:
-        """The parameter that the module has now."""
-        held = self.part._parameters[self.name]
+    def held(self) -> Tensor:
+        """The parameter or buffer that the module has now."""
+        held = {**self.part._buffers, **self.part._parameters}[self.name]
         assert held is not None, "a module has each parameter that is changed"
         return held
+
+    def put(self, held: Tensor) -> None:
+        """Let the module have a parameter or buffer."""
+        if isinstance(held, nn.Parameter):
+            self.part._parameters[self.name] = held
+        else:
+            self.part._buffers[self.name] = held
 
     def carry_out(self) -> None:
         """Write the value into the parameter, or put a larger parameter in its place and count the features anew."""
@@ -113,7 +120,8 @@ class _Change(NamedTuple):
         if held.shape == self.value.shape:
             fill(held, self.value)
         else:
-            self.part._parameters[self.name] = successor(held, self.value.to(held.device, held.dtype))
+            value = self.value.to(held.device, held.dtype)
+            self.put(successor(held, value) if isinstance(held, nn.Parameter) else value)
 
 
 def successor(held: nn.Parameter, value: Tensor) -> nn.Parameter:
@@ -174,7 +182,7 @@ _NO_BIAS = "{!r} has no bias that could take that of the seed"
 _OTHER_KERNEL = "the kernel, stride or padding of {!r} reads other positions"
 
 
-def _changes(network: nn.Module, name: str, pairs: bool) -> list[_Change]:
+def _changes(network: nn.Module, name: str, pairs: bool, passes: Sequence[Pass]) -> list[_Change]:
     """Return the parameters of the layers at a site that a seed folds into, each with its folded value. Raises _Beside.
 
     pairs: whether layers may become wider.
@@ -184,7 +192,8 @@ def _changes(network: nn.Module, name: str, pairs: bool) -> list[_Change]:
     delta = planted.seed.delta.seed if isinstance(planted.seed.delta, Channelwise) else planted.seed.delta
     hidden = _hidden(delta)
     if hidden is not None and (planted.tap, planted.blend) == (Tap.BEFORE, Blend.ADD):
-        return _wider(network, site, *hidden, planted.alpha, pairs)
+        changed = _wider(network, site, *hidden, planted.alpha, pairs)
+        return [*changed, *_wider_norms(network, site, planted, changed, passes)]
     reads_input = planted.tap == Tap.BEFORE and site.around == site.after
     if planted.blend != Blend.ADD:
         raise _Beside(f"by the blend {planted.blend.name} what it adds depends on the stream")
@@ -263,6 +272,72 @@ def _wider(
     return changed
 
 
+def _wider_norms(
+    network: nn.Module, site: Site, planted: Planted, changed: Sequence[_Change], passes: Sequence[Pass]
+) -> list[_Change]:
+    """Return the parameters and buffers of the BatchNorms between the two layers that a site spans, with those of new units.
+
+    With mean m and variance v of a unit on the batches of `passes`, its weight is sqrt(v + eps) and its bias is m, so that the
+    norm returns in evaluation mode what it is given, and in training mode the same as far as a batch has these statistics.
+    """
+    more = changed[0].value.shape[0] if not _is_turned(changed[0].part) else changed[0].value.shape[1]
+    first, second = (network.get_submodule(path) for path in (site.around, site.after))
+    units = more - int(getattr(first, _counts(first)[0]))
+    norms = _norms_between(network, first, second, more - units, passes[:1])
+    if not norms:
+        return []
+
+    def widened_norms(means: Sequence[Tensor], variances: Sequence[Tensor]) -> list[_Change]:
+        found = []
+        for norm, mean, variance in zip(norms, means, variances, strict=True):
+            scale = (variance + norm.eps).sqrt()
+            news = {"weight": scale, "bias": mean, "running_mean": mean, "running_var": variance}
+            for name, new in news.items():
+                own = getattr(norm, name)
+                found.append(_Change(norm, name, torch.cat([own, new.to(own)]), ("num_features", more)))
+        return found
+
+    like = changed[0].held.double()
+    usual = [like.new_zeros(units)] * len(norms), [like.new_ones(units)] * len(norms)
+    seen: list[list[Tensor]] = [[] for _ in norms]
+    with ExitStack() as hooks, _folded(network, planted, [*changed, *widened_norms(*usual)]):
+        for norm, own in zip(norms, seen, strict=True):
+            hooks.enter_context(
+                norm.register_forward_pre_hook(
+                    lambda _, given, own=own: own.append(given[0][:, -units:].transpose(0, 1).flatten(1).double())
+                )
+            )
+        try:
+            for run in passes:
+                run(network)
+        except RuntimeError as error:  # something else reads as many features as there were, which is said later
+            if is_out_of_memory(error):
+                raise
+            return widened_norms(*usual)
+    features = [torch.cat(own, 1) for own in seen]
+    return widened_norms([own.mean(1) for own in features], [own.var(1, correction=0) for own in features])
+
+
+def _norms_between(
+    network: nn.Module, first: nn.Module, second: nn.Module, width: int, passes: Sequence[Pass]
+) -> list[nn.modules.batchnorm._BatchNorm]:
+    """Return the BatchNorms of a width that run between two layers and have all that the norm of a new unit needs."""
+    order = list[nn.Module]()
+    known = [part for part in network.modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    fitting = [part for part in known if part.affine and part.running_mean is not None and part.num_features == width]
+    if not fitting:
+        return []
+    with ExitStack() as hooks:
+        for part in (first, second, *fitting):
+            hooks.enter_context(part.register_forward_pre_hook(lambda part, _: order.append(part)))
+        for run in passes:
+            run(network)
+    if order.count(first) != 1 or order.count(second) != 1:
+        return []
+    inside = order[order.index(first) + 1 : order.index(second)]
+    return [part for part in fitting if inside.count(part) == order.count(part) == 1]
+
+
 def _layer(network: nn.Module, path: str) -> Layer:
     layer = network.get_submodule(path)
     if not is_layer(layer):
@@ -295,8 +370,8 @@ def widened(network: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str
     found = {}
     for name, shape in shapes.items():
         path, _, entry = name.rpartition(".")
-        if entry == "weight":
-            layer, now = network.get_submodule(path), network.get_parameter(name).shape
+        if entry == "weight" and is_layer(layer := network.get_submodule(path)):
+            now = network.get_parameter(name).shape
             before, units = (len(matrix(layer, torch.empty(*each, device="meta"))) for each in (shape, now))
             if before != units:
                 found[path] = before, units
@@ -365,32 +440,13 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
     with _streams(layer, planted) as (front, behind):
         expected = list(floats(run(network)))
     reshard(network)
-    mode, before = planted.mode, [(change, change.held, change.held.detach().clone()) for change in changes]
-    counts = [
-        (change.part, name, getattr(change.part, name))
-        for change in changes
-        if change.width
-        for name in change.width[:1]
-    ]
     try:
-        planted.mode = Mode.OFF
-        for change in changes:
-            change.carry_out()
-        try:
-            with _streams(layer, planted) as (_, folded):
-                found = list(floats(run(network)))
-        except RuntimeError as error:  # something else reads as many features as there were
-            if is_out_of_memory(error) or not any(change.width for change in changes):
-                raise
-            return False
-    finally:
-        reshard(network)
-        planted.mode = mode
-        for change, held, value in before:
-            change.part._parameters[change.name] = held
-            fill(held, value)
-        for part, attribute, count in counts:
-            setattr(part, attribute, count)
+        with _folded(network, planted, changes), _streams(layer, planted) as (_, folded):
+            found = list(floats(run(network)))
+    except RuntimeError as error:  # something else reads as many features as there were
+        if is_out_of_memory(error) or not any(change.width for change in changes):
+            raise
+        return False
     pairs = [*zip(expected, found, strict=False), *zip(behind, folded, strict=False)]
     if (len(expected), len(behind)) != (len(found), len(folded)):
         return False
@@ -402,6 +458,31 @@ def _same_output(network: nn.Module, name: str, changes: Sequence[_Change], run:
         for others in (folded, front)
     )
     return lost <= seed / 100
+
+
+@contextmanager
+def _folded(network: nn.Module, planted: Planted, changes: Sequence[_Change]) -> Iterator[None]:
+    """Carry out changes in place of a seed inside the block; parameters, buffers and the seed are restored, bit for bit."""
+    mode, before = planted.mode, [(change, change.held, change.held.detach().clone()) for change in changes]
+    counts = [
+        (change.part, each, getattr(change.part, each))
+        for change in changes
+        if change.width
+        for each in change.width[:1]
+    ]
+    try:
+        planted.mode = Mode.OFF
+        for change in changes:
+            change.carry_out()
+        yield
+    finally:
+        reshard(network)
+        planted.mode = mode
+        for change, held, value in before:
+            change.put(held)
+            fill(held, value)
+        for part, attribute, count in counts:
+            setattr(part, attribute, count)
 
 
 @contextmanager

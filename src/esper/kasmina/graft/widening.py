@@ -299,6 +299,16 @@ def append_tried(networks: Sequence[nn.Module], found: Sequence[AppendedValues],
         raise
 
 
+def _resize_norm(norm: nn.modules.batchnorm._BatchNorm, entry: str, like: Tensor) -> None:
+    """Give a parameter of a BatchNorm the shape of another tensor, and its statistics that of its weight."""
+    setattr(norm, entry, successor(getattr(norm, entry), getattr(norm, entry).detach().new_empty(like.shape)))
+    if entry == "weight":
+        norm.num_features = len(like)
+        for name in ("running_mean", "running_var"):
+            if (own := getattr(norm, name)) is not None:
+                setattr(norm, name, own.new_zeros(len(like)))
+
+
 @contextmanager
 def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Give the layers of a fresh model the widths that they grew to, unless the block fails.
@@ -314,6 +324,9 @@ def resized(model: nn.Module, shapes: Mapping[str, Sequence[int]], tensors: Mapp
             if name not in parameters or name not in tensors or list(parameters[name].shape) != list(shape):
                 continue
             part = model.get_submodule(path)
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                _resize_norm(part, entry, tensors[name])
+                continue
             try:
                 axes = axes_of(path, part)
             except InputError:
