@@ -355,8 +355,8 @@ class Growth:
         """Return the network with the seeds that were kept, and no others. It goes on training under the same optimizer.
 
         A kept seed whose change is linear becomes part of the Linear or convolution that it is behind. One with a hidden layer
-        of ReLU around two of these with a ReLU between becomes further units of them, which get larger parameters (`widened`), as
-        far as this was not done when it was kept.
+        around two of these has the function between them and becomes further units of them, which get larger parameters
+        (`widened`), as far as this was not done when it was kept; the config of a model of transformers follows.
         Both are done in the model and in its moving average, if the outputs of both on the probe stay the same, to rounding.
         Every other seed is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own
         classes again.
@@ -534,7 +534,7 @@ class Growth:
         `finish` the seeds that stay beside their layers, each with the reason (`why_beside`). Empty while nothing differs.
 
             0: 64 -> 4 became 64 -> 20; 2: 4 -> 32 became 20 -> 32
-            bypass-mlp at '2' stays beside: a GELU runs between '0' and '2'
+            bypass-mlp at '3' stays beside: a LayerNorm runs between '0' and '3'
 
         Widths are the features that a layer reads and those that it writes.
         """
