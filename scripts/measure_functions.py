@@ -56,17 +56,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--functions", nargs="+", default=["GELU", "SiLU", "Tanh"], help="names of modules of torch.nn")
     asked = parser.parse_args()
-    print("function  loss, own  loss, ReLU  own minus ReLU, paired, 95 %  accuracy, own minus ReLU  folded, own  folded, ReLU")
+    print("| f | loss, units with f | with the ReLU | difference, paired, 95 % | difference of the accuracy | folded |")
     for function in asked.functions:
         own, relu = ([grown(function, seed, each) for seed in range(asked.seeds)] for each in (True, False))
         losses, accuracies = (torch.tensor([[r[at] for r in each] for each in (own, relu)]).double() for at in (0, 1))
         mean, low, high, _ = t_interval((losses[0] - losses[1]).tolist())
         folded = [sum(r[2] for r in each) for each in (own, relu)]
-        print(
-            f"{function:8}  {losses[0].mean():.3f}      {losses[1].mean():.3f}       {mean:+.3f} [{low:+.3f}, {high:+.3f}]          "
-            f"{(accuracies[0] - accuracies[1]).mean():+.4f}                    {folded[0]}            {folded[1]}",
-            flush=True,
-        )
+        cells = [function, *(f"{each.mean():.3f}" for each in losses), f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"]
+        cells += [f"{(accuracies[0] - accuracies[1]).mean():+.3f}", f"{folded[0]}, with the ReLU {folded[1]}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints.functions import RELU, Pointwise, apply, named
-from esper.kasmina.blueprints.map import Activation, Channelwise, Convolutions
+from esper.kasmina.blueprints.functions import RELU, apply, named
+from esper.kasmina.blueprints.map import Channelwise, Convolutions
 from esper.kasmina.blueprints.vector import Affine, Factored, LinearMap, LowRank, MLPSeed, SparseHead, SparseRows
 from esper.kasmina.graft.grafted import planted_at, undisturbed
 from esper.kasmina.graft.grown import sites_of
@@ -138,7 +138,8 @@ def _difference(network: nn.Module, name: str, changes: Sequence[_Change], passe
     shared = "a weight is also used elsewhere or is computed before each pass"
     if not any(change.width for change in changes):
         return f"the outputs would differ, as where {shared}"
-    site, function = sites_of(network)[name], _hidden_function(network, name)
+    site, planted = sites_of(network)[name], planted_at(network, name)
+    function = RELU if planted is None or planted.recipe is None else planted.recipe.function
     other = (
         f"the outputs would differ, as where a function other than {named(function)} runs between {site.around!r} and "
         f"{site.after!r}, or {shared}"
@@ -222,16 +223,6 @@ def _hidden(delta: nn.Module) -> tuple[nn.Module, nn.Module] | None:
     if isinstance(delta, MLPSeed):
         return delta.inner, delta.out
     return (delta[0], delta[2]) if isinstance(delta, Convolutions) and len(delta) == 3 else None
-
-
-def _hidden_function(network: nn.Module, name: str) -> Pointwise:
-    """Return the function of the hidden layer of the seed at a site."""
-    planted = planted_at(network, name)
-    assert planted is not None, "there must be a seed to fold"
-    for part in planted.modules():
-        if isinstance(part, MLPSeed | Activation):
-            return part.function
-    return RELU
 
 
 def _wider(
