@@ -226,7 +226,7 @@ LIVES = [
     ("ResNet", ("1.reduce", "1.expand"), "bypass-conv-1x1", False),
     ("ResNet", ("1", "2"), "bypass-conv-3x3", False),
     ("U-Net", ("", "back"), "bypass-conv-1x1", False),
-    ("decoder", ("blocks.1.up", "blocks.1.down"), "bypass-mlp", False),
+    ("decoder", ("blocks.1.up", "blocks.1.down"), "bypass-mlp", True),
     ("decoder", ("blocks.0", "blocks.3"), "bypass-mlp", False),
 ]
 
@@ -285,7 +285,7 @@ def test_hidden_units_on_a_wide_pair_become_units_of_its_layers(build, shape, sp
     ("build", "span", "why"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 16), FeedForward(16, 32, nn.GELU)), ("1.up", "1.down"), "a GELU runs"),
-        (residual_mlp, ("1", "4"), "'1' is no Linear and no convolution without groups"),
+        (residual_mlp, ("1", "4"), "'1' is no Linear, no convolution without groups"),
         (residual_mlp, ("", "5"), "it has hidden units, and reads the input of the network"),
     ],
     ids=["another function", "blocks", "input"],
