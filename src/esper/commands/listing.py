@@ -62,7 +62,13 @@ def blueprints() -> None:
 
     rows = [("blueprint", "kind", "reads", "parameters", "summary")]
     rows += [
-        (name, str(kind), str(blueprint.tap), f"{blueprint.parameters(16, 16):,}", blueprint.summary)
+        (
+            name,
+            str(kind),
+            str(blueprint.tap),
+            "a block's" if blueprint.copies else f"{blueprint.parameters(16, 16):,}",
+            blueprint.summary,
+        )
         for (kind, name), blueprint in {**BLUEPRINTS, **LIVE_BLUEPRINTS}.items()
     ]
     print_columns(rows)

@@ -154,14 +154,14 @@ class Seed(nn.Module):
 
 
 def slot_change(
-    stream: type[Stream], h: Tensor, u: Tensor, seed: Seed, alpha: Tensor | float | None, blend: Blend
+    stream: type[Stream], h: Tensor, u: Tensor, seed: Seed, alpha: Tensor | float | None, blend: Blend, *further: Any
 ) -> Tensor:
     """Compute the change c of a slot of one network, as `blend_change` defines it for rows.
 
     h: the stream (B, ...) at the slot; u: what the seed reads, of the same kind and resolution. alpha: a number, or a tensor
-    (); None for 1.
+    (); None for 1. further: other arguments of the seed.
     """
-    change: Tensor = seed.delta(u)
+    change: Tensor = seed.delta(u, *further)
     if blend == Blend.GATE:
         change = sigmoid(stream.spread(seed.gate(stream.gated(u)))) * change
     elif blend == Blend.MULTIPLY:

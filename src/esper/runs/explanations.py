@@ -119,7 +119,7 @@ def unfinished(view: View, config: GatesConfig, allowed_last: Bools | None) -> l
 
     allowed_last: (E, ops, S) bool, the valid slots of each operation at the last decision.
     """
-    stage, gates = view.seeds.stage, judge(view.seeds, view.measurements, config)
+    stage, gates = view.seeds.stage, judge(view.seeds, view.measurements, config, view.space)
     sentences = []
     removed = view.seeds.doomed & among(stage, frozenset({Stage.BLENDING, Stage.HOLDING}))
     if removed.any():

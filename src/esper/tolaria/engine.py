@@ -372,7 +372,7 @@ class Engine(Generic[P]):
         state.compute = spent.after(self.population.added_params(applied, IN_BUDGET), hosts, state.trial)
         state.trial = None
         with self.timer.phase("tick"):
-            gates = judge(applied, state.measurements, config.gates)
+            gates = judge(applied, state.measurements, config.gates, self.population.space)
             state.seeds = ticked = tick(applied, gates, config.lifecycle)
             self.population.edit(edits(applied, ticked), ticked, state.step)
             state.step += 1
@@ -542,7 +542,8 @@ class Engine(Generic[P]):
         state.masks = self._legal(state.seeds, state.measurements)
 
     def _legal(self, seeds: Seeds, measurements: Measurements) -> Masks:
-        return legal(seeds, judge(seeds, measurements, self.config.gates), self.population.space, self.config.lifecycle)
+        space = self.population.space
+        return legal(seeds, judge(seeds, measurements, self.config.gates, space), space, self.config.lifecycle)
 
 
 def _validation_score(engine: Engine[P], measured: StepMeasurements) -> Floats:

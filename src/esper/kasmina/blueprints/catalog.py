@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ class Blueprint:
     causal: bool = True  # False for a blueprint of sequences whose change at a position depends on later positions
     linear: bool = False  # whether the change is a linear map of what it reads
     again: bool = False  # whether it reads what the submodule of its site would add to the stream if it ran again
+    copies: bool = (
+        False  # whether it is a copy of the submodule of its site, which gives its parameters; `build` makes none
+    )
 
     @property
     def info(self) -> BlueprintInfo:
@@ -54,7 +57,7 @@ class Blueprint:
         how = "linear" if self.linear and self.tap != Tap.INPUT else "relu"
         of = f"{self.tap}_{how}"
         return BlueprintInfo(
-            self.name, self.tap.value, (f"heldout_{of}", f"explained_{of}", f"map_gradient_{self.tap}")
+            self.name, self.tap.value, (f"heldout_{of}", f"explained_{of}", f"map_gradient_{self.tap}"), self.copies
         )
 
     def built(self, reads: int, writes: int, function: Pointwise = RELU) -> nn.Module:
@@ -131,10 +134,10 @@ def get_blueprint(name: str, kind: Kind | None = None, *, live: bool = False) ->
     for found, entry in (BLUEPRINTS | LIVE_BLUEPRINTS if live else BLUEPRINTS).items():
         if found[1] == name and kind in (None, found[0]):
             return entry
-    if any(name == known for _, known in LIVE_BLUEPRINTS):
-        raise InputError(
-            f"blueprint {name!r} runs the block of a site again, which no population has; leave it out, or use esper.Growth"
-        )
+    own = next((entry for (_, known), entry in LIVE_BLUEPRINTS.items() if name == known), None)
+    if own is not None:
+        does = "copies the block of a site" if own.copies else "runs the block of a site again"
+        raise InputError(f"blueprint {name!r} {does}, which no population has; leave it out, or use esper.Growth")
     other = [found.value for found, known in BLUEPRINTS if known == name]
     if other:
         raise InputError(f"blueprint {name!r} is for {other[0]} streams; {_names(kind)} are for {kind} streams")
@@ -429,8 +432,17 @@ _ends(_SEQUENCE, sequences.FullHead, _about, sequences.NormedSparseHead)
 
 _convolutional(Kind.VOLUME)
 
+
+def _no_block() -> NoReturn:
+    raise InputError("blueprint 'block' has no widths of its own: esper.Growth copies the block of a site")
+
+
 for _kind in Kind:
     _about = "the block of the site again, with its own weights, by a learned number: depth (esper.Growth alone)"
     LIVE_BLUEPRINTS[_kind, "repeat"] = Blueprint(
         "repeat", _kind, Tap.HERE, lambda r, w: LearnedScale(), lambda r, w: 1, _about, linear=True, again=True
+    )
+    _about = "a further block like that of the site, faded in behind it: depth (esper.Growth alone)"
+    LIVE_BLUEPRINTS[_kind, "block"] = Blueprint(
+        "block", _kind, Tap.HERE, lambda r, w: _no_block(), lambda r, w: _no_block(), _about, copies=True
     )

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS
+from esper.kasmina.graft.grown import class_of
 from esper.kasmina.graft.recording import PRODUCT, Recording, before, factors, inputs_first, submodules
 from esper.leyline.errors import InputError
 from esper.leyline.text import with_article
@@ -57,7 +58,7 @@ class Flow:
     def _is_layer(self, path: str) -> bool:
         part = self.parts[path]
         known = isinstance(part, (nn.Linear, nn.RNNBase, nn.MultiheadAttention, *CONVOLUTIONS, *EMBEDDINGS))
-        return known or type(part).__name__ == "Conv1D"
+        return known or class_of(part).__name__ == "Conv1D"
 
     def _owners(self, weights: Mapping[str, Tensor]) -> dict[Node, str]:
         """Return the layer by whose weight each product multiplies. InputError if it is the weight of no known layer."""

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.graft.planted import Bank, Planted
-from esper.kasmina.graft.recording import floats, replaced
+from esper.kasmina.graft.recording import floats, mapped, replaced
 from esper.kasmina.slot import DifferentiableFunction
 from esper.leyline.errors import GrowthWarning, InputError, warn
 from esper.leyline.lifecycle.slots import Site, Tap
@@ -171,30 +171,59 @@ def _grown(module: nn.Module, point: Point, given: Any, output: Any, original: C
     h = stream_of(output)
     if planted.again:
         assert own is not None, "what the submodule reads has the shape of what it returns"
-        run = functools.partial(_again, original, given, own, h)
-        u = run() if planted.acts else _aside(module, run)
+        run = functools.partial(called_on, given, own, original, h)
+        u = run() if planted.acts else _aside(module, torch.no_grad()(run))
+    elif planted.copies:
+        assert own is not None, "what the submodule reads has the shape of what it returns"
+        return replaced(output, h, planted(h, h, functools.partial(_beside, planted, given, own)))
     else:
         u = _read(point, planted.reads, own, h)
     return replaced(output, h, planted(h, u))
 
 
-def _again(original: Callable[..., Any], given: Any, own: Tensor, h: Tensor) -> Tensor:
-    """Run a submodule on its own output in place of its input: what it adds to the stream then. Other arguments stay."""
+def _beside(planted: Planted | Bank, given: Any, own: Tensor, block: nn.Module, h: Tensor) -> Tensor:
+    """Run the block of a seed on a stream as the block in front was called; in evaluation mode while the seed incubates."""
+    assert isinstance(planted, Planted), "no seat holds a block"
+    run = functools.partial(called_on, given, own, block, h, attached=planted.acts and planted.attached)
+    return run() if planted.acts else _aside(block, run)
+
+
+def called_on(given: Any, own: Tensor, block: Callable[..., Any], h: Tensor, *, attached: bool = True) -> Tensor:
+    """Run a block on a stream h (B, ...) in place of its input: what it adds to it.
+
+    given: the arguments of the call whose stream was `own`; the others stay. A cache of keys and values is left out, as another
+    block owns it: this one reads all positions of the stream. attached: whether its gradient reaches the other arguments.
+    """
     args, kwargs = replaced(given, own, h)
-    return stream_of(original(*args, **kwargs)) - h
+    args, kwargs = tuple(_uncached(each, h) for each in args), {key: _uncached(each, h) for key, each in kwargs.items()}
+    if not attached:
+        args, kwargs = mapped((args, kwargs), Tensor.detach)
+    return stream_of(block(*args, **kwargs)) - h
+
+
+def _uncached(argument: Any, h: Tensor) -> Any:
+    """Return an argument of a block, or None for a cache of Hugging Face. InputError if that holds earlier positions."""
+    positions = getattr(argument, "get_seq_length", None)
+    if positions is None:
+        return argument
+    if int(positions()) > h.shape[1]:
+        raise InputError(
+            "a block that grows has no cache of keys and values; generate with use_cache=False until growth.finish() has made it "
+            "part of the network"
+        )
+    return None
 
 
 @_disable_dynamo  # as torch.compiler.disable, which would import dynamo at once: a second that few commands need
 def _aside(module: nn.Module, run: Callable[[], Tensor]) -> Tensor:
-    """Run a submodule in evaluation mode and without gradients: no random number is drawn, and no statistic or wire changes."""
+    """Run a submodule in evaluation mode: no random number is drawn, and no statistic or wire changes."""
     parts = list(module.modules())
     wires = {wire for part in parts if POINT in part.__dict__ for wire in part.__dict__[POINT].records if wire.readers}
     modes, values = [part.training for part in parts], [(wire, wire.get()) for wire in wires]
     try:
         for part in parts:
             part.training = False
-        with torch.no_grad():
-            return run()
+        return run()
     finally:
         for part, training in zip(parts, modes, strict=True):
             part.training = training
@@ -347,6 +376,12 @@ def grown_class(original: type[nn.Module]) -> type[nn.Module]:
             body |= {"__iter__": _own_children, "__len__": _count_children, "__getitem__": _child}
         _CLASSES[original] = type(f"Grown{original.__name__}", (original,), body)
     return _CLASSES[original]
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, grafted or not, as it was written."""
+    kind = type(module)
+    return getattr(kind, "_esper_original", kind)
 
 
 def has_own_files(kind: type[nn.Module]) -> bool:

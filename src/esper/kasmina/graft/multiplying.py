@@ -29,6 +29,7 @@ from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.recording import (
     PRODUCT,
     Recording,
+    Saved,
     before,
     distance,
     on_aliases,
@@ -783,6 +784,12 @@ def configs(part: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:{name}", value
 
 
+def saved_with_configs(networks: Sequence[nn.Module]) -> list[Saved]:
+    """Return the attributes of all modules of networks and of their configs, for `restore`."""
+    parts = [part for network in networks for part in network.modules()]
+    return saved([*parts, *{id(own): own for part in parts for _, own in configs(part, "")}.values()])
+
+
 @contextmanager
 def trial(
     networks: Sequence[nn.Module], example: Any, key: int, kind: str
@@ -792,8 +799,7 @@ def trial(
     kind: "wider" or "deeper", for errors. Weights that are all 0 are drawn until then, because nothing would be seen behind them.
     """
     blank = [parameter for parameter in networks[0].parameters() if parameter.numel() and not parameter.any()]
-    parts = [part for network in networks for part in network.modules()]
-    before = saved([*parts, *{id(own): own for part in parts for _, own in configs(part, "")}.values()])
+    before = saved_with_configs(networks)
     generator = torch.Generator().manual_seed(key)
     for parameter in blank:
         parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))

@@ -1,7 +1,8 @@
 """Run the seed at a site of a grafted module: what it reads, how it acts now, and how it incubates. B examples."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,15 @@ class Recipe(NamedTuple):
     function: Pointwise = RELU  # of its hidden layer, where it is a bypass with one
 
 
+Run = Callable[[nn.Module, Tensor], Tensor]
+"""Calls a block on a stream (B, ...), and returns what it adds."""
+
+
+def _run_arranged(run: Run, axes: tuple[int, ...], block: nn.Module, u: Tensor) -> Tensor:
+    """Call a block on a stream whose axes were put in the order of its kind."""
+    return arranged(run(block, restored(u, axes)), axes)
+
+
 _BLENDS = {blend.name: blend for blend in Blend}
 
 
@@ -43,26 +53,36 @@ class Planted(nn.Module):
     that are the same object for one thing, and does not notice when one of the two places gets another member.
 
     reads: the value of the tap. kind: of the stream. axes: `Stream.permutation`. attached: whether the gradient of the seed
-    reaches what it reads. again: whether it reads what its submodule adds to the stream in a second run (`grown._again`).
+    reaches what it reads. again: whether it reads what its submodule adds to the stream in a second run (`grown.called_on`).
+    copies: whether it is a block, which is called as its submodule was. fixed: names of parameters that never train.
     recipe: what it is built from again; None where nobody knows.
     alpha (): the dose in mode ON, a buffer.
     pull (): weight of |c|^2 / |h|^2 in the objective of a seed in mode STRAIGHT, a buffer that is not saved.
     """
 
     axes: tuple[int, ...] = ()
-    again = False
+    again = copies = False
+    fixed: frozenset[str] = frozenset()
     alpha: Tensor
     pull: Tensor
 
     def __init__(
-        self, seed: Seed, tap: Tap, blend: Blend, kind: Kind, axes: tuple[int, ...] = (), *, again: bool = False
+        self,
+        seed: Seed,
+        tap: Tap,
+        blend: Blend,
+        kind: Kind,
+        axes: tuple[int, ...] = (),
+        *,
+        again: bool = False,
+        copies: bool = False,
     ) -> None:
         super().__init__()
         like = next(seed.parameters())
         self.seed = seed
         if blend != Blend.GATE:
             del self.seed.gate  # a parameter that no loss depends on
-        self.kind, self.axes, self.again, self.attached = kind, axes, again, True
+        self.kind, self.axes, self.again, self.copies, self.attached = kind, axes, again, copies, True
         self.recipe: Recipe | None = None
         self.reads, self._blend, self._mode = tap.value, blend.name, Mode.OFF.value
         self.register_buffer("alpha", like.detach().new_zeros(()))
@@ -97,28 +117,32 @@ class Planted(nn.Module):
         """Whether the seed changes the stream."""
         return self._mode == "on"
 
-    def forward(self, h: Tensor, u: Tensor) -> Tensor:
-        """Return the stream behind the site: h (B, ...) in front of the seed, u (B, ...) what the seed reads."""
+    def forward(self, h: Tensor, u: Tensor, run: Run | None = None) -> Tensor:
+        """Return the stream behind the site: h (B, ...) in front of the seed, u (B, ...) what the seed reads.
+
+        run: for a seed that is a block, calls it on a stream and returns what it adds.
+        """
+        further = () if run is None else (partial(_run_arranged, run, self.axes),)
         stream, blend = STREAMS[self.kind], _BLENDS[self._blend]
         if self._mode == "on":
             read = u if self.attached else u.detach()
             here, read = arranged(h, self.axes), arranged(read, self.axes)
             read = stream.fitted(read, here)
-            change = slot_change(stream, here, read, self.seed, self.alpha, blend)
+            change = slot_change(stream, here, read, self.seed, self.alpha, blend, *further)
             return (h + restored(change, self.axes)).to(h.dtype)
         if self._mode == "off" or not torch.is_grad_enabled():
             return h
         base = h.detach()
         here = arranged(base, self.axes)
         read = stream.fitted(arranged(u.detach(), self.axes), here)
-        change = slot_change(stream, here, read, self.seed, None, blend)
+        change = slot_change(stream, here, read, self.seed, None, blend, *further)
         change = Proximal.of(restored(change.to(h.dtype), self.axes), base, self.pull)
         # A clone, as a module behind it may work in place, which the view of a Function does not allow.
         return Straight.of(h, change, None).clone()
 
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that an optimizer moves, in their order."""
-        return list(self.parameters())
+        return [parameter for name, parameter in self.named_parameters() if name not in self.fixed]
 
     def weights(self) -> dict[str, Tensor]:
         """Return the tensors of the seed by name, the gate only where it is used."""
@@ -127,11 +151,12 @@ class Planted(nn.Module):
     @property
     def learns(self) -> bool:
         """Whether gradients reach its parameters."""
-        return next(self.parameters()).requires_grad
+        return any(parameter.requires_grad for parameter in self.parameters())
 
     def learn(self, learns: bool) -> None:
         """Set whether gradients reach its parameters from now on; where they do not, those that are there are dropped."""
-        self.requires_grad_(learns)
+        for parameter in self.trained():
+            parameter.requires_grad_(learns)
         if not learns:
             self.zero_grad()
 

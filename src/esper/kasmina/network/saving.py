@@ -23,6 +23,7 @@ from esper.kasmina.graft.grafted import acting, graft, holders, plant, trim, ung
 from esper.kasmina.graft.grown import CHILD, check_tensors, is_grafted, prefix_behind
 from esper.kasmina.graft.planted import Mode, Planted, Recipe
 from esper.kasmina.graft.sharding import gather, in_parts
+from esper.kasmina.graft.stacks import deeper, new_block
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.network.own_config import count_in_configs
 from esper.kasmina.slot import Seed
@@ -111,6 +112,7 @@ class _SavedNetwork(_Saved):
     seeds: list[_SavedSeed]
     shared: dict[str, str]  # names of tensors that are another one, by name, in the same memory
     shapes: dict[str, list[int]] = {}  # of the parameters that became larger, before
+    blocks: dict[str, list[int]] = {}  # places of the blocks that were added to stacks, by the path of the stack
 
 
 # Adapters.
@@ -177,7 +179,7 @@ def attach_files(model: M, files: Mapping[str, bytes], folder: Path, *, other_ho
     for seed in described.seeds:
         first = f"{seed.site}/"
         own = {name.removeprefix(first): tensor for name, tensor in tensors.items() if name.startswith(first)}
-        planted = _built(seed, own, folder / ADAPTER_WEIGHTS, again)
+        planted = _built(model, seed, own, folder / ADAPTER_WEIGHTS, again)
         planted.alpha.fill_(seed.alpha)
         made[seed.site] = planted.to(like.device, like.dtype)
     known = {seed.after for seed in described.seeds}.issubset(path for path, _ in model.named_modules())
@@ -196,11 +198,17 @@ def attach_files(model: M, files: Mapping[str, bytes], folder: Path, *, other_ho
 # Whole networks.
 
 
-def save_grown(network: nn.Module, shapes: Mapping[str, Sequence[int]], folder: Path | str | None) -> None:
+def save_grown(
+    network: nn.Module,
+    shapes: Mapping[str, Sequence[int]],
+    folder: Path | str | None,
+    *,
+    blocks: Mapping[str, Sequence[int]] | None = None,
+) -> None:
     """Write all weights and buffers of a network, and the seeds that act in it, to a folder.
 
-    shapes: of the parameters that became larger, before. folder: None in a process that gathers what it has a part of, and writes
-    nothing.
+    shapes: of the parameters that became larger, before. blocks: places of those that stacks got, by the paths of these. folder:
+    None in a process that gathers what it has a part of, and writes nothing.
     """
     seeds = acting(network)
     described = _described(network, seeds)
@@ -235,6 +243,7 @@ def save_grown(network: nn.Module, shapes: Mapping[str, Sequence[int]], folder: 
         seeds=described,
         shared=shared,
         shapes={name: list(shape) for name, shape in shapes.items()},
+        blocks={path: list(places) for path, places in (blocks or {}).items()},
     )
     text = json.dumps(whole.model_dump(mode="json"), indent=1).encode()
     files: dict[str, Content] = {NETWORK_WEIGHTS: parts, NETWORK: text}
@@ -244,7 +253,7 @@ def save_grown(network: nn.Module, shapes: Mapping[str, Sequence[int]], folder: 
 def load_grown(folder: Path | str, model: M) -> M:
     """Load what `Growth.save` wrote into a fresh copy of the model, as it was before it grew, in place; return the model.
 
-    The model gets every weight and buffer, the widths that its layers grew to, and the seeds. It computes bit for bit what the
+    The model gets every weight and buffer, the widths and blocks that it grew to, and the seeds. It computes bit for bit what the
     saved network did. Its `state_dict` has the same names, so that later weights of the saved network can be loaded into it too.
 
     Raises InputError if the folder holds no grown network, or one of another model; the model then stays as it was.
@@ -262,7 +271,7 @@ def load_grown(folder: Path | str, model: M) -> M:
         raise InputError(f"the model is {kind_of(model)}; give an nn.Module")
     if is_grafted(model):
         raise InputError(f"the {type(model).__name__} is grafted; give one as it was before esper.graft")
-    with resized(model, described.shapes, tensors):
+    with deeper(model, described.blocks), resized(model, described.shapes, tensors):
         _load_into(model, described.seeds, tensors, folder, again)
     count_in_configs(model, widened(model, described.shapes))
     return model
@@ -278,7 +287,7 @@ def _load_into(
         first = prefix_behind(seed.after)
         own = {name.removeprefix(first): value for name, value in tensors.items() if name.startswith(first)}
         weights = {name.removeprefix("seed."): value for name, value in own.items() if name != "alpha"}
-        made[seed.site] = _built(seed, weights, folder / NETWORK_WEIGHTS, again)
+        made[seed.site] = _built(model, seed, weights, folder / NETWORK_WEIGHTS, again)
     inside = tuple(map(prefix_behind, _every_name(model, [seed.after for seed in seeds])))
     mine = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     if meta := [name for name, value in mine.items() if value.is_meta]:
@@ -412,17 +421,21 @@ def _check_hosts(model: nn.Module, seeds: Sequence[_SavedSeed]) -> None:
                 )
 
 
-def _built(seed: _SavedSeed, weights: Mapping[str, Tensor], path: Path, again: str) -> Planted:
-    """Build a seed with weights from a file. InputError if they are not those that the blueprint has."""
+def _built(model: nn.Module, seed: _SavedSeed, weights: Mapping[str, Tensor], path: Path, again: str) -> Planted:
+    """Build a seed for a model, with weights from a file. InputError if they are not those that the blueprint has."""
     entry = get_blueprint(seed.blueprint, seed.kind, live=True)
-    with drawn_with(0):
-        made, axes = (
-            Seed(entry.built(seed.reads, seed.width, seed.pointwise), seed.reads),
-            seed.planted_at.stream.permutation,
-        )
-        planted = Planted(made, entry.tap, Blend[seed.blend], seed.kind, axes, again=entry.again)
-    dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
-    planted.to(dtype)
+    if entry.copies:
+        parts = dict(model.named_modules())
+        if seed.after not in parts:
+            raise InputError(f"the seed at {seed.site!r} is a block like {seed.after!r}, which is not there; {_MODEL}")
+        planted = new_block(parts[seed.after], (), seed.planted_at, entry, seed.reads, Blend[seed.blend])
+    else:
+        with drawn_with(0):
+            made = Seed(entry.built(seed.reads, seed.width, seed.pointwise), seed.reads)
+            axes = seed.planted_at.stream.permutation
+            planted = Planted(made, entry.tap, Blend[seed.blend], seed.kind, axes, again=entry.again)
+        dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
+        planted.to(dtype)
     try:
         planted.seed.load_state_dict(weights)
     except RuntimeError:  # the message of load_state_dict lists every parameter

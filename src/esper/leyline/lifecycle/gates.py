@@ -5,8 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from esper.leyline.config.tree import GatesConfig
-from esper.leyline.lifecycle.stages import Stage
-from esper.leyline.lifecycle.view import Bools, Floats, Measurements, Seeds
+from esper.leyline.lifecycle.stages import Stage, among
+from esper.leyline.lifecycle.view import Bools, Floats, Measurements, Seeds, Space
 
 
 class Check(NamedTuple):
@@ -47,8 +47,11 @@ class Gates(NamedTuple):
     fossilize: Gate  # G5, from HOLDING to FOSSILIZED
 
 
-def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gates:
-    """Compute both gates for every seed (`esper docs lifecycle`)."""
+def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig, space: Space | None = None) -> Gates:
+    """Compute both gates for every seed (`esper docs lifecycle`).
+
+    space: where seeds may be further blocks of stacks, which are blended in from front to back.
+    """
     gain, contribution = measurements.gain, measurements.contribution
     untrained = np.where(seeds.age == 0, np.nan, -1.0)  # at age 0 in TRAINING, the seed has not seen a batch yet
     finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)
@@ -70,7 +73,21 @@ def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig) -> Gate
         ready = [trained, sane, _bound("incubation gain", gained, config.gain_z, 0.0, "gates.gain_z")]
         keys = "gates.contribution_z and gates.min_contribution"
         worth = _bound("contribution", brought, config.contribution_z, config.min_contribution, keys)
+    if space is not None and space.stacks:
+        ready.append(_in_turn(seeds, space))
     return Gates(Gate(Stage.TRAINING, tuple(ready)), Gate(Stage.HOLDING, (held, worth, *certified)))
+
+
+def _in_turn(seeds: Seeds, space: Space) -> Check:
+    """Return the check that no further block in front of one, in the same stack, incubates or blends."""
+    copies = np.array([each.copies for each in space.blueprints])
+    block = (seeds.blueprint >= 0) & copies[np.maximum(seeds.blueprint, 0)]
+    coming = block & among(seeds.stage, frozenset({Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING})) & ~seeds.doomed
+    in_front = np.array([[stack == own and at < here for own, here in space.stacks] for stack, at in space.stacks])
+    waits = block & (coming[:, :, None] & in_front).any(1)
+    return Check(
+        "turn", np.where(waits, -1.0, 1.0), waits.astype(np.float64), "a block in front of it is not on trial yet"
+    )
 
 
 def _dwell(name: str, seeds: Seeds, steps: int) -> Check:

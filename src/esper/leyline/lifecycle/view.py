@@ -163,11 +163,13 @@ class BlueprintInfo(NamedTuple):
         tap (str): what its seeds read: 'here', 'before' or 'input' (see `Tap`)
         sensors (names): growth sensors that tell what its seeds could learn at a slot, in the order of
             `tamiyo.policy.features.PROSPECTS`
+        copies (bool): whether its seeds are further blocks of a stack, as in `esper.Growth`
     """
 
     name: str
     tap: str
     sensors: tuple[str, ...] = ()
+    copies: bool = False
 
 
 @brief
@@ -195,6 +197,8 @@ class Space(NamedTuple):
         frozen ((E,) bool): whether no parameter of the host trains, so that only seeds do
         blends ((Bl,) bool): whether each `Blend` may be chosen
         heads (int): number of slots behind the last layer (`SlotSpec.head`); they are the last ones
+        stacks (S pairs): path of the stack of equal blocks and the place in it that a slot is behind; place -1 where there is
+            none, and () where no blocks are added
     """
 
     slots: tuple[str, ...]
@@ -217,6 +221,7 @@ class Space(NamedTuple):
     frozen: Bools
     blends: Bools = np.ones(len(Blend), bool)
     heads: int = 0
+    stacks: tuple[tuple[str, int], ...] = ()
 
 
 @brief

@@ -4,6 +4,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -17,6 +18,7 @@ from esper.kasmina.graft.folding import is_layer, matrix, widened
 from esper.kasmina.graft.grafted import bank_at, graft, plant, planted_at, trim
 from esper.kasmina.graft.grown import Freeze, Frozen, check_tensors, is_grafted, sites_of
 from esper.kasmina.graft.sharding import check_sharding, fill, gather_on_cpu, in_parts, is_sharded, reshard
+from esper.kasmina.graft.stacks import blocks_of_one_class, deeper, shifted, stack_of
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.network.own_config import count_in_configs
 from esper.kasmina.network.saving import adapter_files, folder_of, replace_folder, save_grown
@@ -205,6 +207,10 @@ class Growth:
         self.beside: dict[str, str] = {}
         self.why_beside: dict[str, str] = {}
         self.widened: dict[str, tuple[int, int]] = {}  # layers that got units by that: their widths before and after
+        self.deepened: dict[
+            str, tuple[int, int]
+        ] = {}  # stacks that got blocks in `finish`: their number before and after
+        self._added_blocks: dict[str, list[int]] = {}  # their places in these stacks
         self._tried: set[int] = set()  # slots of kept seeds that are not units of layers
         self._first_shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
@@ -238,6 +244,11 @@ class Growth:
         self.controller = find_controller(controller).make(config)
         config = _with_sensors(config, self.controller)
         averages = [] if ema is None else [Average(ema, network)]
+        if config.lifecycle.absorb and any(entry.copies for entry in growth_menu(sites, config)):
+            raise InputError(
+                "settings sets lifecycle.absorb, by which layers of a block become wider, and the blueprint 'block', whose seeds "
+                "are copies of it as it was; leave one of them out"
+            )
         ranks = Ranks(
             shared or sharded or wrapper is not None or (mode == "reserve" and processes() > 1), sharded=sharded
         )
@@ -251,9 +262,9 @@ class Growth:
         population = LivePopulation(network, averages, groups, measured, menu, config, ranks, shared_gradients)
         population.space = _within_budget(population, budget)
         if mode == "reserve":
-            if any(entry.again for entry in menu):
+            if twice := next((entry.name for entry in menu if entry.again or entry.copies), None):
                 raise InputError(
-                    "mode='reserve' runs all that can be planted in every pass, and 'repeat' would run each block twice; leave "
+                    f"mode='reserve' runs all that can be planted in every pass, and {twice!r} would run each block twice; leave "
                     "it out of blueprints, or give mode='live'"
                 )
             population.grafts.reserve(population.space.fits)
@@ -358,6 +369,7 @@ class Growth:
         around two of these has the function between them and becomes further units of them, which get larger parameters
         (`widened`), as far as this was not done when it was kept; the config of a model of transformers follows.
         Both are done in the model and in its moving average, if the outputs of both on the probe stay the same, to rounding.
+        A seed of the blueprint 'block' becomes a member of its stack (`deepened`), on the same condition.
         Every other seed is a child named `esper` of its submodule, whose class runs it. Submodules without a seed have their own
         classes again.
         """
@@ -370,14 +382,7 @@ class Growth:
             if planted_at(self.model, site.name) is not None and seeds.stage[0, slot] != Stage.FOSSILIZED:
                 population.free(site.name)
         with self.engine.timer.timed("fold"):
-            for site in population.sites:
-                if (seed := planted_at(self.model, site.name)) is None:
-                    continue
-                if (why_not := population.fold(site.name)) is None:
-                    self.folded.append(site.name)
-                    population.free(site.name)
-                elif seed.recipe is not None:
-                    self.beside[site.name], self.why_beside[site.name] = seed.recipe.blueprint, why_not
+            self._fold_kept()
         unbuilt = self._note_widths()
         population.grafts.settle()
         self.frozen.release()
@@ -413,7 +418,7 @@ class Growth:
         try:
             if model is not None:
                 grown = {name: value for name, value in self.model.state_dict().items() if isinstance(value, Tensor)}
-                with resized(model, self._resized(), grown):
+                with deeper(model, self._added_blocks), resized(model, self._resized(), grown):
                     self._plant_kept(model)
                     whole_model = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
                     target = "the model that gather was given"
@@ -464,7 +469,8 @@ class Growth:
         """
         folder = folder_of(folder)
         reshard(self.model)
-        save_grown(self.model, self._resized(), folder if self.population.ranks.first else None)
+        blocks = self._added_blocks
+        save_grown(self.model, self._resized(), folder if self.population.ranks.first else None, blocks=blocks)
 
     def summary(self) -> dict[str, Any]:
         """Return what became of the seeds, as plain values: lists of those planted, kept and removed, each with its reason.
@@ -474,8 +480,9 @@ class Growth:
         the probe at the last decision, and `objective` is J (`esper.leyline.data.objective`): minus the loss, less rent for
         `added_params`, which are the parameters of the seeds that act. `trained_params` require a gradient, seats that are free
         left out. `seconds` says what growing cost, by part; they differ between two runs that are equal otherwise. `widened`
-        maps the layers that got the units of seeds to their widths before and after, and `beside` the sites whose seeds are
-        part of no layer after `finish` to their blueprints; `architecture` says both in one line, with the reason why a seed is
+        maps the layers that got the units of seeds to their widths before and after, `deepened` the stacks that got further
+        blocks to their numbers of blocks, and `beside` the sites whose seeds are part of no layer after `finish` to their
+        blueprints; `architecture` says all of this in one line, with the reason why a seed is
         beside. Each list has its last 500 entries, and `unlisted` counts the earlier ones.
         """
         state, population = self.engine.state, self.population
@@ -502,6 +509,9 @@ class Growth:
                     f"{counted(state.step, 'decision')}, so nothing was planted or incubated until the share had fallen; raise "
                     f"{name} or every, or give a smaller probe"
                 )
+        if self.population.why_no_block and not self.population.grafts.blocks:
+            name, why = next(iter(self.population.why_no_block.items()))
+            sentences.append(f"the blueprint 'block' can be planted at no site; at {name!r}, for one: {why}")
         if self.finished:
             sentences += unfinished(view, self.engine.config.gates, self.attempts.allowed_last)
         return {
@@ -522,6 +532,7 @@ class Growth:
             "architecture": self.architecture,
             "beside": dict(self.beside),
             "widened": {name: list(widths) for name, widths in self.widened.items()},
+            "deepened": {path: list(blocks) for path, blocks in self.deepened.items()},
             "rollbacks": self.engine.governor.record.counts()["rollbacks"],
             **lists,
             "unlisted": dict(self.engine.seed_history.unlisted),
@@ -531,21 +542,26 @@ class Growth:
     @property
     def architecture(self) -> str:
         """How the network differs from the one that was given, in one line: the layers that have other widths, and after
-        `finish` the seeds that stay beside their layers, each with the reason (`why_beside`). Empty while nothing differs.
+        `finish` the stacks that have more blocks and the seeds that stay beside their layers, each with the reason
+        (`why_beside`). Empty while nothing differs.
 
             0: 64 -> 4 became 64 -> 20; 2: 4 -> 32 became 20 -> 32
+            blocks 4 -> 6
             bypass-mlp at '3' stays beside: a LayerNorm runs between '0' and '3'
 
         Widths are the features that a layer reads and those that it writes.
         """
         changes = []
-        for name, before in self._resized().items():
+        for name, shape in self._resized().items():
             path, _, entry = name.rpartition(".")
             if entry == "weight" and is_layer(layer := self.model.get_submodule(path)):
                 was, now = (
-                    matrix(layer, torch.empty(shape, device="meta")).shape for shape in (before, layer.weight.shape)
+                    matrix(layer, torch.empty(shape, device="meta")).shape for shape in (shape, layer.weight.shape)
                 )
                 changes.append(f"{path}: {was[1]} -> {was[0]} became {now[1]} -> {now[0]}")
+        for stack, (before, after) in self.deepened.items():
+            name = "blocks" if stack in ("", "blocks") else f"{stack}: blocks"
+            changes.append(f"{name} {before} -> {after}")
         for site, blueprint in self.beside.items():
             changes.append(f"{blueprint} at {site!r} stays beside: {self.why_beside[site]}")
         return "; ".join(changes)
@@ -843,6 +859,53 @@ class Growth:
             self._note_widths()
         return bool(absorbed)
 
+    def _fold_kept(self) -> None:
+        """Make the seeds that were kept parts of layers and stacks, as far as they can be; note the others with the reason."""
+        population = self.population
+        at = {site.name: site.after for site in population.sites if planted_at(self.model, site.name) is not None}
+        blocks = [name for name in at if (seed := planted_at(self.model, name)) is not None and seed.copies]
+        beside: dict[str, str] = {}
+        for name in [each for each in at if each not in blocks]:
+            if (why_not := population.fold(name)) is None:
+                self.folded.append(name)
+                population.free(name)
+            else:
+                beside[name] = why_not
+        for name in sorted(blocks, key=lambda name: stack_of(at[name]), reverse=True):  # a block moves those behind it
+            if (why_not := self._add_block(name)) is None:
+                self.folded.append(name)
+            else:
+                beside[name] = why_not
+        for site in population.sites:
+            seed = planted_at(self.model, site.name)
+            if seed is not None and seed.recipe is not None:
+                # by its place in the finished network
+                known = site.after if site.name == at[site.name] else site.name
+                self.beside[known], self.why_beside[known] = seed.recipe.blueprint, beside[site.name]
+
+    def _add_block(self, name: str) -> str | None:
+        """Make a kept seed a member of its stack; returns why not, or None.
+
+        What is known by the names of parameters follows those that have another place then.
+        """
+        population = self.population
+        stack, place = stack_of(sites_of(self.model)[name].after)
+        container: Any = self.model.get_submodule(stack)
+        count = blocks_of_one_class(container, place)
+        if (why_not := population.add_block(name)) is not None:
+            return why_not
+        first, _ = self.deepened.get(stack, (count, count))
+        self.deepened[stack] = first, count + 1
+        behind = [each + (each > place) for each in self._added_blocks.get(stack, [])]
+        self._added_blocks[stack] = [place + 1, *behind]
+        moved = partial(shifted, stack=stack, place=place + 1)
+        own, new = (f"{stack}.{at}.".lstrip(".") for at in (place, place + 1))
+        copies = {
+            new + name.removeprefix(own): shape for name, shape in self._first_shapes.items() if name.startswith(own)
+        }
+        self._first_shapes = {moved(name): shape for name, shape in self._first_shapes.items()} | copies
+        return None
+
     def _note_widths(self) -> list[str]:
         """Record the layers that have more units than when growth began, also in the configs of models that save themselves.
 
@@ -1040,7 +1103,7 @@ def growth_menu(sites: Mapping[str, Site], config: GrowthConfig) -> list[Bluepri
             get_blueprint(name, next(iter(kinds)))  # raises InputError, with the known names
     menu = [known[each] for each in named]
     for entry in menu:
-        if callable(getattr(entry.build(8, 8), "choose", None)):
+        if not entry.copies and callable(getattr(entry.build(8, 8), "choose", None)):
             raise InputError(
                 f"blueprint {entry.name!r} chooses its rows from the training examples of a task, which a network in your own "
                 "training loop does not have; leave it out of blueprints"
@@ -1052,9 +1115,10 @@ def _within_budget(population: LivePopulation, budget: float) -> Space:
     """Return the space of a population without the seeds that exceed the whole budget. Raises InputError if nothing fits."""
     space, host = population.space, int(population.host_params[0])
     if not space.fits.any():
+        why = [f"; at {name!r}, for one, {reason}" for name, reason in population.why_no_block.items()][:1]
         raise InputError(
             f"no blueprint of the menu fits a site: the menu is {', '.join(entry.name for entry in space.blueprints)}; name "
-            "others, as settings={'blueprints': [...]}"
+            "others, as settings={'blueprints': [...]}" + "".join(why)
         )
     costs = np.where(space.fits, space.cost[0], np.iinfo(np.int64).max)
     slot, cheapest = divmod(int(costs.argmin()), costs.shape[1])

@@ -19,6 +19,7 @@ from esper.kasmina.graft.grafted import Reading, bank_at, holders, plant, plante
 from esper.kasmina.graft.grown import prefix_behind, sites_of
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Recipe, Seat
 from esper.kasmina.graft.sharding import is_sharded, reshard, shard_like
+from esper.kasmina.graft.stacks import IN_BLOCK, new_block, own_parameters
 from esper.kasmina.slot import Seed
 from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Site
@@ -63,6 +64,8 @@ class Grafts:
         self.host = list(network.parameters())
         self._prefixes = tuple(prefix_behind(site.after) for site in self.sites)
         self.compilations = Compilations(network)
+        # by site where a further block can be added: parameters of a copy of the site's block that are 0 at birth
+        self.blocks: Mapping[str, tuple[str, ...]] = {}
         self._blueprint_of: dict[str, int] = {}  # by site, of the seeds that are there
         self._handles: list[RemovableHandle] = []
         self._seats: list[Seat] = []  # of the network, while there are any
@@ -95,7 +98,7 @@ class Grafts:
     def fits(self, slot: int, entry: Blueprint) -> bool:
         """Return whether a blueprint can be planted at a site."""
         site, reading = self.sites[slot], self.readings[slot]
-        if entry.again and not reading.again:
+        if (entry.again and not reading.again) or (entry.copies and site.name not in self.blocks):
             return False
         return reading.widths[entry.tap] > 0 and entry.fits(site.stream.kind, causal=site.causal)
 
@@ -103,6 +106,9 @@ class Grafts:
         """Return the parameters of a seed."""
         reads = self.readings[slot].widths[self.menu[blueprint].tap]
         gate = reads + 1 if blend == Blend.GATE else 0
+        if self.menu[blueprint].copies:
+            block = own_parameters(self.network.get_submodule(self.sites[slot].after))
+            return sum(parameter.numel() for parameter in block.values()) + gate
         return self.menu[blueprint].parameters(reads, self.sites[slot].stream.width) + gate
 
     def offers(self) -> tuple[Bools, NDArray[np.int64]]:
@@ -150,7 +156,9 @@ class Grafts:
         self._blueprint_of[site.name] = blueprint
         trained = {id(parameter) for parameter in planted.trained()}
         named = [(path, parameter) for path, parameter in planted.named_parameters() if id(parameter) in trained]
-        self.groups.add(site.name, named, self._beside(site.after))
+        block = own_parameters(self.network.get_submodule(site.after)) if entry.copies else {}
+        like = {f"{IN_BLOCK}{name}": parameter for name, parameter in block.items()}
+        self.groups.add(site.name, named, self._beside(site.after), like)
         self.edited()
 
     def made(self, slot: int, entry: Blueprint, blend: Blend, key: int, function: Pointwise | None = None) -> Planted:
@@ -162,6 +170,10 @@ class Grafts:
         reads, function = self.readings[slot].widths[entry.tap], function or self.functions.get(site.name, RELU)
         after = self.network.get_submodule(site.after)
         like = next((p for p in (*after.parameters(), *self.host) if p.is_floating_point()), None)
+        if entry.copies:
+            own = new_block(after, self.blocks[site.name], site, entry, reads, blend)
+            own.recipe = Recipe(site, entry.name, reads)
+            return own.train(after.training)
         with drawn_with(key):
             seed = Seed(entry.built(reads, site.stream.width, function), reads)
         made = Planted(seed, entry.tap, blend, site.stream.kind, site.stream.permutation, again=entry.again)
@@ -177,6 +189,14 @@ class Grafts:
                 planted.free()
             else:
                 uproot(network, name)
+        del self._blueprint_of[name]
+        self.edited()
+
+    def join(self, name: str) -> None:
+        """Take a seed, whose block is a member of its stack by now, off its site; its parameters stay in the optimizer."""
+        self.groups.join(name)
+        for network in (self.network, *self.copies):
+            uproot(network, name)
         del self._blueprint_of[name]
         self.edited()
 

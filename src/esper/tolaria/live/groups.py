@@ -90,16 +90,25 @@ class Groups:
                 "network has grown; give it, as esper.Growth(model, optimizer, scheduler, ...)"
             )
 
-    def add(self, name: str, parameters: Sequence[Named], beside: Sequence[Named]) -> None:
+    def add(
+        self,
+        name: str,
+        parameters: Sequence[Named],
+        beside: Sequence[Named],
+        copied: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
         """Give a seed its groups, as those of the first parameters `beside` of the same sort that the optimizer holds.
 
-        Where there are none of a sort, the group is that of the first parameter `beside`, or else the first group.
+        copied: by name, those that parameters are copies of, whose groups they are like if the optimizer holds them. Where there
+        are none of a sort, the group is that of the first parameter `beside`, or else the first group.
         """
         place = {id(p): index for index, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         held = [(path, parameter) for path, parameter in beside if id(parameter) in place]
         by_group: dict[int, list[tuple[int, nn.Parameter]]] = {}
         for number, (path, parameter) in enumerate(parameters):
-            like = next((p for other, p in held if is_matrix(other, p) == is_matrix(path, parameter)), None)
+            like = (copied or {}).get(path)
+            if like is None or id(like) not in place:
+                like = next((p for other, p in held if is_matrix(other, p) == is_matrix(path, parameter)), None)
             like = held[0][1] if like is None and held else like
             by_group.setdefault(0 if like is None else place[id(like)], []).append((number, parameter))
         for index, members in by_group.items():
@@ -122,6 +131,32 @@ class Groups:
             for parameter in self.optimizer.param_groups[index]["params"]:
                 self.optimizer.state.pop(parameter, None)
             del self.optimizer.param_groups[index]
+            for entries in lists:
+                del entries[index]
+
+    def join(self, name: str) -> None:
+        """Put the parameters of a seed into groups of the host with the same options, if there are any; moments stay."""
+        keys = ("params", "param_names", OWNER)
+        options = [
+            {key: value for key, value in group.items() if key not in keys} for group in self.optimizer.param_groups
+        ]
+        for index in reversed(range(len(options))):
+            group = self.optimizer.param_groups[index]
+            if group.get(OWNER) != name:
+                continue
+            others = (
+                other
+                for other, own in zip(self.optimizer.param_groups, options, strict=True)
+                if OWNER not in other and own == options[index]
+            )
+            if (other := next(others, None)) is None:
+                del group[OWNER]
+                continue
+            lists = self._lists(len(self.optimizer.param_groups))
+            other["params"] += group["params"]
+            if "param_names" in other:
+                other["param_names"] += group["param_names"]
+            del self.optimizer.param_groups[index], options[index]
             for entries in lists:
                 del entries[index]
 

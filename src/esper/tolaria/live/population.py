@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import Blueprint
 from esper.kasmina.graft.between import functions_between
 from esper.kasmina.graft.folding import fold
-from esper.kasmina.graft.grafted import survey, undisturbed
+from esper.kasmina.graft.grafted import holders, survey, undisturbed
 from esper.kasmina.graft.grown import CHILD, POINT, prefix_behind, root_of, sites_of, stream_of
-from esper.kasmina.graft.planted import Mode
+from esper.kasmina.graft.planted import Mode, Planted
 from esper.kasmina.graft.sharding import fill, gather, is_sharded, placed, reshard
+from esper.kasmina.graft.stacks import add_block, find_blocks, moved_site, stack_of
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.lifecycle import Edits, dormant, doses
 from esper.leyline.config.tree import GrowthConfig
@@ -77,6 +78,13 @@ class LivePopulation:
         self.fresh = [np.zeros(0, np.int64)]  # the loop's data are its own
         self.absorbed_seeds = self.absorbed_params = 0  # seeds that are units of layers by now, and what they added
         self.grafts = Grafts(network, averages, groups, self.menu, readings, functions, ranks)
+        # Why no further block can be added at a site, by its name.
+        self.why_no_block: dict[str, str] = {}
+        if any(entry.copies for entry in self.menu):
+            if is_sharded(network):
+                self.why_no_block = {site.name: "blocks are added in one process alone" for site in self.sites}
+            else:
+                self.grafts.blocks, self.why_no_block = find_blocks(network, self.sites, probe.first)
         self.incubation = Incubation(network, groups, probe, config.lifecycle.proximal, ranks)
         self.ranks, self.shared = ranks, shared
         # By site of each seed on trial; None where the loop gives no batches, or layers became wider since.
@@ -105,6 +113,7 @@ class LivePopulation:
             rent=config.reward.rent,
             rent_size=config.reward.rent_size,
             frozen=np.zeros(1, bool),  # set when growth begins
+            stacks=tuple(stack_of(site.after) for site in self.sites) if self.grafts.blocks else (),
         )
 
     @property
@@ -248,6 +257,27 @@ class LivePopulation:
         why_not = fold((self.network, *self.grafts.copies), name, passes, self.ranks.agreed, pairs=self._alone)
         follow([self.groups.optimizer], before, dict(self.network.named_parameters()))
         return why_not
+
+    def add_block(self, name: str) -> str | None:
+        """Make a seed that is a block a member of its stack, in the network and its averages, if the outputs on the probe stay.
+
+        Returns None if it is one, otherwise why not. The sites and seeds behind it then have other places.
+        """
+        if not self._alone:
+            return "blocks are added in one process alone"
+        networks = (self.network, *self.grafts.copies)
+        if (why_not := add_block(networks, name, self.probe_batches.passes())) is not None:
+            return why_not
+        self.grafts.join(name)
+        stack, place = stack_of(sites_of(self.network)[name].after)
+        moved = {each.name: moved_site(each, stack, place + 1) for each in self.sites}
+        for network in networks:
+            root_of(network).sites = {site: moved[site] for site in sites_of(network)}
+            for seed in holders(network).values():
+                if isinstance(seed, Planted) and seed.recipe is not None:
+                    seed.recipe = seed.recipe._replace(site=moved_site(seed.recipe.site, stack, place + 1))
+        self.sites = self.grafts.sites = tuple(moved.values())
+        return None
 
     def absorb(self, slot: int) -> bool:
         """Make a kept seed further units of the two layers that its site spans, if the outputs on the probe stay; return whether.

@@ -1,0 +1,395 @@
+"""Add blocks to stacks of equal blocks: seeds that are a further block, faded in behind one of a stack, and then part of it.
+
+    behind a block that returned h:   h + alpha (B(h) - h)
+
+B is a copy of that block, whose layers into the residual stream are 0 at first, so that B(h) = h. At alpha = 1 the network is one
+with one block more, and B can stand in the stack.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import chain, groupby, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import Blueprint
+from esper.kasmina.graft.flow import Flow
+from esper.kasmina.graft.folding import Pass, same_values
+from esper.kasmina.graft.grafted import copied, planted_at, undisturbed
+from esper.kasmina.graft.grown import CHILD, called_on, class_of, first_tensor, restore, sites_of, stream_of
+from esper.kasmina.graft.multiplying import configs, saved_with_configs
+from esper.kasmina.graft.planted import Bank, Mode, Planted
+from esper.kasmina.graft.recording import call, distance, floats, mapped, on_aliases, record, results
+from esper.kasmina.graft.recording import restore as restore_attributes
+from esper.kasmina.slot import Seed
+from esper.leyline.errors import InputError, in_words
+from esper.leyline.lifecycle.actions import Blend
+from esper.leyline.lifecycle.slots import Site
+from esper.leyline.text import counted
+
+_DEPTHS = re.compile(r"(layer|depth|block)(?!.*(size|idx|index|id$|norm|drop|width|dim|scale|decay))", re.I)
+"""Names of attributes that count blocks."""
+_PLACES = re.compile(r"layer_?(idx|index|id|number)$", re.I)
+"""Names of attributes of a block that say which one it is."""
+_WIDTHS = re.compile(r"size|width|channel|dim|head", re.I)
+"""Names of attributes that list a width for each stage."""
+
+
+class NextBlock(nn.Module):
+    """Computes what a block adds to the stream that it is run on, B(u) - u."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, u: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        """Return the change at u (B, ...); `run` calls a block on it as the block of the site was called."""
+        return run(self.block, u)
+
+
+def copy_of_block(block: nn.Module, zeros: Sequence[str] = ()) -> nn.Module:
+    """Return a copy of a block without sites and seeds, with some parameters at 0. It trains, also where the block is frozen."""
+    made = copied(block)
+    for part in list(made.modules()):
+        if isinstance(part._modules.get(CHILD), Planted | Bank):
+            delattr(part, CHILD)
+        restore(part)
+    with torch.no_grad():
+        for name in zeros:
+            made.get_parameter(name).zero_()
+    if not any(parameter.requires_grad for parameter in made.parameters()):
+        for parameter in made.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+    return made
+
+
+IN_BLOCK = "seed.delta.block."
+"""First part of the names of the parameters of a block in the seed that it is."""
+
+
+def new_block(
+    block: nn.Module, zeros: Sequence[str], site: Site, entry: Blueprint, reads: int, blend: Blend
+) -> Planted:
+    """Return a seed that is a copy of the block of a site."""
+    made = Seed(NextBlock(copy_of_block(block, zeros)), reads)
+    like = next(parameter for parameter in made.delta.parameters() if parameter.is_floating_point())
+    made.gate.to(like.device, like.dtype)
+    planted = Planted(made, entry.tap, blend, site.stream.kind, site.stream.permutation, copies=True)
+    parameters = planted.named_parameters()
+    planted.fixed = frozenset(name for name, parameter in parameters if not parameter.requires_grad)
+    return planted
+
+
+def own_parameters(block: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a block by name, without those of seeds in it."""
+    return {name: own for name, own in block.named_parameters() if f".{CHILD}." not in f".{name}"}
+
+
+def stack_of(path: str) -> tuple[str, int]:
+    """Return the path of the stack of a block, and its place there; -1 where its name is no number."""
+    stack, _, place = path.rpartition(".")
+    return stack, int(place) if place.isdigit() else -1
+
+
+def find_blocks(
+    network: nn.Module, sites: Sequence[Site], example: Any
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return where a further block can be added: by site the parameters of its block that are 0 in a copy at birth.
+
+    Then for every other site why none can be. A copy is run on a multiple of what its block returned for the example, with the
+    other arguments of that call: it must return what it is given, to rounding, and one of its parameters must have a gradient.
+    """
+    runs, reasons, places = stacks(network), dict[str, str](), dict[str, Site]()
+    for site in sites:
+        stack, place = stack_of(site.after)
+        first, stop = runs.get(stack, (0, 0))
+        if first <= place < stop:
+            places[site.name] = site
+        else:
+            reasons[site.name] = f"{site.after!r} is no block of a stack of equal blocks"
+    calls = dict[str, tuple[Any, Any]]()  # by site: the arguments of its first call, and what it returned
+
+    def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        stream = stream_of(output)
+        calls.setdefault(name, ((args, kwargs), stream.detach().clone() if isinstance(stream, Tensor) else None))
+
+    found, sets = dict[str, tuple[str, ...]](), dict[str, list[list[str]]]()
+    with undisturbed(network):
+        handles = [
+            network.get_submodule(site.after).register_forward_hook(partial(note, name), with_kwargs=True)
+            for name, site in places.items()
+        ]
+        try:
+            with torch.no_grad():
+                call(network, mapped(example, torch.clone))
+        finally:
+            for handle in handles:
+                handle.remove()
+        for name, site in places.items():
+            stack, _ = stack_of(site.after)
+            try:
+                if name not in calls:
+                    raise InputError("no forward pass calls it")
+                if stack not in sets:
+                    sets[stack] = list(silenced(network, site.after, example))
+                found[name] = _zeros_at_birth(network.get_submodule(site.after), *calls[name], sets[stack])
+            except InputError as error:
+                reasons[name] = str(error)
+    return found, reasons
+
+
+def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None, sets: Sequence[list[str]]) -> tuple[str, ...]:
+    """Return the first set of parameters with which a copy adds nothing, and learns. InputError if there is none.
+
+    given: the arguments of the call of the block that returned `first`.
+    """
+    own = first_tensor(*given)
+    if own is None or first is None or (own.shape, own.dtype) != (first.shape, first.dtype):
+        raise InputError("it does not read a stream like the one that it returns")
+    blank = [name for name, each in own_parameters(block).items() if each.numel() and not each.any()]
+    problem = "no layer of it writes into the residual stream"
+    # a factor that is 0 may be enough, as in ReZero before training
+    for zeros in chain([blank] if blank else [], sets):
+        made = copy_of_block(block, zeros)
+        with in_words("a copy of it cannot run on what it returns"), torch.enable_grad():
+            # larger than it is, as a norm behind the sum would return the same
+            h = 3 * first
+            change = called_on(given, own, made, h.clone(), attached=False)
+            trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
+            eps = torch.finfo(h.dtype).eps
+            if not same_values(h, h + change, eps):
+                problem = "a copy of it cannot begin as one that changes nothing, as what it returns is not added to its input"
+            elif not change.requires_grad or not any(
+                gradient is not None and bool(gradient.any())
+                for gradient in torch.autograd.grad(distance(change), trained, allow_unused=True)
+            ):
+                problem = "a copy of it would never learn, because two factors of what it adds are 0"
+            else:
+                return tuple(zeros)
+    raise InputError(problem)
+
+
+@torch.no_grad()
+def add_block(networks: Sequence[nn.Module], name: str, passes: Sequence[Pass]) -> str | None:
+    """Make the seed at a site, which is a block, a member of its stack: in a network and its moving averages, or in none.
+
+    It is a member only if every pass gives what it gave before, to rounding, in evaluation mode. Returns None if so, otherwise
+    why not, to be read behind a colon. The seed itself is not removed.
+    """
+    site, planted = sites_of(networks[0])[name], [planted_at(network, name) for network in networks]
+    seeds = [seed for seed in planted if seed is not None and isinstance(seed.seed.delta, NextBlock)]
+    assert len(seeds) == len(networks), "there must be a block to add, in each network"
+    first, (path, place) = seeds[0], stack_of(site.after)
+    blocks: list[Any] = [seed.seed.delta.block for seed in seeds]
+    if first.blend != Blend.ADD:
+        return f"by the blend {first.blend.name} what it adds depends on the stream"
+    if float(first.alpha) != 1:
+        return f"it acts at dose {float(first.alpha):g}, and a block of a stack at 1"
+    if not any(own.requires_grad for own in own_parameters(networks[0].get_submodule(site.after)).values()):
+        return "the block that it is behind is frozen"
+    count = blocks_of_one_class(networks[0].get_submodule(path), place)
+    with undisturbed(*networks):
+        before, ran = saved_with_configs(networks), list[bool]()
+        try:
+            with in_words("the deeper network fails"):
+                for network, seed, block in zip(networks, seeds, blocks, strict=True):
+                    for run in passes:
+                        expected = list(floats(results(run(network))))
+                        ran.clear()
+                        with block.register_forward_hook(lambda *_: ran.append(True)):
+                            seed.mode = Mode.OFF
+                            insert(network, path, place + 1, [block], count)
+                            found = list(floats(results(run(network))))
+                        restore_attributes(before)
+                        if not ran:
+                            raise InputError(f"the forward pass does not run a further block of {path!r}")
+                        if len(expected) != len(found) or not all(
+                            same_values(one, other, torch.finfo(one.dtype).eps)
+                            for one, other in zip(expected, found, strict=True)
+                        ):
+                            raise InputError(
+                                "the outputs would differ, as where the other arguments of each block are its own"
+                            )
+        except InputError as error:
+            restore_attributes(before)
+            return str(error)
+    for network, block in zip(networks, blocks, strict=True):
+        insert(network, path, place + 1, [block], count)
+    return None
+
+
+@contextmanager
+def deeper(model: nn.Module, places: Mapping[str, Sequence[int]]) -> Iterator[None]:
+    """Give the stacks of a fresh model the blocks that were added to them, unless the block fails.
+
+    places: of the added blocks in the larger stack, by its path. The values of a new block are those of the block in front.
+    """
+    before = saved_with_configs([model])
+    try:
+        for path, added in places.items():
+            for place in sorted(added):
+                container: Any = dict(model.named_modules()).get(path)
+                if not isinstance(container, nn.Sequential | nn.ModuleList) or not 0 < place <= len(container):
+                    raise InputError(
+                        f"the saved network has a block at {place} of {path!r}, and the model no such stack; give a model that "
+                        "is built as the saved one was"
+                    )
+                count = blocks_of_one_class(container, place - 1)
+                insert(model, path, place, [copy_of_block(container[place - 1])], count)
+        yield
+    except BaseException:
+        restore_attributes(before)
+        raise
+
+
+def shifted(name: str, stack: str, place: int) -> str:
+    """Return the dotted name that something has once a stack has a further block at a place."""
+    first = f"{stack}." if stack else ""
+    index, dot, rest = name.removeprefix(first).partition(".")
+    if not name.startswith(first) or not index.isdigit() or int(index) < place:
+        return name
+    return f"{first}{int(index) + 1}{dot}{rest}"
+
+
+def moved_site(site: Site, stack: str, place: int) -> Site:
+    """Return a site of a network whose stack has a further block at a place."""
+    return replace(site, after=shifted(site.after, stack, place), around=shifted(site.around, stack, place))
+
+
+def _shapes(block: nn.Module) -> list[tuple[str, torch.Size]]:
+    """Return the shapes of a block's tensors, without those of seeds in it."""
+    return [(name, own.shape) for name, own in block.state_dict().items() if f".{CHILD}." not in f".{name}"]
+
+
+def stacks(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the longest run of equal blocks in each container, or the last of several, from its first to past its last place.
+
+    A single block counts in a ModuleList, and in a Sequential if it is no layer of torch.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for path, part in model.named_modules():
+        if not isinstance(part, nn.Sequential | nn.ModuleList):
+            continue
+        if [name for name in part._modules if name != CHILD] != [str(place) for place in range(len(part))]:
+            continue  # named blocks; those behind a new one would get other names
+        kinds = [(class_of(each), _shapes(each)) for each in part]
+        places = [list(group) for _, group in groupby(range(len(kinds)), kinds.__getitem__)]
+        runs = [(at[0], at[-1] + 1) for at in places if kinds[at[0]][1]]
+        own = isinstance(part, nn.ModuleList)
+        runs = [
+            run for run in runs if run[1] - run[0] > 1 or own or not kinds[run[0]][0].__module__.startswith("torch.")
+        ]
+        if runs:
+            found[path] = max(runs, key=lambda run: (run[1] - run[0], run[0]))
+    return found
+
+
+def blocks_of_one_class(container: Any, at: int) -> int:
+    """Return how many blocks around a place are of its class: a first one may have further weights, as a bias that all share."""
+    own, kinds = class_of(container[at]), [class_of(each) for each in container]
+    before, behind = reversed(kinds[:at]), kinds[at:]
+    return sum(1 for side in (before, behind) for _ in takewhile(lambda kind: kind is own, side))
+
+
+def silenced(model: nn.Module, block: str, example: Any) -> Iterator[list[str]]:
+    """Yield sets of the parameters of a block, by their names in it, which make its output 0 where they are 0."""
+
+    def found(weights: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+        flow = Flow(model, record(model, example, None), weights)
+        if (node := flow.node(block)) is None:
+            first = next(path for path, part in model.named_modules() if part is model.get_submodule(block))
+            if first != block:
+                raise InputError(f"{block!r} and {first!r} are one module; blocks of a stack have weights of their own")
+            raise InputError(f"{block!r} did not run on the example, or returns nothing that can be learned")
+        reach = flow.reach([node], "")
+        layers = [layer for layer in reach.layers if f"{layer}.".startswith(f"{block}.")]
+        norms = [path for path in flow.parts if path.startswith(f"{block}.") and flow.node(path) in reach.nodes]
+        return layers, [path for path in norms if flow.parts[path]._parameters]
+
+    for paths in on_aliases(model, found):
+        names = []
+        for path in paths:
+            part = model.get_submodule(path)
+            part = part.out_proj if isinstance(part, nn.MultiheadAttention) else part
+            own = {id(parameter) for parameter in part.parameters(recurse=False)}
+            names += [name for name, each in model.get_submodule(block).named_parameters() if id(each) in own]
+        if names:
+            yield names
+
+
+def insert(network: nn.Module, path: str, place: int, made: Sequence[nn.Module], count: int) -> None:
+    """Put copies of the block in front of a place there, and count them where blocks are counted.
+
+    count: blocks of the class before.
+    """
+    container: Any = network.get_submodule(path)
+    blocks, seed = len(made), container._modules.get(CHILD)
+    for number, block in enumerate(made):
+        _move(block, number + 1)
+    for behind in list(container)[place:]:
+        _move(behind, blocks)
+    own = list(container)
+    own[place:place] = made
+    container._modules.clear()
+    container._modules.update({str(index): block for index, block in enumerate(own)})
+    if seed is not None:
+        container._modules[CHILD] = seed
+    whole = {id(holder) for _, holder in configs(network, "")}
+    for part in network.modules():
+        if class_of(part).__module__.startswith("torch.") or part in made:
+            continue
+        for _, holder in ((path, part), *configs(part, "")):
+            named = [name for name, value in vars(holder).items() if type(value) is int and value == count]
+            of_decoder = "dec" in path and id(holder) in whole and any("decoder" in name for name in named)
+            for name, value in list(vars(holder).items()):
+                other = any(side in name and side[:3] not in path for side in ("encoder", "decoder"))
+                if other or (of_decoder and "decoder" not in name):  # the blocks of another stack, as of an encoder
+                    continue
+                if type(value) is int and value == count and _DEPTHS.search(name) and not _PLACES.search(name):
+                    vars(holder)[name] = count + blocks
+                elif isinstance(value, list | tuple) and _DEPTHS.search(name):
+                    vars(holder)[name] = type(value)(_followed(network, holder, path, name, list(value), count, blocks))
+
+
+def _move(block: nn.Module, places: int) -> None:
+    """Note that a block stands so many places further on."""
+    for part in block.modules():
+        for name, value in list(vars(part).items()):
+            if type(value) is int and _PLACES.search(name):
+                vars(part)[name] = value + places
+
+
+def _followed(
+    network: nn.Module, holder: Any, path: str, name: str, value: list[Any], count: int, blocks: int
+) -> list[Any]:
+    """Return what an attribute lists for the blocks of a stack, or for those of each stage, once a stack has more blocks.
+
+    InputError if the stack is one of stages that have a list of their widths too.
+    """
+    before, number, behind = re.fullmatch(r"(.*?)(\d*)(\D*)", path, re.DOTALL).groups()  # type: ignore[union-attr]
+    stages = dict[int, int]()
+    for other, part in network.named_modules():
+        same = re.fullmatch(re.escape(before) + r"(\d+)" + re.escape(behind), other)
+        if number and same is not None and isinstance(part, nn.Sequential | nn.ModuleList):
+            stages[int(same[1])] = len(part) - blocks * (other == path)
+    if stages and [stages[each] for each in sorted(stages)] == value:
+        return [own + blocks * (stage == int(number)) for own, stage in zip(value, sorted(stages), strict=True)]
+    container: Any = network.get_submodule(path)
+    beside = {
+        other: list(listed)
+        for other, listed in vars(holder).items()
+        if isinstance(listed, list | tuple) and len(listed) == len(value) and not _DEPTHS.search(other)
+    }
+    if len(value) == len(container) - blocks and (wide := next(filter(_WIDTHS.search, beside), None)):
+        raise InputError(
+            f"{path!r} has {counted(len(value), 'stage')}, for which {name} is {value} and {wide} is {beside[wide]}, so that a "
+            "network that is built from these would not have another one; give at= the blocks of one stage"
+        )
+    if len(value) != count:
+        return value
+    return [*value, *(value[-1:] * blocks)]
