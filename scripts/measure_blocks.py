@@ -3,9 +3,9 @@
     python scripts/measure_blocks.py digits
     python scripts/measure_blocks.py bytes --seeds 8 --steps 3000
 
-For each seed four networks begin with the same weights and train on the same batches: as it is; grown by `esper.Growth` with its
-default menu; grown with the blueprint 'block' alone; and a static one with as many blocks as that may add, from the start. 'digits'
-is a residual network on the digits of scikit-learn, 'bytes' the byte transformer of `measure_repeat.py`. The loss is that of
+For each seed four networks train on the same batches, the first three from the same weights: as it is; grown by `esper.Growth`
+with its default menu; grown with the blueprint 'block' alone; and a static one with twice the blocks from the start. 'digits' is
+a residual network on the digits of scikit-learn, 'bytes' the byte transformer of `measure_repeat.py`. The loss is that of
 examples that no network was trained on. Seconds are those of one thread of the processor.
 """
 

@@ -4,10 +4,13 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import GrowthWarning, InputError
+from esper.leyline.lifecycle.actions import Op
+from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from esper.tolaria.live.groups import OWNER
 from loops import LIFE, SETTINGS, STAGES, equal, repeatable, stages
 from populations import Script
@@ -409,6 +412,50 @@ def test_a_model_with_more_blocks_is_one_of_its_config(build, tmp_path):
         assert torch.equal(
             *(model.generate(**given, do_sample=False, max_new_tokens=4, use_cache=use) for use in (True, False))
         )
+
+
+def test_a_gpt_2_with_blocks_that_grew_is_one_of_its_config(tmp_path):
+    torch.manual_seed(0)
+    model = gpt2()
+    chosen = {"blueprint": "block", "tempo": 1, "target": 1.0, "keep": True}
+    entries = [ScheduleEntry(at=1, op=Op.GERMINATE, slot=f"transformer.h.{place}", **chosen) for place in (0, 1)]
+    growth = esper.Growth(
+        model,
+        optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2),
+        probe=[({"input_ids": batch(key)["input_ids"]}, batch(key)["labels"]) for key in (1, 2)],
+        loss=lambda output, y: F.cross_entropy(output.logits[:, :-1].mT, y[:, 1:], reduction="none"),
+        controller=Schedule(entries),
+        every=1,
+        budget=10.0,
+        budget_passes=None,
+        settings={
+            "blueprints": ["block"],
+            "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0},
+        },
+    )
+    for key in range(
+        14
+    ):  # the model makes a cache of keys and values in every pass, which a block beside does not write to
+        model.train()(**batch(10 + key)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        growth.step()
+    given = {"input_ids": batch(3)["input_ids"]}
+    grown = model.eval()(**given).logits
+    with pytest.raises(InputError, match="generate with use_cache=False"):
+        model.generate(**given, max_new_tokens=2)
+    assert growth.finish() is model
+    assert growth.architecture == "transformer.h: blocks 2 -> 4"
+    assert (type(model), model.config.n_layer) == (tf.GPT2LMHeadModel, 4)
+    assert torch.allclose(model(**given).logits, grown, atol=1e-5)
+    model.save_pretrained(tmp_path)
+    loaded = tf.GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**given).logits, model(**given).logits)
+    one, other = (
+        each.generate(**given, do_sample=False, max_new_tokens=3, use_cache=use)
+        for each, use in ((model, True), (loaded, False))
+    )
+    assert torch.equal(one, other)
 
 
 def widening(folder, *, arguments=None, **options):

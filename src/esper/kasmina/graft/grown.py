@@ -208,8 +208,8 @@ def _uncached(argument: Any, h: Tensor) -> Any:
         return argument
     if int(positions()) > h.shape[1]:
         raise InputError(
-            "a block that grows has no cache of keys and values; generate with use_cache=False until growth.finish() has made it "
-            "part of the network"
+            "a block that runs as a seed has no cache of keys and values; generate with use_cache=False, or once growth.finish() "
+            "has made it a member of its stack"
         )
     return None
 

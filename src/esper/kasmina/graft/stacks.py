@@ -118,7 +118,7 @@ def find_blocks(
         stream = stream_of(output)
         calls.setdefault(name, ((args, kwargs), stream.detach().clone() if isinstance(stream, Tensor) else None))
 
-    found, sets = dict[str, tuple[str, ...]](), dict[str, list[list[str]]]()
+    found = dict[str, tuple[str, ...]]()
     with undisturbed(network):
         handles = [
             network.get_submodule(site.after).register_forward_hook(partial(note, name), with_kwargs=True)
@@ -131,19 +131,28 @@ def find_blocks(
             for handle in handles:
                 handle.remove()
         for name, site in places.items():
-            stack, _ = stack_of(site.after)
             try:
                 if name not in calls:
                     raise InputError("no forward pass calls it")
-                if stack not in sets:
-                    sets[stack] = list(silenced(network, site.after, example))
-                found[name] = _zeros_at_birth(network.get_submodule(site.after), *calls[name], sets[stack])
+                found[name] = _zeros_at_birth(network.get_submodule(site.after), *calls[name])
             except InputError as error:
                 reasons[name] = str(error)
-    return found, reasons
+    own = [name for name in reasons if name in places]
+    return found, {name: reasons[name] for name in (*own, *(each for each in reasons if each not in places))}
 
 
-def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None, sets: Sequence[list[str]]) -> tuple[str, ...]:
+class _Alone(nn.Module):
+    """Calls a block on a stream as a block of its class was called in a network."""
+
+    def __init__(self, block: nn.Module, given: Any, own: Tensor) -> None:
+        super().__init__()
+        self.block, self.run = block, partial(called_on, given, own, attached=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.run(self.block, h)
+
+
+def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None) -> tuple[str, ...]:
     """Return the first set of parameters with which a copy adds nothing, and learns. InputError if there is none.
 
     given: the arguments of the call of the block that returned `first`.
@@ -153,12 +162,12 @@ def _zeros_at_birth(block: nn.Module, given: Any, first: Tensor | None, sets: Se
         raise InputError("it does not read a stream like the one that it returns")
     blank = [name for name, each in own_parameters(block).items() if each.numel() and not each.any()]
     problem = "no layer of it writes into the residual stream"
+    h = 3 * first  # larger than it is, as a norm behind the sum would return the same
+    sets = silenced(_Alone(copy_of_block(block), given, own), "block", h)
     # a factor that is 0 may be enough, as in ReZero before training
     for zeros in chain([blank] if blank else [], sets):
         made = copy_of_block(block, zeros)
         with in_words("a copy of it cannot run on what it returns"), torch.enable_grad():
-            # larger than it is, as a norm behind the sum would return the same
-            h = 3 * first
             change = called_on(given, own, made, h.clone(), attached=False)
             trained = [parameter for parameter in made.parameters() if parameter.requires_grad]
             eps = torch.finfo(h.dtype).eps

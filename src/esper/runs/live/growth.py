@@ -556,7 +556,7 @@ class Growth:
             path, _, entry = name.rpartition(".")
             if entry == "weight" and is_layer(layer := self.model.get_submodule(path)):
                 was, now = (
-                    matrix(layer, torch.empty(shape, device="meta")).shape for shape in (shape, layer.weight.shape)
+                    matrix(layer, torch.empty(own, device="meta")).shape for own in (shape, layer.weight.shape)
                 )
                 changes.append(f"{path}: {was[1]} -> {was[0]} became {now[1]} -> {now[0]}")
         for stack, (before, after) in self.deepened.items():
