@@ -414,11 +414,11 @@ def test_a_model_with_more_blocks_is_one_of_its_config(build, tmp_path):
         )
 
 
-def test_a_gpt_2_with_blocks_that_grew_is_one_of_its_config(tmp_path):
-    torch.manual_seed(0)
-    model = gpt2()
-    chosen = {"blueprint": "block", "tempo": 1, "target": 1.0, "keep": True}
+def grow_blocks(model, blueprint, steps):
+    """Plant a seed at each block of a GPT-2, and train it with a cache of keys and values in every pass."""
+    chosen = {"blueprint": blueprint, "tempo": 1, "target": 1.0, "keep": True}
     entries = [ScheduleEntry(at=1, op=Op.GERMINATE, slot=f"transformer.h.{place}", **chosen) for place in (0, 1)]
+    gates = {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0}
     growth = esper.Growth(
         model,
         optimizer := torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -428,22 +428,34 @@ def test_a_gpt_2_with_blocks_that_grew_is_one_of_its_config(tmp_path):
         every=1,
         budget=10.0,
         budget_passes=None,
-        settings={
-            "blueprints": ["block"],
-            "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 0},
-        },
+        settings={"blueprints": [blueprint], "gates": gates},
     )
-    for key in range(
-        14
-    ):  # the model makes a cache of keys and values in every pass, which a block beside does not write to
+    for key in range(steps):
         model.train()(**batch(10 + key)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         growth.step()
-    given = {"input_ids": batch(3)["input_ids"]}
-    grown = model.eval()(**given).logits
+    return growth
+
+
+@pytest.mark.parametrize("blueprint", ["block", "repeat"])
+def test_a_block_that_runs_as_a_seed_leaves_the_cache_of_keys_and_values_to_the_host(blueprint):
+    torch.manual_seed(0)
+    model = gpt2()
+    growth, given = grow_blocks(model, blueprint, 14), {"input_ids": batch(3)["input_ids"]}
+    assert [entry["blueprint"] for entry in growth.summary()["keeps"]] == [blueprint] * 2
+    model.eval()
+    assert torch.equal(model(**given, use_cache=True).logits, model(**given, use_cache=False).logits)
     with pytest.raises(InputError, match="generate with use_cache=False"):
         model.generate(**given, max_new_tokens=2)
+    assert model.generate(**given, max_new_tokens=2, use_cache=False).shape == (6, 14)
+
+
+def test_a_gpt_2_with_blocks_that_grew_is_one_of_its_config(tmp_path):
+    torch.manual_seed(0)
+    model = gpt2()
+    growth, given = grow_blocks(model, "block", 14), {"input_ids": batch(3)["input_ids"]}
+    grown = model.eval()(**given).logits
     assert growth.finish() is model
     assert growth.architecture == "transformer.h: blocks 2 -> 4"
     assert (type(model), model.config.n_layer) == (tf.GPT2LMHeadModel, 4)
