@@ -555,9 +555,7 @@ class Growth:
         for name, shape in self._resized().items():
             path, _, entry = name.rpartition(".")
             if entry == "weight" and is_layer(layer := self.model.get_submodule(path)):
-                was, now = (
-                    matrix(layer, torch.empty(own, device="meta")).shape for own in (shape, layer.weight.shape)
-                )
+                was, now = (matrix(layer, torch.empty(own, device="meta")).shape for own in (shape, layer.weight.shape))
                 changes.append(f"{path}: {was[1]} -> {was[0]} became {now[1]} -> {now[0]}")
         for stack, (before, after) in self.deepened.items():
             name = "blocks" if stack in ("", "blocks") else f"{stack}: blocks"
