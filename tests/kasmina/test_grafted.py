@@ -17,7 +17,18 @@ from torch.nn.utils.parametrize import remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from esper.kasmina.blueprints import drawn_with, get_blueprint
-from esper.kasmina.graft.grafted import graft, is_grafted, plant, planted_at, sites_of, survey, trim, ungraft, uproot
+from esper.kasmina.graft.grafted import (
+    graft,
+    is_grafted,
+    plant,
+    planted_at,
+    sites_of,
+    survey,
+    trim,
+    undisturbed,
+    ungraft,
+    uproot,
+)
 from esper.kasmina.graft.grown import anchor
 from esper.kasmina.graft.planted import Bank, Mode, Planted, Seat
 from esper.kasmina.slot import Seed, slot_output
@@ -912,3 +923,19 @@ def test_a_seed_computes_the_same_whatever_the_order_of_the_axes(stream, mode, s
 def test_an_order_that_a_stream_cannot_have_is_refused():
     with pytest.raises(InputError, match="the axes of a map are in order 'HWCB'; give one of 'BCHW', 'BHWC'"):
         Map(4, "HWCB")
+
+
+def test_an_undisturbed_network_is_in_evaluation_mode_and_each_part_gets_its_own_mode_back():
+    class Switching(nn.Linear):
+        def train(self, mode=True):
+            self.switched = mode
+            return super().train(mode)
+
+    for network in (nn.Sequential(nn.Linear(3, 3), nn.Dropout()), nn.Sequential(Switching(3, 3), nn.Dropout())):
+        graft(network, {"0": Site("0", "0", "0", Vector(3))})
+        network.train()
+        network[1].eval()
+        with undisturbed(network):
+            assert not any(part.training for part in network.modules())
+            assert not getattr(network[0], "switched", False)
+        assert [part.training for part in network.modules()] == [True, True, False]

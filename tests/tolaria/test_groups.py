@@ -136,7 +136,7 @@ def test_the_groups_of_one_seed_are_stepped_alone():
     before = copy.deepcopy(model.state_dict())
     for parameter in (*model.parameters(), late):
         parameter.grad = torch.ones_like(parameter)
-    groups.step("a")
+    groups.step(["a"])
     assert (late != 1).all()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -360,24 +360,47 @@ def undisturbed(*networks: nn.Module) -> Iterator[None]:
 
     torch's fused attention, which skips the submodules of a layer, is off.
     """
+    # One walk: `buffers`, `parameters` and `eval` take one each, which costs a small network more than its pass.
     modes = [(part, part.training) for network in networks for part in network.modules()]
-    buffers = [(buffer, buffer._version, buffer.clone()) for network in networks for buffer in network.buffers()]
-    devices = sorted({weight.device.index for network in networks for weight in network.parameters() if weight.is_cuda})
+    held = {id(own): own for part, _ in modes for own in part._buffers.values() if own is not None}
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in held.values()]
+    weights = (own for part, _ in modes for own in part._parameters.values() if own is not None)
+    devices = sorted({weight.device.index for weight in weights if weight.is_cuda})
     fused = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
-        for network in networks:
-            network.eval()
+        if any(training for _, training in modes):
+            _eval(networks, [part for part, _ in modes])
         with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
         for part, training in modes:
-            part.training = training
+            if part.training != training:
+                _set_training(part, training)
         with torch.no_grad():
             for buffer, version, value in buffers:
                 if buffer._version != version:
                     buffer.copy_(value)
+
+
+def _eval(networks: Sequence[nn.Module], parts: Sequence[nn.Module]) -> None:
+    """Set networks to evaluation mode: part by part, unless a class has a `train` of its own, which must be called."""
+    own = (getattr(type(part), "_esper_original", type(part)) for part in parts)  # a grown class only records the mode
+    if all(kind.train is nn.Module.train for kind in own):
+        for part in parts:
+            _set_training(part, False)
+        return
+    for network in networks:
+        network.eval()
+
+
+def _set_training(part: nn.Module, training: bool) -> None:
+    """Set `part.training`, around the checks of `nn.Module.__setattr__` where that is what runs: they take most of the time."""
+    if type(part).__setattr__ is nn.Module.__setattr__:
+        vars(part)["training"] = training
+    else:
+        part.training = training
 
 
 @torch.no_grad()

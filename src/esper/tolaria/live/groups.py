@@ -169,10 +169,12 @@ class Groups:
         """Return the sites whose seeds have groups, in the order of the groups."""
         return list(dict.fromkeys(group[OWNER] for group in self.optimizer.param_groups if OWNER in group))
 
-    def step(self, name: str) -> None:
-        """Take a step of the groups of one seed alone. The hooks of the optimizer do not run: they are for steps of the loop."""
+    def step(self, names: Sequence[str]) -> None:
+        """Take a step of the groups of these seeds alone, without the hooks of the optimizer, which are for steps of the loop."""
+        if not names:
+            return
         whole, step = self.optimizer.param_groups, type(self.optimizer).step
-        self.optimizer.param_groups = self._of(name)
+        self.optimizer.param_groups = [group for group in whole if group.get(OWNER) in names]
         try:
             # torch wraps the step of every optimizer class in the calls of its hooks.
             getattr(step, "__wrapped__", step)(self.optimizer)

@@ -63,7 +63,9 @@ class Incubation:
         self._watch: list[Any] = []  # handles of the hooks that notice the beginning of a backward pass
         self._pass = -1  # number of the backward pass that last reached parameters in parts
         self._parts: dict[int, weakref.ref[Tensor]] = {}  # by id of a parameter in parts: its gradient after that pass
-        self._before: list[tuple[nn.Parameter, Tensor]] = []  # parameters as they were before the last optimizer step
+        self._kept: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # parameters, each with room for two of its values
+        self._layouts: list[Any] = []  # of these parameters
+        self._before = False  # whether the first of these are those before the last optimizer step
         self._stepped = False  # whether the optimizer took a step since the last call of `train`
         self._overflow: Tensor | None = None  # () above 0 if gradients overflowed, so that this step changed nothing
         self._steps = (
@@ -77,6 +79,8 @@ class Incubation:
             if name not in names or not self.straight:
                 self._release(name)
         self.names = tuple(names)
+        if not names or self.straight:
+            self._kept, self._layouts, self._before = [], [], False
         for name in names if self.straight else ():
             if name not in self._handles:
                 self._handles[name] = [
@@ -108,40 +112,28 @@ class Incubation:
         self.idle = 0 if stepped else self.idle + 1
         self.calls, self.idle_calls = self.calls + 1, self.idle_calls + (not stepped)
         if not stepped or not self.names or self.alone:
-            self._before = []
+            self._before = False
             self._set_pull()
             return stepped
-        weights = [(parameter, parameter.detach().clone()) for parameter, _ in self._before]
-        # A pass of a batch is of the weights from which the loop's step began, where these are known.
-        with torch.no_grad():
-            for parameter, value in self._before:
-                parameter.copy_(value)
-        try:
-            found: dict[str, list[Tensor | None]] = {}
-            for name in self.names:
-                seed = self._seed(name)
-                if batch is not None:
-                    found[name] = self._shadow(name, seed, *batch)
-                else:
-                    used = self._used.pop(name, {})
-                    found[name] = [used.get(place) for place in range(len(seed.trained()))]
-                if self.ranks.size > 1:  # another process may have called the site
-                    owners = zip(found[name], seed.trained(), strict=True)
-                    found[name] = [torch.zeros_like(owner) if each is None else each for each, owner in owners]
-        finally:
-            with torch.no_grad():
-                for parameter, value in weights:
-                    parameter.copy_(value)
-            self._before = []
+        trained = {name: self._seed(name).trained() for name in self.names}
+        if batch is not None:
+            found = self._shadows(trained, *batch)
+        else:
+            used = {name: self._used.pop(name, {}) for name in trained}
+            found = {name: [used[name].get(place) for place in range(len(own))] for name, own in trained.items()}
+        if self.ranks.size > 1:  # another process may have called the site
+            for name, own in trained.items():
+                pairs = zip(found[name], own, strict=True)
+                found[name] = [torch.zeros_like(parameter) if each is None else each for each, parameter in pairs]
         self.ranks.average([gradient for each in found.values() for gradient in each if gradient is not None])
-        for name, gradients in found.items():
-            if self._note_norm(name, gradients):
-                parameters = self._seed(name).trained()
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient
-                self.groups.step(name)
-                for parameter in parameters:
-                    parameter.grad = None
+        stepping = [name for name in self.names if self._note_norm(name, found[name])]
+        for name in stepping:
+            for parameter, gradient in zip(trained[name], found[name], strict=True):
+                parameter.grad = gradient
+        self.groups.step(stepping)
+        for name in stepping:
+            for parameter in trained[name]:
+                parameter.grad = None
         self._set_pull()
         return True
 
@@ -256,8 +248,12 @@ class Incubation:
         if self.names and self.straight:
             self._drop_what_the_host_dropped(self._host)
         elif self.names:  # keep the weights that the step is about to replace
-            held = (p for group in self.groups.optimizer.param_groups for p in group["params"])
-            self._before = [(parameter, parameter.detach().clone()) for parameter in held if parameter.requires_grad]
+            held = [p for group in self.groups.optimizer.param_groups for p in group["params"] if p.requires_grad]
+            if list(map(_layout, held)) != self._layouts:
+                self._layouts = list(map(_layout, held))
+                self._kept = [(p, torch.empty_like(p), torch.empty_like(p)) for p in held]
+            _copy([first for _, first, _ in self._kept], held)
+            self._before = True
 
     def _on_stepped(self) -> None:
         """Note what the loop's optimizer stepped on: a closure may have run its backward pass in between."""
@@ -274,42 +270,62 @@ class Incubation:
 
     def _set_pull(self) -> None:
         """Scale the proximal term as the loop scales its loss, and divide it by the number of backward passes in a step."""
-        for name in self.names:
+        for name in self.names if self.straight else ():
             pull = self._seed(name).pull
             weight = pull.new_tensor((-1 if self.groups.maximizes(name) else 1) * self.proximal / self._usual)
             pull.copy_(weight if self.scale is None else self.scale(weight))
 
-    def _shadow(self, name: str, planted: Planted, x: Any, y: Any) -> list[Tensor | None]:
-        """Compute the gradients of the network's loss with this one seed at dose 1, in evaluation mode."""
-        parameters = planted.trained()
-        others = [p for p in self.network.parameters() if p.requires_grad and not any(p is mine for mine in parameters)]
+    def _shadows(self, trained: Mapping[str, Sequence[nn.Parameter]], x: Any, y: Any) -> dict[str, list[Tensor | None]]:
+        """Compute by site the gradients of the network's loss with that one seed at dose 1, in evaluation mode.
+
+        The pass of a batch is of the weights from which the loop's step began, where these are known.
+        """
+        parameters, first, now = zip(*self._kept, strict=True) if self._before else ((), (), ())
+        _copy(now, parameters)
+        _copy(parameters, first)
+        try:
+            with undisturbed(self.network), torch.enable_grad():
+                others = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+                for parameter in others:
+                    parameter.requires_grad_(False)
+                try:
+                    return {name: self._shadow(name, own, x, y) for name, own in trained.items()}
+                finally:
+                    for parameter in others:
+                        parameter.requires_grad_(True)
+                    reshard(self.network)  # what is still whole would go on without a gradient
+        finally:
+            _copy(parameters, now)
+            self._before = False
+
+    def _shadow(self, name: str, parameters: Sequence[nn.Parameter], x: Any, y: Any) -> list[Tensor | None]:
+        """Compute the gradients of the loss of a network that is in evaluation mode, with one seed at dose 1."""
+        planted = self._seed(name)
         mode, alpha = planted.mode, planted.alpha.clone()
         seen: list[bool] = []  # for every call of the seed, whether gradients were recorded
         watch = planted.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
-        with undisturbed(self.network), torch.enable_grad():
-            for parameter in others:
+        try:
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            planted.mode = Mode.ON
+            planted.alpha.fill_(1)
+            with in_words(
+                f"growth.step(x, y) was given {_described(x)} as x and {_described(y)} as y, on which the model or the loss "
+                "fails",
+                "give the batch of this step as the loop gives it to the model and the loss, on the device of the model; a tuple "
+                "or a mapping as x is the arguments of the model",
+            ):
+                loss = self.probe.mean(call(self.network, x), y)
+            gradients: list[Tensor | None] = [None] * len(parameters)
+            if loss.requires_grad:  # the pass called the site
+                # The probe compares losses, of which less is better, whatever the loop's optimizer is told.
+                gradients = _gradients(-loss if self.groups.maximizes(name) else loss, parameters)
+        finally:
+            watch.remove()
+            planted.mode = mode
+            planted.alpha.copy_(alpha)
+            for parameter in parameters:
                 parameter.requires_grad_(False)
-            try:
-                planted.mode = Mode.ON
-                planted.alpha.fill_(1)
-                with in_words(
-                    f"growth.step(x, y) was given {_described(x)} as x and {_described(y)} as y, on which the model or the "
-                    "loss fails",
-                    "give the batch of this step as the loop gives it to the model and the loss, on the device of the model; a "
-                    "tuple or a mapping as x is the arguments of the model",
-                ):
-                    loss = self.probe.mean(call(self.network, x), y)
-                gradients: list[Tensor | None] = [None] * len(parameters)
-                if loss.requires_grad:  # the pass called the site
-                    # The probe compares losses, of which less is better, whatever the loop's optimizer is told.
-                    gradients = _gradients(-loss if self.groups.maximizes(name) else loss, parameters)
-            finally:
-                watch.remove()
-                planted.mode = mode
-                planted.alpha.copy_(alpha)
-                for parameter in others:
-                    parameter.requires_grad_(True)
-                reshard(self.network)  # what is still whole would go on without a gradient
         if seen and not any(seen):
             raise InputError(
                 f"site {name!r} runs without gradients in evaluation mode, as within torch.no_grad or a reentrant checkpoint, so "
@@ -328,6 +344,21 @@ class Incubation:
         total, number = self._norms.get(name, (torch.zeros_like(norm), 0))
         self._norms[name] = total + norm, number + 1
         return True
+
+
+def _layout(parameter: Tensor) -> tuple[Any, ...]:
+    """Return what must be the same for a copy of a parameter to hold another of its values."""
+    return id(parameter), parameter.shape, parameter.dtype, parameter.device
+
+
+@torch.no_grad()
+def _copy(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into tensors, in few calls: a call for each takes as long as the pass of a small network."""
+    if targets and in_parts(targets[0]):  # as all of a model are, or none
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+    elif targets:
+        torch._foreach_copy_(list(targets), list(values))
 
 
 def _described(given: Any) -> str:

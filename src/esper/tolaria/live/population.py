@@ -528,8 +528,11 @@ def measure_live(
 
 @torch.no_grad()
 def total(network: nn.Module) -> Tensor:
-    """Sum all parameters; the sum () is finite if each of them is."""
-    return torch.stack([gather(p.sum(dtype=torch.float32)).double() for p in network.parameters()]).sum()
+    """Sum the largest values of all parameters; the sum () is finite if each parameter is."""
+    parameters: list[Tensor] = [own for own in network.parameters() if own.is_floating_point() or own.is_complex()]
+    if is_sharded(network):
+        return torch.stack([gather(own.sum(dtype=torch.float32)).double() for own in parameters]).sum()
+    return torch.stack([largest.double() for largest in torch._foreach_norm(parameters, torch.inf)]).sum()
 
 
 @contextmanager
