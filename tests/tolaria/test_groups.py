@@ -141,6 +141,36 @@ def test_the_groups_of_one_seed_are_stepped_alone():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_seed_on_a_cpu_is_stepped_to_the_same_weights_by_the_fused_kernel_and_by_the_one_that_a_person_chose(kind):
+    reached = []
+    for chosen in ({}, {"foreach": False}):
+        model, draw = Pair().double(), torch.Generator().manual_seed(0)
+        optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1, **chosen)
+        groups = Groups(optimizer, None, model)
+        late = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+        groups.add("a", [("weight", late)], list(model.named_parameters()))
+        assert [group["fused"] for group in optimizer.param_groups] == ([None, True] if not chosen else [None, None])
+        for _ in range(20):
+            late.grad = torch.randn(3, 2, dtype=torch.float64, generator=draw)
+            optimizer.step()
+        reached.append(late)
+    torch.testing.assert_close(*reached, rtol=1e-12, atol=1e-12)
+
+
+def test_the_kernel_that_steps_a_seed_is_that_of_its_device_and_not_that_of_a_saved_optimizer():
+    model = Pair()
+    optimizer = torch.optim.AdamW(model.parameters())
+    groups = Groups(optimizer, None, model)
+    late = nn.Parameter(torch.zeros(5))
+    groups.add("a", [("weight", late)], list(model.named_parameters()))
+    names = {parameter: name for name, parameter in model.named_parameters()} | {late: "late"}
+    state = groups.state(names)
+    state["groups"][1] |= {"fused": None, "lr": 0.5}  # as of a training on another device
+    groups.load_state(state, names)
+    assert (optimizer.param_groups[1]["fused"], optimizer.param_groups[1]["lr"]) == (True, 0.5)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_saved_optimizer_is_taken_up_by_names_in_any_order_of_groups(swapped):
     def build(swap):
