@@ -65,11 +65,12 @@ def two_class_data(key, examples):
 
 
 def growth_at_two_sites(probe, **options):
-    """A growth of a network of 98 parameters, with so many examples in its probe."""
+    """A growth of a network of 98 parameters, with so many examples in its probe, or with these batches."""
     with drawn_with(0):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
     graft(model, {name: Site(name, name, name, Vector(WIDTH)) for name in ("0", "2")})
-    given = {"probe": [two_class_data(1, probe)], "loss": F.cross_entropy, **options}
+    batches = [two_class_data(1, probe)] if isinstance(probe, int) else probe
+    given = {"probe": batches, "loss": F.cross_entropy, **options}
     return Growth(model, torch.optim.AdamW(model.parameters(), lr=0.01), **given)
 
 

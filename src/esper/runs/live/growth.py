@@ -641,8 +641,9 @@ class Growth:
 
         A step of the loop is three passes of its batch: forward, backward to the activations, and backward to the weights. A seed
         that incubates by step(x, y) takes two, as the weights of the host get no gradient, and a twin three. A measurement takes
-        a forward pass of the probe for the network and for each seed and twin, and two where it is measured what is missing. A
-        step without a batch counts as one of as many examples as the first batch of the probe. The first process counts.
+        a forward pass of the probe for the network and each twin, one of as many of its batches as decide for each seed, and two
+        where it is measured what is missing. A step without a batch counts as one of as many examples as the first batch of the
+        probe. The first process counts.
         """
         return {"loop": self._loop_passes, "growth": self.population.passes}
 
