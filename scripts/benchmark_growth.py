@@ -286,10 +286,10 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     print(
-        "| example | plain [s] | with growth, times plain | incubation | probe | decisions | rest | "
+        "| example | plain [s] | with growth, times plain | setup | incubation | probe | folds | decisions | rest | "
         "growth, by passes | what was kept from the start, times plain |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     whole(arguments.turns)
     if arguments.sizes:
         transformers(arguments)
