@@ -141,6 +141,8 @@ def test_layers_are_found_in_sequences_of_known_modules_without_hooks():
     assert isinstance(layers_of(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), []), Layers)
     assert layers_of(nn.Sequential(Linear(2, 2), nn.GELU()), []) is None
     assert layers_of(nn.LazyLinear(2), []) is None
+    shared = nn.Linear(2, 2)
+    assert layers_of(nn.Sequential(shared, nn.ReLU(), shared), []) is None
     assert layers_of(nn.Sequential(), []) is None
     hooked = damaged()
     hooked[2].register_forward_hook(lambda *_: None)

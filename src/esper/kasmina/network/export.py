@@ -180,7 +180,7 @@ def grown_network(
             6 * any(graft.around is not None for graft in grafts),
             5 * bool(widenings),
             4 * (interface.preprocess is not None),
-            3 * (several or whole),
+            3 * bool(several or whole),
             2,
         ),
         "host": None if named is None else {"name": type(named).name, "arguments": dataclasses.asdict(named)},

@@ -137,6 +137,9 @@ def layers_of(module: nn.Module, names: Sequence[tuple[str, ...]] = ()) -> Layer
 
     names: of each tensor that calls are given, its names in the module.
     """
+    every = [part for _, part in module.named_modules(remove_duplicate=False)]
+    if len(set(every)) < len(every):  # a module that runs several times has one name
+        return None
     index = {name: at for at, own in enumerate(names) for name in own}
     kinds, places = [], []
     for prefix, kind in _steps("", module):

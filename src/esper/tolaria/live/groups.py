@@ -141,7 +141,7 @@ class Groups:
 
     def join(self, name: str) -> None:
         """Put the parameters of a seed into groups of the host with the same options, if there are any; moments stay."""
-        keys = ("params", "param_names", OWNER)
+        keys = ("params", "param_names", "fused", OWNER)  # a seed on a CPU may have the fused kernel alone (`_fuses`)
         options = [
             {key: value for key, value in group.items() if key not in keys} for group in self.optimizer.param_groups
         ]

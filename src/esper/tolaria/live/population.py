@@ -495,9 +495,10 @@ class _Kept:
 def measure_live(
     live: "LivePopulation", seeds: Seeds, asked: ProbeRequest, norms: Mapping[str, Tensor] | None
 ) -> Figures:
-    """Return every figure that was asked for, in one read of the device. The network is in evaluation mode.
+    """Return every figure that was asked for, in one read of the device, and one for each early look (`risen_by`).
 
-    The metric is minus the loss. `norms` are those of the seeds that incubate, by site; None leaves the training out.
+    The network is in evaluation mode. The metric is minus the loss. `norms` are those of the seeds that incubate, by site; None
+    leaves the training out.
     """
     assert not asked.validation, "a live network has no validation split"
     live.grafts.doses(doses(seeds)[0])
