@@ -130,7 +130,6 @@ def test_seeds_that_go_around_several_segments_grow_the_same_with_workers(tmp_pa
 @pytest.mark.parametrize(
     "over",
     [
-        pytest.param({"baselines": [], "steps": 6}, id="single rows"),
         pytest.param({"baselines": [], "steps": 6, "mapping": "vmap"}, id="ghosts beside single rows"),
         pytest.param(
             {"amp": "fp16", "early_stopping": {"enabled": True, "patience": 3}}, id="float16 that stops early"

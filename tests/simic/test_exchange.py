@@ -52,8 +52,8 @@ def slow_tree(values):
     return slow_tree(values[:half]) + slow_tree(values[half:])
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("shards", [[0, 1, 2, 3, 4, 5, 6], [3, 4, 5, 6], [2], [0, 2, 5]])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("shards", [[0, 1, 2, 3, 4, 5, 6], [2], [0, 2, 5]])
 def test_a_sum_has_the_same_bits_for_any_number_of_workers(size, shards):
     parts = {shard: torch.randn(LENGTH) * 10.0**shard for shard in range(7)}
     expected = slow_tree([parts[shard] for shard in shards])

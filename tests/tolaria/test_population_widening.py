@@ -136,7 +136,7 @@ def test_a_row_does_not_depend_on_the_others_and_new_features_differ_by_row_and_
     assert not torch.equal(first[0], first[1])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_an_engine_goes_on_from_a_snapshot_before_at_and_behind_a_widening(optimizer):
     early = {"enabled": True, "patience": 8}
     config = small_config(WIDE, optimizer={"name": optimizer}, early_stopping=early, governor={"snapshot_every": 4})

@@ -76,6 +76,7 @@ def test_activations_that_are_computed_again_give_the_same_bits():
     assert_bitwise(episode(task, activation_checkpointing=True)[1], episode(task)[1])
 
 
+@pytest.mark.campaign
 def test_a_graph_has_the_numbers_of_eager_passes(monkeypatch, tmp_path):
     monkeypatch.setattr(compiling, "compiled", lambda graph, tensors: graph)
     monkeypatch.setenv("ESPER_CACHE", str(tmp_path))
