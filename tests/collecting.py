@@ -15,6 +15,8 @@ LONGEST = (
     "tests/third_party/test_clusters.py",
     "tests/third_party/test_compiled.py",
     "tests/runs/test_resume.py",
+    "tests/runs/test_train.py",
+    "tests/runs/test_anytime_growth.py",
     "tests/runs/test_healing.py",
     "tests/test_readme.py",
     "tests/tolaria/test_population_widening.py",
@@ -22,6 +24,10 @@ LONGEST = (
     "tests/runs/test_growth_hosts.py",
     "tests/kasmina/test_export.py",
     "tests/test_printing_pages.py",
+    "tests/tasks/test_images.py",
+    "tests/runs/test_estimators.py",
+    "tests/test_cli.py",
+    "tests/simic/test_ppo.py",
 )
 """Modules of 10 to 200 s. A worker has a whole module at a time, so that one which begins last leaves the others idle."""
 

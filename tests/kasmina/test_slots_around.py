@@ -29,8 +29,9 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
 from esper.tolaria.stacked.population import shadows
 from spans import MENUS, SpannedHost, linear, spanned_task
+from thinning import thinned
 
-KINDS = pytest.mark.parametrize("kind", list(MENUS))
+KINDS = pytest.mark.parametrize("kind", thinned(MENUS, 2))
 SLOTS = {0: 0, 1: 2, 2: 3, 3: 4}
 STARTS = (0, 1, 0, 4)
 """The segment behind which each slot lies, and the first segment that its bypasses go around."""

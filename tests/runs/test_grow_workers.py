@@ -40,6 +40,8 @@ from esper.tolaria.stacked.population import StackedPopulation
 from populations import Lost, streamed
 from spans import spanned_task
 
+pytestmark = pytest.mark.campaign
+
 BASELINES = ["twin", "same-size", "plain", "skips"]
 SMALL = {
     "task": "iris",

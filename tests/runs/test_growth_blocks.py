@@ -20,6 +20,7 @@ from esper.leyline.lifecycle.verdicts import Refusal
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from lives import SETTINGS, Host, live
+from thinning import thinned
 
 LARGE = {"budget": 1e3, "budget_passes": None, "every": 1}
 
@@ -121,7 +122,7 @@ STACKS = {
 } | {"nn.TransformerEncoder, norms in front": Host(Encoder, tokens, positions)}
 
 
-@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("name", thinned(STACKS, 3))
 def test_blocks_live_through_a_whole_growth_and_become_members_of_their_stack(name):
     life = live(STACKS[name], first_two)
     assert set(life.kept.values()) == {"block"}
@@ -216,7 +217,7 @@ def test_a_moving_average_gets_the_blocks_too():
     assert average.module.state_dict().keys() == model.state_dict().keys()
 
 
-@pytest.mark.parametrize("stop", [3, 5, 8])
+@pytest.mark.parametrize("stop", thinned([5, 3, 8], 3))
 def test_a_growth_of_blocks_goes_on_from_its_state_bit_for_bit(stop):
     whole = run_on(planting("blocks.0", "blocks.2"), 12, batch=True)
     half = run_on(planting("blocks.0", "blocks.2"), stop, batch=True)

@@ -163,6 +163,7 @@ def test_a_reserve_is_compiled_once_however_it_grows(backend):
     assert_same(eager, compiled)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("backend", "before"), [("eager", True), pytest.param("aot_eager", False, marks=pytest.mark.slow)]
 )

@@ -19,6 +19,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.schedule import Schedule, ScheduleEntry
 from lives import SETTINGS, Host, equal, live, row, train
+from thinning import thinned
 
 PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
 VOCABULARY, LENGTH = 11, 7
@@ -346,7 +347,7 @@ HOSTS = {
 
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self")  # of exporting an nn.LSTM
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize("name", thinned(HOSTS, 3))
 def test_a_network_lives_through_a_whole_growth(name):
     life = live(HOSTS[name])
     assert PAGE.read_text(encoding="utf-8").splitlines().count(row(name, life)) == 1, row(name, life)
@@ -369,7 +370,7 @@ REPEATED = [
 ]
 
 
-@pytest.mark.parametrize("name", REPEATED)
+@pytest.mark.parametrize("name", thinned(REPEATED, 3))
 def test_blocks_that_run_again_live_through_a_whole_growth(name):
     life = live(HOSTS[name], repeats)
     assert set(life.kept.values()) == {"repeat"}

@@ -119,7 +119,7 @@ def left_and_resumed(config, folder, client, *lefts):
 
 
 @pytest.mark.parametrize(
-    ("name", "twin"), [("heuristic", True), ("random-valid", False), ("schedule", False), ("learned", True)]
+    ("name", "twin"), [("heuristic", True), ("learned", True), ("random-valid", False), ("schedule", False)]
 )
 def test_five_steps_a_resume_and_five_steps_are_ten(tmp_path, name, twin):
     config = config_of(name, twin=twin)

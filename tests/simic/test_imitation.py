@@ -143,6 +143,7 @@ def imitated():
     return trainer, led, figures
 
 
+@pytest.mark.campaign
 def test_rounds_of_imitation_raise_the_likelihood_of_the_decisions_of_the_teacher(imitated):
     _, _, figures = imitated
     first, *_, last = (found["log_likelihood"] for found in figures)

@@ -82,6 +82,7 @@ def far(monkeypatch):
         yield seen
 
 
+@pytest.mark.campaign
 def test_a_training_has_the_same_results_wherever_the_policy_lives(near, far, tmp_path):
     trained(tmp_path / "run")
     assert content(tmp_path / "run") == near

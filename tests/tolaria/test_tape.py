@@ -15,6 +15,7 @@ from esper.tasks.catalog import get_task
 from esper.tasks.objectives import MANY, Classification, Regression
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.play import play
+from thinning import thinned
 
 FREE = {
     "gates": {"permissive": True, "min_training_steps": 0, "min_holding_steps": 0},
@@ -52,7 +53,7 @@ def grown(name: str, settings: dict[str, object]) -> tuple[list[torch.Tensor], i
     return [each.clone() for each in found], max(planted)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES, 2))
 def test_a_tape_gives_the_bits_of_autograd(case, monkeypatch):
     tapes = []
     make = Body.tape

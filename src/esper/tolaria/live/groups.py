@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -312,9 +313,11 @@ def begin_state(optimizer: torch.optim.Optimizer, group: Group, parameters: Sequ
 def _fuses(optimizer: torch.optim.Optimizer, group: Group, parameters: Sequence[nn.Parameter]) -> bool:
     """Return whether new parameters on a CPU are stepped by the fused kernel: the same formula, to rounding, in one call.
 
-    Nothing is chosen for a person who set `foreach` or `fused`, or an option that this kernel does not take.
+    Nothing is chosen for a person who set `foreach` or `fused`, or an option that this kernel does not take. Nor where several
+    processes train: a network that lies in parts there, which this kernel does not step, has the bits of a whole one.
     """
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+    alone = not (dist.is_available() and dist.is_initialized())
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or not alone:
         return False
     plain = (
         group["foreach"] is None and group["fused"] is None and not group["capturable"] and not group["differentiable"]
