@@ -36,7 +36,7 @@ test-bench: install-bench
 	cd bench && $(abspath $(VENV))/bin/python -m pytest $(PARALLEL) --durations=20
 
 test-third-party: install-third-party
-	$(VENV)/bin/python -m pytest $(ORDERED) -m third_party --durations=20 tests/third_party
+	$(VENV)/bin/python -m pytest $(ORDERED) -m "third_party and not slow" --durations=20 tests/third_party
 
 test-browser: install-dev install-browser
 	$(VENV)/bin/python -m pytest -m browser tests/browser

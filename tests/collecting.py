@@ -23,7 +23,6 @@ LONGEST = (
     "tests/tolaria/test_reading.py",
     "tests/runs/test_growth_hosts.py",
     "tests/kasmina/test_export.py",
-    "tests/test_printing_pages.py",
     "tests/tasks/test_images.py",
     "tests/runs/test_estimators.py",
     "tests/test_cli.py",

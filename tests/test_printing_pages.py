@@ -8,6 +8,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("page", "blocks"), [("widening.md", 5), ("how-wide.md", 1), ("lora-ranks.md", 1), ("more-data.md", 1)]
 )
@@ -24,6 +25,7 @@ def test_the_page_runs_from_top_to_bottom_and_prints_what_it_shows(page, blocks,
         assert all(float(number) > 0.94 for number in re.findall(r"0\.\d\d$", printed, re.MULTILINE))
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("page", ["add-a-layer.md", "pruned-or-quantised.md"])
 def test_the_python_of_a_short_page_runs_and_its_assertions_hold(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

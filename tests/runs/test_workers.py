@@ -229,7 +229,7 @@ class Stopping(Killing):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("phase", ["imitation", "update"])
+@pytest.mark.parametrize("phase", ["imitation", pytest.param("update", marks=pytest.mark.slow)])
 def test_a_worker_that_is_stopped_is_ended_and_changes_nothing(alone, tmp_path, monkeypatch, phase):
     monkeypatch.setattr(Stopping, "phase", phase, raising=False)
     monkeypatch.setattr(Stopping, "killed", "")

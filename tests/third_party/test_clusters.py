@@ -103,6 +103,7 @@ def compared(tmp_path_factory):
     return runs(folder / "alone")[0]
 
 
+@pytest.mark.slow
 @CLUSTERS
 def test_a_cluster_makes_the_same_record_of_an_evaluation(compared, tmp_path, command, options):
     ran(tmp_path, *command, *evaluation("steps=2", instances=2), "--out", "out", *options)

@@ -277,6 +277,7 @@ def test_names_of_users_break_no_target_and_a_run_that_was_killed_is_said_to_be(
     check_whole(run, folder)
 
 
+@pytest.mark.slow
 def test_a_store_of_mlflow_is_made_whole_though_an_exporter_was_killed_on_the_way_and_two_begin_at_once(tmp_path):
     store = tmp_path / "store"
     (store / ".esper").mkdir(parents=True)
