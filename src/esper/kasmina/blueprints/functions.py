@@ -75,10 +75,8 @@ def recognised(x: Tensor, y: Tensor) -> Pointwise | None:
     found: list[Pointwise] = [(name,) for name in FUNCTIONS if name not in NUMBERED]
     for name, number in zip(NUMBERED, (slope, bottom), strict=True):
         number = float(f"{number:.5g}")  # as a person wrote it, without the rounding of y
-        if (math.isfinite(number) and number not in (0, 1)) or (name, number) == (
-            "elu",
-            1,
-        ):  # a slope of 1 is no function
+        # A slope of 1 is no function; an ELU that ends at -1 is one.
+        if math.isfinite(number) and number != 0 and (number != 1 or name == "elu"):
             found.append((name, number))
     allowed = 4 * torch.finfo(y.dtype).eps * max(1.0, float(y.abs().max()))
     misses = [(float((apply(each, x) - y).abs().max()), each) for each in found]

@@ -53,9 +53,7 @@ class Streams(NamedTuple):
 
     here: Tensor  # (n, B, ...) the stream in front of any seed
     before: Any  # (n, B, ...) what a bypass reads
-    inner: (
-        Tensor | None
-    )  # (n, B, ...) the features inside the segment in front, if the host has them and they were asked for
+    inner: Tensor | None  # (n, B, ...) the features inside the segment in front, if it has them and they were asked for
 
 
 class Pass(NamedTuple):
@@ -529,9 +527,8 @@ class _Running:
         leaving = h
         if join is not None and join.grown:
             extra = self._joined(join, extra, h, x)
-            if (
-                start not in self.entered and layout.widest.taps[slot, BEFORE]
-            ):  # else it may be a batch of several tensors
+            # What else is ahead may be a batch of several tensors.
+            if start not in self.entered and layout.widest.taps[slot, BEFORE]:
                 extra_before = ops.append(extra_before, ops.select(ops.constant(before), join.where))
         if start in self.entered:
             before, extra_before = self.entered[start]

@@ -279,9 +279,8 @@ class Growth:
         self.frozen = Frozen(network, freeze)
         self._budgets, self._steps = {"budget_passes": budget_passes, "budget_seconds": budget_seconds}, steps
         self._loop_passes = 0
-        self._overspent_at = dict.fromkeys(
-            self._budgets, 0
-        )  # decisions at which growing had taken its share, by the limit
+        # Decisions at which growing had taken its share, by the limit.
+        self._overspent_at = dict.fromkeys(self._budgets, 0)
         # What is taken from this object's own steps, seconds of growing and seconds of the rest to get those of the run; below 0
         # by what the run had taken before its state was loaded.
         self._outside = 0, 0.0, 0.0

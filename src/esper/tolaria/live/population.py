@@ -230,9 +230,8 @@ class LivePopulation:
         added = int(self.added_params(seeds)[0]) + (0 if seeds.stage[0, slot] in ADDED else own)
         whole, rent = max(host, self.space.rent_size) + added, self.space.rent
         price = rent * float(np.log(whole / max(whole - own, 1)))
-        if (
-            seeds.stage[0, slot] == Stage.TRAINING
-        ):  # the loss falls with a seed that incubates, and rises without one that acts
+        # The loss falls with a seed that incubates, and rises without one that acts.
+        if seeds.stage[0, slot] == Stage.TRAINING:
             return -price, 0.0
         least = self.config.gates.min_contribution
         return min(least, price), max(least, price)
