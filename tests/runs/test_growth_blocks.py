@@ -341,3 +341,16 @@ def test_what_can_have_no_further_block_says_so():
         decoder(Decoder, settings={"lifecycle": {"absorb": True}})
     with pytest.raises(InputError, match="blueprint 'block' copies the block of a site, which no population has"):
         get_blueprint("block")
+
+
+def test_a_misspelled_name_of_it_is_named():
+    model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 3))
+    with pytest.raises(InputError, match="did you mean 'block'"):
+        Growth(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            probe=[(torch.randn(8, 8), torch.arange(8) % 3)],
+            loss=nn.CrossEntropyLoss(),
+            steps=10,
+            settings={"blueprints": ["blok"]},
+        )

@@ -1,7 +1,7 @@
 """Keep the table of blueprints: a decorator adds a user's own, and every blueprint must pass the checks here."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -131,22 +131,25 @@ def get_blueprint(name: str, kind: Kind | None = None, *, live: bool = False) ->
 
     live: whether it may be one of `LIVE_BLUEPRINTS`.
     """
-    for found, entry in (BLUEPRINTS | LIVE_BLUEPRINTS if live else BLUEPRINTS).items():
+    offered = BLUEPRINTS | LIVE_BLUEPRINTS if live else BLUEPRINTS
+    for found, entry in offered.items():
         if found[1] == name and kind in (None, found[0]):
             return entry
     own = next((entry for (_, known), entry in LIVE_BLUEPRINTS.items() if name == known), None)
     if own is not None:
         does = "copies the block of a site" if own.copies else "runs the block of a site again"
         raise InputError(f"blueprint {name!r} {does}, which no population has; leave it out, or use esper.Growth")
-    other = [found.value for found, known in BLUEPRINTS if known == name]
+    other = [found.value for found, known in offered if known == name]
     if other:
-        raise InputError(f"blueprint {name!r} is for {other[0]} streams; {_names(kind)} are for {kind} streams")
-    hint = did_you_mean(name, [known for _, known in BLUEPRINTS]) or f"there are {_names(kind)}"
+        raise InputError(
+            f"blueprint {name!r} is for {other[0]} streams; {_names(offered, kind)} are for {kind} streams"
+        )
+    hint = did_you_mean(name, [known for _, known in offered]) or f"there are {_names(offered, kind)}"
     raise InputError(f"unknown blueprint {name!r}; {hint}")
 
 
-def _names(kind: Kind | None) -> str:
-    return ", ".join(sorted({name for found, name in BLUEPRINTS if kind in (None, found)}))
+def _names(offered: Iterable[tuple[Kind, str]], kind: Kind | None) -> str:
+    return ", ".join(sorted({name for found, name in offered if kind in (None, found)}))
 
 
 def count(module: nn.Module) -> int:

@@ -1098,7 +1098,7 @@ def growth_menu(sites: Mapping[str, Site], config: GrowthConfig) -> list[Bluepri
     named = [(kind, name) for name in config.blueprints for kind in kinds if (kind, name) in known]
     for name in config.blueprints:
         if not any(name == other for _, other in named):
-            get_blueprint(name, next(iter(kinds)))  # raises InputError, with the known names
+            get_blueprint(name, next(iter(kinds)), live=True)  # raises InputError, with the known names
     menu = [known[each] for each in named]
     for entry in menu:
         if not entry.copies and callable(getattr(entry.build(8, 8), "choose", None)):
