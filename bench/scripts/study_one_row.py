@@ -2,7 +2,7 @@
 
     python bench/scripts/study_one_row.py [--shapes 3000]
 
-Batched products of random shapes, in float32, float64 and bfloat16: those with a side of 1, which are products of a matrix and a
+Batched products of random shapes, in float32, float64 and bfloat16: those with a side of 1, such as products of a matrix and a
 vector, and the others. Then the operations of a transformer of width 192 on 16 x 128 tokens, with their gradients.
 """
 
@@ -31,7 +31,7 @@ def products(shapes: int) -> None:
             a = torch.randn(3, k, m, dtype=dtype).mT if random.random() < 0.5 else torch.randn(3, m, k, dtype=dtype)
             b = torch.randn(3, n, k, dtype=dtype).mT if random.random() < 0.5 else torch.randn(3, k, n, dtype=dtype)
             c = torch.randn(3, 1, n, dtype=dtype)
-            kind = "a side of 1" if min(m, n) == 1 else "sides over 1"
+            kind = "a side of 1" if 1 in (m, k, n) else "sides over 1"
             count[dtype, kind] += 1
             same = torch.equal(torch.bmm(a[:1], b[:1]), torch.bmm(a, b)[:1])
             same &= torch.equal(torch.baddbmm(c[:1], a[:1], b[:1]), torch.baddbmm(c, a, b)[:1])

@@ -18,10 +18,11 @@ Needed = Sequence[bool]
 def product(x: Tensor, y: Tensor, offset: Tensor | None = None) -> Tensor:
     """Return x y + offset of each row: x (n, A, B), y (n, B, C), offset (n, 1, C) -> (n, A, C); a row has equal bits for any n.
 
-    On a CPU with one thread, of all batched products only those of a matrix and a vector take another kernel for one row than
-    for several (`bench/scripts/study_one_row.py`). One row is then computed twice, as one of two.
+    On a CPU with one thread, of all batched products only those with a dimension of 1 take another kernel for one row than for
+    several (`bench/scripts/study_one_row.py`), on Intel's processors an inner one too. One row is then computed twice, as one
+    of two.
     """
-    single = len(x) == 1 and 1 in (x.shape[1], y.shape[2])
+    single = len(x) == 1 and 1 in (*x.shape[1:], y.shape[2])
     if single:
         x, y = x.expand(2, -1, -1), y.expand(2, -1, -1)
     z = torch.bmm(x, y) if offset is None else torch.baddbmm(offset, x, y)
