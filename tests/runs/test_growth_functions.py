@@ -11,7 +11,7 @@ from torch import nn
 import esper
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.blueprints.functions import FUNCTIONS, REACH, named, recognised
-from esper.kasmina.graft.between import functions_between
+from esper.kasmina.graft.folding import functions_between
 from esper.kasmina.graft.grafted import graft, planted_at
 from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.slots import Site

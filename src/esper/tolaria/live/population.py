@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import Blueprint
-from esper.kasmina.graft.between import functions_between
-from esper.kasmina.graft.folding import fold
+from esper.kasmina.graft.folding import fold, functions_between
 from esper.kasmina.graft.grafted import holders, survey, undisturbed
 from esper.kasmina.graft.grown import CHILD, POINT, prefix_behind, root_of, sites_of, stream_of
 from esper.kasmina.graft.planted import Mode, Planted
