@@ -84,7 +84,7 @@ WIDE_RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 WIDE = 64, 128, 256
 """Widths of texts with `--wide`."""
 _TEXT = ((8e-3, 8e-3, 8e-3, 4e-3), 800, 8)
-PAGE = {"stdlib": _TEXT, "headers": _TEXT, "python": _TEXT, "letter": ((8e-3,) * 5, 700, 8)}
+PAGE = {"stdlib": _TEXT, "headers": _TEXT, "python": _TEXT, "letter": ((8e-3,) * 5, 1100, 8)}
 """The rates, the first seed and the number of seeds of each setting in the tables of bench/docs/anytime.md."""
 
 
@@ -347,7 +347,7 @@ def train(
                 seconds += time.process_time() - begun
         x, y = data.test
         with torch.no_grad():
-            output = growth.average(x)
+            output = growth.snapshot()(x)
         wrong = 100 * float((output.argmax(-1) != y).double().mean())
         found.append(Point(flops, seconds, wrong if data.probe else float(loss(output, y)) / math.log(2)))
     return found
@@ -498,7 +498,7 @@ def changed(
 ) -> dict[str, list[list[float]]]:
     """Print what each change is worth. Returns the figures of each arm and seed."""
     data = setting.load()
-    default = {"rate_power": 0.5, "fresh": 0.0} if data.probe is None else {"rate_power": 0.0, "fresh": 0.2}
+    default = {"rate_power": 0.5, "fresh": 0.0} if data.probe is None else {"rate_power": 0.0, "fresh": 0.5}
     arms: dict[str, list[NDArray[np.float64]]] = {}
     for seed in seeds:
         for arm, change in ({"grown": {}} | dict(changes)).items():

@@ -361,12 +361,16 @@ def test_a_verdict_says_whether_the_loss_on_the_probe_is_lower_since_the_network
     ):
         run = trained(falling(60 * compute, power=power), 0, 80)
         (only,) = run[3].growths
-        assert run[3].verdict == ""  # too early
+        assert "the lowest loss" not in run[3].verdict  # too early
         growth = trained(run, 80, 180)[3]
         assert growth.growths == [only]
         assert growth.verdict.startswith(f"{begin} the probe was ")
         assert f" with {only['before']:,} parameters, and " in growth.verdict
-        assert growth.verdict.endswith(end.format(growth._lowest[-1][1], only["parameters"]))
+        found = end.format(growth._lowest[-1][1], only["parameters"])
+        kept = f"growth.snapshot() is the network of {only['before']:,} parameters"
+        before = f"; the loss on the probe was {growth._loss_before:.4g} at the last growth: until it is lower, {kept}"
+        assert growth.verdict.endswith(found + before * (power == 0))
+        assert count(growth.snapshot()) == only["parameters" if power else "before"]
         assert repr(growth).endswith(f"; {growth.verdict}")
         again = falling(60 * compute, power=power)[3]
         again.load_state_dict(copy.deepcopy(growth.state_dict()))
@@ -727,12 +731,60 @@ def test_where_the_loss_decides_weights_are_mixed_with_fresh_ones_on_the_scale_o
     assert torch.equal(new_last, 0.75 * last)  # which began at 0
 
 
-@pytest.mark.parametrize(("given", "power", "fresh"), [({}, 0.0, 0.2), ({"ratio": 1.0}, 0.5, 0.0)])
+@pytest.mark.parametrize(("given", "power", "fresh"), [({}, 0.0, 0.5), ({"ratio": 1.0}, 0.5, 0.0)])
 def test_rates_stay_and_weights_are_renewed_only_where_the_loss_on_the_probe_decides(given, power, fresh):
     batch = texts(0)
     probe = [(batch[:, :-1], batch[:, 1:])]
     *_, growth = made(probe=probe, loss=lambda output, y: output.square().mean(), **{"ratio": None, **given})
     assert (growth.rate_power, growth.fresh) == (power, fresh)
+
+
+def test_a_snapshot_is_of_before_a_growth_with_fresh_weights_until_the_wider_network_is_better_on_the_probe():
+    generator = torch.Generator().manual_seed(1)
+    x, teacher = torch.randn(256, 6, generator=generator), torch.randn(6, 3, generator=generator)
+    y, held = (x @ teacher).argmax(1), slice(192, 256)
+
+    def run():
+        torch.manual_seed(0)
+        network = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3))
+        optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+        given = {"ratio": 60.0, "fresh": 0.5, "probe": [(x[held], y[held])], "loss": F.cross_entropy}
+        growth = esper.AnytimeGrowth(network, optimizer, example=x[:2], most_parameters=90, **given)
+        return network, optimizer, growth
+
+    def trained(run, steps):
+        network, optimizer, growth = run
+        for _ in range(steps):
+            F.cross_entropy(network(x[:192]), y[:192]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            growth.step(64)
+            yield growth
+
+    whole = run()
+    sizes, losses = [], []
+    for growth in trained(whole, 120):
+        sizes.append(count(growth.snapshot()))
+        losses.append(F.cross_entropy(growth.snapshot()(x[held]), y[held]).item())
+    (only,) = growth.growths
+    grown_at, better_at = only["step"], sizes.index(only["parameters"]) + 1
+    assert grown_at + 1 < better_at < 120
+    assert losses[grown_at - 1] == losses[better_at - 2] > losses[better_at - 1]
+    assert growth.verdict == ""
+
+    first, second = run(), run()
+    *_, growth = trained(first, grown_at + 1)
+    said = f"until it is lower, growth.snapshot() is the network of {only['before']} parameters"
+    assert growth.verdict == f"the loss on the probe was {losses[grown_at - 1]:.4g} at the last growth: {said}"
+    assert growth.verdict in repr(growth)
+    saved = copy.deepcopy([each.state_dict() for each in first])
+    for each, state in zip(reversed(second), reversed(saved), strict=True):
+        each.load_state_dict(state)
+    *_, resumed = trained(second, 120 - grown_at - 1)
+    assert all(
+        torch.equal(own, other)
+        for own, other in zip(resumed.snapshot().parameters(), whole[2].snapshot().parameters(), strict=True)
+    )
 
 
 def test_a_run_that_cools_down_lets_its_rates_fall_to_zero_grows_no_further_and_is_resumed_so():

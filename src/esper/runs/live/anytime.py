@@ -39,7 +39,7 @@ from esper.tolaria.live.widening import check_growable, check_optimizer, widen
 
 Cost = Literal["parameters", "seconds"]
 
-FORMAT = 12
+FORMAT = 13
 """Version of the state; other versions are refused."""
 SETTLED = 20
 """Steps of the loop of which the shortest is the seconds of a step, where these are measured: other work only adds to them."""
@@ -51,7 +51,7 @@ WORTH = 0.01
 """Share by which the loss on the probe must have fallen since the last growth."""
 AGAIN = 1.1
 """Factor of the examples seen after which the probe is looked at again, if the loss there had not fallen."""
-FRESH = 0.2
+FRESH = 0.5
 """Share of freshly drawn weights behind a growth, where the loss on the probe decides."""
 LOOK = 1.08
 """Factor of the compute between two looks at the probe, where its loss decides."""
@@ -114,8 +114,9 @@ class AnytimeGrowth:
     power of the compute; when it becomes too small, more slowly. So the network becomes wider when the slope of the logarithm of
     the loss over the logarithm of the compute, over the last doubling, is below .9 of that over the last factor of 8; growths
     are a factor of 4 of compute apart. Data that are seen many times ask for this, and a network that has fitted them learns
-    little with new units. So all its weights are shrunk behind each growth, and a share of freshly drawn ones is added
-    (Ash and Adams, "On warm-starting neural network training", 2020), which changes what it computes.
+    little with new units. So all its weights are halved behind each growth, and half of freshly drawn ones is added (Ash and
+    Adams, "On warm-starting neural network training", 2020), which changes what it computes. Until the wider network has a lower
+    loss on the probe, `snapshot` returns the one of before.
 
     The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
     know nothing of it: by factor^-rate_power for each growth behind the first 30 steps, and by a linear warm-up after the start
@@ -159,7 +160,7 @@ class AnytimeGrowth:
         rate_power: the learning rates of a network whose widths were multiplied by r behind the first 30 steps are scaled by
             r^-rate_power; None is 1/2, and 0 where the loss on the probe decides
         fresh: share of freshly drawn weights in those of the network behind each growth, of layers with `reset_parameters`; None
-            is 0, and .2 where the loss on the probe decides
+            is 0, and .5 where the loss on the probe decides
         probe: a list of (input, target) pairs that are not trained on, or a function that returns one. With it a network waits
             in any case until the loss there has fallen by 1 % since the last growth, so as not to outgrow a small data set.
         loss: loss(output, target) of a batch of the probe
@@ -301,7 +302,9 @@ class AnytimeGrowth:
         self._scales = _first_scales(model, seed) if self.fresh else {}
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
-        # of the last snapshot: its step, the tensors of the network and its average, and what each optimizer remembered
+        # the averaged network of before a growth that changed what it computes, until this one has a lower loss on the probe
+        self._before: nn.Module | None = None
+        # of the last copy that is kept: its step, the tensors of the network and its average, and what each optimizer remembered
         self._kept: tuple[int, list[Tensor], list[dict[Any, Any]]] | None = None
         self._due = ""  # why the network becomes wider, once it does
         self._loss: float | None = None  # on the probe, where it was looked at in this step
@@ -432,8 +435,12 @@ class AnytimeGrowth:
         return (TARGETS * multiple if self.ratio is None else self.ratio) * self._elasticity**3
 
     def snapshot(self) -> nn.Module:
-        """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed."""
-        found = copied(self.average).train(self.model.training)
+        """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed.
+
+        Where freshly drawn weights are added behind a growth and there is a `probe`, that is the network of before the growth,
+        until the wider one has a lower loss on the probe.
+        """
+        found = copied(self.average if self._before is None else self._before).train(self.model.training)
         for mine, own in zip(found.parameters(), self.model.parameters(), strict=True):
             mine.requires_grad_(own.requires_grad)
         return found
@@ -495,6 +502,12 @@ class AnytimeGrowth:
                 f"the loss on the probe was lowest, {best:.4g}, after {counted(step, 'step')} with {size:,} parameters"
             )
             said = f"{said or where}; the loss there is {self._last_loss:.4g} now: keep growth.snapshot() where growth.improved"
+        if self._before is not None:
+            smaller = f"until it is lower, growth.snapshot() is the network of {count(self._before):,} parameters"
+            said = (
+                f"{said}; " * bool(said)
+                + f"the loss on the probe was {self._loss_before:.4g} at the last growth: {smaller}"
+            )
         return said
 
     def _sizes_compared(self) -> str:
@@ -537,7 +550,8 @@ class AnytimeGrowth:
             "settings": self._settings(),
             "progress": copy.deepcopy({name: getattr(self, name) for name in _PROGRESS}),
             "log": None if self._log is None else self._log.state(),
-            "average": {name: value.detach().clone() for name, value in self.average.state_dict().items()},
+            "average": _values(self.average),
+            "before": None if self._before is None else _values(self._before),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -563,9 +577,10 @@ class AnytimeGrowth:
         for name, own in settings.items():
             if (there := state["settings"][name]) != own and name != "most_parameters":  # a limit may be another one
                 raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
-        model, average = copied(self.model), copied(self.average)  # a refusal changes nothing
+        model, average, before = copied(self.model), copied(self.average), None  # a refusal changes nothing
         progress = copy.deepcopy({name: state["progress"][name] for name in _PROGRESS})
         for each in progress["growths"]:
+            before = copied(average) if state["before"] and each is progress["growths"][-1] else None
             size = count(model)
             if each["before"] != size:
                 raise InputError(
@@ -575,6 +590,9 @@ class AnytimeGrowth:
             widen(model, each["factor"], example=self._example, ema=average, seed=each["seed"], **_ways(each["way"]))
         mend = "build the same model at its first size"
         check_tensors(state["average"], average.state_dict(), "the average of the state", "the network", mend)
+        if before is not None:
+            check_tensors(state["before"], before.state_dict(), "the snapshot of the state", "the network", mend)
+            before.load_state_dict(state["before"])
         size = count(model)
         if self.most_parameters is not None and size > self.most_parameters:
             raise InputError(
@@ -585,6 +603,7 @@ class AnytimeGrowth:
             self._widen(each["factor"], each["seed"], each["way"])
         self.average.load_state_dict(state["average"])
         vars(self).update(progress)
+        self._before = before
         self._stepped = math.nan
         if state["settings"]["most_parameters"] != self.most_parameters and self._cooling is None:
             self._look_at = 0.0  # what else ended growth ends it again
@@ -754,6 +773,8 @@ class AnytimeGrowth:
             loss = float(self._probe.see(self.average)[0].mean()) if self._ranks.first else None
         loss = self._ranks.from_first(loss)
         self._loss, self._last_loss = (loss if math.isfinite(loss) else None), loss
+        if loss < self._loss_before:
+            self._before = None
         own = (self.parameters, loss, self.steps, self._compute)
         if self._loss is not None and (not self._lowest or self._lowest[-1][0] != own[0] or loss < self._lowest[-1][1]):
             self._lowest = [*(each for each in self._lowest if each[0] != own[0]), own]
@@ -819,6 +840,7 @@ class AnytimeGrowth:
         if not plans:
             return False
         self._tried = None
+        before_growth = copied(self.average) if self.fresh and self._probe is not None else None
         for plan in plans:
             try:
                 widths = self._widen(plan.factor, seed, plan.way)
@@ -831,6 +853,7 @@ class AnytimeGrowth:
                 break
         else:
             return not self._ended(problem)
+        self._before = before_growth
         if self.fresh:
             drawn = _drawn_anew(self.model, seed)
             with torch.no_grad():
@@ -982,6 +1005,11 @@ class AnytimeGrowth:
     def _restore_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), []), strict=False):
             group["lr"] = rate
+
+
+def _values(network: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the state of a network."""
+    return {name: value.detach().clone() for name, value in network.state_dict().items()}
 
 
 def _is_lower(loss: float, before: float) -> bool:
