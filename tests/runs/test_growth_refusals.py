@@ -1,6 +1,7 @@
 """What `esper.Growth` and `esper.graft` refuse: each in one sentence that names what was given and what mends it."""
 
 import copy
+import inspect
 import itertools
 import warnings
 
@@ -17,6 +18,7 @@ from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import Op
 from esper.leyline.lifecycle.slots import Site
 from esper.leyline.lifecycle.streams import Map, Vector
+from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth import Growth
 from populations import Script
 
@@ -96,14 +98,57 @@ def test_bad_arguments_are_refused_in_a_sentence(options, said):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("plan", [{"plan": "anytime"}, {"sizes": [1, 2]}], ids=repr)
-def test_a_plan_of_sizes_is_refused_with_the_name_of_what_has_one(plan):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"plan": "anytmie"},
+            r"^plan is 'anytmie'; give None, which plants seeds, or to esper\.Growth itself 'anytime'$",
+        ),
+        (
+            {"sizes": [1, 2]},
+            r"^esper\.Growth has no argument 'sizes'; .* give plan='anytime' to widen the network as a whole",
+        ),
+        (
+            {"plan": "anytime", "example": 0, "budget": 0.1},
+            r"^esper\.AnytimeGrowth has no argument 'budget'; it takes model, ",
+        ),
+        ({"plan": "anytime", "exmple": 0}, r"^esper\.AnytimeGrowth has no argument 'exmple'; did you mean 'example'"),
+        ({"plan": "anytime"}, r"^esper\.AnytimeGrowth: missing a required .*'example'$"),
+    ],
+)
+def test_arguments_of_the_other_plan_of_growth_are_refused_by_name(given, said):
     model = host()
-    with pytest.raises(
-        InputError,
-        match=r"esper\.Growth has no argument '(plan|sizes)'; .* to widen .* call esper\.AnytimeGrowth\(model, optimizer",
-    ):
-        Growth(model, torch.optim.SGD(model.parameters(), lr=0.1), **plan)
+    usual = {} if given.get("plan") == "anytime" else {"probe": [data(1)], "loss": F.cross_entropy}
+    with pytest.raises(InputError, match=said):
+        Growth(model, torch.optim.SGD(model.parameters(), lr=0.1), **usual, **given)
+
+
+def test_growth_with_the_plan_anytime_is_an_anytime_growth_and_a_derived_class_plants_seeds():
+    model, (x, _) = host(), data(1)
+    growth = Growth(model, torch.optim.SGD(model.parameters(), lr=0.1), plan="anytime", example=x, ratio=1e9)
+    assert type(growth) is AnytimeGrowth
+    assert (growth.model, growth.ratio) == (model, 1e9)
+    growth.finish()
+    assert list(inspect.signature(Growth).parameters) == list(inspect.signature(Growth.__init__).parameters)[1:]
+
+    class Own(Growth):
+        def __init__(self, **settings):
+            model = host()
+            super().__init__(
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                probe=[data(1)],
+                loss=F.cross_entropy,
+                budget=4.0,
+                **settings,
+            )
+
+    growth = Own(every=2)
+    assert type(growth) is Own
+    growth.finish()
+    with pytest.raises(InputError, match=r"itself 'anytime', as Own is derived from esper\.Growth$"):
+        Own(plan="anytime")
 
 
 def test_a_misspelled_argument_is_refused_with_the_one_that_is_meant():

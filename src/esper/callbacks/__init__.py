@@ -45,12 +45,14 @@ class GrowthCallback:
 
         InputError if an option is no argument of it, or one that the trainer gives.
         """
-        known = [name for name in inspect.signature(kind).parameters if name not in FROM_THE_TRAINER]
+        known = [name for name in inspect.signature(kind).parameters if name not in (*FROM_THE_TRAINER, "plan")]
         for name in options:
             if name in FROM_THE_TRAINER:
                 raise InputError(f"{type(self).__name__} takes {name} from the trainer; leave it out")
             if name not in known:
                 hint = did_you_mean(name, known) or f"it takes {', '.join(known)}"
+                if name == "plan":
+                    hint = "to widen the network as a whole, take LightningAnytimeGrowth or HuggingFaceAnytimeGrowth"
                 raise InputError(f"{type(self).__name__} has no argument {name!r}; {hint}")
         self._options = options
 

@@ -25,7 +25,7 @@ from esper.kasmina.graft.grown import check_tensors
 from esper.kasmina.graft.multiplying import Way
 from esper.kasmina.graft.recording import call, floats, tensors
 from esper.kasmina.graft.sharding import in_parts, is_sharded
-from esper.leyline.config.arguments import check_switch, to_path
+from esper.leyline.config.arguments import check_switch, known_as, to_path
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
 from esper.leyline.text import counted
 from esper.nissa.rows import RollbackRow, SizeRow
@@ -186,6 +186,7 @@ class AnytimeGrowth:
         InputError: in one sentence, if the network cannot be wider as a whole, or an argument cannot be
     """
 
+    @known_as("esper.AnytimeGrowth")
     def __init__(
         self,
         model: nn.Module,

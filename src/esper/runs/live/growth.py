@@ -4,9 +4,9 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from esper.leyline.lifecycle.view import MISSING, Space, View, sensor
 from esper.leyline.protocols import Controller
 from esper.leyline.text import counted, kind_of
 from esper.runs.explanations import Attempts, explanations, few_examples, nothing_left, unfinished
+from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth_state import (
     check_made_with,
     check_whole,
@@ -92,10 +93,7 @@ NOTEWORTHY = 0.001
 LOOKED_AT, ONE_IN = 64, 16
 """Batches of the loop that are compared with the probe: the first so many, then one in so many."""
 
-_AS_A_WHOLE = (
-    "Growth plants seeds; to widen the network as a whole while it trains, call esper.AnytimeGrowth(model, optimizer, "
-    "example=x), which takes sizes= too"
-)
+_AS_A_WHOLE = "Growth plants seeds; give plan='anytime' to widen the network as a whole, as esper.AnytimeGrowth does"
 
 _UNFINISHED: weakref.WeakSet["Growth"] = weakref.WeakSet()
 """Growths whose seeds are in a model and an optimizer."""
@@ -127,6 +125,10 @@ class Growth:
     trains it in a forward and backward pass of its own, in evaluation mode, on the loss of the network with the seed at dose 1.
     If such batches contain examples of the probe, a GrowthWarning says how many.
 
+    With plan='anytime' no seeds are planted: the call returns an `esper.AnytimeGrowth`, with the arguments of that class.
+
+        growth = esper.Growth(model, optimizer, plan="anytime", example=x)
+
     Args:
         model: the module that grows, or a DistributedDataParallel of it, whose processes then grow alike. Where `esper.graft` has
             given it no sites, it gets those that are found on the first input of the probe. A compiled module stands for the one
@@ -136,6 +138,7 @@ class Growth:
         scheduler: its learning rate scheduler, or a list of them.
         ema: a moving average of the model, as torch.optim.swa_utils.AveragedModel, made after the model was grafted. It gets
             every seed that the model gets.
+        plan: None plants seeds; 'anytime' returns `esper.AnytimeGrowth(model, optimizer, ...)`
         controller: name of a controller, path of a schedule, folder of a trained one, or an object with `act`, `store`, `update`.
         budget: most parameters of all seeds / parameters of the model.
         budget_passes: most forward and backward passes of incubation, probe and twins / all passes of the run (`passes`). The run
@@ -165,7 +168,7 @@ class Growth:
         InputError: in one sentence, where one of these cannot be
     """
 
-    @known_as("esper.Growth", elsewhere={"plan": _AS_A_WHOLE, "sizes": _AS_A_WHOLE})
+    @known_as("esper.Growth", elsewhere={"example": _AS_A_WHOLE, "sizes": _AS_A_WHOLE})
     def __init__(
         self,
         model: nn.Module,
@@ -173,6 +176,7 @@ class Growth:
         scheduler: Any = None,
         ema: nn.Module | None = None,
         *,
+        plan: Literal["anytime"] | None = None,
         controller: str | Controller = "heuristic",
         budget: float = 0.1,
         budget_passes: float | None = 0.25,
@@ -189,6 +193,11 @@ class Growth:
         shared: bool = False,
     ) -> None:
         self._made, self._whole, self._setup = time.perf_counter(), math.nan, 0.0
+        if plan is not None:
+            derived = f", as {type(self).__name__} is derived from esper.Growth" * (plan == "anytime")
+            raise InputError(
+                f"plan is {plan!r}; give None, which plants seeds, or to esper.Growth itself 'anytime'{derived}"
+            )
         _check_mode("esper.Growth")
         network, wrapper = _unwrapped_model(model)
         _check_owner(network, unwrapped(optimizer))
@@ -308,6 +317,9 @@ class Growth:
         self._decide(self.engine.view())
         self._setup = time.perf_counter() - self._made - sum(self.engine.timer.seconds.values())
         _UNFINISHED.add(self)
+
+    def __new__(cls, *args: Any, plan: str | None = None, **settings: Any) -> Any:
+        return AnytimeGrowth(*args, **settings) if cls is Growth and plan == "anytime" else super().__new__(cls)
 
     @property
     def population(self) -> LivePopulation:
@@ -978,6 +990,9 @@ class Growth:
                 warn(sentence, GrowthWarning)
         self._findings, self._scale = findings, scale
         self._first_loss = loss if math.isnan(self._first_loss) else self._first_loss
+
+
+update_wrapper(Growth.__new__, Growth.__init__, assigned=())  # inspect.signature and help show its arguments
 
 
 def _check_mode(name: str) -> None:
