@@ -19,8 +19,10 @@ for 5,000 steps and half of it for as many, by `growth.batch_size`. "Grown, in s
 cost="seconds".
 `--wrong-starts` adds growth whose first width is four times too small or too large (in texts with heads of 4 where it is 4),
 and growth after a quarter of the default's targets for each parameter, or four times as many. `--changes` compares growth in
-other ways with it, and trains nothing else: later, fourfold, at rates that stay, with other warm-ups, and with old weights that
-are shrunk and mixed with fresh ones. `--targets` compares growth after a quarter of the default's targets for each parameter,
+other ways with it, and trains nothing else: later, fourfold, at rates that stay, with other warm-ups, with old weights that
+are shrunk and mixed with fresh ones, with new units that begin in the directions which the present layer cannot follow (in
+texts those of the feed-forward alone), and at 30 targets for each parameter, but only once the loss on held-out examples has
+fallen by 1 % since the last growth. `--targets` compares growth after a quarter of the default's targets for each parameter,
 half, twice and four times as many.
 
 Gap: bits per byte, or test error in percent, above the best static width for each stop, with small batches first or without,
@@ -36,7 +38,7 @@ import sysconfig
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
@@ -51,9 +53,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import esper
+from esper.kasmina.graft.grafted import copied
 from esper.kasmina.graft.multiplying import WAYS, Way
 from esper.leyline.intervals import t_interval
 from esper.runs.live import anytime
+from esper.tolaria.live.missing import energy, read_sites, ridge, with_ones
+from esper.tolaria.live.widening import Widened
 from esper_bench.public_sets import fashion_mnist, letter_recognition
 from esper_bench.records import save_record
 
@@ -70,10 +75,13 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "rates fall, old weights x .8 + fresh x .2": {"rate_power": 0.5, "fresh": 0.2},
     "rates stay, old weights x .8 + fresh x .2": {"rate_power": 0.0, "fresh": 0.2},
     "rates stay, old weights x .6 + fresh x .4": {"rate_power": 0.0, "fresh": 0.4},
+    "rates stay, old weights x .5 + fresh x .5": {"rate_power": 0.0, "fresh": 0.5},
     "copies with noise": {"ways": ("copies",)},
+    "informed birth": {"informed": True},
+    "only while the held-out loss falls": {"ratio": anytime.TARGETS, "held": True},
 }
-"""What is changed in each arm of `--changes`: arguments of `AnytimeGrowth`, `sooner`, steps of the warm-up behind growths, and
-ways to widen. Copies with noise are those of Net2Net (Chen et al., 2016)."""
+"""What is changed in each arm of `--changes`: arguments of `AnytimeGrowth` and of `train`. Copies with noise are those of Net2Net
+(Chen et al., 2016)."""
 TARGETS = {f"{times:g} times the targets": {"sooner": 1 / times} for times in (1 / 4, 1 / 2, 2, 4)}
 """What is changed in each arm of `--targets`: of the targets for each parameter after which the default grows."""
 EARLY = (1 / 8, 1 / 4, 1 / 2)
@@ -128,7 +136,8 @@ class ByteModel(nn.Module):
 
 
 class Data(NamedTuple):
-    """Inputs and targets to train on, those that growth may look at (None: it does not look), and those of the test.
+    """Inputs and targets to train on, those that growth may look at (None: it does not look), those of the test, and of a text
+    those that growth looks at in one arm of `--changes`.
 
     A text is one row of bytes, which are inputs and, one place further, targets.
     """
@@ -136,6 +145,7 @@ class Data(NamedTuple):
     train: tuple[Tensor, Tensor | None]
     probe: tuple[Tensor, Tensor] | None
     test: tuple[Tensor, Tensor]
+    held: tuple[Tensor, Tensor] | None = None
 
 
 class Setting(NamedTuple):
@@ -159,14 +169,18 @@ class Point(NamedTuple):
 
 
 def text(files: Sequence[Path]) -> Data:
-    """Bytes below 128; every 20th block of 4,096 of them is for the test."""
+    """Bytes below 128; every 20th block of 4,096 of them is held out, for the test and, half way between its windows, a probe."""
     raw = b"".join(file.read_bytes() for file in sorted(files))[:4_000_000]
     whole = torch.frombuffer(bytearray(raw[: len(raw) // 4096 * 4096]), dtype=torch.uint8).long().clamp(max=127)
     blocks = whole.view(-1, 4096)
     held = torch.arange(len(blocks)) % 20 == 7
     rest = blocks[held].flatten()
-    windows = rest[(torch.arange(192) * ((len(rest) - LENGTH - 1) // 192))[:, None] + torch.arange(LENGTH + 1)]
-    return Data((blocks[~held].flatten(), None), None, (windows[:, :-1], windows[:, 1:]))
+    apart = (len(rest) - LENGTH - 1) // 192
+    assert apart // 2 > LENGTH, "windows of the test and of the probe have no byte in common"
+    test, probe = (
+        rest[(first + torch.arange(192) * apart)[:, None] + torch.arange(LENGTH + 1)] for first in (0, apart // 2)
+    )
+    return Data((blocks[~held].flatten(), None), None, (test[:, :-1], test[:, 1:]), held=(probe[:, :-1], probe[:, 1:]))
 
 
 def letter() -> Data:
@@ -257,6 +271,49 @@ def batch_of(setting: Setting, data: Data, generator: torch.Generator) -> tuple[
     return inputs[at], labels[at]
 
 
+def informed_birth(drawn: Iterable[tuple[Tensor, Tensor]], model: nn.Module, factor: int, **given: Any) -> Widened:
+    """`esper.widen`, behind which the new units of a layer read what the next layer cannot follow by its present inputs.
+
+    For a layer with inputs u, the next one with inputs b, and the gradient g of what that returns,
+
+        R = g - b P,  P = argmin |g - b P|^2      what no change of the next layer follows
+        U s V^T = R^T u S^(-1/2),  S = u^T u      (Verbockhaven et al., TMLR 2024, arXiv 2405.19816)
+
+    and new units read along the rows of V^T S^(-1/2), from the largest s on, then along minus these, which is what a ReLU leaves
+    out of them; further ones keep their draw. Each has the root mean square of the layer's draw. Where layers have biases, b
+    has a 1, and u is centred, so that a unit is active on about half of the examples. What reads new units stays 0.
+
+    In a text the pair of the feed-forward alone is done. drawn: batches, of which 4,096 positions are read; their passes do not
+    count as compute.
+    """
+    is_text = isinstance(model, ByteModel)
+    pairs = {"block.down": "block.up"} if is_text else {"2": "0", "4": "2"}
+    width = {name: len(model.get_parameter(f"{name}.weight")) for pair in pairs.items() for name in pair}
+    stream = esper.Sequence if is_text else esper.Vector
+    sites = {reader: esper.Site(reader, reader, name, stream(width[reader])) for reader, name in pairs.items()}
+    read = read_sites(esper.graft(copied(model), sites), list(sites), drawn, loss)
+    widened = esper.widen(model, factor, **given)
+    for reader, name in pairs.items():
+        u, b, g = (part.double() for part in read[reader][:3])
+        mean = torch.zeros(u.shape[1]).to(u) if is_text else u.mean(0)
+        u, b = u - mean, b if is_text else with_ones(b)
+        left = g - b @ ridge(b, g, 1e-4 * energy(b))
+        values, vectors = torch.linalg.eigh(u.T @ u + 1e-2 * energy(u) * torch.eye(u.shape[1]).to(u))
+        whiten = vectors / values.sqrt() @ vectors.T
+        rows = torch.linalg.svd(left.T @ u @ whiten, full_matrices=False).Vh @ whiten
+        draw = model.get_parameter(f"{name}.weight").detach()[width[name] :]
+        rows = torch.cat([rows, -rows])[: len(draw)]
+        rows *= draw.norm() / len(draw) ** 0.5 / rows.norm(dim=1, keepdim=True)
+        new = slice(width[name], width[name] + len(rows))
+        with torch.no_grad():
+            for network in (model, *([given["ema"]] if "ema" in given else [])):
+                layer = network.get_submodule(name)
+                layer.weight[new] = F.pad(rows, (0, draw.shape[1] - rows.shape[1])).to(draw)
+                if layer.bias is not None:
+                    layer.bias[new] = -(rows @ mean).to(draw)
+    return widened
+
+
 def parameters(model: nn.Module) -> int:
     """Number of parameters."""
     return sum(each.numel() for each in model.parameters())
@@ -303,18 +360,22 @@ def train(
     sooner: float = 1,
     again: int | None = None,
     ways: Sequence[Way] = WAYS,
+    informed: bool = False,
+    held: bool = False,
     **arguments: Any,
 ) -> list[Point]:
     """Train one network, which grows up to a width; returns its early looks and its stops. ramp: small batches first.
 
     sooner: growth comes after the default's targets for each parameter, divided by this; on a probe, after so much of the
-    factor of compute between growths. again: steps of the warm-up behind growths. ways: of `widen`. arguments: further ones of
+    factor of compute between growths. again: steps of the warm-up behind growths. ways: of `widen`. informed: whether new
+    units begin by `informed_birth`. held: whether growth looks at a probe in a text too. arguments: further ones of
     `AnytimeGrowth`.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed + 1000)
     model = setting.build(width)
     optimizer = adam(model, rate)
+    probe = data.held if held and data.probe is None else data.probe
     growth = esper.AnytimeGrowth(
         model,
         optimizer,
@@ -322,10 +383,14 @@ def train(
         most_parameters=parameters(setting.build(most_width)),
         cost=counted,
         seed=seed,
-        probe=None if data.probe is None else [data.probe],
-        loss=None if data.probe is None else loss,
+        probe=None if probe is None else [probe],
+        loss=None if probe is None else loss,
         **arguments,
     )
+    widen = partial(esper.widen, ways=ways)
+    if informed:
+        own = torch.Generator().manual_seed(seed + 2000)
+        widen = partial(informed_birth, (batch_of(setting, data, own) for _ in itertools.count()))
     flops = seconds = 0.0
     found: list[Point] = []
     for stop in (*(share * setting.stops[0] for share in EARLY), *setting.stops):
@@ -339,7 +404,7 @@ def train(
             optimizer.zero_grad()
             begun = time.process_time()
             apart = {"TARGETS": anytime.TARGETS / sooner, "APART": anytime.APART / sooner}
-            with patch.multiple(anytime, **apart, widen=partial(esper.widen, ways=ways)):
+            with patch.multiple(anytime, **apart, widen=widen):
                 grown = growth.step(y)
             if grown:
                 if again is not None:

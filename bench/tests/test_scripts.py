@@ -1,5 +1,6 @@
 """The scripts behind the figures run in their quick form."""
 
+import copy
 import json
 import os
 import subprocess
@@ -8,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import esper
 from esper_bench.streams.methods import find_method
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
@@ -150,3 +153,23 @@ def test_the_picture_of_growth_at_every_stop_is_drawn_from_the_figures_of_the_pa
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "anytime.svg").read_text().count("<path") > 100
+
+
+def test_units_of_an_informed_birth_read_what_the_next_layer_cannot_follow(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from study_anytime import informed_birth, mlp
+
+    torch.manual_seed(0)
+    model, x = mlp(4, 2, 4), torch.randn(8192, 4) * torch.tensor([5.0, 1.0, 1.0, 1.0])
+    with torch.no_grad():
+        model[0].weight[:, 3] = 0  # no hidden unit reads the feature that the label is of
+    other, before, drawn = copy.deepcopy(model), model(x), copy.deepcopy(model)
+    esper.widen(drawn, 4, example=x[:2])
+    informed_birth([(x, (x[:, 3] > 0).long())], model, 4, example=x[:2], ema=other)
+    assert torch.allclose(model(x), before, atol=1e-5)
+    new, draw = model[0].weight[4:], drawn[0].weight[4:]
+    assert new[0, 3].abs() > 0.98 * new[0].norm()
+    assert torch.allclose(new[:4], -new[4:8])  # four directions, and what a ReLU leaves out of each
+    assert torch.equal(new[8:], draw[8:])
+    assert torch.allclose(new[:8].square().mean(1), draw.square().mean().expand(8))
+    assert torch.equal(other[0].weight, model[0].weight)
