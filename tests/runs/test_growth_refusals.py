@@ -103,7 +103,7 @@ def test_bad_arguments_are_refused_in_a_sentence(options, said):
     [
         (
             {"plan": "anytmie"},
-            r"^plan is 'anytmie'; give None, which plants seeds, or to esper\.Growth itself 'anytime'$",
+            r"^plan is 'anytmie'; give None, which plants seeds, or 'anytime'$",
         ),
         (
             {"sizes": [1, 2]},
@@ -119,9 +119,8 @@ def test_bad_arguments_are_refused_in_a_sentence(options, said):
 )
 def test_arguments_of_the_other_plan_of_growth_are_refused_by_name(given, said):
     model = host()
-    usual = {} if given.get("plan") == "anytime" else {"probe": [data(1)], "loss": F.cross_entropy}
     with pytest.raises(InputError, match=said):
-        Growth(model, torch.optim.SGD(model.parameters(), lr=0.1), **usual, **given)
+        Growth(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
 
 
 def test_growth_with_the_plan_anytime_is_an_anytime_growth_and_a_derived_class_plants_seeds():
@@ -147,7 +146,9 @@ def test_growth_with_the_plan_anytime_is_an_anytime_growth_and_a_derived_class_p
     growth = Own(every=2)
     assert type(growth) is Own
     growth.finish()
-    with pytest.raises(InputError, match=r"itself 'anytime', as Own is derived from esper\.Growth$"):
+    with pytest.raises(
+        InputError, match=r"^plan is 'anytime', which esper\.Growth itself takes alone; Own plants seeds$"
+    ):
         Own(plan="anytime")
 
 

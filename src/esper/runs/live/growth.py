@@ -1,5 +1,6 @@
 """Grow one network in a training loop of a person's own."""
 
+import inspect
 import math
 import time
 import weakref
@@ -168,7 +169,7 @@ class Growth:
         InputError: in one sentence, where one of these cannot be
     """
 
-    @known_as("esper.Growth", elsewhere={"example": _AS_A_WHOLE, "sizes": _AS_A_WHOLE})
+    @known_as("esper.Growth", elsewhere=dict.fromkeys(inspect.signature(AnytimeGrowth).parameters, _AS_A_WHOLE))
     def __init__(
         self,
         model: nn.Module,
@@ -194,9 +195,8 @@ class Growth:
     ) -> None:
         self._made, self._whole, self._setup = time.perf_counter(), math.nan, 0.0
         if plan is not None:
-            derived = f", as {type(self).__name__} is derived from esper.Growth" * (plan == "anytime")
             raise InputError(
-                f"plan is {plan!r}; give None, which plants seeds, or to esper.Growth itself 'anytime'{derived}"
+                f"plan is {plan!r}, which esper.Growth itself takes alone; {type(self).__name__} plants seeds"
             )
         _check_mode("esper.Growth")
         network, wrapper = _unwrapped_model(model)
@@ -319,7 +319,9 @@ class Growth:
         _UNFINISHED.add(self)
 
     def __new__(cls, *args: Any, plan: str | None = None, **settings: Any) -> Any:
-        return AnytimeGrowth(*args, **settings) if cls is Growth and plan == "anytime" else super().__new__(cls)
+        if plan not in (None, "anytime"):
+            raise InputError(f"plan is {plan!r}; give None, which plants seeds, or 'anytime'")
+        return AnytimeGrowth(*args, **settings) if cls is Growth and plan else super().__new__(cls)
 
     @property
     def population(self) -> LivePopulation:
