@@ -344,14 +344,16 @@ class Reading(NamedTuple):
 _OF_TORCH = ("_parameters", "_modules")
 
 
-def copied(network: M) -> M:
+def copied(network: M, tensors: Mapping[int, Tensor] | None = None) -> M:
     """Return a deep copy of a network, also where modules hold what they computed in a pass, such as attention maps.
 
     torch copies no tensor with a gradient function; in the copy these are without one.
+
+    tensors: what the copy has in the places of tensors, by their ids.
     """
     own = [value for part in network.modules() for name, value in vars(part).items() if name not in _OF_TORCH]
     held = (each for each in pytree.tree_leaves(own) if isinstance(each, Tensor) and not each.is_leaf)
-    return copy.deepcopy(network, {id(each): each.detach().clone() for each in held})
+    return copy.deepcopy(network, {**{id(each): each.detach().clone() for each in held}, **(tensors or {})})
 
 
 @contextmanager

@@ -6,12 +6,14 @@ here imports it: a tensor in parts exists only where the program has done so.
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.graft.grafted import copied
 from esper.leyline.errors import InputError
 
 M = TypeVar("M", bound=nn.Module)
@@ -104,6 +106,21 @@ def gather_module(module: M) -> M:
     return made
 
 
+def hollow(network: M) -> M:
+    """Return a copy of a whole network without values: its parameters and buffers are on the device `meta`."""
+    return _with_tensors(network, lambda _, tensor: tensor.detach().to("meta"), network)
+
+
+def gather_into(hollow_copy: M, network: nn.Module) -> M:
+    """Return a whole network: a copy of a hollow one with the values of that in parts; every process calls this."""
+    own = dict(chain(network.named_parameters(), network.named_buffers()))
+    # Of one process, what is gathered is its part itself.
+    whole = _with_tensors(hollow_copy, lambda name, _: gather(own[name].detach()).clone(), network)
+    for part, its in zip(whole.modules(), network.modules(), strict=True):
+        part.training = its.training
+    return whole
+
+
 def like(value: Tensor, tensor: Tensor) -> Tensor:
     """Return a whole tensor that every process has, in parts where another is; otherwise the value itself."""
     if not in_parts(tensor) or in_parts(value):
@@ -126,6 +143,16 @@ def placed(value: Tensor, tensor: Tensor) -> Tensor:
 def fill(tensor: Tensor, value: Tensor) -> None:
     """Copy a whole value, or one in the same parts, into a tensor."""
     tensor.copy_(like(value.to(tensor.device), tensor))
+
+
+def _with_tensors(network: M, made: Callable[[str, Tensor], Tensor], trained_as: nn.Module) -> M:
+    """Return a copy of a network with other parameters and buffers, which require gradients as those of another one."""
+    # A copy, and not `network.to`, which takes tied parameters apart where their device is of another kind.
+    trained, tensors = {name: own.requires_grad for name, own in trained_as.named_parameters()}, dict[int, Tensor]()
+    for name, own in network.named_parameters():
+        tensors[id(own)] = nn.Parameter(made(name, own), requires_grad=trained[name])
+    tensors.update((id(own), made(name, own)) for name, own in network.named_buffers())
+    return copied(network, tensors)
 
 
 def _by_fsdp(placements: Sequence[Any]) -> bool:

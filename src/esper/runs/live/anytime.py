@@ -6,16 +6,17 @@ import math
 import operator
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from esper.kasmina.blueprints import count, drawn_with
@@ -24,20 +25,32 @@ from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import check_tensors
 from esper.kasmina.graft.multiplying import Way
 from esper.kasmina.graft.recording import call, floats, tensors
-from esper.kasmina.graft.sharding import in_parts, is_sharded
+from esper.kasmina.graft.sharding import (
+    check_sharding,
+    fill,
+    gather_into,
+    gather_on_cpu,
+    hollow,
+    in_parts,
+    is_sharded,
+    like,
+    own_part,
+    reshard,
+)
 from esper.leyline.config.arguments import check_switch, known_as, to_path
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
-from esper.leyline.text import counted
+from esper.leyline.text import counted, kind_of
 from esper.nissa.rows import RollbackRow, SizeRow
 from esper.runs.live.knee import NEARLY_FREE, Knee, shortest
 from esper.runs.live.size_log import SizeLog
-from esper.tolaria.live.groups import each_of
+from esper.tolaria.live.groups import each_of, placed_moments
 from esper.tolaria.live.population import total
 from esper.tolaria.live.probe import Batches, Loss, Probe
 from esper.tolaria.live.ranks import Ranks
-from esper.tolaria.live.widening import check_growable, check_optimizer, widen
+from esper.tolaria.live.widening import check_growable, check_optimizer, follow, widen
 
 Cost = Literal["parameters", "seconds"]
+M = TypeVar("M", bound=nn.Module)
 
 FORMAT = 13
 """Version of the state; other versions are refused."""
@@ -68,8 +81,8 @@ DOUBLED = 5000
 GUARDED = 100
 """Steps of the loop between two looks at whether all parameters are finite; the network is then kept as it is."""
 _SHARDED = (
-    "the {} is sharded by fully_shard, and parts of parameters cannot become wider; train copies under "
-    "DistributedDataParallel with shared=True, or gather, widen and shard it anew, as `esper docs sharding` shows"
+    "the {} is sharded by fully_shard, and parts of parameters cannot become wider; give the plain network, and as shard= a "
+    "function that calls fully_shard on it, as `esper docs sharding` shows"
 )
 WINDOW = 8.0
 """The running average weighs a step at compute C by (C / total)^8, so that about the last tenth of the compute counts."""
@@ -138,10 +151,19 @@ class AnytimeGrowth:
 
     Several processes with copies of the network grow alike, as the first decides, where each gives shared=True. The targets of
     all of them count. DistributedDataParallel knows the parameters that it was made with, so wrap the network anew behind each
-    growth. `fully_shard` is refused, as parts of parameters cannot become wider.
+    growth.
 
         if growth.step(y):
             wrapped = DistributedDataParallel(model)
+
+    With `shard`, each process holds a part of the network, of its average and of what the optimizer remembers. The network is
+    given plain, with an optimizer of its parameters; both are sharded when this is made. As parts of parameters cannot become
+    wider, a growth gathers the network and its average in every process, and shards the wider ones anew. So `model` is another
+    network behind it, made from the one that was given, without hooks that it got since then. The optimizer stays.
+
+        growth = esper.AnytimeGrowth(model, optimizer, example=x, shard=shard)
+        ...
+            loss(growth.model(x), y).backward()
 
     Args:
         model: the network at its first size, before DistributedDataParallel and torch.compile
@@ -166,12 +188,15 @@ class AnytimeGrowth:
         loss: loss(output, target) of a batch of the probe
         seed: of the new weights; torch's own generators are not used
         shared: whether the processes of torch.distributed train copies of this network
+        shard: a function that calls `fully_shard` on a network of this class, in place, over the processes of torch.distributed,
+            which then train it together. Every process calls `step`, `snapshot`, `state_dict` and `finish`, and all of them run
+            the probe
         run: folder to which the sizes and losses are written while the loop goes on, for `esper watch`, `esper.report` and
             `esper.open_run`; None writes nothing. Of several processes the first one writes
         overwrite: whether the folder may hold an earlier run, which is then replaced
 
     Attributes:
-        model (nn.Module): the network
+        model (nn.Module): the network; with `shard` another one behind each growth
         average (nn.Module): the network with averaged weights
         growths (list[dict]): each growth so far: `step`, `seen`, `parameters` behind it, `factor`, `way`, `why`, `widths` of the
             layers before and behind it, and by how much the seconds of a step were multiplied (`slower`; None where they were
@@ -205,6 +230,7 @@ class AnytimeGrowth:
         loss: Loss | None = None,
         seed: int = 0,
         shared: bool = False,
+        shard: Callable[[Any], Any] | None = None,
         run: str | PathLike[str] | None = None,
         overwrite: bool = False,
     ) -> None:
@@ -244,6 +270,13 @@ class AnytimeGrowth:
         if (probe is None) != (loss is None):
             raise InputError("probe is given without loss, or loss without probe; give both or none")
         check_switch(overwrite, "overwrite")
+        if shard is not None and not callable(shard):
+            raise InputError(f"shard is {kind_of(shard)}; give a function that calls fully_shard on a plain network")
+        if shard is not None and cost == "seconds":
+            raise InputError(
+                "cost='seconds' times whole networks, whose steps take other seconds than those of sharded ones; give "
+                "cost='parameters' with shard="
+            )
         self.model, self._optimizers, self._example = model, each_of(optimizer), example
         for own in self._optimizers:
             check_optimizer(own, dict(model.named_parameters()))
@@ -284,27 +317,35 @@ class AnytimeGrowth:
         self.ratio = None if ratio is None else float(ratio)
         self.factor, self.most_parameters, self.cost = factor, most_parameters, cost
         self.warmup, self.rate_power, self.fresh, self.seed = warmup, float(rate_power), float(fresh), seed
-        self._ranks = Ranks(shared)
+        self._ranks = Ranks(shared or shard is not None, sharded=shard is not None)
         folder = None if run is None else to_path(run, "run")
         self._log = None if folder is None or not self._ranks.first else SizeLog(folder, overwrite=overwrite)
         device = next(model.parameters()).device
         self._probe = None if probe is None or loss is None else Probe(probe, loss, device)
-        for name, own in self._settings().items():
+        given = self._settings()
+        if self._probe is not None and self._ranks.together:
+            given["the batches of the probe"] = len(self._probe.batches())
+        for name, own in given.items():
             first, *others = self._ranks.from_each(own)
             if other := [each for each in others if each != first]:
                 raise InputError(
                     f"the processes differ in {name}: {first!r} in the first, {other[0]!r} in another; give all the same, "
-                    "the probe and its loss too, though the first alone looks at it"
+                    "the probe and its loss too"
                 )
         if self._probe is not None:
             with undisturbed(model), torch.no_grad():
                 self._probe.try_all(model)
         self.average = copied(model).requires_grad_(False)
         self._scales = _first_scales(model, seed) if self.fresh else {}
+        self._shard = shard
+        self._hollow: nn.Module = model  # where the network is in parts: its present size and class, without values
+        if shard is not None:
+            self._take(model, self.average, [name for name, _ in model.named_parameters()])
         self.growths: list[dict[str, Any]] = []
         self.rollbacks: list[dict[str, int]] = []
         # the averaged network of before a growth that changed what it computes, until this one has a lower loss on the probe
         self._before: nn.Module | None = None
+        self._hollow_before = self._hollow
         # of the last copy that is kept: its step, the tensors of the network and its average, and what each optimizer remembered
         self._kept: tuple[int, list[Tensor], list[dict[Any, Any]]] | None = None
         self._due = ""  # why the network becomes wider, once it does
@@ -377,9 +418,10 @@ class AnytimeGrowth:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
         if not self._handles:
             raise InputError("the network is finished; make another esper.AnytimeGrowth to widen it further")
+        self._reshard()
         # Walked once, as in a small network a walk is a twentieth of a step.
         own: list[Tensor] = list(self.model.parameters())
-        if in_parts(own[0]):
+        if self._shard is None and in_parts(own[0]):
             raise InputError(_SHARDED.format(type(self.model).__name__))
         now, mine = own[0], next(self.average.parameters())
         if (now.device, now.dtype) != (mine.device, mine.dtype):
@@ -441,7 +483,7 @@ class AnytimeGrowth:
         Where freshly drawn weights are added behind a growth and there is a `probe`, that is the network of before the growth,
         until the wider one has a lower loss on the probe.
         """
-        found = copied(self.average if self._before is None else self._before).train(self.model.training)
+        found = self._whole(self.average if self._before is None else self._before).train(self.model.training)
         for mine, own in zip(found.parameters(), self.model.parameters(), strict=True):
             mine.requires_grad_(own.requires_grad)
         return found
@@ -449,8 +491,8 @@ class AnytimeGrowth:
     def finish(self) -> nn.Module:
         """Leave the optimizer alone from now on, and return the network as it was trained; `snapshot` has the average.
 
-        Where parameters are not finite, that is the last network that was kept. With `run` the folder gets its last row and its
-        summary.
+        Where parameters are not finite, that is the last network that was kept. With `shard` it stays in parts. With `run` the
+        folder gets its last row and its summary.
         """
         finished = not self._handles
         if self.steps and not finished:
@@ -541,29 +583,51 @@ class AnytimeGrowth:
         )
         steps, verdict = counted(self.steps, "step"), f"; {self.verdict}" * bool(self.verdict)
         start = f"; {self.start}" * bool(self.start)
-        size = f"{type(self.model).__name__} of {sizes} parameters"
+        size = f"{type(self._hollow).__name__} of {sizes} parameters"
         return f"{size} after {steps}; not more, as {self.why}{start}{restored}{verdict}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest."""
+        """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest.
+
+        With `shard` these are in it too, as `model` and `optimizers`; every process calls this, and the first gets whole tensors,
+        in the memory of the CPU, the others an empty state.
+        """
+        self._reshard()
+        values: dict[str, Any] = {
+            "average": dict(self.average.state_dict()),
+            "before": None if self._before is None else dict(self._before.state_dict()),
+        }
+        if self._shard is not None:
+            values["model"] = dict(self.model.state_dict())
+            values["optimizers"] = [own.state_dict() for own in self._optimizers]
+        first = self._ranks.first or self._shard is None
+
+        def whole(value: Tensor) -> Tensor | None:
+            gathered = gather_on_cpu(value.detach(), first)
+            return None if gathered is None else gathered.clone()
+
+        values = pytree.tree_map_only(Tensor, whole, values)
+        if not first:
+            return {}
         return {
             "format": FORMAT,
             "settings": self._settings(),
             "progress": copy.deepcopy({name: getattr(self, name) for name in _PROGRESS}),
             "log": None if self._log is None else self._log.state(),
-            "average": _values(self.average),
-            "before": None if self._before is None else _values(self._before),
+            **values,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give a fresh network, its optimizer and this object the state of another run: its sizes, and where it was.
 
-        Call this before the states of the model and of the optimizer are loaded, which have the values. InputError if the state
+        Call this before the states of the model and of the optimizer are loaded, which have the values. A state of a run with
+        `shard` has them too, so that nothing else is loaded; every process gives that of the first one. InputError if the state
         is of another version or of another network, or if this run has begun already.
         """
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
             raise InputError(
-                "the state is none of esper.AnytimeGrowth of this version; give what growth.state_dict() returned"
+                "the state is none of esper.AnytimeGrowth of this version; give what growth.state_dict() returned, in the first "
+                "process where there is a shard="
             )
         if self.growths or self.steps:
             raise InputError(
@@ -578,7 +642,17 @@ class AnytimeGrowth:
         for name, own in settings.items():
             if (there := state["settings"][name]) != own and name != "most_parameters":  # a limit may be another one
                 raise InputError(f"the state is of {name}={there!r}, and this run has {name}={own!r}; give the same")
-        model, average, before = copied(self.model), copied(self.average), None  # a refusal changes nothing
+        if self._shard is not None and "model" not in state:
+            raise InputError(
+                "the state is of a run without shard=, and holds no network; give {**state, 'model': model.state_dict(), "
+                "'optimizers': [optimizer.state_dict()]} of that run"
+            )
+        if len(state.get("optimizers", self._optimizers)) != len(self._optimizers):
+            raise InputError(
+                f"the state is of {counted(len(state['optimizers']), 'optimizer')}, and this run has "
+                f"{len(self._optimizers)}; give the same"
+            )
+        model, average, before = self._whole(self.model), self._whole(self.average), None  # a refusal changes nothing
         progress = copy.deepcopy({name: state["progress"][name] for name in _PROGRESS})
         for each in progress["growths"]:
             before = copied(average) if state["before"] and each is progress["growths"][-1] else None
@@ -594,6 +668,8 @@ class AnytimeGrowth:
         if before is not None:
             check_tensors(state["before"], before.state_dict(), "the snapshot of the state", "the network", mend)
             before.load_state_dict(state["before"])
+        if "model" in state:
+            check_tensors(state["model"], model.state_dict(), "the network of the state", "this one", mend)
         size = count(model)
         if self.most_parameters is not None and size > self.most_parameters:
             raise InputError(
@@ -602,8 +678,17 @@ class AnytimeGrowth:
             )
         for each in progress["growths"]:
             self._widen(each["factor"], each["seed"], each["way"])
-        self.average.load_state_dict(state["average"])
+        for network, part in (self.average, "average"), (self.model, "model"):
+            for name, own in network.state_dict().items() if part in state else ():
+                fill(own, state[part][name])
+        for optimizer, memory in zip(self._optimizers, state.get("optimizers", ()), strict=False):
+            optimizer.load_state_dict(memory)
+            for parameter, moments in list(optimizer.state.items()):
+                optimizer.state[parameter] = placed_moments(moments, parameter)
         vars(self).update(progress)
+        if before is not None and self._shard is not None:
+            self._hollow_before = hollow(before)
+            self._put_in_parts(before)
         self._before = before
         self._stepped = math.nan
         if state["settings"]["most_parameters"] != self.most_parameters and self._cooling is None:
@@ -621,9 +706,12 @@ class AnytimeGrowth:
     @torch.no_grad()
     def _average(self, own: list[Tensor], weight: float) -> None:
         """Move the average towards the network, which has these parameters."""
-        torch._foreach_lerp_(list[Tensor](self.average.parameters()), own, weight)
-        for mine, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
-            mine.copy_(buffer)
+        mine: list[Tensor] = list(self.average.parameters())
+        if self._shard is not None:
+            mine, own = [own_part(each) for each in mine], [own_part(each) for each in own]
+        torch._foreach_lerp_(mine, own, weight)
+        for averaged, buffer in zip(self.average.buffers(), self.model.buffers(), strict=True):
+            averaged.copy_(buffer)
 
     @torch.no_grad()
     def _guard(self) -> bool:
@@ -631,6 +719,7 @@ class AnytimeGrowth:
 
         InputError if none was.
         """
+        self._reshard()
         own = [each for network in (self.model, self.average) for each in (*network.parameters(), *network.buffers())]
         memories = [each.state for each in self._optimizers]
         moments = [
@@ -640,14 +729,17 @@ class AnytimeGrowth:
             for each in (part.running_mean, part.running_var)
             if each is not None
         ]
-        if bool(torch.stack([total(self.model).float(), *moments]).isfinite().all()):
+        finite = bool(torch.stack([total(self.model).float(), *moments]).isfinite().all())
+        if self._ranks.together:
+            finite = self._ranks.agreed(finite)  # moments of norms are those of a process
+        if finite:
             remembered = [{key: copy.deepcopy(value) for key, value in memory.items()} for memory in memories]
             self._kept = self.steps, [each.detach().clone() for each in own], remembered
             return True
         if self._kept is None:
             raise InputError(
-                f"parameters or moments of {type(self.model).__name__} are not finite after step {self.steps:,}, the first that "
-                "growth looks at; begin again with finite weights and inputs, or a smaller rate"
+                f"parameters or moments of {type(self._hollow).__name__} are not finite after step {self.steps:,}, the first "
+                "that growth looks at; begin again with finite weights and inputs, or a smaller rate"
             )
         step, tensors, remembered = self._kept
         for mine, value in zip(own, tensors, strict=True):
@@ -685,7 +777,7 @@ class AnytimeGrowth:
     def _write(self, log: SizeLog, seconds: float | None) -> None:
         """Write a row, if the network grew, its loss was looked at, or the compute has risen enough since the last one."""
         if not log.begun:
-            device, task = next(self.model.parameters()).device, type(self.model).__name__
+            device, task = next(self.model.parameters()).device, type(self._hollow).__name__
             log.begin(device, self._settings(), task=task, seed=self.seed, host_param_counts=[self._first])
         if seconds is None and self._loss is None and self._compute < LOOK * log.noted:
             return
@@ -704,10 +796,70 @@ class AnytimeGrowth:
         )
 
     def _widen(self, factor: int, seed: int, way: Way | None) -> dict[str, list[int]]:
-        settings = {"example": self._example, "optimizer": self._optimizers, "ema": self.average, "seed": seed}
-        found = widen(self.model, factor, **settings, **_ways(way))
+        if self._shard is None:
+            settings = {"example": self._example, "optimizer": self._optimizers, "ema": self.average, "seed": seed}
+            found = widen(self.model, factor, **settings, **_ways(way))
+        else:
+            model, average = self._whole(self.model), self._whole(self.average)
+            before = dict(model.named_parameters())
+            found = widen(model, factor, example=self._example, ema=average, seed=seed, **_ways(way))
+            self._take(model, average, [name for name, own in model.named_parameters() if before[name] is own])
         self._kept = None  # it is of another size
         return {layer: list(widths) for layer, widths in found.items()}
+
+    def _whole(self, network: M) -> M:
+        """Return a copy of the network or of an average as a plain module; every process calls this where it is in parts."""
+        if self._shard is None:
+            return copied(network)
+        self._reshard()
+        whole = gather_into(self._hollow_before if network is self._before else self._hollow, network)
+        self._ranks.spread(whole.buffers())
+        return whole  # type: ignore[return-value]
+
+    def _reshard(self) -> None:
+        """Let every parameter be the part that the optimizer knows, also behind an evaluation."""
+        if self._shard is not None:
+            reshard(self.model)
+            reshard(self.average)
+
+    def _put_in_parts(self, network: nn.Module) -> None:
+        """Shard a plain network in place. InputError if `shard` does something else."""
+        assert self._shard is not None, "there is a function that shards"
+        name, result = type(network).__name__, self._shard(network)
+        if not is_sharded(network) or not (result is None or result is network):
+            raise InputError(
+                f"shard leaves the {name} whole, or returns another module; let it call fully_shard on the network that it is "
+                "given, in place, and compile it by its method `compile`"
+            )
+        check_sharding(network, self._ranks.size)
+
+    def _take(self, model: nn.Module, average: nn.Module, same: Sequence[str]) -> None:
+        """Shard a plain network and its average, in place, and train them from now on.
+
+        same: the parameters that are as they were, of which the optimizer remembers what it did.
+        """
+        outgrown, without_values = self.model, hollow(model)
+        before = dict(outgrown.named_parameters())
+        self._put_in_parts(model)
+        self._put_in_parts(average)
+        after = dict(model.named_parameters())
+        if tied := [name for name in after if name not in before]:
+            raise InputError(
+                f"shard takes tied parameters apart, as {tied[0]!r} is one of its own now; leave the modules that share it to "
+                "one call of fully_shard, as that on the whole network"
+            )
+        moments = [
+            (own, after[name], own.state[before[name]])
+            for own in self._optimizers
+            for name in same
+            if before[name] in own.state
+        ]
+        follow(self._optimizers, before, after)
+        for own, parameter, memory in moments:
+            own.state[parameter] = placed_moments(memory, parameter)
+        self.model, self.average, self._hollow = model, average, without_values
+        if outgrown is not model:  # a loop that goes on with it would train nothing
+            outgrown.register_forward_pre_hook(partial(_refuse_outgrown, type(self._hollow).__name__), prepend=True)
 
     @property
     def _multiple(self) -> int:
@@ -739,7 +891,7 @@ class AnytimeGrowth:
 
     def _copied(self, network: nn.Module, factor: int) -> tuple[nn.Module, Way | None, str]:
         """Return a copy of a network that is so many times as wide, the way to it, and what stands against it in a process."""
-        wider, way, problem = copied(network), None, ""
+        wider, way, problem = self._whole(network), None, ""
         try:
             found = widen(wider, factor, example=self._example, seed=self.seed + len(self.growths))
         except Exception as error:
@@ -771,7 +923,9 @@ class AnytimeGrowth:
         """Return the loss of the averaged network on the probe."""
         assert self._probe is not None, "there is a probe"
         with undisturbed(self.average):
-            loss = float(self._probe.see(self.average)[0].mean()) if self._ranks.first else None
+            runs = self._ranks.first or self._ranks.together
+            loss = float(self._probe.see(self.average)[0].mean()) if runs else None
+        self._reshard()
         loss = self._ranks.from_first(loss)
         self._loss, self._last_loss = (loss if math.isfinite(loss) else None), loss
         if loss < self._loss_before:
@@ -841,7 +995,9 @@ class AnytimeGrowth:
         if not plans:
             return False
         self._tried = None
-        before_growth = copied(self.average) if self.fresh and self._probe is not None else None
+        before_growth, hollow_before = None, self._hollow
+        if self.fresh and self._probe is not None:  # an average in parts stays as it is, as another one takes its place
+            before_growth = copied(self.average) if self._shard is None else self.average
         for plan in plans:
             try:
                 widths = self._widen(plan.factor, seed, plan.way)
@@ -854,13 +1010,13 @@ class AnytimeGrowth:
                 break
         else:
             return not self._ended(problem)
-        self._before = before_growth
+        self._before, self._hollow_before = before_growth, hollow_before
         if self.fresh:
-            drawn = _drawn_anew(self.model, seed)
+            drawn = _drawn_anew(self._whole(self.model), seed)
             with torch.no_grad():
                 for name, own in self.model.named_parameters():  # `average` keeps its own
                     if own.requires_grad and name in drawn:
-                        own.lerp_(self._scales[name] * drawn[name], self.fresh)
+                        own.lerp_(like(self._scales[name] * drawn[name], own), self.fresh)
         self._loss_before, self._since, self._grown_at = measured, 0, self._compute
         sizes = {"before": before, "parameters": self.parameters, "widths": widths}
         self.growths.append({"step": self.steps, "seen": self.seen, "seed": seed, **sizes, **plan._asdict()})
@@ -1008,19 +1164,22 @@ class AnytimeGrowth:
             group["lr"] = rate
 
 
-def _values(network: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the state of a network."""
-    return {name: value.detach().clone() for name, value in network.state_dict().items()}
-
-
 def _is_lower(loss: float, before: float) -> bool:
     """Return whether a loss has fallen by `WORTH`."""
     return loss < before - WORTH * abs(before) if math.isfinite(before) else loss < before
 
 
-def _drawn_anew(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Return the parameters of all layers with `reset_parameters` as these draw them. InputError if one fails."""
-    drawn, found = copied(model), {}
+def _refuse_outgrown(name: str, *_: Any) -> None:
+    """Raise InputError: the loop runs a sharded network in whose place there is a wider one."""
+    raise InputError(
+        f"this {name} is trained no more, as there is a wider one in its place; run growth.model, which is another network "
+        "behind each growth"
+    )
+
+
+def _drawn_anew(drawn: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Return the parameters of all layers with `reset_parameters` as these draw them, in place. InputError if one fails."""
+    found = {}
     with drawn_with(seed):
         for path, module in drawn.named_modules():
             if callable(reset := getattr(module, "reset_parameters", None)):
@@ -1040,7 +1199,7 @@ def _first_scales(model: nn.Module, seed: int) -> dict[str, float]:
     A model may draw its weights on another scale than its layers would.
     """
     first, scales = dict(model.named_parameters()), {}
-    for name, drawn in _drawn_anew(model, seed).items():
+    for name, drawn in _drawn_anew(copied(model), seed).items():
         if name in first:  # a tied weight has one name of several
             own, other = (float(each.detach().float().std(correction=0)) for each in (first[name], drawn))
             scales[name] = own / other if other else 1.0
