@@ -53,7 +53,7 @@ from esper.tolaria.play import Further, Observer, Until, play
 from esper.tolaria.population import Indices, ParameterNorms, Population, TaskPopulation
 from esper.tolaria.runtime import PhaseTimer, available_memory, resolve_device
 from esper.tolaria.seed_history import SeedHistory
-from esper.tolaria.stacked.population import StackedPopulation, check_memory, instance_keys
+from esper.tolaria.stacked.population import StackedPopulation, check_memory, instance_keys, widenings_of
 
 P = TypeVar("P", bound=Population)
 D = TypeVar("D", bound=TaskPopulation)
@@ -626,9 +626,11 @@ class VectorizedEngine(TaskEngine[StackedPopulation]):
         Raises InputError if the task, the config and the device do not fit together.
         """
         task, config = task.sealed(), with_steps(config, task)
-        check_memory(task, config, available_memory(resolve_device(config.device)))  # before any row is allocated
+        widenings = widenings_of(task, config)
+        available = available_memory(resolve_device(config.device))
+        check_memory(task, config, available, widenings)  # before any row is allocated
         keys = instance_keys(task, config) if instance is None else np.asarray(instance, np.int64)
-        super().__init__(StackedPopulation(task, config, keys), config)
+        super().__init__(StackedPopulation(task, config, keys, widenings), config)
 
     def copies(self, env: Indices) -> "VectorizedEngine":
         """Return an engine whose environments are copies of some of this engine, env (n,), as they are between two steps.

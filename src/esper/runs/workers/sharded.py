@@ -503,8 +503,9 @@ class Shard:
 
     def __init__(self, task: AnyTask, part: ShardPart) -> None:
         task = task if part.derive is None else part.derive(task)
-        check_memory(task, part.config, available_memory(resolve_device(part.config.device)))
-        self._population = StackedPopulation(task, part.config, part.instance)
+        widenings = widenings_of(task, part.config)
+        check_memory(task, part.config, available_memory(resolve_device(part.config.device)), widenings)
+        self._population = StackedPopulation(task, part.config, part.instance, widenings)
         self._population.first_env = part.first_env
         self._rows, self._keepers = part.rows, list[Keeper]()
         self._copy = StateCopy()

@@ -215,8 +215,13 @@ def differentiated(objective: Objective, output: Tensor, target: Tensor) -> Diff
 class StackedPopulation:
     """Trains R hosts and their seeds; implements `tolaria.population.TaskPopulation`."""
 
-    def __init__(self, task: AnyTask, config: Config, instance: Indices) -> None:
-        """`instance` (E,) names the instances. Raises InputError if the task, the config and the device do not fit together."""
+    def __init__(
+        self, task: AnyTask, config: Config, instance: Indices, widenings: tuple[HiddenWidening, ...] = ()
+    ) -> None:
+        """`instance` (E,) names the instances, and widenings are those of `widenings_of`.
+
+        Raises InputError if the task, the config and the device do not fit together.
+        """
         self.task, self.config = task, config
         self.device = resolve_device(config.device)
         if config.deterministic:
@@ -234,13 +239,13 @@ class StackedPopulation:
         with drawn_with(0):
             self._dtype = dtype_of(task.largest())
         self._load(instance)
-        self.widenings = widenings_of(task, config)
+        self.widenings = widenings
         if any(len(shape) > 1 for shape in shape_leaves(task.inputs)):
             hold_freed_memory()
         self._products = resolve_amp(config.amp, self.device, self._dtype)
         self._keepers: list[Snapshot] = []
         self._set_widths(0)
-        check_modules(self._products, self.device, [self.body.host.template, *self.body.layout.forms.values()])
+        check_modules(self._products, self.device, [self.body.host.module, *self.body.layout.forms.values()])
         check_divisible(self.body, config.data)
         self.skipped = np.zeros(rows, np.int64)  # (R,) updates of this episode that overflowed in float16
         self._survey()
@@ -634,7 +639,7 @@ def label_of(config: Config) -> str:
     return f"{counted(config.envs * (1 + config.twin), 'network')} at data.batch_size {config.data.batch_size}"
 
 
-def check_memory(task: AnyTask, config: Config, available: int) -> None:
+def check_memory(task: AnyTask, config: Config, available: int, widenings: tuple[HiddenWidening, ...] = ()) -> None:
     """Raise InputError if a population and its data alone would take more memory than is available.
 
     The estimate is a lower bound: value, gradient and moments of every host's parameters, the snapshots of the governor
@@ -643,7 +648,7 @@ def check_memory(task: AnyTask, config: Config, available: int) -> None:
     """
     rows, copies = _rows_and_copies(task, config)
     with drawn_with(0):
-        largest = wider_hosts(task.largest, widenings_of(task, config))()
+        largest = wider_hosts(task.largest, widenings)()
     host = sum(parameter.nbytes for parameter in largest.parameters())
     numbers = sum(math.prod(shape) for shape in shape_leaves(task.inputs))
     inputs = config.data.batch_size * numbers * torch.get_default_dtype().itemsize
