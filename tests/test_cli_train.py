@@ -91,6 +91,7 @@ def test_options_go_before_set_before_file_before_the_preset_before_the_task(esp
 
 def test_grow_uses_the_controller_and_the_settings_that_it_was_trained_under(esper, trained):
     asked = ["--envs", "2", "--steps", "4", "--set", "data.batches_per_step=2", "--models", "none"]
+    asked += ["--baselines", "none"]
     code, out, err = esper("grow", "spirals-narrow", "--controller", str(trained), *asked, "--run", "r")
     assert code == 0, err
     assert "test accuracy" in out
@@ -100,7 +101,7 @@ def test_grow_uses_the_controller_and_the_settings_that_it_was_trained_under(esp
     assert config.probe.sensors_every == 4
     summary = library.grow(
         library.get_task("spirals-narrow"),
-        {"envs": 2, "steps": 4, "data": {"batches_per_step": 2}, "models": "none"},
+        {"envs": 2, "steps": 4, "data": {"batches_per_step": 2}, "models": "none", "baselines": []},
         controller=str(trained),
     )
     written = json.loads(Path("r/summary.json").read_text())
@@ -109,6 +110,7 @@ def test_grow_uses_the_controller_and_the_settings_that_it_was_trained_under(esp
 
 def test_what_is_asked_for_goes_before_the_settings_of_a_controller(esper, trained):
     asked = ["--envs", "2", "--steps", "2", "--set", "gates.min_holding_steps=5", "--models", "none"]
+    asked += ["--baselines", "none"]
     code, _, err = esper("grow", "spirals-narrow", "--controller", str(trained / "controller"), *asked, "--run", "r")
     assert code == 0, err
     config = build_config(yaml.safe_load(Path("r/config.yaml").read_text()))

@@ -48,8 +48,9 @@ def unlabelled():
 prepared = clusters()
 number = 5
 """
-SMALL = {"envs": 2, "steps": 3, "twin": False, "data": {"batch_size": 12, "batches_per_step": 2}, "models": "none"}
-QUICK = ["--envs", "2", "--steps", "3", "--set", "data={batch_size: 12, batches_per_step: 2}", "--models", "none"]
+SMALL = {"envs": 2, "steps": 3, "baselines": [], "data": {"batch_size": 12, "batches_per_step": 2}, "models": "none"}
+QUICK = ["--envs", "2", "--steps", "3", "--set", "data={batch_size: 12, batches_per_step: 2}", "--baselines", "none"]
+QUICK += ["--models", "none"]
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ GROW = {(1, 0): (Op.GERMINATE, 0, 0, 0, 1, 3), (4, 0): (Op.ADVANCE,), (7, 0): (O
 PERMISSIVE = {
     "envs": 1,
     "steps": 9,
-    "twin": False,
+    "baselines": [],
     "data": {"batch_size": 12, "batches_per_step": 3},
     "gates": {"permissive": True, "min_training_steps": 1, "min_holding_steps": 1},
     "lifecycle": {"tempos": (0, 1)},
@@ -229,7 +229,7 @@ def test_a_network_that_standardizes_is_grown_further_by_its_own_mean_and_deviat
 
 def test_maps_are_grown_further_too(tmp_path):
     task = esper.get_task("digits-image")
-    settings = {"envs": 1, "steps": 1, "twin": False, "data": {"batch_size": 16, "batches_per_step": 1}}
+    settings = {"envs": 1, "steps": 1, "baselines": [], "data": {"batch_size": 16, "batches_per_step": 1}}
     esper.grow(task, settings, controller="never", run=tmp_path / "r")
     network = esper.load(tmp_path / "r/models/env-000")
     host = as_host(network)

@@ -9,7 +9,7 @@ import esper
 from esper.tamiyo.rules.heuristic import Heuristic
 from populations import blobs, small_config
 
-SHORT = {"envs": 2, "steps": 12, "twin": False, "data": {"batch_size": 16, "batches_per_step": 2}}
+SHORT = {"envs": 2, "steps": 12, "baselines": [], "data": {"batch_size": 16, "batches_per_step": 2}}
 
 
 def rings(classes=2, examples=200, rare=0.5):

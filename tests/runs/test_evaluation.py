@@ -96,7 +96,7 @@ def test_an_instance_is_the_same_whichever_comes_before_it(mixture):
 def test_the_figures_are_those_of_a_run(slim, measure):
     reward = {"reward": {"objective": measure, "rent": 0.2}}
     found = evaluate(slim, [PLANNED], instances=3, seeds=1, settings=[SHORT, reward]).figures
-    config = build_config(slim.defaults, SHORT, reward, {"envs": 3, "twin": False, "models": "none"})
+    config = build_config(slim.defaults, SHORT, reward, {"envs": 3, "baselines": [], "models": "none"})
     summary = grow(slim, config, Schedule(PLAN))
     assert found.objective[0, :, 0].tolist() == summary["test_objective"]["grown"]
     assert found.metric[0, :, 0].tolist() == summary["test_accuracy"]["grown"]

@@ -255,7 +255,7 @@ def test_the_score_of_the_best_controller_is_what_it_grows_on_the_validation_ins
                 "envs": config.ppo.validate_envs,
                 "seed": scalar(config.seed, Purpose.VALIDATION),
                 "instances": "validation",
-                "twin": False,
+                "baselines": [],
                 "models": "none",
             },
             controller=str(folder),

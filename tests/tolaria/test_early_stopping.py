@@ -170,7 +170,13 @@ def test_a_score_that_is_not_finite_or_of_a_row_that_was_rolled_back_is_no_best(
 
 def test_a_run_stops_early_says_why_and_evaluates_the_best_networks(tmp_path):
     task = blobs()
-    config = {"envs": 2, "steps": 200, "data": {"batch_size": 12, "batches_per_step": 3}, "models": "all"}
+    config = {
+        "envs": 2,
+        "steps": 200,
+        "data": {"batch_size": 12, "batches_per_step": 3},
+        "models": "all",
+        "baselines": ["twin"],
+    }
     summary = esper.grow(task, config | {"early_stopping": {"patience": 3}}, controller="never", run=tmp_path / "r")
     assert summary["status"] == "finished"
     assert summary["stopped_early"]
@@ -185,7 +191,7 @@ def test_a_run_stops_early_says_why_and_evaluates_the_best_networks(tmp_path):
 
 
 def test_own_tasks_stop_early_by_default_and_shipped_ones_do_not():
-    small = {"envs": 1, "steps": 2, "twin": False, "data": {"batch_size": 12, "batches_per_step": 1}}
+    small = {"envs": 1, "steps": 2, "baselines": [], "data": {"batch_size": 12, "batches_per_step": 1}}
     assert esper.grow(blobs(), small, controller="never")["best_step"]["host"] is None
     assert esper.grow(esper.get_task("iris"), small, controller="never")["best_step"] is None
 
@@ -216,7 +222,12 @@ def test_an_engine_that_is_restored_has_the_best_state_that_it_would_have_had():
 def test_a_run_folder_goes_on_to_the_best_state_that_it_would_have_had(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = blobs()
-    settings = {"envs": 2, "data": {"batch_size": 12, "batches_per_step": 3}, "early_stopping": {"patience": 30}}
+    settings = {
+        "envs": 2,
+        "data": {"batch_size": 12, "batches_per_step": 3},
+        "early_stopping": {"patience": 30},
+        "baselines": ["twin"],
+    }
     straight = esper.grow(task, settings | {"steps": 9}, controller="random-valid", run="a")
     esper.grow(task, settings | {"steps": 5}, controller="random-valid", run="b")
     resumed = esper.resume("b", task=task, settings={"steps": 9})
@@ -230,7 +241,7 @@ def test_a_run_folder_goes_on_to_the_best_state_that_it_would_have_had(tmp_path,
 def test_more_patience_lets_a_stopped_run_go_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     task = blobs()
-    settings = {"envs": 1, "steps": 60, "twin": False, "data": {"batch_size": 12, "batches_per_step": 3}}
+    settings = {"envs": 1, "steps": 60, "baselines": [], "data": {"batch_size": 12, "batches_per_step": 3}}
     first = esper.grow(task, settings | {"early_stopping": {"patience": 2}}, controller="never", run="r")
     assert first["stopped_early"]
     more = esper.resume("r", task=task, settings={"early_stopping.patience": 6})
@@ -260,7 +271,7 @@ def test_an_evaluation_scores_the_best_networks_of_an_own_task_among_all_steps()
     config = {
         "envs": 2,
         "steps": 20,
-        "twin": False,
+        "baselines": [],
         "data": {"batch_size": 12, "batches_per_step": 2},
         "instances": "heldout",
     }
@@ -278,7 +289,7 @@ def test_diabetes_at_four_times_the_default_length_is_no_worse_than_at_the_defau
     assert len(task.train.y) == 265
     holdout = {}
     for steps in (24, 96):
-        summary = esper.grow(task, {"envs": 2, "steps": steps, "twin": False}, progress=False)
+        summary = esper.grow(task, {"envs": 2, "steps": steps, "baselines": []}, progress=False)
         holdout[steps] = np.mean(summary["test_r2"]["grown"])
     assert holdout[24] > 0.3
     assert holdout[96] >= holdout[24] - 0.03
@@ -296,7 +307,7 @@ def overfit():
 def test_a_long_run_on_few_noisy_examples_ends_no_worse_than_a_short_one():
     settings = {
         "envs": 4,
-        "twin": False,
+        "baselines": [],
         "data": {"batch_size": 32, "batches_per_step": 8},
         "lifecycle": {"max_seeds": 0},
     }
