@@ -112,9 +112,14 @@ def test_rates_are_scaled_within_a_step_alone_and_not_by_growths_with_which_the_
     assert seen[-1] == pytest.approx(schedule.get_last_lr()[0])
 
 
+@pytest.fixture(scope="module")
+def whole():
+    """A run of forty steps that was never stopped."""
+    return trained(made(), 0, 40)
+
+
 @pytest.mark.parametrize("stop", thinned([20, 5, 7, 37, 9], 2))
-def test_a_resumed_run_goes_on_to_the_same_bits(stop):
-    whole = trained(made(), 0, 40)
+def test_a_resumed_run_goes_on_to_the_same_bits(stop, whole):
     first = trained(made(), 0, stop)
     saved = copy.deepcopy([each.state_dict() for each in first])
     second = model, optimizer, schedule, growth = made()
@@ -690,8 +695,8 @@ def test_a_step_that_raises_leaves_no_scaled_rate_behind():
     assert growth.why
 
 
-def test_a_state_of_another_network_is_refused_before_anything_is_wider():
-    state = trained(made(), 0, 40)[3].state_dict()
+def test_a_state_of_another_network_is_refused_before_anything_is_wider(whole):
+    state = whole[3].state_dict()
     assert state["progress"]["growths"]
     _, _, _, growth = made()
     size, average = growth.parameters, dict(state["average"])

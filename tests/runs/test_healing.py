@@ -1,6 +1,7 @@
 """`esper.heal`: places, data, the comparison, what is written, and input that cannot be healed."""
 
 import copy
+import io
 import json
 import os
 from dataclasses import replace
@@ -655,12 +656,19 @@ def test_a_network_of_integers_is_refused_by_name():
         esper.heal(network, (X, Y))
 
 
+@pytest.fixture(scope="module")
+def exported():
+    """The content of a file of torch.export."""
+    batch, file = {0: torch.export.Dim("batch", min=1)}, io.BytesIO()
+    torch.export.save(torch.export.export(build(), (X[:4],), dynamic_shapes=(batch,)), file)
+    return file.getvalue()
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, exported):
     """A folder with an exported network, its code and its data."""
     monkeypatch.chdir(tmp_path)
-    batch = {0: torch.export.Dim("batch", min=1)}
-    torch.export.save(torch.export.export(build(), (X[:4],), dynamic_shapes=(batch,)), "network.pt2")
+    (tmp_path / "network.pt2").write_bytes(exported)
     np.savez("data.npz", x=X.numpy(), y=Y.numpy())
     (tmp_path / "mine_data.py").write_text(
         "import numpy as np\ndef pair():\n    a = np.load('data.npz')\n    return a['x'], a['y']\ndef nothing():\n    pass\n"

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import numpy as np
@@ -183,6 +184,7 @@ def test_rewards_telescope_to_the_rise_of_the_worth_less_the_fees(drawn, config)
         np.testing.assert_allclose(earned, expected, atol=1e-9)
 
 
+@functools.cache
 def random_run(seed, episodes=1):
     """Outcomes of random valid decisions through the engine."""
     quick = {"lifecycle": {"auto_advance": True, "tempos": [0, 1], "embargo": 0}, "gates": {"min_holding_steps": 0}}

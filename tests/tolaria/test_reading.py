@@ -345,6 +345,12 @@ def raises():
     raise OSError("the disk with the examples is gone")
 
 
+@pytest.fixture(scope="module")
+def grown():
+    """The summary of a run whose examples can all be read."""
+    return esper.grow(task_of(Examples()), SETTINGS, controller="random-valid", progress=False)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("event", "kind", "words"),
@@ -368,9 +374,8 @@ def raises():
     ids=["raises", "shape", "label", "structure", "infinite", "text"],
 )
 def test_what_goes_wrong_in_mid_run_is_a_sentence_and_the_run_is_resumed_to_the_same_bits(
-    tmp_path, event, kind, words, workers
+    grown, tmp_path, event, kind, words, workers
 ):
-    straight = esper.grow(task_of(Examples()), SETTINGS, controller="random-valid", progress=False)
     with pytest.raises(kind) as raised:
         esper.grow(
             task_of(Examples(), workers, event, after=420),
@@ -385,17 +390,16 @@ def test_what_goes_wrong_in_mid_run_is_a_sentence_and_the_run_is_resumed_to_the_
     assert "\n" not in sentence
     assert f"; esper resume {tmp_path / 'run'} continues after step " in sentence
     resumed = esper.resume(tmp_path / "run", task=task_of(Examples()), progress=False)
-    assert {name: resumed[name] for name in SAME} == {name: straight[name] for name in SAME}
+    assert {name: resumed[name] for name in SAME} == {name: grown[name] for name in SAME}
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("code", [-signal.SIGKILL, 0])
 def test_a_worker_that_dies_ends_the_run_with_a_sentence_and_it_is_resumed_to_the_same_bits(
-    tmp_path, monkeypatch, code
+    grown, tmp_path, monkeypatch, code
 ):
     # torch looks every 5 s whether its workers live; one that left as if well is noticed in no other way
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.5,))
-    straight = esper.grow(task_of(Examples()), SETTINGS, controller="random-valid", progress=False)
 
     def dies():
         os._exit(code) if code >= 0 else os.kill(os.getpid(), -code)
@@ -413,7 +417,7 @@ def test_a_worker_that_dies_ends_the_run_with_a_sentence_and_it_is_resumed_to_th
     assert "give workers=0 to see which example it is, or fewer workers where memory ran out; esper resume " in sentence
     assert "\n" not in sentence
     resumed = esper.resume(tmp_path / "run", task=task_of(Examples()), progress=False)
-    assert {name: resumed[name] for name in SAME} == {name: straight[name] for name in SAME}
+    assert {name: resumed[name] for name in SAME} == {name: grown[name] for name in SAME}
 
 
 def test_a_dataset_that_cannot_be_sent_to_workers_is_a_sentence(tmp_path):
