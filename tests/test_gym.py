@@ -23,6 +23,7 @@ from esper.leyline.lifecycle.masks import allowed, allowed_of, every_decision
 from esper.leyline.lifecycle.view import take
 from esper.tasks.repair import repair
 from populations import blobs, small_config
+from thinning import crossed
 
 PAGE = Path(__file__).parents[1] / "docs" / "gym.md"
 FEW = {"tempos": (0, 2), "targets": (0.5, 1.0)}
@@ -65,8 +66,9 @@ def alike(one, other):
     return type(one) is type(other) and one == other
 
 
-@pytest.mark.parametrize("reward", [{}, {"name": "sparse"}, {"name": "escrow", "relative_to": "twin"}])
-@pytest.mark.parametrize("sensors_every", [0, 2])
+@pytest.mark.parametrize(
+    ("reward", "sensors_every"), crossed([{}, {"name": "sparse"}, {"name": "escrow", "relative_to": "twin"}], [0, 2])
+)
 def test_gymnasium_finds_nothing_to_say_of_one_environment(reward, sensors_every, recwarn):
     config = small_config({"probe": {"sensors_every": sensors_every}}, steps=4, reward=reward)
     check_env(EsperEnv(blobs(), config), skip_render_check=True)

@@ -14,6 +14,7 @@ from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.stages import Stage
 from esper.tasks.hosts.factories import MLP
 from esper.tolaria.stacked.population import shadows
+from thinning import crossed
 
 
 def parameters(body, env):
@@ -150,8 +151,13 @@ def copy_row(stack, source, target):
         column[target] = column[source]
 
 
-@pytest.mark.parametrize("width", [1, 3, 16, *(pytest.param(width, marks=pytest.mark.slow) for width in (2, 8, 12))])
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("width", "plain"),
+    [
+        *crossed([1, 3, 16], [True, False]),
+        *(pytest.param(width, plain, marks=pytest.mark.slow) for width in (2, 8, 12) for plain in (False, True)),
+    ],
+)
 def test_a_row_is_bitwise_the_same_in_any_group_for_every_blueprint_and_blend(width, plain):
     batch = 2 * width + 3
     x = torch.randn(batch, 6).expand(6, batch, 6).contiguous()

@@ -19,6 +19,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
 from esper.tolaria.stacked.population import shadows
 from pictures import HOST, INPUTS, MAPS, map_body
+from thinning import crossed
 
 
 def obvious(body, seeds, env, x, dose):
@@ -87,8 +88,7 @@ def test_the_mappings_agree_in_outputs_and_gradients(blend):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("batch", [1, 7, 64])
-@pytest.mark.parametrize("blend", Blend)
+@pytest.mark.parametrize(("batch", "blend"), crossed([1, 7, 64], list(Blend)))
 def test_a_row_is_bitwise_the_same_in_any_company(batch, blend):
     with drawn_with(1):
         x = torch.randn(5, batch, *INPUTS)

@@ -29,7 +29,7 @@ from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.streams import Kind
 from esper.tolaria.stacked.population import shadows
 from spans import MENUS, SpannedHost, linear, spanned_task
-from thinning import thinned
+from thinning import crossed, thinned
 
 KINDS = pytest.mark.parametrize("kind", thinned(MENUS, 2))
 SLOTS = {0: 0, 1: 2, 2: 3, 3: 4}
@@ -82,8 +82,7 @@ def examples(kind, rows, batch=4, dtype=torch.float32):
     return torch.randn(rows, batch, *SpannedHost(kind).inputs, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-@KINDS
-@pytest.mark.parametrize("blend", Blend)
+@pytest.mark.parametrize(("kind", "blend"), crossed(list(MENUS), list(Blend)))
 def test_networks_and_branches_from_every_slot_compute_what_the_formulas_say(kind, blend):
     body, seeds = populated(kind, blend=blend, dtype=torch.float64)
     x = examples(kind, 5, dtype=torch.float64)
@@ -98,8 +97,9 @@ def test_networks_and_branches_from_every_slot_compute_what_the_formulas_say(kin
         torch.testing.assert_close(output, obvious(body, seeds, kind, of, x[of], own))
 
 
-@KINDS
-@pytest.mark.parametrize("options", [{}, {"recomputed": True}, {"mapping": "loop"}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "options"), crossed(list(MENUS), [{}, {"recomputed": True}, {"mapping": "loop"}]), ids=str
+)
 def test_a_population_trains_as_each_of_its_networks_does_alone(kind, options):
     body, seeds = populated(kind, dtype=torch.float64, **options)
     seeds.stage[:5] = Stage.FOSSILIZED
@@ -134,8 +134,7 @@ def test_a_population_trains_as_each_of_its_networks_does_alone(kind, options):
                 torch.testing.assert_close(found, parameter.grad)
 
 
-@KINDS
-@pytest.mark.parametrize("batch", [1, 7])
+@pytest.mark.parametrize(("kind", "batch"), crossed(list(MENUS), [1, 7]))
 def test_a_row_has_the_same_bits_in_any_company_and_on_a_tape(kind, batch):
     x = examples(kind, 5, batch)
 

@@ -15,6 +15,7 @@ from esper.leyline.lifecycle.actions import Blend
 from esper.leyline.lifecycle.slots import Tap
 from esper.leyline.lifecycle.streams import Kind
 from lives import Host, live
+from thinning import thinned
 from trees import conv
 
 
@@ -231,7 +232,9 @@ LIVES = [
 ]
 
 
-@pytest.mark.parametrize(("host", "span", "blueprint", "folds"), LIVES, ids=lambda value: str(value).replace(" ", "-"))
+@pytest.mark.parametrize(
+    ("host", "span", "blueprint", "folds"), thinned(LIVES, 2), ids=lambda value: str(value).replace(" ", "-")
+)
 def test_a_seed_on_a_span_changes_nothing_at_birth_learns_and_is_folded_or_saved_beside(host, span, blueprint, folds):
     life = live(HOSTS[host], lambda *_: {span[1]: (blueprint, Blend.ADD)}, span)
     assert life.folded == ([span[1]] if folds else [])

@@ -25,6 +25,7 @@ from esper.runs.live.growth import Growth
 from loops import LIFE as KEPT_AND_REMOVED
 from loops import equal, repeatable, stages
 from populations import Script
+from thinning import crossed
 
 WIDTH, EVERY = 6, 2
 SITES = {name: Site(name, path, path, Vector(WIDTH)) for name, path in (("stem", "0"), ("one", "2"), ("two", "5"))}
@@ -272,10 +273,16 @@ def test_a_network_that_gets_worse_on_the_probe_is_put_back_only_where_that_was_
     assert (growing.growth.engine.state.scores.loss[0] > 2 * before) == (not rollbacks)
 
 
-@pytest.mark.parametrize("batch", [False, True], ids=["straight-through", "shadow"])
 @pytest.mark.parametrize(
-    "stop",
-    [1, 6, 14, 19, 25, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (5, 9, 15, 17, 22, 29, 32))],
+    ("stop", "batch"),
+    [
+        *crossed([1, 6, 14, 19, 25], [False, True]),
+        *(
+            pytest.param(stop, batch, marks=pytest.mark.slow)
+            for stop in (5, 9, 15, 17, 22, 29, 32)
+            for batch in (False, True)
+        ),
+    ],
 )
 def test_a_training_resumed_in_any_stage_is_the_one_that_was_never_stopped(stop, batch):
     straight = loop(averaged=True)

@@ -14,6 +14,7 @@ from esper.runs.live.growth import Growth
 from esper.tamiyo.rules.baselines import RandomValid
 from esper.tolaria.engine import VectorizedEngine
 from populations import Script, blobs, small_config
+from thinning import crossed
 
 STEPS, BATCHES = 24, 3
 LIFE = {
@@ -37,8 +38,7 @@ def relative(one, other):
     return float((one - other).abs().max() / other.abs().max().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize("incubation", ["ste", "shadow"])
-@pytest.mark.parametrize("client", [lambda: Script(LIFE), RandomValid], ids=["script", "random-valid"])
+@pytest.mark.parametrize(("client", "incubation"), crossed([lambda: Script(LIFE), RandomValid], ["ste", "shadow"]))
 def test_one_host_grows_alike_in_a_loop_and_in_a_population(client, incubation):
     task = blobs(dtype=torch.float64)
     config = small_config(

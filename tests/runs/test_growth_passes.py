@@ -15,6 +15,7 @@ from esper.leyline.lifecycle.streams import Vector
 from esper.runs.live.growth import Growth
 from loops import SETTINGS, equal
 from populations import Script
+from thinning import crossed
 
 WIDTH, STEPS = 6, 8
 INCUBATE = {(0, 0): (Op.GERMINATE, 0, 0, 0, 1, 3)}
@@ -150,8 +151,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("freeze", ["none", "host"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "freeze"), crossed(list(WAYS), ["none", "host"]))
 def test_a_pass_is_thrown_away_in_any_of_many_ways(way, freeze):
     def iteration(loop, key, thrown):
         if thrown:

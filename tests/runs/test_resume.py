@@ -39,6 +39,7 @@ from esper.tamiyo.rules.schedule import load_schedule
 from esper.tolaria.engine import VectorizedEngine
 from journals import events
 from populations import GROW, Script, blobs, small_config
+from thinning import thinned
 
 TIMES = ("seconds", "env_steps_per_second", "phase_seconds", "controller_share")
 EVERY = {"every_steps": 1, "every_seconds": 0, "keep": 2}
@@ -119,7 +120,8 @@ def left_and_resumed(config, folder, client, *lefts):
 
 
 @pytest.mark.parametrize(
-    ("name", "twin"), [("heuristic", True), ("learned", True), ("random-valid", False), ("schedule", False)]
+    ("name", "twin"),
+    thinned([("learned", True), ("heuristic", True), ("schedule", False), ("random-valid", False)], 2),
 )
 def test_five_steps_a_resume_and_five_steps_are_ten(tmp_path, name, twin):
     config = config_of(name, twin=twin)

@@ -21,6 +21,7 @@ from esper.karn.export_targets import as_markdown, final_table
 from esper.leyline.distribution import TARGETS
 from esper.leyline.errors import RunWarning
 from exported import curves_of_steps
+from thinning import crossed
 
 pytestmark = [pytest.mark.third_party, pytest.mark.filterwarnings("ignore")]
 missing = [name for name in TARGETS if find_spec(name) is None]
@@ -238,8 +239,7 @@ def test_an_export_afterwards_equals_the_one_while_the_run_went_on(resumed, targ
     assert again.tables == live.tables
 
 
-@pytest.mark.parametrize("place", ["scalars", "flush"])
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "place"), crossed(list(TARGETS), ["scalars", "flush"]))
 def test_an_exporter_that_was_killed_at_work_loses_no_point_and_writes_none_twice(
     resumed, target, place, tmp_path, monkeypatch
 ):

@@ -8,6 +8,7 @@ import torch
 from esper.kasmina.graft.find_sites import find_sites
 from esper.kasmina.graft.grafted import graft
 from huggingface import MODELS
+from thinning import crossed
 
 pytestmark = pytest.mark.third_party
 PAGE = Path(__file__).parents[2] / "docs" / "sites.md"
@@ -34,8 +35,7 @@ def state(module):
     }
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "training"), crossed(list(MODELS), [True, False]))
 def test_every_site_of_a_model_runs_has_its_width_and_a_gradient_and_the_model_stays_as_it_was(name, training):
     module, example = MODELS[name]()
     module.train(training)

@@ -20,6 +20,7 @@ from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.stacked.population import needs_ghost
 from pictures import pictures
 from populations import GROW, Script, blobs, small_config
+from thinning import crossed
 
 LIFE = {  # environment 0: a seed that is kept, and one that is pruned slowly, planted while the first is blended in
     (0, 0): (Op.GERMINATE, 0, 1, 0, 2, 3),
@@ -110,8 +111,10 @@ def plain(inputs, width, hidden, classes):
     return SegmentedHost(segments, [SlotSpec("middle", after=1, width=width)])
 
 
-@pytest.mark.parametrize("make", [MLP, partial(partial, plain)], ids=["layers of Esper", "layers of torch"])
-@pytest.mark.parametrize("sizes", [(5, 11, (7,), 3), (9, 7, (1, 5), 2), (15, 11, (13,), 5)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "make"),
+    crossed([(5, 11, (7,), 3), (9, 7, (1, 5), 2), (15, 11, (13,), 5)], [MLP, partial(partial, plain)]),
+)
 def test_networks_of_any_widths_have_the_same_bits_at_any_index(sizes, make):
     inputs, classes = sizes[0], sizes[-1]
     x = torch.randn(160, inputs, generator=torch.Generator().manual_seed(5))

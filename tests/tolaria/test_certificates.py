@@ -35,6 +35,7 @@ from esper.tolaria.measure.certifying import (
     signs,
 )
 from populations import Journalled, Script, blobs, small_config
+from thinning import crossed
 
 ALPHA = 0.05
 RUNS = 4000
@@ -194,12 +195,14 @@ def refuted(false):
     return binom.sf(false.sum() - 1, len(false), ALPHA) < 1e-4
 
 
-@pytest.mark.parametrize("evidence", [SURE, None])
-@pytest.mark.parametrize(("rows", "runs"), [(1, RUNS), (2, RUNS), (8, 1000), (64, 150)])
-@pytest.mark.parametrize("adversary", [wandering, chosen])
+@pytest.mark.parametrize(
+    ("adversary", "size", "evidence"),
+    crossed([wandering, chosen], [(1, RUNS), (2, RUNS), (8, 1000), (64, 150)], [SURE, None]),
+)
 def test_whatever_is_looked_at_rows_that_share_examples_have_a_false_certificate_with_probability_alpha_at_most(
-    adversary, rows, runs, evidence
+    adversary, size, evidence
 ):
+    rows, runs = size
     examiner = Examiner(rows=rows, runs=runs, evidence=evidence)
     assert not refuted(adversary(np.random.default_rng(3), examiner, rows))
 
