@@ -82,6 +82,8 @@ def _vary(modules: Sequence[nn.Module], x: Batch, parts: Sequence[str], sizes: S
     ends = [rows for count in counts for rows in (slice(0, count), slice(ROWS - count, ROWS))]
     dtype = dtype_of(modules[0])
     whole, *smaller = [Stack(modules[0], len(modules[rows]), dtype=dtype) for rows in (slice(0, ROWS), *ends)]
+    for rows, stack in zip((slice(0, ROWS), *ends), (whole, *smaller), strict=True):
+        _write(stack, modules[rows])
     for batch in batches:
         example = (np.arange(batch) + 5 * np.arange(ROWS)[:, None]) % len(first(x))
         h = picked(x, torch.from_numpy(example))
@@ -97,10 +99,15 @@ def _vary(modules: Sequence[nn.Module], x: Batch, parts: Sequence[str], sizes: S
     return found
 
 
+def _write(stack: Stack, modules: Sequence[nn.Module]) -> None:
+    for row, module in enumerate(modules):
+        stack.write(row, module)
+
+
 def _run(stack: Stack, modules: Sequence[nn.Module], h: Batch, part: str, start: int) -> list[Tensor]:
     """Return output, gradients of the input and the parameters, and buffers, of the modules as they were built, by row."""
-    for row, module in enumerate(modules):
-        stack.write(row, module)  # an earlier call may have changed buffers
+    if stack.buffers:  # which an earlier call may have changed
+        _write(stack, modules)
     h = map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(leaf.is_floating_point()), h)
     stack.columns["gradient"].zero_()
     stack.train(True)
