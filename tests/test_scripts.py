@@ -373,6 +373,7 @@ def test_simulated_workers_share_cores_first_come_first_served_and_wait_for_the_
     assert benchmark_workers.simulated(uneven, 512, 512, uneven=True)[:2] == pytest.approx((9.0, 2 / 3), rel=0.05)
 
 
+@pytest.mark.campaign
 def test_messages_between_two_processes_are_measured():
     small, by_byte, add = benchmark_workers.messages(100_000)
     assert small > 0
