@@ -22,23 +22,14 @@ from esper.tamiyo.rules.baselines import Rule, draws
 
 
 class ActorOutput(NamedTuple):
-    """Holds one decision of a policy in every environment, before its outcome is known.
+    """Holds one decision of a policy in every environment, before its outcome is known."""
 
-    Attributes:
-        observation (Observation): (E, ...)
-        decision (SampledDecision): one per environment
-        value ((E,) tensor): V of the state, in units of return
-        starts ((E,) bool array): whether a sequence begins with this step
-        exploration ((E, heads) float64 tensor): share of the uniform distribution in each head's probabilities
-        idle ((E,) bool array): whether the environment decides nothing, because its decisions of the step are over
-    """
-
-    observation: Observation
-    decision: SampledDecision
-    value: Tensor
-    starts: NDArray[np.bool_]
-    exploration: Tensor
-    idle: NDArray[np.bool_]
+    observation: Observation  # (E, ...)
+    decision: SampledDecision  # one per environment
+    value: Tensor  # (E,) V of the state, in units of return
+    starts: NDArray[np.bool_]  # (E,) whether a sequence begins with this step
+    exploration: Tensor  # (E, heads) float64, share of the uniform distribution in each head's probabilities
+    idle: NDArray[np.bool_]  # (E,) whether the environment decides nothing, because its decisions of the step are over
 
 
 class Learned(Rule):

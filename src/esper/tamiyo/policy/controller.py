@@ -34,21 +34,14 @@ _LARGEST, _LARGEST_FACTS = 64 * 2**20, 2**20  # sizes of the files [bytes]
 
 
 class Language(NamedTuple):
-    """Names the sensors and the choices that a policy was trained with. A space must have the same, and may have any blueprints.
+    """Names the sensors and the choices that a policy was trained with. A space must have the same, and any blueprints."""
 
-    Attributes:
-        sensors (names): growth sensors
-        blueprints (names): those that the policy has met; of others it knows what their cost and their sensors tell
-        tempos (ints): lengths of ramps [steps]
-        targets (floats): targets of ramps
-        packages (names): blueprints that one decision can plant in every slot (`tamiyo.policy.packages`)
-    """
-
-    sensors: tuple[str, ...]
+    sensors: tuple[str, ...]  # growth sensors
+    # those that the policy has met; of others it knows what their cost and their sensors tell
     blueprints: tuple[str, ...]
-    tempos: tuple[int, ...]
-    targets: tuple[float, ...]
-    packages: tuple[str, ...] = ()
+    tempos: tuple[int, ...]  # lengths of ramps [steps]
+    targets: tuple[float, ...]  # targets of ramps
+    packages: tuple[str, ...] = ()  # blueprints that one decision can plant in every slot (`tamiyo.policy.packages`)
 
     @classmethod
     def of(cls, spaces: Sequence[Space], packages: Sequence[str] = ()) -> "Language":
@@ -86,23 +79,15 @@ class Language(NamedTuple):
 @brief
 @dataclass
 class Policy:
-    """Holds a policy network with the normalisation of its inputs. A learner updates `network` and `normaliser`.
-
-    Attributes:
-        network (FactoredRecurrentActorCritic): the weights
-        normaliser (Normaliser): moments of the observations
-        language (Language): the sensors and choices that the policy was trained with
-        settings (mapping): config that a run with this policy uses, keys of `leyline.config.OF_CONTROLLERS`
-        origin (mapping): tasks, rounds and validation results of the training
-        decisions_per_step (int): largest number of decisions for an environment in one step
-    """
+    """Holds a policy network with the normalisation of its inputs. A learner updates `network` and `normaliser`."""
 
     network: FactoredRecurrentActorCritic
-    normaliser: Normaliser
+    normaliser: Normaliser  # moments of the observations
     language: Language
+    # config that a run with this policy uses, keys of `leyline.config.OF_CONTROLLERS`
     settings: Mapping[str, Any] = field(default_factory=dict)
-    origin: Mapping[str, Any] = field(default_factory=dict)
-    decisions_per_step: int = 1
+    origin: Mapping[str, Any] = field(default_factory=dict)  # tasks, rounds and validation results of the training
+    decisions_per_step: int = 1  # largest number of decisions for an environment in one step
 
     @classmethod
     def fresh(

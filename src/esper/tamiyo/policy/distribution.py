@@ -29,32 +29,21 @@ _RELEVANT = torch.from_numpy(RELEVANT.copy())
 
 
 class SampledDecision(NamedTuple):
-    """Holds one decision per environment.
+    """Holds one decision per environment."""
 
-    Attributes:
-        actions (Actions): (E,)
-        valid (arrays by head): (E, choices) bool, the valid choices given those of the heads before
-        log_prob ((E,) tensor): log-probability of the whole decision [nats]
-        probability ((E, heads) tensor): probability of the choice of each head; nan where the operation does not read the head
-        entropy ((E, heads) tensor): entropy of the distribution of each head; nan where the probability is [nats]
-    """
-
-    actions: Actions
-    valid: tuple[NDArray[np.bool_], ...]
-    log_prob: Tensor
+    actions: Actions  # (E,)
+    valid: tuple[NDArray[np.bool_], ...]  # (E, choices) bool, the valid choices given those of the heads before
+    log_prob: Tensor  # (E,) log-probability of the whole decision [nats]
+    # (E, heads) probability of the choice of each head; nan where the operation does not read the head
     probability: Tensor
-    entropy: Tensor
+    entropy: Tensor  # (E, heads) entropy of the distribution of each head; nan where the probability is [nats]
 
 
 class Judged(NamedTuple):
-    """Holds the probabilities that a network gives to decisions.
+    """Holds the probabilities that a network gives to decisions."""
 
-    Attributes:
-        log_prob ((T, E) tensor): log-probability of the whole decision [nats]
-        entropy ((T, E, heads) tensor): entropy of each head given the choices before; 0 where the op does not use the head [nats]
-    """
-
-    log_prob: Tensor
+    log_prob: Tensor  # (T, E) log-probability of the whole decision [nats]
+    # (T, E, heads) entropy of each head given the choices before; 0 where the op does not use the head [nats]
     entropy: Tensor
 
 

@@ -19,23 +19,14 @@ WINDOWS = (2, 6)
 
 
 class Seen(NamedTuple):
-    """Holds the sources of features.
+    """Holds the sources of features."""
 
-    Attributes:
-        view (View): the view of this step
-        seeds (Seeds): those of the view
-        measured (Measurements): those of the view
-        history (History): the history, with the measurements of this step
-        interaction ((E, S) array): result of `interactions`
-        interaction_age ((E, S) array): result of `interactions` [steps]
-    """
-
-    view: View
+    view: View  # of this step, from which the next two are taken
     seeds: Seeds
     measured: Measurements
-    history: "History"
-    interaction: Floats
-    interaction_age: Floats
+    history: "History"  # with the measurements of this step
+    interaction: Floats  # (E, S) result of `interactions`
+    interaction_age: Floats  # (E, S) result of `interactions` [steps]
 
 
 Read = Callable[[Seen], Any]
@@ -43,36 +34,21 @@ Read = Callable[[Seen], Any]
 
 
 class Feature(NamedTuple):
-    """Describes a continuous column of an observation.
-
-    Attributes:
-        name (str): name of the column
-        unit (str): unit of the value
-        scale (float): standard deviation before the first round; a tenth of it is the lower bound later
-        missing (bool): whether the value can be absent; a flag `name?` then says whether it was measured
-        meaning (str): description for `esper docs observation`
-        read (callable): returns the values
-    """
+    """Describes a continuous column of an observation."""
 
     name: str
     unit: str
-    scale: float
-    missing: bool
-    meaning: str
+    scale: float  # standard deviation before the first round; a tenth of it is the lower bound later
+    missing: bool  # whether the value can be absent; a flag `name?` then says whether it was measured
+    meaning: str  # description for `esper docs observation`
     read: Read
 
 
 class Flag(NamedTuple):
-    """Describes a column that is 0 or 1.
-
-    Attributes:
-        name (str): name of the column
-        meaning (str): the condition under which it is 1
-        read (callable): returns the values
-    """
+    """Describes a column that is 0 or 1."""
 
     name: str
-    meaning: str
+    meaning: str  # the condition under which it is 1
     read: Read
 
 

@@ -21,23 +21,14 @@ EMBEDDING, PAIR = 8, 32
 
 
 class Batch(NamedTuple):
-    """Holds `Inputs` as tensors, with blueprints as indices into the vocabulary.
+    """Holds `Inputs` as tensors, with blueprints as indices into the vocabulary."""
 
-    Attributes:
-        env ((T, E, G) tensor): features of the environment
-        slot ((T, E, S, F) tensor): features of the slots
-        blueprint ((T, E, S) int64 tensor): blueprint of the seed in the slot; the number of blueprints for an empty slot
-        cost ((T, E, S, K) tensor): cost of each blueprint of the menu at the slot
-        prospects ((T, E, S, K, P) tensor): what the growth sensors tell of it there
-        menu ((K,) int64 tensor): the blueprints of the menu; -1 for one that the vocabulary lacks
-    """
-
-    env: Tensor
-    slot: Tensor
-    blueprint: Tensor
-    cost: Tensor
-    prospects: Tensor
-    menu: Tensor
+    env: Tensor  # (T, E, G) features of the environment
+    slot: Tensor  # (T, E, S, F) features of the slots
+    blueprint: Tensor  # (T, E, S) int64, blueprint of the seed in the slot; the number of blueprints for an empty slot
+    cost: Tensor  # (T, E, S, K) cost of each blueprint of the menu at the slot
+    prospects: Tensor  # (T, E, S, K, P) what the growth sensors tell of it there
+    menu: Tensor  # (K,) int64, the blueprints of the menu; -1 for one that the vocabulary lacks
 
 
 class Encoded(NamedTuple):

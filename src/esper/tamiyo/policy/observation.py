@@ -36,39 +36,24 @@ Features = NDArray[np.float32]
 
 
 class Observation(NamedTuple):
-    """Holds features before normalisation, float32; nan where a quantity was not measured.
+    """Holds features before normalisation, float32; nan where a quantity was not measured."""
 
-    Attributes:
-        env ((E, G) array): continuous features of the environment
-        env_flags ((E, Gf) array): flags of the environment
-        slot ((E, S, F) array): continuous features of the slots, raw, then relative to the mean over slots
-        slot_flags ((E, S, Ff) array): flags of the slots
-        blueprint ((E, S) int64 array): index into the menu; -1 for an empty slot
-        cost ((E, S, K) array): ln(1 + parameters of the blueprint / host parameters)
-        prospects ((E, S, K, 3) array): what the growth sensors tell of each blueprint at each slot (`features.PROSPECTS`)
-    """
-
-    env: Features
-    env_flags: Features
-    slot: Features
-    slot_flags: Features
-    blueprint: NDArray[np.int64]
-    cost: Features
+    env: Features  # (E, G) continuous features of the environment
+    env_flags: Features  # (E, Gf) flags of the environment
+    slot: Features  # (E, S, F) continuous features of the slots, raw, then relative to the mean over slots
+    slot_flags: Features  # (E, S, Ff) flags of the slots
+    blueprint: NDArray[np.int64]  # (E, S) index into the menu; -1 for an empty slot
+    cost: Features  # (E, S, K) ln(1 + parameters of the blueprint / host parameters)
+    # (E, S, K, 3) what the growth sensors tell of each blueprint at each slot (`features.PROSPECTS`)
     prospects: Features
 
 
 class History(NamedTuple):
-    """Holds the recent measurements and the last decision of every environment.
+    """Holds the recent measurements and the last decision of every environment."""
 
-    Attributes:
-        trend ((E, W, 3) array): metric, ln loss and ln training loss, newest step first; nan before the episode
-        op ((E,) int64 array): last operation; -1 where there is none
-        accepted ((E,) bool array): whether the last decision was accepted
-    """
-
-    trend: Floats
-    op: NDArray[np.int64]
-    accepted: Bools
+    trend: Floats  # (E, W, 3) metric, ln loss and ln training loss, newest step first; nan before the episode
+    op: NDArray[np.int64]  # (E,) last operation; -1 where there is none
+    accepted: Bools  # (E,) whether the last decision was accepted
 
     @classmethod
     def empty(cls, envs: int) -> "History":
@@ -179,21 +164,13 @@ class Normaliser(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Holds the inputs of a network: normalised features and flags, without nan, float32.
+    """Holds the inputs of a network: normalised features and flags, without nan, float32."""
 
-    Attributes:
-        env ((..., G + flags) array): features of the environment
-        slot ((..., S, F + flags) array): features of the slots
-        blueprint ((..., S) int64 array): index into the menu; -1 for an empty slot
-        cost ((..., S, K) array): as in `Observation`
-        prospects ((..., S, K, 6) array): prospects, and flags that say which of them were measured
-    """
-
-    env: Features
-    slot: Features
-    blueprint: NDArray[np.int64]
-    cost: Features
-    prospects: Features
+    env: Features  # (..., G + flags) features of the environment
+    slot: Features  # (..., S, F + flags) features of the slots
+    blueprint: NDArray[np.int64]  # (..., S) index into the menu; -1 for an empty slot
+    cost: Features  # (..., S, K) as in `Observation`
+    prospects: Features  # (..., S, K, 6) prospects, and flags that say which of them were measured
 
 
 CLIP = 5.0

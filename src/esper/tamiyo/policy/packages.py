@@ -32,15 +32,10 @@ def inner_slots(space: Space) -> Bools:
 
 
 class Opened(NamedTuple):
-    """Lists packages that were chosen and are not planted completely.
+    """Lists packages that were chosen and are not planted completely."""
 
-    Attributes:
-        slots ((E, S) bool array): the slots that are still to be planted
-        seed (Actions): (E,) the decision whose blueprint, blend, tempo and target the seeds get
-    """
-
-    slots: Bools
-    seed: Actions
+    slots: Bools  # (E, S) the slots that are still to be planted
+    seed: Actions  # (E,) the decision whose blueprint, blend, tempo and target the seeds get
 
     @classmethod
     def none(cls, envs: int, slots: int) -> "Opened":
