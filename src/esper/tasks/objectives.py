@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -152,7 +152,7 @@ class CustomObjective(Objective):
 
     base: Classification | Regression  # provides the loss or the metric where none is given
     user_loss: Function | None
-    user_score: Function | None  # an entry of METRICS takes whole splits (E, B, ..., C) and (E, B, ...)
+    user_score: Function | None  # an entry of SCORES takes whole splits (E, B, ..., C) and (E, B, ...)
     metric: str  # its name
     class_weights: tuple[float, ...] | None  # (C,) factors of the loss by class; the metric has none
     outputs: int  # C
@@ -174,7 +174,7 @@ class CustomObjective(Objective):
         """Map output (E, B, ..., C), target (E, B, ...), a whole split -> (E, B) whose mean over B is the metric."""
         if self.user_score is None:
             return self.base.score(output, target)
-        if self.metric in METRICS and self.user_score is METRICS[self.metric].score:
+        if self.user_score is SCORES.get(self.metric):
             return by_example(self.user_score(output, target))
         return _each(self.user_score, output, target)
 
@@ -240,13 +240,6 @@ def _values(function: Function, output: Tensor, target: Tensor) -> Tensor:
     return values.reshape(*output.shape[:2], *values.shape[1:])
 
 
-class Metric(NamedTuple):
-    """Holds a metric that is a mean over the examples of a split."""
-
-    score: Function  # (E, B, ..., C), (E, B, ...) -> (E, B), or a number for each position or target
-    kind: str  # 'classification' or 'regression'
-
-
 def balanced(output: Tensor, target: Tensor) -> Tensor:
     """Return B / (K n_y) where the largest output is that of label y, else 0. n_y of the B labels of a row are y; K occur.
 
@@ -258,21 +251,21 @@ def balanced(output: Tensor, target: Tensor) -> Tensor:
     return _correct(output, target) * share.gather(-1, labels).view_as(target)
 
 
-# by the names that scikit-learn gives them
-METRICS: Mapping[str, Metric] = {
-    "accuracy": Metric(_correct, "classification"),
-    "balanced_accuracy": Metric(balanced, "classification"),
-    "neg_log_loss": Metric(
-        lambda output, target: output.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1), "classification"
-    ),
-    "r2": Metric(lambda output, target: Regression(output.shape[-1]).score(output, target), "regression"),
-    "neg_mean_squared_error": Metric(
-        lambda output, target: -(output - target.reshape(output.shape)).square(), "regression"
-    ),
-    "neg_mean_absolute_error": Metric(
-        lambda output, target: -(output - target.reshape(output.shape)).abs(), "regression"
-    ),
+METRICS: Mapping[str, Mapping[str, Function]] = {
+    "classification": {
+        "accuracy": _correct,
+        "balanced_accuracy": balanced,
+        "neg_log_loss": lambda output, target: output.log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1),
+    },
+    "regression": {
+        "r2": lambda output, target: Regression(output.shape[-1]).score(output, target),
+        "neg_mean_squared_error": lambda output, target: -(output - target.reshape(output.shape)).square(),
+        "neg_mean_absolute_error": lambda output, target: -(output - target.reshape(output.shape)).abs(),
+    },
 }
+"""Metrics that are means over the examples of a split, by kind and by the names that scikit-learn gives them:
+(E, B, ..., C), (E, B, ...) -> (E, B), or a number for each position or target."""
+SCORES: Mapping[str, Function] = {name: score for kind in METRICS.values() for name, score in kind.items()}
 
 
 def custom_objective(
@@ -313,10 +306,10 @@ def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:
     """Return the score function of a metric and its name; two None where no metric is given."""
     if metric is None:
         return None, None
-    known = [name for name, each in METRICS.items() if each.kind == kind]
+    known = list(METRICS[kind])
     if isinstance(metric, str):
         if metric in known:
-            return METRICS[metric].score, metric
+            return SCORES[metric], metric
         hint = did_you_mean(metric, known, similarity=0.7)
         raise InputError(
             f"metric is {metric!r}; give {', '.join(known)} for a {kind}, or a function of outputs (B, C) and y that returns "
@@ -334,7 +327,7 @@ def _read_metric(metric: Any, kind: str) -> tuple[Function | None, str | None]:
             f"{', '.join(known)}, or a function of outputs (B, C) and y that returns one score per example"
         )
     name = name if name.isidentifier() else "score"
-    if name in ("loss", "objective") or name in METRICS:
+    if name in ("loss", "objective") or name in SCORES:
         raise InputError(f"metric is a function named {name!r}, which the summary uses already; give it another name")
     return metric, name
 
@@ -353,7 +346,7 @@ def check_objective(objective: Objective, output: Tensor, target: Tensor) -> Non
             raise InputError(
                 "loss has no finite gradient with respect to the outputs; compute the loss from the outputs by torch alone"
             )
-    if objective.user_score is not None and objective.metric not in METRICS:
+    if objective.user_score is not None and objective.metric not in SCORES:
         _numbers("metric", objective.user_score, output.detach(), target)
 
 
