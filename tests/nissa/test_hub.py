@@ -2,6 +2,7 @@ import json
 import signal
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -36,7 +37,7 @@ def rows(path) -> list[dict]:
 
 
 def test_rows_are_numbered_from_0_without_a_gap(tmp_path):
-    with Hub([JsonLines(tmp_path / "events.jsonl")]) as hub:
+    with closing(Hub([JsonLines(tmp_path / "events.jsonl")])) as hub:
         hub.extend(change(env) for env in range(5))
         hub.emit(step())
     written = rows(tmp_path / "events.jsonl")
@@ -46,9 +47,9 @@ def test_rows_are_numbered_from_0_without_a_gap(tmp_path):
 
 def test_numbers_go_on_where_they_stopped(tmp_path):
     path = tmp_path / "events.jsonl"
-    with Hub([JsonLines(path)]) as hub:
+    with closing(Hub([JsonLines(path)])) as hub:
         hub.extend([change(), change()])
-    with Hub([JsonLines(path)], seq=hub.seq) as hub:
+    with closing(Hub([JsonLines(path)], seq=hub.seq)) as hub:
         hub.emit(change())
     assert [row["seq"] for row in rows(path)] == [0, 1, 2]
 
@@ -56,7 +57,7 @@ def test_numbers_go_on_where_they_stopped(tmp_path):
 @pytest.mark.parametrize(("level", "kinds"), [("off", []), ("run", [LifecycleRow]), ("step", [StepRow, LifecycleRow])])
 def test_a_level_leaves_out_rows_but_no_numbers(level, kinds):
     memory = Memory()
-    with Hub([memory], level) as hub:
+    with closing(Hub([memory], level)) as hub:
         hub.extend([step(), change()])
     assert [type(row) for row in memory.rows] == kinds
     assert [row.seq for row in memory.rows] == list(range(len(kinds)))
@@ -65,21 +66,21 @@ def test_a_level_leaves_out_rows_but_no_numbers(level, kinds):
 
 def test_every_output_gets_every_row(tmp_path):
     first, second = Memory(), Memory()
-    with Hub([first, second]) as hub:
+    with closing(Hub([first, second])) as hub:
         hub.extend([step(), change()])
     assert first.rows == second.rows
     assert len(first.rows) == 2
 
 
 def test_a_hub_without_outputs_keeps_no_rows():
-    with Hub() as hub:
+    with closing(Hub()) as hub:
         assert not hub.wants(StepRow)
         hub.emit(step())
     assert hub.seq == 0
 
 
 def test_a_restoration_raises_the_level_for_some_steps():
-    with Hub([Memory()], "run", raise_steps=2) as hub:
+    with closing(Hub([Memory()], "run", raise_steps=2)) as hub:
         seen = []
         for restored in (False, True, False, False, True, True, False, False):
             hub.begin_step(restored=restored)
@@ -90,14 +91,14 @@ def test_a_restoration_raises_the_level_for_some_steps():
 
 @pytest.mark.parametrize("level", ["off", "step", "debug"])
 def test_only_the_level_run_is_raised(level):
-    with Hub([Memory()], level, raise_steps=2) as hub:
+    with closing(Hub([Memory()], level, raise_steps=2)) as hub:
         before = hub.wants(StepRow), hub.wants(LifecycleRow)
         hub.begin_step(restored=True)
         assert (hub.wants(StepRow), hub.wants(LifecycleRow)) == before
 
 
 def test_a_row_is_in_the_file_when_emit_returns(tmp_path):
-    with Hub([JsonLines(tmp_path / "events.jsonl")]) as hub:
+    with closing(Hub([JsonLines(tmp_path / "events.jsonl")])) as hub:
         hub.emit(change())
         assert len(rows(tmp_path / "events.jsonl")) == 1
 
@@ -105,7 +106,7 @@ def test_a_row_is_in_the_file_when_emit_returns(tmp_path):
 def test_rows_that_are_given_together_are_those_of_one_by_one(tmp_path):
     paths = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     together, memory = JsonLines(paths[1]), Memory()
-    with Hub([JsonLines(paths[0])]) as one, Hub([together, memory]) as other:
+    with closing(Hub([JsonLines(paths[0])])) as one, closing(Hub([together, memory])) as other:
         for _ in range(5):
             one.emit(change())
         other.emit(change())
@@ -128,7 +129,7 @@ def test_of_rows_that_cannot_all_be_written_none_is_left(tmp_path):
             raise OSError(28, "No space left on device")
         write()
 
-    with Hub([JsonLines(tmp_path / "events.jsonl", half)]) as hub:
+    with closing(Hub([JsonLines(tmp_path / "events.jsonl", half)])) as hub:
         hub.emit(change())
         with pytest.raises(OutputError, match="No space left"):
             hub.extend([change(), change()])
@@ -138,11 +139,12 @@ def test_of_rows_that_cannot_all_be_written_none_is_left(tmp_path):
 
 WRITER = """
 import sys
+from contextlib import closing
 from pathlib import Path
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines
 from esper.nissa.rows import RoundRow
-with Hub([JsonLines(Path(sys.argv[1]))]) as hub:
+with closing(Hub([JsonLines(Path(sys.argv[1]))])) as hub:
     while True:
         hub.extend(RoundRow(round=n, seconds=0.5, figures={"loss": n / 7}) for n in range(50))
         print(hub.seq, flush=True)
@@ -165,7 +167,7 @@ def test_a_process_that_is_killed_leaves_every_row_that_it_had_written(tmp_path)
 
 def test_a_line_that_is_cut_at_any_byte_is_no_row(tmp_path):
     path = tmp_path / "events.jsonl"
-    with Hub([JsonLines(path)]) as hub:
+    with closing(Hub([JsonLines(path)])) as hub:
         hub.extend([change(0), change(1)])
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
@@ -175,20 +177,20 @@ def test_a_line_that_is_cut_at_any_byte_is_no_row(tmp_path):
 
 
 def test_no_rows_no_file(tmp_path):
-    with Hub([JsonLines(tmp_path / "events.jsonl")], "off") as hub:
+    with closing(Hub([JsonLines(tmp_path / "events.jsonl")], "off")) as hub:
         hub.emit(change())
         hub.flush()
     assert not (tmp_path / "events.jsonl").exists()
 
 
 def test_a_full_disk_stops_the_run_with_a_sentence(full_device):
-    with Hub([JsonLines(full_device)]) as hub, pytest.raises(OutputError, match="No space left"):
+    with closing(Hub([JsonLines(full_device)])) as hub, pytest.raises(OutputError, match="No space left"):
         hub.emit(change())
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     missing = tmp_path / "absent" / "events.jsonl"
-    with Hub([JsonLines(missing)]) as hub, pytest.raises(OutputError, match="absent"):
+    with closing(Hub([JsonLines(missing)])) as hub, pytest.raises(OutputError, match="absent"):
         hub.emit(change())
 
 

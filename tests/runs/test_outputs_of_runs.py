@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from contextlib import closing
 
 import msgspec
 import numpy as np
@@ -243,7 +244,7 @@ def test_a_long_wait_at_the_end_is_noted(monkeypatch):
         notes.append(text)
         gate.open.set()
 
-    with Hub([Guarded(gate, note)]) as hub:
+    with closing(Hub([Guarded(gate, note)])) as hub:
         hub.extend(rounds(5))
     assert notes == ["waiting for the output Gate, which has 5 rows to take"]
     assert len(gate.rows) == 5

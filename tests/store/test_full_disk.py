@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import signal
+from contextlib import closing
 
 import pytest
 
@@ -132,7 +133,7 @@ def test_a_signal_ends_the_waiting(tmp_path, notes, number):
 def test_a_stream_that_stays_full_is_given_up_with_the_way_to_go_on(tmp_path, notes, full_device):
     (tmp_path / "events.jsonl").symlink_to(full_device)
     output = JsonLines(tmp_path / "events.jsonl", waiting(tmp_path, notes, seconds=0.02))
-    with Hub([output]) as hub, pytest.raises(DiskFull, match="start the run again"):
+    with closing(Hub([output])) as hub, pytest.raises(DiskFull, match="start the run again"):
         hub.emit(change())
     assert hub.seq == 0
     assert len(notes) == 1
@@ -146,7 +147,7 @@ def test_a_row_that_found_no_room_for_its_end_is_completed(tmpfs, notes, left):
         notes.append(text)
         tmpfs.free()
 
-    with Hub([JsonLines(path, DiskRetry(60, note, tmpfs.path, lambda: False))]) as hub:
+    with closing(Hub([JsonLines(path, DiskRetry(60, note, tmpfs.path, lambda: False))])) as hub:
         hub.emit(change())
         tmpfs.fill(left)
         hub.extend(change("mlp" * 3000) for _ in range(3))
@@ -159,7 +160,7 @@ def test_a_row_that_found_no_room_for_its_end_is_completed(tmpfs, notes, left):
 @pytest.mark.parametrize("left", [0, 1, 50, 4000])
 def test_a_row_that_finds_no_room_in_time_leaves_no_part_of_itself(tmpfs, notes, left):
     path = tmpfs.path / "events.jsonl"
-    with Hub([JsonLines(path, waiting(tmpfs.path, notes, seconds=0))]) as hub:
+    with closing(Hub([JsonLines(path, waiting(tmpfs.path, notes, seconds=0))])) as hub:
         hub.emit(change())
         before = path.read_bytes()
         tmpfs.fill(left)
@@ -172,7 +173,7 @@ def test_a_row_that_finds_no_room_in_time_leaves_no_part_of_itself(tmpfs, notes,
 
 
 def test_without_patience_a_full_disk_is_an_error(tmpfs):
-    with Hub([JsonLines(tmpfs.path / "events.jsonl")]) as hub:
+    with closing(Hub([JsonLines(tmpfs.path / "events.jsonl")])) as hub:
         tmpfs.fill()
         with pytest.raises(OutputError, match="No space left"):
             hub.emit(change("mlp" * 3000))

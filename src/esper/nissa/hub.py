@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from esper.nissa.outputs import Guarded, JsonLines, Output
 from esper.nissa.rows import GateRow, GradientsRow, MeasurementRow, PhasesRow, RewardRow, Row, SensorsRow, StepRow
@@ -48,7 +48,6 @@ class Hub:
             self.raised = self.raise_steps
 
     def end_step(self) -> None:
-        """End the rows of a step."""
         self.raised = max(self.raised - 1, 0)
 
     def emit(self, row: Row) -> None:
@@ -98,9 +97,3 @@ class Hub:
     def close(self) -> None:
         for output in self.outputs:
             output.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
