@@ -4,7 +4,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +136,9 @@ def export_of(
     except OSError as error:
         raise InputError(f"{folder} cannot be written: {error.strerror}; name another folder (--into)") from None
     lock.take(patience)
-    export = Export(run, name, made, draw)
-    try:
-        try:
-            yield export, folder
-        finally:
-            export.close()
-    finally:
-        lock.release()
+    with ExitStack() as held:
+        held.callback(lock.release)
+        yield held.enter_context(closing(Export(run, name, made, draw))), folder
 
 
 def _check_exports(folder: Path, target: str) -> None:

@@ -1,7 +1,6 @@
 """Define the routes of the server: an ASGI application over the runs of a library."""
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -139,15 +138,9 @@ class RouteContext:
     def decision_lines(self, request: Request) -> Response:
         """Return the same decisions, as the lines of the events."""
         folder, chosen = self.folder(request), contents.read_filter(request.query_params)
-        selected = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `chunks`; a damaged line is said before it)
-        try:
-            selected.writelines(line for line, _ in contents.decisions(folder, chosen))
-        except BaseException:
-            selected.close()
-            raise
-        size = selected.tell()
-        selected.seek(0)
-        return _download(selected, size, f"{file_name(folder.name)}-decisions.jsonl", contents.FILES[EVENTS])
+        lines = (line for line, _ in contents.decisions(folder, chosen))
+        selected = contents.filled(lambda file: file.writelines(lines))  # a damaged line is said before the download
+        return _download(*selected, f"{file_name(folder.name)}-decisions.jsonl", contents.FILES[EVENTS])
 
     def files(self, request: Request) -> Response:
         folder, key = self.folder(request), request.path_params["key"]
@@ -170,9 +163,8 @@ class RouteContext:
         name = request.path_params["name"]
         if name not in known:
             raise HTTPException(404, "no such network")
-        packed, size = contents.archive(known[name])
         shown = f"{file_name(folder.name)}-{file_name(known[name].name)}.zip"
-        return _download(packed, size, shown, "application/zip")
+        return _download(*contents.archive(known[name]), shown, "application/zip")
 
 
 def asset(request: Request) -> Response:

@@ -6,7 +6,7 @@ import shutil
 import stat
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -111,13 +111,26 @@ def chunks(file: IO[bytes], size: int) -> Iterator[bytes]:
             yield data
 
 
+def filled(fill: Callable[[IO[bytes]], None]) -> tuple[IO[bytes], int]:
+    """Return a file without a name that `fill` has written, from its beginning on, and its size; `chunks` closes it."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    try:
+        fill(file)
+    except BaseException:
+        file.close()
+        raise
+    size = file.tell()
+    file.seek(0)
+    return file, size
+
+
 def archive(folder: Path) -> tuple[IO[bytes], int]:
     """Return a zip archive of the files in a folder of `archives_of`, in a file without a name, and its size.
 
     Weights are stored and not compressed, because they do not become smaller. InputError if a file cannot be read.
     """
-    packed = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `chunks`)
-    try:
+
+    def pack(packed: IO[bytes]) -> None:
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as target, _descriptor(folder) as opened:
             for name in sorted(os.listdir(opened)):
                 if not stat.S_ISREG(os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode):
@@ -126,12 +139,8 @@ def archive(folder: Path) -> tuple[IO[bytes], int]:
                 inside = f"{folder.name}/{name}"
                 with os.fdopen(descriptor, "rb") as file, target.open(inside, "w", force_zip64=True) as entry:
                     shutil.copyfileobj(file, entry, CHUNK)
-    except BaseException:
-        packed.close()
-        raise
-    size = packed.tell()
-    packed.seek(0)
-    return packed, size
+
+    return filled(pack)
 
 
 @contextmanager
