@@ -25,7 +25,7 @@ from esper.store.disk import read_named
 from esper.tasks.hosts.factories import CNN, MAP_MENU, ResidualCNN
 from esper.tasks.objectives import Classification
 from esper.tasks.small import DIGITS_SIZES
-from esper.tasks.splits import cut, dealt
+from esper.tasks.splits import Splits, cut, dealt
 
 _DIGITS = "1,797 handwritten digits as images of 8 x 8 pixels in 10 classes"
 DIGITS = f"{_DIGITS}; a residual CNN"
@@ -88,10 +88,7 @@ def cifar10() -> Task:
         name="cifar10",
         summary=CIFAR10,
         host=CNN(inputs=(3, 32, 32), channels=(8, 16, 32), outputs=10),
-        train=train,
-        probe=probe,
-        validation=validation,
-        test=test,
+        **Splits(train, probe, validation, test)._asdict(),
         objective=Classification(10),
         menu=MAP_MENU,
         defaults={"steps": 24, "data": {"batch_size": 64, "batches_per_step": 32}, "optimizer": {"lr": 2e-3}},

@@ -145,15 +145,12 @@ def tinystories() -> Task:
             f"windows of {STORY_LENGTH} each; copy the whole file"
         )
     places = evenly(third, min(HELD, held.most_held)).numpy()
-    probe, validation, test = (Split(*held.stacked(start * third + places)) for start in range(3))
+    others = (Split(*held.stacked(start * third + places)) for start in range(3))
     return Task(
         name="tinystories",
         summary=STORIES,
         host=host,
-        train=source.read(np.arange(SENSED)),
-        probe=probe,
-        validation=validation,
-        test=test,
+        **Splits(source.read(np.arange(SENSED)), *others)._asdict(),
         objective=(NextByte if tokens.dtype == np.uint8 else NextToken)(vocabulary),
         menu=SEQUENCE_MENU,
         defaults={"steps": 24, "data": {"batch_size": 16, "batches_per_step": 32}},
