@@ -18,7 +18,7 @@ from torch import nn
 from esper.karn.evaluation import draw_evaluation, print_evaluation
 from esper.karn.reader import open_run
 from esper.karn.report.page import report_at_end, report_of_evaluation
-from esper.karn.terminal.console import can_print, print_line, print_summary, print_training
+from esper.karn.terminal.console import can_print, print_lines, print_summary, print_training
 from esper.karn.terminal.progress import Shown, evaluation_progress, growth_progress, training_progress
 from esper.kasmina.blueprints import BLUEPRINTS, count, drawn_with
 from esper.kasmina.host import SegmentedHost, dtype_of
@@ -195,7 +195,7 @@ def show(summary: Mapping[str, Any]) -> None:
     console = Console()
     keys[kind](summary, console)
     if "error" in summary:
-        print_line(console, f"error: {summary['error']['message']}")
+        print_lines(console, f"error: {summary['error']['message']}")
 
 
 def resume(

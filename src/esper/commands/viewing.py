@@ -51,7 +51,7 @@ def compare(
 
     from esper.karn import comparison
     from esper.karn.report.frame import write_pictures
-    from esper.karn.terminal.console import print_line, print_table
+    from esper.karn.terminal.console import print_lines, print_table
     from esper.store.files import to_json
 
     found = comparison.compare(*runs, out=out)
@@ -65,8 +65,7 @@ def compare(
         return
     console = Console()
     print_table(console, comparison.result_table(found.runs))
-    for line in (*(() if apart else sentences), *comparison.notes(found)):
-        print_line(console, line)
+    print_lines(console, *(() if apart else sentences), *comparison.notes(found))
     if out is not None:
         say(f"page: {out}")
     if drawn is not None and png is not None:

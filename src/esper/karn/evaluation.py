@@ -8,42 +8,36 @@ from rich.console import Console
 
 from esper.karn.report.drawing import Figure, ForestRow, below_each_other, forest, paint
 from esper.karn.report.frame import Content, ReportSection, flat_settings
-from esper.karn.terminal.console import Table, print_line, print_table, worker_lines
+from esper.karn.terminal.console import Table, print_lines, print_table, worker_lines
 from esper.leyline.intervals import MeanInterval
 from esper.leyline.text import counted, printable, rounded
 
 Record = Mapping[str, Any]
+FEW_UNITS = 10  # with fewer instances or runs, a line says that the intervals of a task are too narrow
+FEW_TRAININGS = 5  # with fewer trainings of one controller, a line says that they are few
 PATHS = ("controller", "against")  # columns whose names may be paths, which may wrap; numbers may not
 
 
 def print_evaluation(record: Record, console: Console) -> None:
     """Print controllers and comparisons of each task, and of all tasks together."""
-    print_line(console, "J: the metric of a task less rent for added parameters (reward.rent)")
+    print_lines(console, "J: the metric of a task less rent for added parameters (reward.rent)")
     for task in record["tasks"]:
-        print_line(console, f"{task['task']}: {sample_words(record, task)}; J and {task['metric']} on the test split")
+        print_lines(console, f"{task['task']}: {sample_words(record, task)}; J and {task['metric']} on the test split")
         for table in tables_of(task, task["metric"], record):
             print_table(console, table, PATHS)
-        for line in (*static_lines(record, task), *group_lines(task), *task.get("lines", ())):
-            print_line(console, line)
+        print_lines(console, *static_lines(record, task), *group_lines(task), *task.get("lines", ()))
     if record["together"] is not None:
-        print_line(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
+        print_lines(console, f"all {counted(len(record['tasks']), 'task')} together, each with the same weight")
         for table in tables_of(record["together"], record["tasks"][0]["metric"], record):
             print_table(console, table, PATHS)
-    for line in record.get("lines", ()):
-        print_line(console, line)
-    for line in (*interval_lines(record), *worker_lines(record)):
-        print_line(console, line)
-    print_line(console, "interquartile mean: the mean over the middle half of the runs")
-    print_line(
+    print_lines(
         console,
+        *record.get("lines", ()),
+        *interval_lines(record),
+        *worker_lines(record),
+        "interquartile mean: the mean over the middle half of the runs",
         "P(better): how probably a run of the controller has a higher J than a run of the other on the same instance",
     )
-
-
-FEW_UNITS = 10  # with fewer instances or runs, a line says that the intervals of a task are too narrow
-
-
-FEW_TRAININGS = 5  # with fewer trainings of one controller, a line says that they are few
 
 
 def interval_lines(record: Record) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from esper.karn.terminal.console import Table, print_line, print_table
+from esper.karn.terminal.console import Table, print_lines, print_table
 from esper.leyline.text import counted
 
 COLUMNS = ("method", "accuracy", "over the first", "retention", "alarms", "multiply-adds")
@@ -16,7 +16,7 @@ def print_streams(record: Mapping[str, Any], console: Console) -> None:
     """Print a row for each method, and what the columns mean."""
     count = counted(record["streams"], "stream")
     shifts = np.mean([len(own) - 1 for own in record["segments"]])
-    print_line(console, f"{record['change']}: {count} of {record['updates']} updates, {shifts:.1f} changes in each")
+    print_lines(console, f"{record['change']}: {count} of {record['updates']} updates, {shifts:.1f} changes in each")
     rows = []
     for name, own in record["methods"].items():
         over = own["over_reference"]
@@ -28,14 +28,14 @@ def print_streams(record: Mapping[str, Any], console: Console) -> None:
         lost = int(np.count_nonzero(own["not_finite"]))
         if lost:
             said = f"{name}: the loss of {counted(lost, 'stream')} became nan or infinite, from where on it guesses"
-            print_line(console, f"{said}; lower {name}.lr")
+            print_lines(console, f"{said}; lower {name}.lr")
     for line in (
         "accuracy: of every batch before training on it, the mean over the whole stream",
         f"over the first: the paired difference from {record['reference']}, with its 95 % bootstrap interval over streams",
         "retention: accuracy at the end on test examples of every context that the stream had",
         "alarms and multiply-adds: a mean over streams",
     ):
-        print_line(console, line)
+        print_lines(console, line)
 
 
 def _bounds(found: Mapping[str, float | None]) -> str:

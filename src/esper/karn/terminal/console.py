@@ -18,6 +18,10 @@ from rich.text import Text
 from esper.leyline.intervals import differences, mean_and_error, plus_minus, t_interval
 from esper.leyline.text import counted, printable
 
+_LONG_WAIT = 0.03  # share of a run that the wait for outputs may have without being mentioned
+SHOWN_GROWN = 4  # kinds of grown seeds by slot that are printed; the report has all of them
+FEW = 4  # with fewer environments, a line says that the intervals are wide
+FEW_EXAMPLES = 30  # a warning is shown for splits with fewer examples
 _WIDE = 11  # width of the column of parameters, so that the table fits into 80 columns [characters]
 
 
@@ -49,9 +53,10 @@ def print_table(console: Console, table: Table, wrapped: Collection[str] = ()) -
     console.print(Segments(chain.from_iterable(lines)), crop=False, no_wrap=True, overflow="ignore", end="")
 
 
-def print_line(console: Console, line: str) -> None:
-    """Print text without markup, with control characters escaped; in a narrower terminal it continues on the next line."""
-    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+def print_lines(console: Console, *lines: str) -> None:
+    """Print texts without markup, with control characters escaped; in a narrower terminal a line continues on the next one."""
+    for line in lines:
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def worker_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -75,46 +80,36 @@ def output_lines(waited: float, whole: float) -> list[str]:
     ]
 
 
-_LONG_WAIT = 0.03  # share of a run that the wait for outputs may have without being mentioned
-
-
 def print_training(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
     """Print the summary of a training."""
-    best, last = summary["best_validation_objective"], summary["last_rounds"]
+    best, rounds = summary["best_validation_objective"], counted(summary["rounds_done"], "round")
     if best is None:
-        print_line(
-            console, f"{counted(summary['rounds_done'], 'round')}; no controller was validated, so none was kept"
-        )
+        lines = [f"{rounds}; no controller was validated, so none was kept"]
     else:
         place = "after imitation" if summary["best_round"] < 0 else f"round {summary['best_round'] + 1}"
-        print_line(console, f"best of {counted(summary['rounds_done'], 'round')}: {place}, validation J {best:.4f}")
-        print_line(console, "J: the metric of the task less rent for added parameters (reward.rent)")
-    for line in trouble_lines(summary):
-        print_line(console, line)
+        lines = [f"best of {rounds}: {place}, validation J {best:.4f}"]
+        lines.append("J: the metric of the task less rent for added parameters (reward.rent)")
+    lines += trouble_lines(summary)
     for wrong in summary.get("anomalies", {}).values():
         since, times = f"from round {wrong['first_round'] + 1} on", counted(wrong["rounds"], "round")
-        print_line(console, f"{since}, in {times}: {wrong['sentence']}; {wrong['mend']}")
-    figures = {name: value for name, value in last.items() if value is not None}
-    if figures:
-        print_line(
-            console, "last rounds: " + ", ".join(f"{name.replace('_', ' ')} {v:.3g}" for name, v in figures.items())
-        )
+        lines.append(f"{since}, in {times}: {wrong['sentence']}; {wrong['mend']}")
+    last = [f"{name.replace('_', ' ')} {v:.3g}" for name, v in summary["last_rounds"].items() if v is not None]
+    if last:
+        lines.append(f"last rounds: {', '.join(last)}")
     if summary["controller_share"] is not None:
-        print_line(console, f"deciding and learning took {summary['controller_share']:.1%} of the time")
-    for line in [*worker_lines(summary), *_waits(summary)]:
-        print_line(console, line)
+        lines.append(f"deciding and learning took {summary['controller_share']:.1%} of the time")
+    lines += [*worker_lines(summary), *_waits(summary)]
     if best is not None and folder is not None:
-        print_line(console, f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
+        lines.append(f"{folder}/controller: esper grow TASK --controller {folder}; esper eval {folder}")
+    print_lines(console, *lines)
 
 
 def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
     """Print grown networks beside static ones, the verdict, and eight lines at most; the report and summary.json hold more."""
-    print_line(console, heading_line(summary))
+    print_lines(console, heading_line(summary))
     print_table(console, comparison_table(summary))
-    if "verdict" in summary:
-        print_line(console, summary["verdict"])
-    for line in closing_lines(summary, folder):
-        print_line(console, line)
+    verdict = [summary["verdict"]] if "verdict" in summary else []
+    print_lines(console, *verdict, *closing_lines(summary, folder))
 
 
 def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list[str]:
@@ -152,9 +147,6 @@ def closing_lines(summary: Mapping[str, Any], folder: str | None = None) -> list
         + rest,
     ]
     return [line for line in found if line]
-
-
-SHOWN_GROWN = 4  # kinds of grown seeds by slot that are printed; the report has all of them
 
 
 def heading_line(summary: Mapping[str, Any]) -> str:
@@ -216,8 +208,6 @@ DESCRIPTIONS: Mapping[str, str] = {
     "skips": "the host with an identity skip around every segment where one fits",
 }
 """A description of each baseline."""
-
-FEW = 4  # with fewer environments, a line says that the intervals are wide
 
 
 def _growth_seconds(summary: Mapping[str, Any]) -> float | None:
@@ -397,9 +387,6 @@ def time_line(summary: Mapping[str, Any]) -> str:
             f"{twins} ({speed} environment steps per second), the rest for setting up, evaluating and exporting them"
         )
     return took + (f"; the other static networks took {static:.1f} seconds more" if static >= 0.05 else "")
-
-
-FEW_EXAMPLES = 30  # a warning is shown for splits with fewer examples
 
 
 def split_lines(summary: Mapping[str, Any]) -> list[str]:

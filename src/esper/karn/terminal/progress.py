@@ -15,7 +15,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from esper.karn.streams import steady
-from esper.karn.terminal.console import print_line
+from esper.karn.terminal.console import print_lines
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import View
@@ -35,7 +35,7 @@ class AnswersOnly(Progress):
         self._console = console
 
     def answer(self, text: str) -> None:
-        print_line(self._console, text)
+        print_lines(self._console, text)
 
 
 def growth_progress(shown: Any, steps: int, metric: str) -> Progress:
@@ -114,14 +114,13 @@ class Lines(Progress):
         self._due = -math.inf
 
     def step(self, view: View, speed: float, rollbacks: int) -> None:
-        """Print a line if the step is the first, the last, or due."""
         now = time.monotonic()
         if now >= self._due or view.step == self._steps:
             self._due = now + self._seconds
             self.note(f"step {view.step}/{self._steps}  {figures(view, speed, self._metric, rollbacks)}")
 
     def note(self, text: str) -> None:
-        print_line(self._console, text)
+        print_lines(self._console, text)
 
     answer = note
 
@@ -147,7 +146,7 @@ class Rounds(Progress):
             self._pace.add(1, time.monotonic() - self._started)
 
     def note(self, text: str) -> None:
-        print_line(self._console, text)
+        print_lines(self._console, text)
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
