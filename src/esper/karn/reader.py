@@ -83,7 +83,6 @@ class OpenRun:
     """Reads a run folder, `folder`. Nothing is cached: every access reads what the folder holds at that time."""
 
     def __init__(self, folder: Path) -> None:
-        """Raise InputError if `folder` is not a run folder."""
         if not is_run(folder):
             raise InputError(
                 f"{folder} is not a run folder: it has no {CONFIG}; name one that esper grow or train wrote"

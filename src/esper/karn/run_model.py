@@ -205,7 +205,6 @@ class BlueprintAnalytics:
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Self:
-        """Return the analytics of all rows of a run."""
         found = cls()
         for row in rows:
             found.write(row)

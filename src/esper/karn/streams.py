@@ -47,7 +47,6 @@ class Steady(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Write the text, or drop it."""
         try:
             data = text.encode(self.encoding)
         except UnicodeEncodeError:

@@ -35,12 +35,10 @@ class MeanInterval(NamedTuple):
 
     @property
     def above(self) -> bool:
-        """Whether the whole interval is above 0."""
         return self.low > 0
 
     @property
     def below(self) -> bool:
-        """Whether the whole interval is below 0."""
         return self.high < 0
 
 

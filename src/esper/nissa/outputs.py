@@ -53,7 +53,6 @@ class Guarded:
         self.write_all((row,))
 
     def write_all(self, rows: Sequence[Row]) -> None:
-        """Put rows into the queue."""
         if self.output is not None:
             self.backlog.submit(partial(self._call, "write", [(row,) for row in rows]), len(rows))
 
@@ -199,7 +198,6 @@ class JsonLines:
             self._tell(f"was replaced by another process; its rows were written again, and the other file is {side}")
 
     def _write_again(self) -> None:
-        """Write the content of the open file to the path again."""
         assert self._file is not None
         content = b"".join(_blocks(self._file))
         self.retry(self.path, lambda: write_atomic(self.path, content))

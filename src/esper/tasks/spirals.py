@@ -84,7 +84,6 @@ class Trained:
         return f"Trained({self.architecture}, epochs={EPOCHS})"
 
     def __call__(self) -> SegmentedHost:
-        """Return a copy of one of the trained hosts."""
         start = int(torch.randint(POOL, (1,)))
         host = self.architecture()
         host.load_state_dict({name: values[start] for name, values in self._weights.items()})

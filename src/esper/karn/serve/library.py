@@ -62,7 +62,6 @@ class Library:
     """
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        """Raise InputError if a root is not a folder."""
         for root in roots:
             if not root.is_dir():
                 raise InputError(
@@ -182,7 +181,6 @@ class Followed:
     """Follows a run: reads its rows once, as they come, and makes its page. Safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
-        """Raise InputError if `folder` is not a run folder."""
         self.run = open_run(folder)
         self._lock = threading.Lock()
         self._tail = Tail(folder / EVENTS, self._begin_model)

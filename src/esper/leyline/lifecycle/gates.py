@@ -29,7 +29,6 @@ class Gate(NamedTuple):
         return np.logical_and.reduce([check.margin > 0 for check in self.checks])
 
     def reason(self, env: int, slot: int) -> str:
-        """Return a sentence that says why one slot passes or fails."""
         failed = [
             f"{check.name} not measured"
             if np.isnan(check.margin[env, slot])

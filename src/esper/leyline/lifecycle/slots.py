@@ -65,7 +65,6 @@ class SlotSpec:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        """Raise InputError, in one sentence, where a field is not what it says above."""
         if not isinstance(self.name, str) or not self.name:
             raise InputError(f"the name of a slot is {self.name!r}; give it a name in quotes, as in 'middle'")
         for name, least, given, mend in (

@@ -59,7 +59,6 @@ class Stream:
     orders: ClassVar[tuple[str, ...]] = ("",)
 
     def __post_init__(self) -> None:
-        """Raise InputError if the axes cannot be in that order."""
         if self.order == "":
             object.__setattr__(self, "order", self.orders[0])
         elif self.order not in self.orders:

@@ -177,7 +177,6 @@ class Learned(Rule):
         self._opened = self._opened._replace(slots=self._opened.slots & ~rows[:, None])
 
     def memory(self) -> dict[str, Any]:
-        """Return the memory as a tree of arrays."""
         return {
             "episode": self._episode,
             "history": self.history._asdict(),

@@ -116,7 +116,6 @@ class Policy:
         return self
 
     def normalised(self, observation: Observation) -> Inputs:
-        """Return the inputs of the network for an observation."""
         return normalise(observation, self.normaliser, slot_features(self.language.sensors))
 
     def input_weights(self) -> dict[str, float]:

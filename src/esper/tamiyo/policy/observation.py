@@ -68,7 +68,6 @@ class History(NamedTuple):
         return self._replace(trend=np.concatenate([newest[:, None], self.trend[:, :-1]], 1))
 
     def decided(self, actions: Actions, accepted: Bools) -> "History":
-        """Return the history after a decision."""
         return self._replace(op=np.asarray(actions.op, np.int64), accepted=accepted)
 
     def reset(self, rows: Bools) -> "History":
@@ -159,7 +158,6 @@ class Normaliser(NamedTuple):
         return cls(*(Moments.of(getattr(observation, name)) for name in cls._fields))
 
     def merged(self, other: "Normaliser") -> "Normaliser":
-        """Return the moments of these observations and others."""
         return Normaliser(*(mine.merged(theirs) for mine, theirs in zip(self, other, strict=True)))
 
 

@@ -39,7 +39,6 @@ class Opened(NamedTuple):
 
     @classmethod
     def none(cls, envs: int, slots: int) -> "Opened":
-        """Return no package."""
         return cls(np.zeros((envs, slots), bool), Actions.wait(envs))
 
     @property

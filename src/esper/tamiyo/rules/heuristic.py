@@ -115,7 +115,6 @@ class Heuristic(Rule):
         return complete(view.masks, op, slot, {**usual, **chosen})
 
     def store(self, outcome: Outcome) -> None:
-        """Record where a seed was planted, and where one was kept."""
         op, accepted = outcome.actions.op, outcome.accepted
         self._planted = self._planted | (accepted & (op == Op.GERMINATE))
         self._kept = self._kept | (accepted & (op == Op.FOSSILIZE))
