@@ -47,7 +47,7 @@ class Content(NamedTuple):
 
 def render(content: Content) -> str:
     """Return the text of a self-contained page."""
-    return _template("report.html").render(
+    return template("report.html").render(
         **content._asdict(),
         css=Markup(asset("report.css")),
         script=Markup(asset("report.js")),
@@ -57,7 +57,7 @@ def render(content: Content) -> str:
 
 def render_content(content: Content) -> Markup:
     """Return the header and the main part of a page, for a page that brings its own style and scripts."""
-    return Markup(_template("content.html").render(**content._asdict()))
+    return Markup(template("content.html").render(**content._asdict()))
 
 
 def write_page(path: Path, content: str) -> Path:
@@ -76,7 +76,8 @@ def asset(name: str) -> str:
 
 
 @cache
-def _template(name: str) -> Template:
+def template(name: str) -> Template:
+    """Return a template of this package."""
     templates = Environment(autoescape=True, trim_blocks=True, loader=FunctionLoader(asset))
     templates.filters |= {"draw": draw, "printable": printable}
     return templates.get_template(name)

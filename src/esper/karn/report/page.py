@@ -302,16 +302,8 @@ def _data(model: RunModel) -> Markup | None:
 
 def head_of(model: RunModel, name: str) -> str:
     """Write the beginning of the page in HTML: the heading, the sentences on what came out, and the table of figures."""
-    verdicts, others, tables_of, _ = results(model)
-    lines = Markup("").join(Markup("<p>{}</p>").format(line) for line in (heading(model), *verdicts, *others))
-    tables = Markup("")
-    for table in tables_of:
-        rows = ((Markup("th"), table.columns), *((Markup("td"), row) for row in table.rows))
-        cells = (Markup("").join(Markup("<{0}>{1}</{0}>").format(tag, cell) for cell in row) for tag, row in rows)
-        tables += Markup("<table>{}</table>").format(
-            Markup("").join(Markup("<tr>{}</tr>").format(row) for row in cells)
-        )
-    return str(Markup("<div><h3>{}</h3>{}{}</div>").format(printable(name), lines, tables))
+    verdicts, others, tables, _ = results(model)
+    return frame.template("head.html").render(name=name, lines=[heading(model), *verdicts, *others], tables=tables)
 
 
 def heading(model: RunModel) -> str:
