@@ -27,8 +27,8 @@ from esper.leyline.config.tree import build_config, dump_config, parse_setting
 from esper.leyline.errors import InputError
 from esper.leyline.text import printable
 from esper.runs.configuration import load_config_file
-from esper.store.checkpoint import FACTS, _checksum
-from esper.store.disk import SUMS, sums_of
+from esper.store.checkpoint import FACTS
+from esper.store.disk import SUMS, checksum_of, sums_of
 from esper.tasks.catalog import get_task
 from populations import small_config
 
@@ -84,7 +84,7 @@ def rewrite(run, change):
         facts = json.loads((folder / FACTS).read_text())
         change(facts)
         del facts["checksum"]
-        text = json.dumps(facts | {"checksum": _checksum(facts)})
+        text = json.dumps(facts | {"checksum": checksum_of(facts)})
         (folder / FACTS).write_text(text)
         (run / "checkpoints" / "latest").write_text(f"{folder.name} {hashlib.sha256(text.encode()).hexdigest()}\n")
 

@@ -269,11 +269,11 @@ def controller(tmp_path):
 
 def rewrite(folder, change):
     """Alter the JSON of a controller, as someone who knows of the checksum."""
-    from esper.tamiyo.policy.controller import _checksum
+    from esper.store.disk import checksum_of
 
     facts = json.loads((folder / FACTS).read_text())
     change(facts)
-    (folder / FACTS).write_text(json.dumps(facts | {"checksum": _checksum(facts)}))
+    (folder / FACTS).write_text(json.dumps(facts | {"checksum": checksum_of(facts)}))
 
 
 def test_the_controller_that_is_damaged_below_was_good(controller):

@@ -14,7 +14,7 @@ import re
 import stat
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from esper.leyline.config.tree import CheckpointConfig
 from esper.leyline.errors import InputError
 from esper.store.background import Background
 from esper.store.changes import read_trail
-from esper.store.disk import Retry, remove, sha256_of, sync_folder, write_atomic, write_folder, write_once
+from esper.store.disk import Retry, checksum_of, remove, sha256_of, sync_folder, write_atomic, write_folder, write_once
 from esper.store.files import CHECKPOINTS, CONFIG
 from esper.store.tensors import Tree, flatten, to_parts, unflatten
 
@@ -139,7 +139,7 @@ class Checkpoints:
             "files": {TENSORS: {"sha256": sha256_of(*parts), "bytes": sum(map(len, parts))}},
             "state": plain,
         }
-        text = json.dumps({**facts, "checksum": _checksum(facts)}, allow_nan=False).encode()
+        text = json.dumps({**facts, "checksum": checksum_of(facts)}, allow_nan=False).encode()
         self.folder.mkdir(exist_ok=True)
         sync_folder(self.folder.parent)
         self.sweep()
@@ -230,7 +230,7 @@ class Checkpoints:
             raise Damaged(f"{path} is not the file that {self.folder / LATEST} names, by its sha256")
         try:
             facts = json.loads(text)
-            whole = isinstance(facts, dict) and facts.pop("checksum", None) == _checksum(facts)
+            whole = isinstance(facts, dict) and facts.pop("checksum", None) == checksum_of(facts)
         except (ValueError, RecursionError):
             whole = False
         if not whole:
@@ -292,7 +292,3 @@ def _names(folder: Path) -> list[str]:
     """Return the names of the folders of checkpoints, newest first."""
     found = [(int(match[1]), path.name) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     return [name for _, name in sorted(found, reverse=True)]
-
-
-def _checksum(facts: Mapping[str, Any]) -> str:
-    return sha256_of(json.dumps(facts, sort_keys=True).encode())

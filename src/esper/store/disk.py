@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -13,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from esper.leyline.errors import InputError
 from esper.leyline.reference import resume_command
@@ -24,6 +26,13 @@ Content = bytes | Sequence[bytes | memoryview]
 Retry = Callable[[Path, Callable[[], None]], None]
 """Calls a function that writes a path: once, or again as long as the disk is full."""
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+EVERY = 1.0
+"""Pause between two attempts to write to a full disk [seconds]."""
+PATIENCE = 300.0
+"""How long a command without a config waits for room [seconds]."""
+SUMS = "SHA256SUMS"
+"""The sha256 of every file of a folder, in the format that the command `sha256sum -c` reads."""
 _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
 
 
@@ -200,13 +209,6 @@ def open_regular(path: Path, mend: str, named: bool = False) -> BufferedReader:
     return os.fdopen(descriptor, "rb")
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-EVERY = 1.0
-"""Pause between two attempts [seconds]."""
-PATIENCE = 300.0
-"""How long a command without a config waits for room [seconds]."""
-
-
 class DiskFull(OSError):
     """Says that the disk stayed full. The run can be resumed."""
 
@@ -290,8 +292,10 @@ def sha256_of(*parts: bytes | memoryview) -> str:
     return digest.hexdigest()
 
 
-SUMS = "SHA256SUMS"
-"""The sha256 of every file of a folder, in the format that the command `sha256sum -c` reads."""
+def checksum_of(facts: Mapping[str, Any]) -> str:
+    """Return the sha256 of what a file holds beside its `checksum`, as JSON with sorted keys."""
+    rest = {name: value for name, value in facts.items() if name != "checksum"}
+    return sha256_of(json.dumps(rest, sort_keys=True).encode())
 
 
 def sums_of(files: Mapping[str, Content]) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from esper.leyline.errors import InputError
-from esper.store.disk import Retry, read_kept
+from esper.store.disk import FULL, Retry, read_kept
 
 LOCK = "lock"
 _LARGEST = 64 * 2**10  # bytes of it that are read
@@ -55,7 +55,7 @@ class Lock:
             raise InputError(f"{who} writes to {self.path.parent}; wait for its end, or end it first") from None
         except OSError as error:
             self.release()
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 raise
             raise InputError(
                 f"the run folder cannot be locked at {self.path}: {error.strerror}; repair that, or name another folder"
@@ -84,7 +84,7 @@ def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry) -> It
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 raise
             raise InputError(
                 f"cannot write to {error.filename}: {error.strerror}; name another folder (--out, out=)"

@@ -1,6 +1,5 @@
 """Define a trained policy, and write its two files: weights as safetensors, everything else as JSON."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from esper.leyline.lifecycle.actions import Blend, Op
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Space
 from esper.leyline.records import brief
-from esper.store.disk import Retry, find_folder, read_kept, write_folder, write_once
+from esper.store.disk import Retry, checksum_of, find_folder, read_kept, sha256_of, write_folder, write_once
 from esper.tamiyo.policy.features import GLOBAL, PROSPECTS, slot_features
 from esper.tamiyo.policy.network import Batch, FactoredRecurrentActorCritic
 from esper.tamiyo.policy.observation import Inputs, Moments, Normaliser, Observation, input_names, normalise
@@ -164,7 +163,7 @@ def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None
     weights = save({name: tensor.cpu().contiguous() for name, tensor in policy.network.state_dict().items()})
     facts = {
         "version": VERSION,
-        "sha256": hashlib.sha256(weights).hexdigest(),
+        "sha256": sha256_of(weights),
         "vocabulary": _vocabulary(),
         "language": {name: known for name, known in policy.language._asdict().items() if known or name != "packages"},
         "normaliser": {
@@ -175,7 +174,7 @@ def save_policy(policy: Policy, folder: Path, retry: Retry = write_once) -> None
         "origin": dict(policy.origin),
         **({"decisions_per_step": policy.decisions_per_step} if policy.decisions_per_step > 1 else {}),
     }
-    text = json.dumps({**facts, "checksum": _checksum(facts)}, indent=2, allow_nan=False) + "\n"
+    text = json.dumps({**facts, "checksum": checksum_of(facts)}, indent=2, allow_nan=False) + "\n"
     retry(folder, lambda: write_folder(folder, {WEIGHTS: weights, FACTS: text.encode()}))
 
 
@@ -183,7 +182,7 @@ def load_policy(folder: Path) -> Policy:
     """Read a folder that `save_policy` wrote. InputError if a file is missing, damaged, or of another format."""
     facts, weights = read_facts(folder), find_folder(folder) / WEIGHTS
     data = read_kept(weights, _LARGEST, "train the controller again")
-    if hashlib.sha256(data).hexdigest() != facts["sha256"]:
+    if sha256_of(data) != facts["sha256"]:
         raise InputError(f"{weights} is not the file that {FACTS} names, by its sha256; take both files from one run")
     try:
         known = facts["language"]
@@ -236,7 +235,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
                 f"{path} was trained with other {name.replace('_', ' ')}; they differ in {', '.join(odd) or 'their order'}: "
                 "train the controller again"
             )
-    if facts["checksum"] != _checksum(facts):
+    if facts["checksum"] != checksum_of(facts):
         raise InputError(f"{path} was altered, by its checksum; train the controller again")
     check_controller_settings(facts["settings"], str(path))
     return facts
@@ -251,12 +250,6 @@ def _check_rows(state: Mapping[str, Tensor], language: Language) -> None:
     ):
         if len(state[name]) != count:
             raise ValueError(f"tensor {name} has {len(state[name])} rows, but the language has {count}")
-
-
-def _checksum(facts: Mapping[str, Any]) -> str:
-    """Compute the sha256 of everything else in the file, as JSON with sorted keys."""
-    rest = {name: value for name, value in facts.items() if name != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _moments(known: Mapping[str, Any], features: int) -> Moments:
