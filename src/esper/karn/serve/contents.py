@@ -23,8 +23,6 @@ from esper.store.files import CHANGES, CONFIG, CONTROLLER, ENVIRONMENT, EVENTS, 
 
 FATES = {"yes": True, "no": False}
 OPERATIONS = tuple(op.name for op in Op if op != Op.WAIT)
-
-
 FIELDS = ("env", "slot", "op", "carried_out", "text")
 """The fields of the form that selects decisions: of their rows, and a text in the reason of the decision or of its refusal."""
 

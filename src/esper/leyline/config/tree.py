@@ -74,11 +74,15 @@ class Section(BaseModel):
         return data
 
 
-def _by_name(value: Mapping[str, float], known: type[IntEnum], wanted: str) -> dict[str, float]:
-    """Return numbers of at least 0 by names of an enumeration in lower case; ValueError says what is wanted."""
-    if any(name.upper() not in known.__members__ or number < 0 for name, number in value.items()):
-        raise ValueError(f"give {wanted}: {', '.join(each.name.lower() for each in known)}")
-    return dict(value)
+def _by_name(field: str, known: type[IntEnum], wanted: str) -> Any:
+    """Return a validator of numbers of at least 0 by names of an enumeration in lower case, which says what is wanted."""
+
+    def check(value: Mapping[str, float]) -> dict[str, float]:
+        if any(name.upper() not in known.__members__ or number < 0 for name, number in value.items()):
+            raise ValueError(f"give {wanted}: {', '.join(each.name.lower() for each in known)}")
+        return dict(value)
+
+    return pydantic.field_validator(field)(check)
 
 
 class DataConfig(Section):
@@ -248,10 +252,7 @@ class RewardConfig(Section):
     fees: Mapping[str, float] = {}
     """cost of each operation that is carried out, by name in lower case, such as {prune: 0.01}"""
 
-    @pydantic.field_validator("fees")
-    @classmethod
-    def _check_fees(cls, value: Mapping[str, float]) -> Mapping[str, float]:
-        return _by_name(value, Op, "a price of 0 or more by operation")
+    _check_fees = _by_name("fees", Op, "a price of 0 or more by operation")
 
 
 class TelemetryConfig(Section):
@@ -456,10 +457,7 @@ class PPOConfig(Section):
     exchange: Literal["gloo", "nccl"] = "gloo"
     """backend of torch.distributed through which workers sum gradients: gloo on the CPU, or nccl between GPUs"""
 
-    @pydantic.field_validator("entropy_weights")
-    @classmethod
-    def _check_entropy_weights(cls, value: Mapping[str, float]) -> Mapping[str, float]:
-        return _by_name(value, Head, "a weight of 0 or more by head")
+    _check_entropy_weights = _by_name("entropy_weights", Head, "a weight of 0 or more by head")
 
 
 BASELINES = ("twin", "same-size", "plain", "skips")

@@ -70,19 +70,15 @@ class SlotSpec:
         for name, least, given, mend in (
             ("after", 0, "slot {!r} is after segment", "the index of a segment"),
             ("width", 1, "slot {!r} has width", "the features of the segment before it"),
-            ("inner", 1, "inner of slot {!r} is", "None, or how many modules of the segment make its inner features"),
-            (
-                "around",
-                0,
-                "slot {!r} is around segment",
-                "None, or the index of the segment whose input its bypasses read",
-            ),
+            ("inner", 1, "inner of slot {!r} is", "how many modules of the segment make its inner features"),
+            ("around", 0, "slot {!r} is around segment", "the index of the segment whose input its bypasses read"),
         ):
-            value = getattr(self, name)
-            if name in ("inner", "around") and value is None:
+            value, none = getattr(self, name), "None, or " if name in ("inner", "around") else ""
+            if none and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                raise InputError(f"{given.format(self.name)} {value!r}; give {mend}, a whole number from {least} on")
+                told = f"{given.format(self.name)} {value!r}"
+                raise InputError(f"{told}; give {none}{mend}, a whole number from {least} on")
             object.__setattr__(self, name, int(value))  # of NumPy's integers too
         if self.start > self.after:
             raise InputError(
