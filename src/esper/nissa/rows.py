@@ -276,10 +276,9 @@ class SensorsRow(AtStepRow, tag="sensors", kw_only=True):
     readings: Annotated[Cube, "ESF", about("the sensors of every slot; null where a sensor has no value")]
 
 
-class PhasesRow(PlayedRow, tag="phases", kw_only=True):
+class PhasesRow(AtStepRow, tag="phases", kw_only=True):
     """Says where the time of the last steps went. `telemetry.sensor_rows_every` says how many steps a row covers."""
 
-    episode: Annotated[Count, about("counted from 0")]
     step: Annotated[Count, about("last of the steps, counted from 0")]
     covered: Annotated[Count, about("number of steps that the row covers")] = msgspec.field(default_factory=lambda: 1)
     phase_seconds: Annotated[
@@ -365,12 +364,10 @@ class WideningRow(AtStepRow, tag="widening", kw_only=True):
     )
 
 
-class EpisodeRow(PlayedRow, tag="episode", kw_only=True):
+class EpisodeRow(EnvRow, tag="episode", kw_only=True):
     """Records one environment at the end of an episode. The figures are those of the network that is exported."""
 
-    episode: Annotated[Count, about("counted from 0")]
     step: Annotated[Count, about("steps taken")]
-    env: Annotated[Count, about("environment")]
     metric: Annotated[float | None, about("task metric on the probe split")]
     loss: Annotated[float | None, about("loss on the probe split")]
     host_params: Annotated[Count, about("parameters of the host")]
