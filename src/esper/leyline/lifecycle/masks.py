@@ -4,7 +4,8 @@
 """
 
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -137,6 +138,12 @@ def defaults(space: Space) -> dict[Head, int]:
     return {Head.BLUEPRINT: 0, Head.BLEND: Blend.ADD, Head.TEMPO: tempo, Head.TARGET: int(np.argmax(space.targets))}
 
 
+def choices_of(space: Space) -> dict[Head, Sequence[Any]]:
+    """Return what each head but the operation chooses among, in the order of its indices."""
+    menu = [blueprint.name for blueprint in space.blueprints]
+    return dict(zip(list(Head)[1:], (space.slots, menu, list(Blend), space.tempos, space.targets), strict=True))
+
+
 def every_decision(space: Space, free: Collection[Head] = tuple(Head)) -> Ints:
     """Return (N, 6) every decision that some state allows, each once, in the order of `Head`; WAIT is the first.
 
@@ -144,20 +151,14 @@ def every_decision(space: Space, free: Collection[Head] = tuple(Head)) -> Ints:
     `defaults`. All free: 1 + (S * K * blends * tempos * targets) + 2 S + (S * tempos * targets) + (S * tempos).
     """
     fixed = {head: choice for head, choice in defaults(space).items() if head not in free}
-    sizes = {
-        Head.SLOT: len(space.slots),
-        Head.BLUEPRINT: len(space.blueprints),
-        Head.BLEND: len(Blend),
-        Head.TEMPO: len(space.tempos),
-        Head.TARGET: len(space.targets),
-    }
+    every = choices_of(space)
 
     def values(op: Op, head: Head) -> Collection[int]:
         if not RELEVANT[op, head]:
             return (0,)
-        return (fixed[head],) if head in fixed else range(sizes[head])
+        return (fixed[head],) if head in fixed else range(len(every[head]))
 
-    table = [(op, *rest) for op in Op for rest in itertools.product(*(values(op, head) for head in sizes))]
+    table = [(op, *rest) for op in Op for rest in itertools.product(*(values(op, head) for head in every))]
     decisions: Ints = np.array(table, np.int64)
     op, slot, blueprint, _, tempo, _ = decisions.T
     plantable = space.fits[slot, blueprint] & (np.array(space.tempos)[tempo] > 0)

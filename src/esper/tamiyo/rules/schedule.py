@@ -19,7 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from esper.leyline.config.parsing import LARGEST_YAML, parse_yaml
 from esper.leyline.errors import InputError
 from esper.leyline.lifecycle.actions import RELEVANT, Actions, Blend, Head, Ints, Op
-from esper.leyline.lifecycle.masks import OPEN, allowed_of, complete, defaults
+from esper.leyline.lifecycle.masks import OPEN, allowed_of, choices_of, complete, defaults
 from esper.leyline.lifecycle.stages import IN_BUDGET, Stage, among
 from esper.leyline.lifecycle.view import Bools, Outcome, Space, View
 from esper.leyline.text import counted
@@ -257,14 +257,7 @@ def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
     first = [numbers.index(number) for number in numbers]
     parent = np.array([-1 if row == at else at for row, at in enumerate(first)], np.int64)
 
-    menu = [blueprint.name for blueprint in space.blueprints]
-    values: dict[Head, Sequence[object]] = {
-        Head.SLOT: space.slots,
-        Head.BLUEPRINT: menu,
-        Head.BLEND: list(Blend),
-        Head.TEMPO: space.tempos,
-        Head.TARGET: space.targets,
-    }
+    values = choices_of(space)
     usual = {Head.SLOT: 0, **defaults(space)}
     wanted = np.zeros((len(rows), len(Head)), np.int64)
     free = np.zeros((len(rows), len(Head)), bool)
@@ -281,7 +274,8 @@ def _plan(entries: Sequence[ScheduleEntry], space: Space, source: str) -> _Plan:
             wanted[row, head] = usual[head] if value is None else known.index(value)
         fits = space.fits[wanted[row, Head.SLOT]]
         if entry.blueprint is not None and not fits[wanted[row, Head.BLUEPRINT]]:
-            fitting = ", ".join(name for name, fit in zip(menu, fits, strict=True) if fit) or "another slot"
+            pairs = zip(values[Head.BLUEPRINT], fits, strict=True)
+            fitting = ", ".join(name for name, fit in pairs if fit) or "another slot"
             raise InputError(f"{where}: {entry.blueprint} does not fit slot {entry.slot}; choose {fitting}")
 
     wanted[:, Head.OP] = op = np.array([entry.op for entry in rows], np.int64)
