@@ -1,7 +1,4 @@
-"""Define the options that several commands share, and how commands read settings, print and exit.
-
-Numbers of the config are taken as text, so that the config alone defines which values are accepted.
-"""
+"""Define shared options, and how commands read settings, print and exit. Numbers are taken as text, which the config checks."""
 
 import json
 import re

@@ -55,8 +55,7 @@ def training_progress(shown: Any) -> Progress:
 def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
     """Return a function that prints a line of an evaluation; None if nothing is shown.
 
-    It prints in the thread of the caller and not in one aside: there is a line for a population and not for a step, and all
-    of them are to be there before the record is printed.
+    It prints in the caller's thread: there is a line for a population, not for a step, and all come before the record.
     """
     if not is_shown(shown, Console(stderr=True)) or sys.stderr is None:
         return None
