@@ -18,7 +18,8 @@ from esper.leyline.config.tree import Config, build_config
 from esper.leyline.data.keys import Purpose, key, uniform
 from esper.leyline.data.task import AnyTask, Mixture, Task
 from esper.leyline.errors import InputError
-from esper.leyline.lifecycle.actions import Actions, Blend, Head, Op
+from esper.leyline.lifecycle.actions import Actions, Head, Op
+from esper.leyline.lifecycle.masks import choices_of
 from esper.leyline.lifecycle.view import Bools, Floats, Space, View
 from esper.leyline.text import kind_of
 from esper.simic.rewards import get_reward, paid, total
@@ -42,10 +43,7 @@ class GymPopulation:
     """
 
     def __init__(self, task: AnyTask, config: Config | Mapping[str, Any] | None, envs: int | None = None) -> None:
-        """A mapping overrides the defaults of the task; `envs` that of the config. Twins are trained if the reward needs them.
-
-        Raises InputError if the task and the config do not fit together.
-        """
+        """config: overrides the task's defaults, and `envs` the config's. InputError if the task and the config do not fit."""
         if not isinstance(task, Task | Mixture):
             raise InputError(f"the task is {kind_of(task)}; make one with esper.get_task(name) or esper.task(...)")
         if not isinstance(config, Config):
@@ -73,10 +71,7 @@ class GymPopulation:
         self._features = slot_features(self.engine.space.sensors)
 
     def begin(self, seed: int | None, options: Mapping[str, Any] | None) -> GymState:
-        """Begin an episode of every environment. A seed restarts the sequence of episodes; the first seed is config.seed.
-
-        `options` may hold `instance`, the key of the instance of this episode: one for all environments, or (E,).
-        """
+        """Begin an episode of every environment. A seed restarts the sequence; `options` may hold `instance`, one key or (E,)."""
         state = self.engine.state
         if seed is not None:
             self._seeds = _consecutive(seed, self.config.envs)
@@ -144,9 +139,7 @@ class GymPopulation:
 
 def action_space(space: Space) -> spaces.MultiDiscrete:
     """Return the space of decisions: a choice per head, in the order of `Head`. Heads that an operation lacks are ignored."""
-    sizes = (len(Op), len(space.slots), len(space.blueprints), len(Blend), len(space.tempos), len(space.targets))
-    assert len(sizes) == len(Head)
-    return spaces.MultiDiscrete(np.array(sizes))
+    return spaces.MultiDiscrete(np.array([len(Op), *map(len, choices_of(space).values())]))
 
 
 def observation_space(space: Space) -> spaces.Space[Arrays]:
