@@ -33,17 +33,11 @@ TOLERANCE = 1e-5
 
 
 class Advantages(NamedTuple):
-    """Holds the targets of the policy and of the critic, each (T, E) float32.
+    """Holds the targets of the policy and of the critic, each (T, E) float32."""
 
-    Attributes:
-        advantage (tensor): advantage of the decision at step t
-        target (tensor): lambda-return, the target of the critic
-        returns (tensor): discounted sum of the rewards from step t to the end of the sequence
-    """
-
-    advantage: Tensor
-    target: Tensor
-    returns: Tensor
+    advantage: Tensor  # advantage of the decision at step t
+    target: Tensor  # lambda-return, the target of the critic
+    returns: Tensor  # discounted sum of the rewards from step t to the end of the sequence
 
 
 def advantages(

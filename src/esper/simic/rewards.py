@@ -109,17 +109,11 @@ def total(components: Mapping[str, Floats]) -> Floats:
 
 
 class Account(NamedTuple):
-    """Holds the escrow accounts. A seed has an account from its germination until it is kept or removed.
+    """Holds the escrow accounts. A seed has an account from its germination until it is kept or removed."""
 
-    Attributes:
-        credit ((E, S) array): last measured contribution of the seed; 0 where none was measured or no account is open
-        entry ((E, S) array): worth before the seed germinated; nan where no account is open
-        paid_up ((E,) array): worth up to which increases were paid for; the worth at the start before the first payment
-    """
-
-    credit: Floats
-    entry: Floats
-    paid_up: Floats
+    credit: Floats  # (E, S) last measured contribution of the seed; 0 where none was measured or no account is open
+    entry: Floats  # (E, S) worth before the seed germinated; nan where no account is open
+    paid_up: Floats  # (E,) worth up to which increases were paid for; the worth at the start before the first payment
 
     @classmethod
     def empty(cls, envs: int, slots: int) -> "Account":
@@ -128,17 +122,11 @@ class Account(NamedTuple):
 
 
 class Flows(NamedTuple):
-    """Records the movements of one step. Over the life of an account, credited = paid + returned.
+    """Records the movements of one step. Over the life of an account, credited = paid + returned."""
 
-    Attributes:
-        credited ((E, S) array): change of the credit, negative where the contribution fell
-        paid ((E, S) array): paid to the controller
-        returned ((E, S) array): credit that expired without payment
-    """
-
-    credited: Floats
-    paid: Floats
-    returned: Floats
+    credited: Floats  # (E, S) change of the credit, negative where the contribution fell
+    paid: Floats  # (E, S) paid to the controller
+    returned: Floats  # (E, S) credit that expired without payment
 
 
 def escrow_step(

@@ -59,17 +59,11 @@ class Rollout(NamedTuple):
 
 
 class ShardedRollout(NamedTuple):
-    """Holds the rollout of a task in a round, divided into shards (`exchange`), of which each worker has some.
+    """Holds the rollout of a task in a round, divided into shards (`exchange`), of which each worker has some."""
 
-    Attributes:
-        menu (texts): names of the blueprints
-        envs (numbers by shard): environments of every shard
-        rollouts (rollouts by shard): those of this worker
-    """
-
-    menu: Sequence[str]
-    envs: Mapping[int, int]
-    rollouts: Mapping[int, Rollout]
+    menu: Sequence[str]  # names of the blueprints
+    envs: Mapping[int, int]  # environments of every shard
+    rollouts: Mapping[int, Rollout]  # those of this worker
 
     @classmethod
     def whole(cls, rollout: Rollout, menu: Sequence[str], shard: int = 0) -> "ShardedRollout":
