@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from esper.callbacks import GrowthCallback
 from esper.callbacks.widening import LargerWeights, count_targets
-from esper.leyline.distribution import pip_install
+from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError
 from esper.leyline.text import kind_of
 from esper.runs.live.anytime import AnytimeGrowth
@@ -22,12 +22,8 @@ from esper.store.disk import write_atomic
 from esper.tolaria.live.groups import without_seeds
 from esper.tolaria.live.probe import Loss
 
-try:
+with of_extra("hf", "esper.callbacks.HuggingFaceGrowth needs transformers, which is"):
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-except ModuleNotFoundError:
-    raise InputError(
-        f"esper.callbacks.HuggingFaceGrowth needs transformers, which is not installed; run {pip_install('hf')}"
-    ) from None
 
 FILE = "growth.pt"  # file of a checkpoint folder that holds the growth
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"

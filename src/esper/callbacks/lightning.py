@@ -11,19 +11,15 @@ from torch.utils.hooks import RemovableHandle
 from esper.callbacks import GrowthCallback
 from esper.callbacks.widening import LargerWeights, count_targets
 from esper.kasmina.graft.grown import CHILD
-from esper.leyline.distribution import pip_install
+from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError
 from esper.runs.live.anytime import AnytimeGrowth
 from esper.runs.live.growth import Growth
 from esper.tolaria.live.probe import Batches, Loss
 
-try:
+with of_extra("lightning", "esper.callbacks.LightningGrowth needs lightning, which is"):
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-except ModuleNotFoundError:
-    raise InputError(
-        f"esper.callbacks.LightningGrowth needs lightning, which is not installed; run {pip_install('lightning')}"
-    ) from None
 
 AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 """Callbacks of Lightning, by name: not every version has the first."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 from typer import Argument, Option
 
 from esper.commands.options import fail, say
-from esper.leyline.distribution import TARGETS
+from esper.leyline.distribution import TARGETS, of_extra
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 
@@ -40,7 +40,6 @@ def events(
 ) -> None:
     """Print the events of a run, whether it goes on or has ended. `esper docs events` describes every field."""
     from esper.karn.reader import fields_of, kind_of, open_run
-    from esper.leyline.distribution import pip_install
     from esper.nissa.events import encode, record
 
     if format_ not in FORMATS:
@@ -70,10 +69,8 @@ def events(
         assert kind is not None
         assert out is not None
         frame = source.frame(kind)
-        try:
+        with of_extra("frames", "parquet needs pyarrow, which is"):
             import pyarrow  # noqa: F401  (pandas writes parquet with it)
-        except ImportError:
-            raise InputError(f"parquet needs pyarrow, which is not installed; run {pip_install('frames')}") from None
         with _beside(out) as temporary:
             frame.to_parquet(temporary, index=False)
 

@@ -3,13 +3,11 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from esper.leyline.distribution import pip_install
+from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError
 
-try:
+with of_extra("gym", "esper.gym needs Gymnasium, which is"):
     import gymnasium  # noqa: F401
-except ModuleNotFoundError:
-    raise InputError(f"esper.gym needs Gymnasium, which is not installed; run {pip_install('gym')}") from None
 
 from esper.gym.environments import EsperEnv, EsperVectorEnv
 

@@ -16,7 +16,7 @@ from esper.karn.run_model import BlueprintAnalytics, RunModel, Tally
 from esper.leyline.config.arguments import to_path
 from esper.leyline.config.parsing import LARGEST_YAML, parse_json, parse_yaml
 from esper.leyline.config.tree import BASELINES, Config, build_config
-from esper.leyline.distribution import pip_install
+from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError, typed_line
 from esper.leyline.text import counted
 from esper.nissa.events import RunShape, decode_lines, read_events, record
@@ -195,10 +195,8 @@ class OpenRun:
 
     def frame(self, kind: str) -> "pandas.DataFrame":
         """Return the rows of one kind as a pandas data frame; lists stay lists. InputError if pandas is not installed."""
-        try:
+        with of_extra("frames", "frames need pandas, which is"):
             import pandas
-        except ImportError:
-            raise InputError(f"frames need pandas, which is not installed; run {pip_install('frames')}") from None
         return pandas.DataFrame([record(row) for row in self.rows(kind)], columns=fields_of(kind_of(kind)))
 
     def follow(self, every: float = 0.5) -> Iterator[Row]:

@@ -5,6 +5,8 @@ library that installs a package of the same name, so pip writes the files of bot
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 DISTRIBUTION = "esper-grow"
 
@@ -40,6 +42,17 @@ def installed_version() -> str | None:
 def pip_install(extra: str) -> str:
     """Return the command that installs an extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+@contextmanager
+def of_extra(extra: str, sentence: str) -> Iterator[None]:
+    """Raise InputError with the command that installs an extra if the body cannot import; `sentence` ends in `which is`."""
+    try:
+        yield
+    except ModuleNotFoundError:
+        from esper.leyline.errors import InputError  # what imports `esper` does not need it
+
+        raise InputError(f"{sentence} not installed; run {pip_install(extra)}") from None
 
 
 TARGETS = ("tensorboard", "wandb", "mlflow", "trackio")

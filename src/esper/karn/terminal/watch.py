@@ -12,20 +12,17 @@ from rich.text import Text
 from esper.karn.reader import OpenRun, Tail
 from esper.karn.run_model import LISTED, RunModel
 from esper.karn.terminal.console import output_lines
-from esper.leyline.distribution import pip_install
-from esper.leyline.errors import InputError
+from esper.leyline.distribution import of_extra
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.text import counted, printable
 from esper.store.files import EVENTS, is_run
 
-try:
+with of_extra("tui", "esper watch needs textual, which is"):
     from textual.app import App, ComposeResult
     from textual.binding import Binding, BindingType
     from textual.containers import Horizontal, Vertical, VerticalScroll
     from textual.coordinate import Coordinate
     from textual.widgets import DataTable, Footer, Static
-except ModuleNotFoundError:
-    raise InputError(f"esper watch needs textual, which is not installed; run {pip_install('tui')}") from None
 
 SIGNS: Mapping[Stage, tuple[str, str, str]] = {
     Stage.DORMANT: (".", "grey62", "the slot is empty"),
