@@ -60,16 +60,14 @@ def compare(
     drawn = None if png is None else write_pictures(comparison.content_of(found), png, form)
     if json_:
         typer.echo(to_json({"verdicts": [comparison.as_record(verdict) for verdict in found.verdicts]}), nl=False)
-        if apart:
-            fail(" ".join(sentences), 2)
-        return
-    console = Console()
-    print_table(console, comparison.result_table(found.runs))
-    print_lines(console, *(() if apart else sentences), *comparison.notes(found))
-    if out is not None:
-        say(f"page: {out}")
-    if drawn is not None and png is not None:
-        say_pictures(drawn, png)
+    else:
+        console = Console()
+        print_table(console, comparison.result_table(found.runs))
+        print_lines(console, *(() if apart else sentences), *comparison.notes(found))
+        if out is not None:
+            say(f"page: {out}")
+        if drawn is not None and png is not None:
+            say_pictures(drawn, png)
     if apart:
         fail(" ".join(sentences), 2)
 

@@ -124,21 +124,17 @@ def verdict(first: Compared, second: Compared) -> Verdict:
     """Return how two runs compare on the test split."""
     names = first.name, second.name
     one, other = first.summary, second.summary
-    for run in (first, second):
-        if run.summary is None:
-            how = {"running": "still goes on", "killed": "was killed before its end"}
-            why = f"{how.get(run.model.status, f'is {run.model.status}')} and has no final figures"
-            if run.model.summary is not None and "rounds_done" in run.model.summary:
-                why = "is a training, which has no figures on the test split; compare controllers with esper eval"
-            said = f"{_both(*names)} cannot be compared: {printable(run.name)} {why}."
-            return Verdict(*names, None, None, None, said)
-    assert one is not None
-    assert other is not None
+    apart = f"{printable(names[0])} and {printable(names[1])} cannot be compared"
+    if one is None or other is None:
+        run = first if one is None else second
+        how = {"running": "still goes on", "killed": "was killed before its end"}
+        why = f"{how.get(run.model.status, f'is {run.model.status}')} and has no final figures"
+        if run.model.summary is not None and "rounds_done" in run.model.summary:
+            why = "is a training, which has no figures on the test split; compare controllers with esper eval"
+        return Verdict(*names, None, None, None, f"{apart}: {printable(run.name)} {why}.")
     if (one["task"], one["metric"]) != (other["task"], other["metric"]):
-        what = (f"{printable(run['metric'])} on {printable(run['task'])}" for run in (one, other))
-        return Verdict(
-            *names, None, None, None, f"{_both(*names)} cannot be compared: they measure {' and '.join(what)}."
-        )
+        what = " and ".join(f"{printable(run['metric'])} on {printable(run['task'])}" for run in (one, other))
+        return Verdict(*names, None, None, None, f"{apart}: they measure {what}.")
     figure = f"test_{one['metric']}"
     metric = difference(first.by_key(one[figure]["grown"]), second.by_key(other[figure]["grown"]))
     objective = None
@@ -236,10 +232,6 @@ def _sentence(names: tuple[str, str], metric: Difference, objective: Difference 
         by = f" by {counted(metric.pairs, 'environment')}" if metric.pairs else ""
         return f"The difference in the metric between {first} and {second} is not resolved{by}: {shown}."
     return f"{first} is {'better' if metric.mean > 0 else 'worse'} than {second}: {shown}."
-
-
-def _both(first: str, second: str) -> str:
-    return f"{printable(first)} and {printable(second)}"
 
 
 def compare(*runs: str | PathLike[str], out: str | PathLike[str] | None = None) -> Comparison:

@@ -171,8 +171,7 @@ def repair() -> Mixture:
 def sample(key: int) -> Instance:
     """Return the instance of a key, without its test split. InputError for a key outside RANGES."""
     facts = describe(key)
-    parts = (RepairSplit.TRAIN, RepairSplit.PROBE, RepairSplit.VALIDATION)
-    train, probe, validation = (_examples(facts, part) for part in parts)
+    train, probe, validation = (_examples(facts, part) for part in list(RepairSplit)[:3])
     return Instance(facts.host, train, probe, validation, facts.host.outputs)
 
 

@@ -147,10 +147,8 @@ class Normaliser(NamedTuple):
     @classmethod
     def prior(cls, sensors: Sequence[str]) -> "Normaliser":
         """Return the moments before the first round."""
-        tables = (GLOBAL, slot_features(sensors))
-        scales = [[feature.scale for feature in table] for table in tables]
-        env, slot = map(Moments.prior, scales)
-        return cls(env, slot, Moments.prior([1.0] * len(PROSPECTS)))
+        scales = [[feature.scale for feature in table] for table in (GLOBAL, slot_features(sensors))]
+        return cls(*map(Moments.prior, [*scales, [1.0] * len(PROSPECTS)]))
 
     @classmethod
     def of(cls, observation: Observation) -> "Normaliser":
