@@ -72,10 +72,7 @@ LONGEST_NUMBER = 100  # characters
 
 
 class _Plain(yaml.SafeLoader):
-    """Loads YAML as PyYAML's safe loader, without aliases and repeated keys, and with the numbers of YAML 1.2.
-
-    YAML 1.1 also has numbers to the base 60 (1:30), of which a megabyte takes minutes to parse.
-    """
+    """Loads YAML safely, without aliases, repeated keys and the numbers of YAML 1.1, whose base 60 is slow to parse."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (as in PyYAML)
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
