@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from esper.commands.options import fail, say
 from esper.leyline.distribution import TARGETS, of_extra
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.text import counted
 
 if TYPE_CHECKING:
@@ -82,10 +82,8 @@ def _opened(out: Path | None, *, at_once: bool = False) -> Iterator[TextIO]:
         yield sys.stdout
         return
     with nullcontext(out) if at_once else _beside(out) as path:
-        try:
+        with system_in_words(f"{out} cannot be written", "name another file"):
             file = open(path, "w", encoding="utf-8", newline="")  # noqa: SIM115 (closed below)
-        except OSError as error:
-            raise InputError(f"{out} cannot be written: {error.strerror}; name another file") from None
         with file:
             yield file
 

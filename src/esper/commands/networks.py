@@ -21,7 +21,7 @@ from esper.kasmina.network.export import (
     save_network,
 )
 from esper.leyline.data.task import AnyTask, Task
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.reference import is_reference
 from esper.runs.folder.resume import read_config
 from esper.store.disk import SUMS, check_sum, find_folder, sums_of, write_folder
@@ -92,7 +92,7 @@ def export_networks(
     if task is not None and not isinstance(task, Task):
         raise InputError(f"task {task.name} is a mixture, whose hosts are known by name; leave --task out")
     topologies = {name: read_topology(path) for name, path in sources.items()}
-    try:
+    with system_in_words(f"cannot write to {target}", "name another folder with --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
             new, old = Path(scratch) / "new", Path(scratch) / "old"
@@ -108,8 +108,6 @@ def export_networks(
                 if old.exists():
                     old.rename(target)
                 raise
-    except OSError as error:
-        raise InputError(f"cannot write to {target}: {error.strerror}; name another folder with --out") from None
     return topologies
 
 

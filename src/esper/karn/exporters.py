@@ -12,7 +12,7 @@ from esper.karn.export_targets import KEPT, MAKE, Box, Target, boxes_of, drawing
 from esper.karn.reader import OpenRun, Tail, open_run
 from esper.karn.run_model import RunModel
 from esper.leyline.distribution import check_installed
-from esper.leyline.errors import InputError, first_line, typed_line
+from esper.leyline.errors import InputError, first_line, system_in_words, typed_line
 from esper.leyline.text import printable
 from esper.nissa.rows import Row
 from esper.store.disk import read_kept, write_atomic
@@ -130,11 +130,9 @@ def export_of(
         name += f"-{hashlib.sha256(str(place).encode(errors='surrogateescape')).hexdigest()[:6]}"
     _check_exports(folder, target)
     made, lock = MAKE[target](folder), Lock(folder / KEPT / name, lambda line: None)
-    try:
+    with system_in_words(f"{folder} cannot be written", "name another folder (--into)"):
         lock.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / KEPT / TARGET, f"{target}\n")
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}; name another folder (--into)") from None
     lock.take(patience)
     with ExitStack() as held:
         held.callback(lock.release)
@@ -143,10 +141,8 @@ def export_of(
 
 def _check_exports(folder: Path, target: str) -> None:
     """Raise InputError if a folder holds anything but exports to a target, which may replace files of its own there."""
-    try:
+    with system_in_words(f"{folder} cannot be read as a folder", "name another one (--into)"):
         names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    except OSError as error:
-        raise InputError(f"{folder} cannot be read as a folder: {error.strerror}; name another one (--into)") from None
     marked = folder / KEPT / TARGET
     if marked.exists():
         held = read_kept(marked, _LARGEST, "remove the folder of exports, and export again").decode(errors="replace")

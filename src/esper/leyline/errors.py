@@ -144,6 +144,15 @@ def in_words(what: str, mend: str = "") -> Iterator[None]:
         raise InputError(f"{said}; {mend}" if mend else said) from error
 
 
+@contextmanager
+def system_in_words(what: str, mend: str) -> Iterator[None]:
+    """Raise InputError in one sentence if the operating system refuses what the block does with a file."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{what}: {error.strerror}; {mend}") from None
+
+
 def requested_memory(error: BaseException) -> str | None:
     """Return the amount of memory that could not be allocated, as the error says; None if it does not say."""
     found = _ASKED.search(str(error))

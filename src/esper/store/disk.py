@@ -16,7 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.reference import resume_command
 from esper.store.files import is_run
 
@@ -182,10 +182,8 @@ def read_kept(path: Path, largest: int, mend: str, named: bool = False) -> bytes
     """Read a file as `open_regular` opens it, of at most `largest` bytes. InputError otherwise."""
     with open_regular(path, mend, named) as file:
         found = os.fstat(file.fileno())
-        try:
+        with system_in_words(str(path), mend):
             data = file.read(min(found.st_size, largest) + 1 if stat.S_ISREG(found.st_mode) else largest + 1)
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}; {mend}") from None
     if len(data) > largest:
         raise InputError(f"{path} has more than {largest:,} bytes, more than any of its kind; {mend}")
     return data

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from esper.karn.report.drawing import Figure, draw, paint
 from esper.karn.terminal.console import Table
 from esper.leyline.distribution import installed_version
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.text import printable
 from esper.store.disk import write_atomic
 
@@ -62,10 +62,8 @@ def render_content(content: Content) -> Markup:
 
 def write_page(path: Path, content: str) -> Path:
     """Write a page and return its path. InputError if that is impossible."""
-    try:
+    with system_in_words(f"the page {path} cannot be written", "name another file"):
         write_atomic(path, content.encode())
-    except OSError as error:
-        raise InputError(f"the page {path} cannot be written: {error.strerror}; name another file") from None
     return path
 
 
@@ -117,7 +115,7 @@ def write_pictures(content: Content, folder: Path, form: str = "png") -> Picture
     paths: list[Path] = []
     absent = list(content.missing)
     figures = [(section, figure) for section in content.sections for figure in (*section.figures, *section.papers)]
-    try:
+    with system_in_words(f"cannot write pictures to {folder}", "name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for section, figure in figures:
             if figure.absent is not None:
@@ -127,6 +125,4 @@ def write_pictures(content: Content, folder: Path, form: str = "png") -> Picture
             path = folder / f"{len(paths) + 1:02}-{section.key}-{stem}.{form}"
             write_atomic(path, paint(figure, form))
             paths.append(path)
-    except OSError as error:
-        raise InputError(f"cannot write pictures to {folder}: {error.strerror}; name another folder") from None
     return Pictures(paths, absent)
