@@ -43,7 +43,7 @@ class GymPopulation:
     """
 
     def __init__(self, task: AnyTask, config: Config | Mapping[str, Any] | None, envs: int | None = None) -> None:
-        """config: overrides the task's defaults, and `envs` the config's. InputError if the task and the config do not fit."""
+        """A mapping overrides the defaults of the task, and `envs` that of the config. InputError if they do not fit together."""
         if not isinstance(task, Task | Mixture):
             raise InputError(f"the task is {kind_of(task)}; make one with esper.get_task(name) or esper.task(...)")
         if not isinstance(config, Config):

@@ -66,8 +66,8 @@ def interval_lines(record: Record) -> list[str]:
 def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
     """Return three tables: J by controller, its parts, and the paired differences of J between a controller and a rule.
 
-    J has mean, interquartile mean and, where known, share of the headroom. Its parts are means over runs, beside the training
-    time of all runs and the episodes that the controller learned or was searched with. A difference has P(better).
+    J is the mean and the interquartile mean, with the share of the headroom where it is known. Its parts are means over runs,
+    beside the training time of all runs and the episodes that the controller was trained or searched with.
     """
     shares = [row.get("share_of_headroom") for row in estimates["controllers"]]
     headroom = ["headroom"] if any(shares) else []
