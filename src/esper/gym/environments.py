@@ -82,7 +82,8 @@ class GymPopulation:
     def advance(self, heads: NDArray[np.int64]) -> tuple[GymState, Floats, Bools]:
         """Take a step with decisions (E, 6). Returns the next observation, rewards (E,), and which sequences ended, (E,) bool.
 
-        All sequences end with the episode; that of a rolled back environment too, and its observation begins another.
+        All sequences end with the episode. The sequence of an environment also ends if it is rolled back; the returned
+        observation is then the first of a new sequence in the same episode.
         """
         if self.over:
             raise ResetNeeded("no episode is going on; reset() begins one")
@@ -259,7 +260,8 @@ class EsperVectorEnv(_Named, VectorEnv[Arrays, Heads, NDArray[Any]]):
     def step(self, actions: Heads) -> tuple[Arrays, Floats, Bools, Bools, Info]:
         """Take a step; return observation, reward, terminated, truncated and info, as arrays over environments.
 
-        At an episode's end, observation and info are the next's; `info["final_obs"]` and `info["final_info"]` hold the last.
+        At the end of an episode, observation and info are those of the next episode; `info["final_obs"]` and
+        `info["final_info"]` hold the last ones of the old episode.
         """
         (observation, now), reward, ended = self.population.advance(actions)
         info: Info = {}

@@ -83,7 +83,8 @@ class TensorBoard(Target):
 class WeightsAndBiases(Target):
     """Writes a folder `wandb/offline-run-...`, or to a server, where a run that is exported again goes on.
 
-    Runs are offline unless WANDB_MODE says otherwise; `wandb sync` uploads them. A process of its own writes the file.
+    Runs are offline unless WANDB_MODE says otherwise; `wandb sync` uploads them if the user wants that. A process of its own
+    writes the file, some seconds later, so there is nothing to flush.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -326,7 +326,8 @@ _LONGEST = 60  # characters of a task's name in the name of a curve
 class RunModel:
     """Holds what the rows and the other files of a run say.
 
-    `write` takes the rows in order, and `complete` the other files, to work out what needs all steps (`karn.reader.complete`).
+    `write` takes the rows in order, as they come or from a finished file; `complete` takes in the other files, and works out what
+    needs all steps (`karn.reader.complete` calls it with the files of a folder).
     """
 
     # As of the last call of `complete`. Without steps, measurements, sensors or times in the rows, what holds these is None.

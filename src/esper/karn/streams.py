@@ -19,7 +19,8 @@ PLAIN = str.maketrans(
 class Steady(io.TextIOBase):
     """Writes text to another stream and never raises.
 
-    Characters that the encoding lacks are replaced; what cannot be written is dropped, and `lost` is the first error. No buffer.
+    Characters that the encoding lacks are replaced. Text that cannot be written is dropped, and `lost` is the first error.
+    Nothing is buffered, so that the interpreter has nothing to flush at its exit.
     """
 
     def __init__(self, stream: IO[str]) -> None:

@@ -15,8 +15,9 @@ Job = tuple[Callable[[], Any], Future[Any]]
 class Background:
     """Runs all jobs in one thread, started with the first job.
 
-    The thread is a daemon, so that the process can exit without waiting for it, unlike threads of concurrent.futures. One serves
-    all jobs, as `Thread.start` blocks forever without memory. `close` works whenever a KeyboardInterrupt ended `submit`.
+    The thread is a daemon, so that the process can exit without waiting for a job; threads of concurrent.futures cannot be
+    left behind. One thread serves all jobs, because `Thread.start` blocks forever if there is no memory for a new thread.
+    `close` works whenever a KeyboardInterrupt ended `submit`.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,8 @@ class Background:
 class Backlog:
     """Bounds the work of a `Background`: a caller that is ahead by more than `most` waits, and the waits are counted.
 
-    Each job has a size; `size` is the sum of those not done. `wait_for_room` and `finish` raise an error of a job.
+    Each job has a size, and `size` is the sum of those that are not done. An error of a job is raised by `wait_for_room` or
+    `finish`, in the thread that calls these.
     """
 
     def __init__(self, most: int) -> None:

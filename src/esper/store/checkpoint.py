@@ -124,7 +124,8 @@ class Checkpoints:
     def write(self, number: int, state: Tree, best: bool = False) -> None:
         """Write the checkpoint after `number` steps, name it in `latest`, and remove old checkpoints.
 
-        A `best` one is also named in `best`, and kept until another one is. After a crash, `latest` names a complete one.
+        A checkpoint that is `best` is also named in `best`, and kept until another one is. After a crash at any moment,
+        `latest` names a complete checkpoint: this one or the one before.
         """
         self.begin(number, state, best)
         self.join()
@@ -176,7 +177,8 @@ class Checkpoints:
     def read(self, note: Callable[[str], None]) -> Checkpoint | None:
         """Return the checkpoint that `latest` names; if that is damaged, the newest valid checkpoint; None if there is none.
 
-        `note` is told of every refused file, with the reason. InputError if all valid ones are of another format or run.
+        `note` is told of every file that is refused, with the reason. InputError if the only valid checkpoints are of another
+        format or another run.
         """
         if self.folder.is_symlink():
             raise InputError(f"{self.folder} is a link, which is not followed; replace it by the folder")

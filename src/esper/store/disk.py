@@ -44,7 +44,8 @@ def write_once(path: Path, write: Callable[[], None]) -> None:
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write `path` so that a reader, also after a crash, finds either the old content or all of the new.
 
-    The content is written to a temporary file in the same folder, of its own name, flushed and renamed; the last rename wins.
+    The content is written to a temporary file in the same folder, flushed to the disk, and renamed. Every call has its own
+    temporary name; if two processes write one path, the last rename wins.
     """
     with replacing(path) as temporary:
         write_synced(temporary, content.encode() if isinstance(content, str) else content)
@@ -302,7 +303,10 @@ def sums_of(files: Mapping[str, Content]) -> bytes:
 
 
 def check_sum(path: Path, mend: str = "export the network again") -> None:
-    """Raise InputError if the sha256 of a file differs from that in SHA256SUMS beside it, if any; finds damage, not attacks."""
+    """Raise InputError if the sha256 of a file differs from that in SHA256SUMS beside it; without SHA256SUMS, do nothing.
+
+    The check finds damage, not attacks: whoever can alter the file can alter SHA256SUMS too.
+    """
     listed = path.parent / SUMS
     if not listed.exists() and not listed.is_symlink():
         return

@@ -31,7 +31,10 @@ def to_json(value: Any) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raise InputError for a link, pipe or device among Esper's files in a run folder; the reader of checkpoints checks those."""
+    """Raise InputError if a file of Esper in a run folder is a link, which could lead elsewhere, or a pipe or device.
+
+    The reader of checkpoints checks their files itself, and ignores those that it cannot use.
+    """
     own = [*folder.glob("events-*.jsonl"), *folder.glob(".*"), *(folder / name for name in NAMES)]
     inside = [
         path for name in (CONTROLLER, MODELS) if not (folder / name).is_symlink() for path in (folder / name).rglob("*")

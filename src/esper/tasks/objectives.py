@@ -146,7 +146,8 @@ position or target."""
 class CustomObjective(Objective):
     """Measures as the objective `base`, with another loss, another metric, or class weights.
 
-    A user's function is called once for all rows of a stack, (E B, ..., C), so the number of an example must depend on it alone.
+    A user's function is called once with the rows of a stack as one batch, (E B, ..., C), so the number that it returns for
+    an example must not depend on the other examples.
     """
 
     base: Classification | Regression  # provides the loss or the metric where none is given

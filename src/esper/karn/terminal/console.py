@@ -35,7 +35,10 @@ class Table(NamedTuple):
 
 
 def print_table(console: Console, table: Table, wrapped: Collection[str] = ()) -> None:
-    """Print a table without its caption. rich would cut numbers or columns; here lines wrap, as do the columns in `wrapped`."""
+    """Print a table without its caption. Columns are never cut; in a narrower terminal, long lines continue on the next line.
+
+    rich itself would replace the end of a number by an ellipsis, or leave out a column. Columns in `wrapped`, by name, may wrap.
+    """
     drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(map(printable, table.columns)):
         justify: Literal["left", "right"] = "left" if index in (0, *table.texts) else "right"

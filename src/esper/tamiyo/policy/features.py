@@ -265,7 +265,10 @@ PROSPECTS = (
 
 
 def prospects(seen: Seen) -> Floats:
-    """Return (E, S, K, 3) what sensors tell of each blueprint at each slot, to compare them with each other; nan if absent."""
+    """Return what the sensors tell of each blueprint of the menu at each slot, (E, S, K, 3); nan where nothing was measured.
+
+    The sensors of two blueprints are compared with each other, which those of a slot alone do not allow.
+    """
     space = seen.view.space
     shape = len(seen.view.host_params), len(space.slots)
     values = np.full((*shape, len(space.blueprints), len(PROSPECTS)), np.nan)

@@ -117,7 +117,10 @@ class FactoredRecurrentActorCritic(nn.Module):
         return Encoded(trunk, code, pairs), value, (state[0][0], state[1][0])
 
     def logits(self, head: Head, encoded: Encoded, op: Tensor, slot: Tensor) -> Tensor:
-        """Return logits (T, E, choices) of a head; op, slot: (T, E) int64, of which OP reads neither, and SLOT the op."""
+        """Return logits (T, E, choices) of a head, given the choices before it. op, slot: (T, E) int64.
+
+        The op head reads neither, and the slot head does not read `slot`.
+        """
         trunk, slots = encoded.trunk, encoded.slots
         if head is Head.OP:
             return self.op_head(trunk)

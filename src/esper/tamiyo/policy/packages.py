@@ -1,6 +1,7 @@
 """Plant packages: by one decision of a policy, a blueprint in every slot whose segment keeps the width of the stream.
 
-A policy with packages chooses among the menu and then the packages. E environments, S slots, K blueprints, P packages.
+A policy with packages chooses among the blueprints of the menu and the packages, which come after them. E environments, S slots,
+K blueprints of the menu, P packages.
 """
 
 from collections.abc import Sequence
@@ -94,7 +95,10 @@ def unpacked(view: View, chosen: Actions, names: Sequence[str], opened: Opened) 
 
 
 def package_reasons(view: View, chosen: Actions, carried: Actions, opened: Opened) -> list[str | None]:
-    """Return the package that each environment's planting is of, or None. chosen, carried: of `unpacked`; opened: before it."""
+    """Return for each environment the package that its planting belongs to; None for other decisions.
+
+    chosen, carried: the argument and the result of `unpacked`. opened: the packages before it.
+    """
     menu, goes_on = [blueprint.name for blueprint in view.space.blueprints], opened.rows
     opens = (chosen.op == Op.GERMINATE) & (chosen.blueprint >= len(menu))
     return [

@@ -160,7 +160,8 @@ class Heuristic(Rule):
     def _judge(self, view: View) -> tuple[Floats, Bools, Bools, Callable[[int, Op, int], str | None]]:
         """Compare the contribution of every seed with its rent. A comparison with nan is False.
 
-        Returns (E, S) contributions to J, the seeds to keep and those to prune, and a function that says why one is decided.
+        Returns (E, S) the contribution to the metric or the loss of J, the seeds to keep and those to prune, and a function that
+        says why an operation is decided for a seed.
         """
         gates, stage, age, may = self.gates, view.seeds.stage, view.seeds.age, view.masks.slot
         measured, space = view.measurements, view.space
