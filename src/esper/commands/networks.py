@@ -79,8 +79,9 @@ def export_networks(
 ) -> dict[Path, Topology]:
     """Write all networks into `target` under the given names, or none if one fails. Returns their topologies.
 
-    A new program is made for each network. If its host is code of the user, that of `task` is used; without `task` it gets none,
-    and `note` is told so in a sentence that ends in `mend`. InputError if a file is damaged, or `target` holds others.
+    A new program is made for each network. If the host of a network is code of the user, the host of `task` is used; without
+    `task` the network gets no program, and `note` is told so in a sentence that ends in `mend`. InputError if a file is damaged,
+    or if `target` holds other files.
     """
     if target.exists() and not target.is_dir():
         raise InputError(f"{target} is a file; name a folder with --out")

@@ -1,4 +1,7 @@
-"""Define shared options, and how commands read settings, print and exit. Numbers are taken as text, which the config checks."""
+"""Define the options that several commands share, and how commands read settings, print and exit.
+
+Numbers of the config are taken as text, so that the config alone defines which values are accepted.
+"""
 
 import json
 import re

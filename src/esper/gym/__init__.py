@@ -20,9 +20,11 @@ __all__ = ["EsperEnv", "EsperVectorEnv", "sb3"]
 def sb3(env: EsperVectorEnv, heads: Collection[str] | None = None) -> "FlatVecEnv":
     """Return the environments as a `VecEnv` of Stable-Baselines3, with a flat `Discrete` action and an exact action mask.
 
-    `heads` names the heads that an action chooses, with op and slot among them; fewer heads give fewer actions. The other heads
-    are fixed: the blend ADD, a ramp of 2 steps, the full dose, and the first blueprint of the menu. Raises InputError if
-    Stable-Baselines3 is not installed, or if `env` is no `EsperVectorEnv`.
+    `heads` names the heads that an action chooses, with op and slot among them; fewer heads give fewer actions. The other
+    heads are fixed: the blend ADD, a ramp of 2 steps, the full dose, and the first blueprint of the menu
+    (`esper.tamiyo.rules.baselines.defaults`).
+
+    Raises InputError if Stable-Baselines3 is not installed, or if `env` is no `EsperVectorEnv`.
     """
     from esper.gym.stable_baselines import FlatVecEnv
 

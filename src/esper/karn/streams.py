@@ -97,7 +97,10 @@ def lost_output() -> OSError | None:
 
 
 def plug_closed_streams() -> None:
-    """Open the null device for each closed standard stream, whose descriptor the next file would get, with warnings in it."""
+    """Open the null device for each of stdin, stdout and stderr that the process was started without.
+
+    Otherwise the next file would get that descriptor, and warnings of libraries would be written into it.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

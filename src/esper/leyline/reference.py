@@ -23,7 +23,10 @@ _READ: dict[Path, tuple[bytes, ModuleType]] = {}
 
 
 def load_reference(reference: str, what: str, returns: str = "it", ready: Any = ()) -> Any:
-    """Return what the function of a reference returns. what, returns: what is wanted, in words. ready: types to return."""
+    """Import `path.py:function` or `module:function`, call the function, and return what it returns.
+
+    what, returns: what is wanted, in words. ready: types of objects that are returned as they are.
+    """
     made = find_reference(reference, what)
     if isinstance(made, ready):
         return made

@@ -73,7 +73,10 @@ class Lock:
 
 @contextmanager
 def locked_folder(folder: Path, note: Callable[[str], None], retry: Retry) -> Iterator[None]:
-    """Make a folder and hold its lock in the body; remove made folders that are empty in the end. InputError if either fails."""
+    """Make a folder, and hold its lock in the body. Folders that were made for it and are empty in the end are removed.
+
+    Raises InputError if the folder cannot be made or another process holds the lock.
+    """
     made = [each for each in (folder, *folder.parents) if not each.exists()]  # innermost first
     lock = Lock(folder, note)
 

@@ -46,7 +46,10 @@ _MEND = "unpack cifar-10-binary.tar.gz there again"
 
 
 def digits_image() -> Task:
-    """Make `digits` of uint8 images of one channel, with the same splits, on a residual CNN (Alpaydin and Kaynak, UCI 1998)."""
+    """Make a task of scikit-learn's digits (Alpaydin and Kaynak, UCI 1998) as uint8 images of one channel, on a residual CNN.
+
+    The splits hold the same examples as those of `digits`.
+    """
     from sklearn.datasets import load_digits  # a second of imports that no other task needs
 
     data = load_digits()

@@ -47,7 +47,8 @@ def digits() -> Task:
 def digits_narrow(hidden: tuple[int, ...] = (4, 12, 5), width: int = 16) -> Task:
     """Make `digits` on a damaged host without skip connections in which two blocks are too narrow, to test controllers.
 
-    By default, bypasses around the first and the last block restore what the host loses; one around the middle adds little.
+    With the default sizes, bypasses around the first and the last block restore what the host loses, and a bypass around the
+    middle block adds almost nothing.
     """
     host = MLP(inputs=64, width=width, hidden=hidden, outputs=10)
     return replace(digits(), name="digits-narrow", summary=NARROW, host=host, room=room_for(host))
@@ -72,7 +73,8 @@ def table_task(
 ) -> Task:
     """Return a classification of a table, of which hosts read the features standardized by the train split.
 
-    x, y: arrays or tensors of features (N, F) and labels (N,). sizes: of train, probe, validation and test, which sum to N.
+    x, y: arrays or tensors of features (N, F) and labels (N,).
+    sizes: numbers of examples in train, probe, validation and test, which sum to N.
     batches: examples per batch, and batches per step.
     """
     x = torch.as_tensor(x, dtype=torch.get_default_dtype())

@@ -69,7 +69,10 @@ def text_task(
     host: Transformer,
     sizes: tuple[int, int, int, int],
 ) -> Task:
-    """Return a task on bytes of files by name, `host.length` at a time. origin: for messages. sizes: of the splits."""
+    """Return a task on the bytes of files by name: at every position of `host.length` bytes, the byte behind it.
+
+    origin: where the files are from, for messages. sizes: sequences in train, probe, validation and test.
+    """
     splits = text_splits(files, host.length, sizes, origin)
     return Task(
         name=name,

@@ -102,7 +102,10 @@ def read_content(folder: Path) -> Content:
 
 
 def report_at_end(folder: Path) -> None:
-    """Write the report of an ended run, unless its config refuses it or the page is newer than the summary; errors only warn."""
+    """Write the report of a run that has ended, unless `report` is false in its config or the page is newer than the summary.
+
+    The figures of the run are safe by then, so an error only issues a RunWarning.
+    """
     summary, path = folder / SUMMARY, folder / REPORT
     try:
         if not open_run(folder).config.get("report", True):

@@ -56,7 +56,10 @@ class ListedRun(NamedTuple):
 
 
 class Library:
-    """Finds the runs below some folders anew for each list, from several threads. Links below them are never followed."""
+    """Finds the runs below some folders, anew whenever the list is asked for. Safe to use from several threads.
+
+    A link below a named folder is not followed, also if it has taken the place of a run since the last search.
+    """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         for root in roots:

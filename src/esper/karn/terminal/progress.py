@@ -55,7 +55,8 @@ def training_progress(shown: Any) -> Progress:
 def evaluation_progress(shown: Any) -> Callable[[str], None] | None:
     """Return a function that prints a line of an evaluation; None if nothing is shown.
 
-    It prints in the caller's thread: there is a line for a population, not for a step, and all come before the record.
+    It prints in the thread of the caller and not in one aside: there is a line for a population and not for a step, and all
+    of them are to be there before the record is printed.
     """
     if not is_shown(shown, Console(stderr=True)) or sys.stderr is None:
         return None

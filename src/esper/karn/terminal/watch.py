@@ -319,7 +319,10 @@ DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 
 
 def plot(x: Sequence[float], lines: Sequence[Sequence[float]], width: int, height: int) -> list[str]:
-    """Draw curves over x (N), values (N) each or nan, in `height` lines of up to `width` characters, with the axes' ends."""
+    """Draw curves over a common axis as `height` lines of at most `width` characters, with the ends of both axes.
+
+    x (N), lines: values (N) each; nan where a line has none.
+    """
     label = 9
     across, up = 2 * max(width - label - 1, 1), 4 * max(height - 1, 1)
     values = [np.asarray(line, np.float64) for line in lines]

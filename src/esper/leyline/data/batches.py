@@ -1,4 +1,7 @@
-"""Define batches: a tensor, or a tuple or mapping of them, each a leaf; modules are called with (x), (*batch) or (**batch)."""
+"""Define batches: one tensor, a tuple of tensors, or a mapping from names to tensors. Each of these tensors is a leaf.
+
+A module is called with a batch as `module(x)`, `module(*batch)` or `module(**batch)`.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -104,7 +104,10 @@ class Stream:
 
     @classmethod
     def fitted(cls, u: Tensor, h: Tensor) -> Tensor:
-        """Average u (..., B, ...) to the resolution of h by adaptive average pooling, which looks ahead in a sequence."""
+        """Average u (..., B, ...) to the resolution of the stream h: each position is the mean of those of u that it covers.
+
+        This is adaptive average pooling, which looks ahead in a sequence where the lengths differ.
+        """
         size = h.shape[cls._sides]
         if u.shape[cls._sides] == size:
             return u

@@ -66,7 +66,10 @@ class Learned(Rule):
         return GREEDY
 
     def act(self, view: View) -> Actions:
-        """Decide once per environment, with no memory in the first step or after `reset`. InputError for other choices."""
+        """Return one decision per environment. InputError if the policy was trained with other sensors or choices.
+
+        The memory is empty at the first step of an episode and after `reset`.
+        """
         envs = len(view.host_params)
         if view.episode != self._episode or view.step == 0 or len(self.history.op) != envs:
             self.policy.language.check(view.space)

@@ -66,7 +66,8 @@ def decide(
 ) -> SampledDecision:
     """Return one decision per environment, from the encodings of one step (1, E, ...). What is returned is on the CPU.
 
-    draws: (heads, E) uniform in [0, 1), for inverse transform sampling; None takes the first of the most probable choices.
+    draws: (heads, E) uniform in [0, 1), for inverse transform sampling. None takes the most probable choice, and the first of
+    equally probable ones.
     """
     log_prob, device = torch.zeros(len(masks.op)), encoded.trunk.device
     told = torch.full((2, len(masks.op), len(Head)), torch.nan)  # probability and entropy
@@ -101,7 +102,8 @@ def judge(
 ) -> Judged:
     """Compute log-probabilities and entropies of decisions.
 
-    By head: actions (T, E) int64; valid (T, E, choices) bool; exploration, one number for all, or float64 (T, E, 1).
+    actions: by head, (T, E) int64. valid: by head, (T, E, choices) bool.
+    exploration: by head, one number for all decisions, or a float64 tensor (T, E, 1).
     """
     op, slot = actions[Head.OP], actions[Head.SLOT]
     relevant = _RELEVANT.to(op.device)

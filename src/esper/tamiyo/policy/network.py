@@ -164,7 +164,10 @@ class FactoredRecurrentActorCritic(nn.Module):
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of a policy: no TF32 in cuDNN's LSTM, whose error, 1e-3, would differ between decision and learning."""
+    """Return the context in which a policy runs, without TF32 in the LSTM of cuDNN.
+
+    The error of TF32, 1e-3, would differ between the step of a decision and the sequence from which it is learnt.
+    """
     if device.type != "cuda":
         return nullcontext()
     cudnn = torch.backends.cudnn
