@@ -66,8 +66,9 @@ def interval_lines(record: Record) -> list[str]:
 def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
     """Return three tables: J by controller, its parts, and the paired differences of J between a controller and a rule.
 
-    J is the mean and the interquartile mean, with the share of the headroom where it is known. Its parts are means over runs,
-    beside the training time of all runs and the episodes that the controller was trained or searched with.
+    J is the mean and the interquartile mean, with the share of the headroom where it is known. Its parts are means over the runs,
+    beside the training time of all runs and the number of episodes that the controller was trained or searched with. A difference
+    has the probability that a run is better.
     """
     shares = [row.get("share_of_headroom") for row in estimates["controllers"]]
     headroom = ["headroom"] if any(shares) else []
@@ -99,7 +100,8 @@ def tables_of(estimates: Record, metric: str, record: Record) -> list[Table]:
 def compared(estimates: Record, record: Record) -> list[Record]:
     """Return the comparisons to show: of each named controller with every rule, static network and opponent.
 
-    If no controller was named: of all with `never`, of rules with static networks, and of opponents with the best fixed plan.
+    If no controller was named: of all with `never`, of the rules with the static networks, and of the opponents with the best
+    fixed plan.
     """
     rows, rules = estimates["comparisons"], record["rules"]
     static, opponents = (

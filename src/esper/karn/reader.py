@@ -37,7 +37,10 @@ MEND = "put back what the run wrote"  # what to do if a file of a run folder is 
 
 
 class Tail:
-    """Reads the rows of a growing events.jsonl; where a resumed run cut rows off, calls `again` and begins anew."""
+    """Reads the rows of a growing events.jsonl as they are added.
+
+    A resumed run may cut rows off the end and write them again. `read` then calls `again`, and begins anew with the first row.
+    """
 
     def __init__(self, path: Path, again: Callable[[], None] = lambda: None) -> None:
         self.path, self._again = path, again
@@ -71,7 +74,10 @@ class Tail:
         return rows
 
     def parts(self, most: int) -> Iterator[list[Row]]:
-        """Yield the rows that the file has now, as `read`; a run may add rows faster than they are taken in."""
+        """Yield the rows that the file has now, as `read`; those that are added meanwhile are left to the next call.
+
+        A run may write rows faster than they are taken in, so that reading to the end of the file would not end.
+        """
         end = self.path.stat().st_size if self.path.exists() else 0
         while rows := self.read(most):
             yield rows
@@ -80,7 +86,10 @@ class Tail:
 
 
 class OpenRun:
-    """Reads a run folder, `folder`. Nothing is cached: every access reads what the folder holds at that time."""
+    """Reads a run folder. Nothing is cached: every access reads what the folder holds at that time.
+
+    folder (Path): the run folder
+    """
 
     def __init__(self, folder: Path) -> None:
         if not is_run(folder):
@@ -276,7 +285,10 @@ def kind_of(name: str | None) -> type[Row]:
 
 
 def _column(values: list[Any]) -> Any:
-    """Return an array of numbers, nan for None and for lists that a row lacks; the list itself if it holds anything else."""
+    """Return an array of numbers, None as nan, or the list itself if it holds anything else.
+
+    Where a row has no lists, which other rows have, its part of the array is nan.
+    """
     first = next((value for value in values if value is not None), None)
     try:
         if isinstance(first, list) and None in values:

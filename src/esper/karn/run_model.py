@@ -115,7 +115,10 @@ class Times(NamedTuple):
 
 @dataclass
 class DecisionLog:
-    """Counts the plantings, keeps and prunes of a run, validations left out; holds only the rows that a page shows."""
+    """Counts the plantings, keeps and prunes of a run; those of a training's episodes, without those of validations.
+
+    It holds only the rows that a page shows, so that its memory is bounded.
+    """
 
     total: int = 0  # keeps and prunes
     measured: int = 0  # those with a contribution
@@ -587,7 +590,10 @@ class RunModel:
         return Stage(int(self._stages[env, slot])), float(self._alphas[env, slot])
 
     def cell(self, env: int, slot: int) -> tuple[Stage, float, str | None, float, float]:
-        """Return stage, dose and seed of a slot now, and its contribution with the standard error, nan if not measured."""
+        """Return stage, dose and seed of one slot of one environment now, and its contribution with the standard error.
+
+        The contribution is nan if it was not measured.
+        """
         stage, alpha = self.state(env, slot)
         seed = None if stage in EMPTY else self._seeds.get((env, self.slots[slot]))
         value = error = NAN
@@ -692,7 +698,8 @@ def _timeline(
 def _spread(name: str, best: Best, values: Sequence[float | None]) -> tuple[dict[str, float], tuple[float, ...]]:
     """Summarise the values (E,) that are not None; empty if there are none.
 
-    Returns median, quartiles (linear interpolation) and best by name of their curve, and the 10th, 50th and 90th percentile.
+    Returns the median, the quartiles (linear interpolation) and the best by name of their curve, and the 10th, the 50th and the
+    90th percentile.
     """
     known = np.array([value for value in values if value is not None], np.float64)
     if not known.size:

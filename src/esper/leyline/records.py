@@ -16,7 +16,10 @@ _FEW = 8
 
 
 def brief(record: Record) -> Record:
-    """Give a NamedTuple or dataclass a short `repr`, as Split(x=float32 (90, 4), y=int64 (90,)); a class decorator."""
+    """Give a NamedTuple or dataclass a `repr` of one short line, without the values of large arrays; a class decorator.
+
+    Split(x=float32 (90, 4), y=int64 (90,))
+    """
     setattr(record, "__repr__", _repr)  # noqa: B010 (to a type checker, no method may be assigned)
     return record
 

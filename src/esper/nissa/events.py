@@ -136,7 +136,10 @@ def episode_rows(
 
 
 def encode(row: Row) -> bytes:
-    """Return the row as a line of strict JSON; in a list null is a list of nulls, and what has its default is left out."""
+    """Return the row as one line of strict JSON with its newline.
+
+    In a list of lists, null stands for a list of nulls. A field that has its default is left out.
+    """
     short = {name: _short(value) for name, _ in _DEPTHS[type(row)] if (value := getattr(row, name)) is not None}
     return _encoder.encode(msgspec.structs.replace(row, **short) if short else row) + b"\n"
 
@@ -155,7 +158,10 @@ def decode(line: bytes | str) -> Row:
 
 
 def record(row: Row) -> dict[str, Any]:
-    """Return the fields of a row by their names in the file, with defaults; those of a training are absent in other runs."""
+    """Return the fields of a row by their names in the file, with those that have their default.
+
+    Fields that only a training has are left out of the rows of other runs.
+    """
     names = zip(row.__struct_fields__, row.__struct_encode_fields__, strict=True)
     return {
         key: msgspec.to_builtins(value) for name, key in names if (value := getattr(row, name)) is not msgspec.UNSET

@@ -16,10 +16,11 @@ _HIGHER: dict[Level, Level] = {"run": "step", "step": "debug"}
 class Hub:
     """Takes the rows that the engine and the run write.
 
-    When `emit` returns, every output has the row, so a run that is killed loses none in its file, and `emit` raises the error of
-    an output. Only a `Guarded` output, one of the user's, has the row in its queue; `emit` waits while that is full. `seconds` is
-    the time that all this took, and `seq` the number of the next row. `level` says which rows are kept. After a restoration 'run'
-    counts as 'step', and 'step' as 'debug', for `raise_steps` steps, of which `raised` are left.
+    When `emit` returns, every output has the row, so a run that is killed loses none in its file, and `emit` raises the error
+    of an output. Only a `Guarded` output, one of the user's, has the row in its queue instead; `emit` waits while that is
+    full. `seconds` is the time that all this took, for which the training waited. `seq` is the number of the next row. `level`
+    says which rows are kept. After a restoration the level 'run' counts as 'step', and 'step' as 'debug', for `raise_steps`
+    steps, of which `raised` are left.
     """
 
     def __init__(
@@ -38,7 +39,10 @@ class Hub:
         return _HIGHER.get(self.asked, self.asked) if self.raised else self.asked
 
     def wants(self, kind: type[Row]) -> bool:
-        """Return whether rows of a kind are kept: none at 'off' or without outputs, those of every step only above 'run'."""
+        """Return whether rows of this kind are kept: none at level 'off', all but those of every step at 'run', all above.
+
+        A hub without outputs keeps none.
+        """
         level = self.level if self.outputs else "off"
         return level != "off" and (level != "run" or not issubclass(kind, _OF_STEPS))
 

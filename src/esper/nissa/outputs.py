@@ -94,9 +94,10 @@ class Guarded:
 class JsonLines:
     """Appends each row to a file as one line of JSON. The file is opened at the first row.
 
-    Rows are not buffered, so a killed run keeps every row; rows that are given together are written by one call of the system. If
-    the disk is full, `retry` decides how long to wait; rows that cannot be written are removed completely. If another process
-    removes or replaces the file, its rows are written again, and if it changes the length, the run goes on. `note` is told.
+    Rows are not buffered, so a killed run keeps every row; rows that are given together are written by one call of the system.
+    If the disk is full, `retry` decides how long to wait; rows that cannot be written are removed completely. If another process
+    removes or replaces the file, its rows are written again, from the file that is still open. If another process changes the
+    length of the file, the run goes on. `note` is told of each.
     """
 
     def __init__(self, path: Path, retry: Retry = write_once, note: Callable[[str], None] | None = None) -> None:

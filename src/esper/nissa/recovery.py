@@ -115,7 +115,8 @@ def check_events(folder: Path) -> str | None:
 def read_rows(data: bytes) -> tuple[dict[int, bytes], int]:
     """Return the valid rows of an events.jsonl by number, each a line, and the number of lines that are not valid.
 
-    The numbers of the rows must rise. Zero bytes at the beginning of a line, as after a crash of a file system, are left out.
+    The numbers of the rows must rise. Zero bytes at the beginning of a line, which a crash of a file system may leave, are left
+    out.
     """
     rows: dict[int, bytes] = {}
     invalid, last = 0, -1

@@ -1,9 +1,11 @@
 """Define the rows of events.jsonl, one class per kind. E environments, S slots, F sensors.
 
-A value that was not measured is nan in an array and null in the file. Fields with one value per environment take arrays, which
-the writer converts to lists. A field that has its default is left out of the file. A field name has the same type in all kinds of
-rows, so that the file can be read as one table; an array therefore has another name than the number of one environment. The types
-are the schema by which a line is read. Beside a type of lists stand their axes, as "ES", which the reader checks.
+A value that was not measured is nan in an array and null in the file. Fields with one value per environment take arrays,
+which the writer converts to lists. A field that has its default is left out of the file. A field name has the same type in all
+kinds of rows, so that the file can be read as one table; an array therefore has another name than the number of one environment.
+
+The types are the schema by which a line is read. Beside a type of lists stand their axes, as "ES", whose lengths the reader
+checks.
 """
 
 from collections.abc import Mapping, Sequence

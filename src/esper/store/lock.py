@@ -40,7 +40,8 @@ class Lock:
     def take(self, patience: float = _TRIES) -> None:
         """Take the lock of an existing folder. InputError, with nothing changed, if another process holds it.
 
-        patience: longest wait for its release [seconds]. The lock of a killed process is taken over, and `note` is told.
+        patience: how long to wait until that process releases it [seconds]. The lock file of a killed process is taken over, and
+        `note` is told.
         """
         if self.path.exists() and not self.path.is_file():
             raise InputError(f"{self.path} is not a regular file; remove it, or name another run folder")

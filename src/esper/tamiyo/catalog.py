@@ -81,7 +81,8 @@ def controller_summaries() -> dict[str, str]:
 
 
 def find_controller(name_or_path: Any) -> ControllerSpec:
-    """Find a controller: by name, schedule file, folder of a trained one, function or class of one's own, or the object itself.
+    """Find a controller: by name, as a schedule file, as the folder of a trained controller, as a function or class of your
+    own, "path.py:function", or as the controller itself.
 
     A package adds names by entry points of the group `esper.controllers` (`esper docs plugins`); NAME:ARGUMENT passes the
     argument to its function. Raises InputError if there is no such name, file, folder or function.
@@ -139,7 +140,8 @@ def find_controller(name_or_path: Any) -> ControllerSpec:
 def get_controller(name_or_path: str, config: Config | None = None) -> Controller:
     """Make a controller, by name or path (`esper controller` lists the names).
 
-    config: has the settings of the rule `heuristic`; None takes the defaults. InputError if nothing has that name or path.
+    `config` has the settings of the rule `heuristic`; None takes the defaults. Raises InputError if there is no such name, file,
+    folder or function.
     """
     return find_controller(name_or_path).make(Config() if config is None else config)
 

@@ -1,6 +1,7 @@
 """Define objectives: the loss that training minimises, and the metric; built in, or of a user's functions and class weights.
 
-E rows, B examples, C outputs; ... are positions. A row's loss and score come from it alone, in an order that E does not change.
+E rows, B examples, C outputs; ... are positions. Loss and score of a row are computed from that row alone, by operations whose
+order does not depend on E.
 """
 
 import copy
@@ -32,7 +33,10 @@ def _correct(output: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Classification(Objective):
-    """Measures a classification: the loss is the cross-entropy [nats], the metric the accuracy, both means over positions."""
+    """Measures a classification: the loss is the cross-entropy [nats], the metric the accuracy.
+
+    Both are means over the positions of an example.
+    """
 
     outputs: int  # C classes
     metric: str = field(default="accuracy", init=False)
@@ -183,7 +187,8 @@ class CustomObjective(Objective):
 class StandardizedObjective(Objective):
     """Measures a regression whose networks return standardized targets, (y - mean) / deviation.
 
-    The squared error is of standardized targets, R2 is the same in both units, and a user's loss or metric gets the units of y.
+    The squared error is that of standardized targets. R2 is the same in both units. A loss or a metric that a user gives takes
+    outputs and targets in the units of y.
     """
 
     base: Regression | CustomObjective

@@ -1,4 +1,7 @@
-"""Make two spirals: on a residual host, on one with a narrow block, and on one trained beforehand. E networks, B examples."""
+"""Make two spirals: on a residual host, on a host with a very narrow block, and on a host that is trained beforehand.
+
+E networks, B examples.
+"""
 
 import math
 from collections.abc import Callable
@@ -73,7 +76,8 @@ def spiral_points(count: int, first: int = 0) -> tuple[Tensor, Tensor]:
 class Trained:
     """Makes hosts that were trained without growth: a call returns one of a pool, drawn from torch's global generator.
 
-    The first call trains the pool, with loss, batch size and learning rate of the task, to the same weights in every process.
+    The pool is trained at the first call, with the loss, the batch size and the learning rate of the task. Its weights are the
+    same in every process.
     """
 
     def __init__(self, architecture: VectorHost, task: Task) -> None:
@@ -120,8 +124,9 @@ class Trained:
 def spirals_trained() -> Task:
     """Make `spirals` on a trained host that is too small: the task is to grow it further, not to train a larger one.
 
-    The host, a residual network of 194 parameters, was trained for 24 epochs without growth; the run trains for 12 more. The
-    heuristic widens every block. Under the default rent, a seed as large as this host would cost 7 points of accuracy.
+    The host is a residual network of 194 parameters, trained without growth for 24 epochs before the run. The run trains for
+    12 more epochs. The heuristic widens every block. The rent is low, because under the default rent a seed as large as this
+    small host would cost 7 points of accuracy.
     """
     task = spirals()
     return replace(

@@ -70,7 +70,8 @@ def write_report(run: str | PathLike[str], out: str | PathLike[str] | None = Non
     """Write one self-contained page about a run, whether it goes on, has ended or was killed, and return its path.
 
     The page is `report.html` in the folder, or `out`. It makes no request to any network. `run` may also be the folder of an
-    evaluation (`esper eval`). Raises InputError if the folder is neither or is damaged, or the page cannot be written.
+    evaluation (`esper eval`). Raises InputError if the folder is neither, a file of it is damaged, or the page cannot be
+    written.
     """
     folder = to_path(run, "run")
     return frame.write_page(folder / REPORT if out is None else to_path(out, "out"), frame.render(read_content(folder)))

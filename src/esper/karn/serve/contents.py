@@ -41,7 +41,10 @@ def read_filter(query: Mapping[str, str]) -> dict[str, Any]:
 
 
 def decisions(folder: Path, chosen: Mapping[str, Any]) -> Iterator[tuple[bytes, DecisionRow]]:
-    """Yield the lines of events.jsonl with the selected decisions, and their rows. InputError if the file is damaged."""
+    """Yield the lines of events.jsonl that hold the selected decisions, with their rows. InputError if the file is damaged.
+
+    Only lines of decisions are decoded, and nothing is kept.
+    """
     path, text = folder / EVENTS, chosen.get("text", "").casefold()
     exact = {field: value for field, value in chosen.items() if field != "text"}
     if not path.exists():

@@ -105,7 +105,10 @@ def print_training(summary: Mapping[str, Any], console: Console, folder: str | N
 
 
 def print_summary(summary: Mapping[str, Any], console: Console, folder: str | None = None) -> None:
-    """Print grown networks beside static ones, the verdict, and eight lines at most; the report and summary.json hold more."""
+    """Print the summary of a run: grown networks beside static ones, the verdict, and at most eight lines.
+
+    Everything else is in the report and in summary.json.
+    """
     print_lines(console, heading_line(summary))
     print_table(console, comparison_table(summary))
     verdict = [summary["verdict"]] if "verdict" in summary else []
@@ -173,7 +176,10 @@ def can_print(summary: Mapping[str, Any], trained: bool) -> bool:
 
 
 def comparison_table(summary: Mapping[str, Any]) -> Table:
-    """Return grown beside static networks: means ± standard error, and differences, grown less static, with 95 % t intervals."""
+    """Return the table of the grown networks and of each static network, with the paired difference, grown less static.
+
+    Metrics are means ± standard error. Differences are means with a 95 % t interval over environments.
+    """
     metric = summary["metric"]
     grown = summary[f"test_{metric}"]["grown"]
     rows = [_row("grown", estimate(grown, ".4f"), "", summary["grown_params"], _growth_seconds(summary))]

@@ -1,6 +1,7 @@
 """Read input to a config: dotted keys as nested sections, and one sentence for each error of validation.
 
-The sentence names the key, the value given and the values accepted. `model` is the class of a config, or of a section of it.
+The sentence names the key, the value that was given, and the values that are accepted. In this file, `model` is the class of a
+config or of one of its sections.
 """
 
 import dataclasses
@@ -37,7 +38,10 @@ SHOWN = 60
 
 
 def to_sections(layer: Mapping[Any, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """Return a layer with `optimizer.lr` nested as `optimizer: {lr: ...}`. InputError if a key is no text or is given twice."""
+    """Return a layer of settings with dotted keys nested: `{"optimizer.lr": 1}` becomes `{"optimizer": {"lr": 1}}`.
+
+    InputError if a key is not a text, or if a setting is given twice.
+    """
     nested: dict[str, Any] = {}
     for name, value in layer.items():
         if not isinstance(name, str):

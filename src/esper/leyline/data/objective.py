@@ -12,8 +12,9 @@ def objective(
 ) -> NDArray[np.float64]:
     """Compute J = metric - rent * ln(1 + added_params / max(host_params, rent_size)).
 
-    `metric` is accuracy, R2 or minus the loss, and J is nan where it is; the arrays broadcast. Without added parameters there is
-    no rent. All parameters of a seed count, whatever its alpha: a controller could evade rent that rises with alpha.
+    `metric` is accuracy, R2 or minus the loss; the three arrays broadcast. A network without added parameters pays no rent.
+    All parameters of a seed count, whatever its alpha: if rent rose with alpha, a controller could evade it by holding seeds at
+    a small alpha. nan where the metric is nan.
     """
     charged = np.maximum(host_params, rent_size)
     return np.asarray(metric, np.float64) - rent * np.log1p(growth_of(added_params, charged))

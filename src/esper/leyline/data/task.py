@@ -192,8 +192,9 @@ class Interface(NamedTuple):
         """Convert a person's features to the tensors (B, ...) that the network takes.
 
         dtype: that of its floating-point parameters. Byte tensors stay bytes where the network standardizes its input itself.
-        InputError for another structure, shape or kind of number than the network takes, no example, or numbers that are not
-        finite.
+
+        Raises InputError if the features have another structure, shape or kind of number than the network takes, hold no
+        example, or are not finite.
         """
         x = x if self.preprocess is None else self.preprocess.apply(x)
         inputs, names, shapes = self.inputs, leaf_names(self.inputs), shape_leaves(self.inputs)
@@ -430,7 +431,10 @@ class Task:
         return Instance(outputs=self.objective.outputs, **shared)
 
     def read(self, x: Batch, dtype: torch.dtype | None = None) -> Batch:
-        """Read examples of a split as a host does (`Instance.read`); a grown network reads them as they are."""
+        """Read examples of a split as a host does: leaves (N, ...), the floating-point ones in a dtype where it is given.
+
+        A grown network reads them as they are.
+        """
         return self.instance(0).read(x, dtype)
 
     def test_split(self, key: int) -> Split | None:

@@ -26,8 +26,9 @@ def read_by_workers(
     """Yield what `read` returns for each request, a tree of tensors, in the order of the requests.
 
     Two requests for each worker are taken before their results are asked for. `name` is that of the Dataset in messages, and
-    `done` says in words how much so many results are. Closing the iterator ends the workers. Raises what `read` raises, and
-    InputError if a worker cannot be started, or ends.
+    `done` says in words how much so many results are. Closing the iterator ends the workers.
+
+    Raises the InputError or UserCodeError that `read` raised, and InputError if a worker cannot be started, or ends.
     """
     loader = DataLoader(
         _Requested(read),

@@ -47,7 +47,10 @@ class Gates(NamedTuple):
 
 
 def judge(seeds: Seeds, measurements: Measurements, config: GatesConfig, space: Space | None = None) -> Gates:
-    """Compute both gates for every seed (`esper docs lifecycle`). space: where further blocks are blended in from the front."""
+    """Compute both gates for every seed (`esper docs lifecycle`).
+
+    space: where seeds may be further blocks of stacks, which are blended in from front to back.
+    """
     gain, contribution = measurements.gain, measurements.contribution
     untrained = np.where(seeds.age == 0, np.nan, -1.0)  # at age 0 in TRAINING, the seed has not seen a batch yet
     finite = np.where(measurements.seed_gradient_finite, 1.0, untrained)

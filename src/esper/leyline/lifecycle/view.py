@@ -342,7 +342,10 @@ class Outcome(NamedTuple):
 
 
 def map_arrays(function: Callable[..., Any], *records: Any) -> Any:
-    """Return the last record with each array, nested or not, replaced by `function` of that array in all records of this type."""
+    """Return the last record, nested or not, with each array replaced by `function` of that array in all records.
+
+    The records are tuples of one type; other values than arrays are unchanged.
+    """
     last = records[-1]
     if isinstance(last, tuple):
         fields = [map_arrays(function, *each) for each in zip(*records, strict=True)]

@@ -86,8 +86,9 @@ class Learned(Rule):
     def further(self, view: View, refused: NDArray[np.int8]) -> Actions | None:
         """Decide once more in the same step, where the last decision was not WAIT; None where nothing is left to do in the step.
 
-        Where the decisions are over, the decision is WAIT and the memory stays. No seed of as many parameters as a refused one is
-        offered again in the step: nothing that the policy observes would keep it from repeating the decision.
+        The decision of an environment whose decisions are over is WAIT, and its memory stays as it is. Where a seed was refused,
+        no seed of as many parameters is offered again in the step: nothing that the policy observes would keep it from
+        repeating the decision.
         """
         if self.policy.decisions_per_step == 1 and not self.policy.language.packages:
             return None
@@ -111,7 +112,11 @@ class Learned(Rule):
         return output.decision.actions
 
     def _unpacked(self, view: View, chosen: Actions) -> Actions:
-        """Return the actions of decisions: of a package the first seed now, and the others afterwards, without a decision."""
+        """Return the actions of decisions.
+
+        A package is one decision of the policy. Its first seed is planted with that decision, and the others afterwards, without
+        a decision.
+        """
         names, opened = self.policy.language.packages, self._opened
         self._done, self._reasons = chosen, [None] * len(chosen.op)
         if names:

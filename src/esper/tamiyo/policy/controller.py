@@ -44,7 +44,10 @@ class Language(NamedTuple):
 
     @classmethod
     def of(cls, spaces: Sequence[Space], packages: Sequence[str] = ()) -> "Language":
-        """Join the languages of spaces, with all blueprints. InputError if other choices differ or a package is lacking."""
+        """Join the languages of several spaces, with the blueprints of all.
+
+        InputError if sensors, tempos or targets differ, or if a space lacks a package.
+        """
         names = dict.fromkeys(info.name for space in spaces for info in space.blueprints)
         first = spaces[0]
         language = cls(first.sensors, tuple(names), first.tempos, first.targets, tuple(dict.fromkeys(packages)))
@@ -148,7 +151,10 @@ class Policy:
         self.normaliser = Normaliser(*(Moments(**state["normaliser"][part]) for part in Normaliser._fields))
 
     def batch(self, observation: Observation, menu: Sequence[str]) -> Batch:
-        """Turn an observation (T, E, ...) into inputs on the device, with indices into the vocabulary, packages last."""
+        """Turn an observation (T, E, ...) into inputs on the device of the weights.
+
+        Indices into the menu become indices into the vocabulary, where packages come last.
+        """
         inputs, known = self.normalised(observation), {name: i for i, name in enumerate(self.language.blueprints)}
         vocabulary = [known.get(name, -1) for name in menu]
         empty = len(known)

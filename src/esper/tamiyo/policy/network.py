@@ -95,7 +95,8 @@ class FactoredRecurrentActorCritic(nn.Module):
     def forward(self, batch: Batch, hidden: Hidden, starts: Tensor | None = None) -> tuple[Encoded, Tensor, Hidden]:
         """Return encodings, values (T, E) and the state after the last step.
 
-        starts: (T, E) bool, steps at which a sequence begins, before which the state of the row is set to zeros; None for none.
+        starts: (T, E) bool, steps at which a new sequence begins. The state of the row is set to zeros before such a step. None
+        stands for no such step.
         """
         names = torch.cat([self.blueprint.weight, self.blueprint.weight[: self.blueprints].mean(0, keepdim=True)])
         menu = names[batch.menu].expand(*batch.cost.shape, -1)

@@ -112,7 +112,8 @@ def package_reasons(view: View, chosen: Actions, carried: Actions, opened: Opene
 def as_package(view: View, actions: Actions, names: Sequence[str], blueprint: Ints) -> Actions:
     """Return the decisions (E,) of a teacher, with a package where it is about to plant every slot of one with its blueprint.
 
-    blueprint: (E,) index that all slots of the package are to be planted with, -1 for none (`Controller.package`).
+    blueprint: (E,) the index into the menu that all slots of the package are to be planted with, -1 where there is none
+    (`Controller.package`).
     """
     for number, at in enumerate(indices(view.space, names)):
         packs = (actions.op == Op.GERMINATE) & (actions.blueprint == at) & (blueprint == at)

@@ -39,7 +39,8 @@ class Never(Rule):
 class RandomValid(Rule):
     """Draws an operation uniformly from the valid ones, then each relevant head from its valid choices, in the order of `Head`.
 
-    A draw is a hash of (run seed, number of the environment, episode, step, head): of no other environment, and no earlier draw.
+    A draw is a hash of (run seed, number of the environment, episode, step, head), so it depends neither on other environments
+    nor on earlier draws.
     """
 
     def act(self, view: View) -> Actions:
@@ -50,7 +51,8 @@ class RandomValid(Rule):
 def draws(view: View, further: int = 0) -> Floats:
     """Draw (heads, E) uniform in [0, 1) for the decisions of a step, keyed by the number of each environment.
 
-    They depend neither on other environments nor on the index in the population. further: number within the step, from 0.
+    A decision therefore depends neither on other environments nor on the index of the environment in its population.
+    further: number of the decision within the step, from 0.
     """
     space, heads = view.space, np.array(list(Head))[:, None]
     return uniform(

@@ -1,4 +1,7 @@
-"""Decide by the default rule: plant early where a host is narrow, keep seeds that pay. E environments, S slots, K blueprints."""
+"""Decide by the default rule: plant early where the host is narrow, keep the seeds that contribute more than they cost.
+
+E environments, S slots, K blueprints.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
@@ -132,7 +135,10 @@ class Heuristic(Rule):
         return self._why
 
     def explain(self) -> list[str]:
-        """Return sentences on what prevented planting, with the number of environments, and on narrow segments not recognised."""
+        """Return sentences that name the conditions that prevented planting, with the number of environments.
+
+        A further sentence says where narrow segments could not be recognised.
+        """
         sentences = []
         for obstacle in list(PlantingObstacle)[1:]:
             where = ~self._planted & (self._obstacle == obstacle)
@@ -369,6 +375,9 @@ def progress_of(share: float) -> str:
 
 
 def _best(candidates: Bools, score: Floats) -> Ints:
-    """Return (E,) the candidate (E, S) with the highest score, the first of equals; nan is the lowest, and 0 is no candidate."""
+    """Return the candidate with the highest score, the first of equal ones. A score of nan is the lowest.
+
+    candidates, score: (E, S). Returns (E,) int64; 0 where there is no candidate.
+    """
     known = np.nan_to_num(score, nan=np.finfo(np.float64).min)
     return np.where(candidates, known, -np.inf).argmax(1)

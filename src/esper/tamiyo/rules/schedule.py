@@ -98,9 +98,10 @@ class Schedule(Rule):
     """Carries out the same entries in every environment.
 
     At each decision an environment carries out the first pending entry, in list order, whose step `at` has come and which its
-    masks allow. An entry that is not yet valid waits without delaying later ones. Each is carried out once per episode. One that
-    the engine refuses, for example for its parameters, stays pending and is skipped at the next decision. `keep` adds ADVANCE and
-    FOSSILIZE after a GERMINATE, pending until another seed is planted in the slot.
+    masks allow. An entry that is not yet valid waits without delaying later entries. Each entry is carried out once per
+    episode. An entry that the engine refuses, for example for its parameters, stays pending and is skipped at the next
+    decision. `keep` adds an ADVANCE and a FOSSILIZE of the slot after a GERMINATE; they are pending from planting until
+    another seed is planted in the slot.
     """
 
     def __init__(self, entries: Sequence[ScheduleEntry], source: str = "schedule") -> None:

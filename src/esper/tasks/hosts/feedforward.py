@@ -82,8 +82,9 @@ def checked_flags(of: str, name: str, flags: Any, blocks: int) -> tuple[bool, ..
 class HostFactory(ABC):
     """Makes hosts from plain arguments; the base of the factories.
 
-    Hosts have no batch normalization, so no example depends on another. Unless a class says otherwise, weights are normal, from
-    torch's global generator, with deviation sqrt(2 / fan in) before a ReLU, else 1 / sqrt(fan in); biases are 0.
+    Hosts have no batch normalization, so no example depends on another. Unless a class says otherwise, weights are drawn from
+    torch's global generator, normal with standard deviation sqrt(2 / fan in) in front of a ReLU, and 1 / sqrt(fan in)
+    elsewhere; biases are 0.
     """
 
     name: ClassVar[str]  # in files

@@ -238,7 +238,8 @@ class DatasetSource:
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Cuts tokens into windows as pairs x, y (L,) int64, of which y is x moved on by one token.
 
-    tokens: a stream (N,), whose window k holds the tokens k L to k L + L, or windows (W, L + 1); a memmap is read by window.
+    tokens: a stream (N,), whose window k holds the tokens k L to k L + L, or windows (W, L + 1). A memmap is read where a window
+    is asked for, and not before.
     """
 
     def __init__(self, tokens: NDArray[Any], length: int, vocabulary: int) -> None:
