@@ -248,3 +248,22 @@ def test_a_parameter_shared_inside_the_module_is_stored_once():
     for y, gradient in results[1:]:
         torch.testing.assert_close(y, results[0][0])
         torch.testing.assert_close(gradient, results[0][1])
+
+
+def test_rows_that_cannot_run_at_once_run_as_the_module_does_before_any_call():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.calls, self.seen = nn.Linear(4, 4), 0, None
+
+        def forward(self, x):
+            self.calls += 1
+            self.seen = self.inner(x)  # a tensor of vmap, where that is tried first
+            return self.seen * self.calls if self.seen.sum() > -100 else self.seen
+
+    module = Counting()
+    stack, x = Stack(module, 3), torch.ones(3, 5, 4)
+    for row in range(3):
+        stack.write(row, module)
+    found = stack(x, slice(0, 3))
+    assert torch.equal(found, module(x))

@@ -792,6 +792,27 @@ def test_a_snapshot_is_of_before_a_growth_with_fresh_weights_until_the_wider_net
     )
 
 
+def test_what_a_module_adds_to_its_state_comes_back_with_the_average():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def get_extra_state(self):
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state):
+            self.calls = state["calls"]
+
+    def run():
+        network = nn.Sequential(Counting(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        return esper.AnytimeGrowth(network, torch.optim.SGD(network.parameters(), 0.1), example=torch.zeros(2, 4))
+
+    growth, resumed = run(), run()
+    growth.average[0].calls = 7
+    resumed.load_state_dict(growth.state_dict())
+    assert resumed.average[0].calls == 7
+    assert torch.equal(resumed.average[0].weight, growth.average[0].weight)
+
+
 def test_a_run_that_cools_down_lets_its_rates_fall_to_zero_grows_no_further_and_is_resumed_so():
     def rates(run, first, last):
         model, optimizer, _, growth = run

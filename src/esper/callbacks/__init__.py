@@ -45,14 +45,18 @@ class GrowthCallback:
 
         InputError if an option is no argument of it, or one that the trainer gives.
         """
-        known = [name for name in inspect.signature(kind).parameters if name not in (*FROM_THE_TRAINER, "plan")]
+        known = [
+            name for name in inspect.signature(kind).parameters if name not in (*FROM_THE_TRAINER, "plan", "shard")
+        ]
         for name in options:
             if name in FROM_THE_TRAINER:
                 raise InputError(f"{type(self).__name__} takes {name} from the trainer; leave it out")
             if name not in known:
                 hint = did_you_mean(name, known) or f"it takes {', '.join(known)}"
-                if name == "plan":
+                if name == "plan" and name in inspect.signature(kind).parameters:
                     hint = "to widen the network as a whole, take LightningAnytimeGrowth or HuggingFaceAnytimeGrowth"
+                if name == "shard":
+                    hint = "a network that fully_shard has in parts grows in a loop of your own (`esper docs sharding`)"
                 raise InputError(f"{type(self).__name__} has no argument {name!r}; {hint}")
         self._options = options
 

@@ -49,10 +49,11 @@ def of_extra(extra: str, sentence: str) -> Iterator[None]:
     """Raise InputError with the command that installs an extra if the body cannot import; `sentence` ends in `which is`."""
     try:
         yield
-    except ModuleNotFoundError:
-        from esper.leyline.errors import InputError  # what imports `esper` does not need it
+    except ImportError as error:
+        from esper.leyline.errors import InputError, typed_line  # what imports `esper` does not need them
 
-        raise InputError(f"{sentence} not installed; run {pip_install(extra)}") from None
+        found = "not installed" if isinstance(error, ModuleNotFoundError) else f"damaged: {typed_line(error)}"
+        raise InputError(f"{sentence} {found}; run {pip_install(extra)}") from None
 
 
 TARGETS = ("tensorboard", "wandb", "mlflow", "trackio")

@@ -292,9 +292,14 @@ def check_tensors(
     *,
     dtypes: bool = True,
 ) -> None:
-    """Raise InputError if tensors of a source, in words, have other names, shapes or dtypes than those of a target."""
+    """Raise InputError if tensors of a source, in words, have other names, shapes or dtypes than those of a target.
+
+    What a module adds to its state by `get_extra_state`, and is no tensor, is left to it.
+    """
     for name in (*saved, *mine):
         pair = saved.get(name), mine.get(name)
+        if all(each is not None and not isinstance(each, Tensor) for each in pair):
+            continue
         shapes = [None if each is None else tuple(each.shape) for each in pair]
         kinds = [None if each is None else each.dtype for each in pair]
         theirs, own = shapes if shapes[0] != shapes[1] or not dtypes else kinds

@@ -169,8 +169,8 @@ class Stack:
         `aligned` starts parameters, and the inputs of rows that run in a loop, at multiples of 64 bytes, as modules with
         convolutions always do. Raises InputError if `mapping` is 'vmap' and the module has dropout.
         """
-        # calls bind the parameters of this copy to rows
-        self.module = copy.deepcopy(module).to(device=device, dtype=dtype, non_blocking=True)
+        self.template = copy.deepcopy(module).to(device=device, dtype=dtype, non_blocking=True)
+        self.module = copy.deepcopy(self.template)  # calls bind the parameters of this copy to rows
         inside = list(self.module.modules())
         self.random = any(isinstance(part, _DropoutNd) and part.p > 0 for part in inside)
         self.convolves, self.aligned = convolves(self.module), aligned
@@ -559,11 +559,8 @@ class Stack:
         if frozen not in self._replicas:
             replicas = []
             path_of = {module: name for name, module in self.module.named_modules()}
-            bound = [getattr(owner, name) for place in self.places for owner, name in place.owners]
-            bound += [self.module.get_buffer(name.removeprefix("buffer.")) for name in self.buffers]
             for row in range(self.capacity):
-                # what a row replaces is not copied
-                replica = copy.deepcopy(self.module, {id(tensor): tensor for tensor in bound})
+                replica = copy.deepcopy(self.template)
                 for place in self.places:
                     leaf = self._leaf(place, row, frozen)
                     for owner, name in place.owners:

@@ -129,7 +129,7 @@ class AnytimeGrowth:
     are a factor of 4 of compute apart. Data that are seen many times ask for this, and a network that has fitted them learns
     little with new units. So all its weights are halved behind each growth, and half of freshly drawn ones is added (Ash and
     Adams, "On warm-starting neural network training", 2020), which changes what it computes. Until the wider network has a lower
-    loss on the probe, `snapshot` returns the one of before.
+    loss on the probe at a look, `snapshot` returns the one of before.
 
     The optimizer's learning rates are scaled within each of its steps, and are what they were outside of it, so that schedulers
     know nothing of it: by factor^-rate_power for each growth behind the first 30 steps, and by a linear warm-up after the start
@@ -159,7 +159,8 @@ class AnytimeGrowth:
     With `shard`, each process holds a part of the network, of its average and of what the optimizer remembers. The network is
     given plain, with an optimizer of its parameters; both are sharded when this is made. As parts of parameters cannot become
     wider, a growth gathers the network and its average in every process, and shards the wider ones anew. So `model` is another
-    network behind it, made from the one that was given, without hooks that it got since then. The optimizer stays.
+    network behind it, made from the one that was given, without the hooks and attributes that it got since then. The optimizer
+    stays.
 
         growth = esper.AnytimeGrowth(model, optimizer, example=x, shard=shard)
         ...
@@ -481,7 +482,7 @@ class AnytimeGrowth:
         """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed.
 
         Where freshly drawn weights are added behind a growth and there is a `probe`, that is the network of before the growth,
-        until the wider one has a lower loss on the probe.
+        until the wider one had a lower loss on the probe at a look.
         """
         found = self._whole(self.average if self._before is None else self._before).train(self.model.training)
         for mine, own in zip(found.parameters(), self.model.parameters(), strict=True):
@@ -590,7 +591,7 @@ class AnytimeGrowth:
         """Return what is needed to go on, but for the model and the optimizer, whose own states have the rest.
 
         With `shard` these are in it too, as `model` and `optimizers`; every process calls this, and the first gets whole tensors,
-        in the memory of the CPU, the others an empty state.
+        those that were in parts in the memory of the CPU, the others an empty state.
         """
         self._reshard()
         values: dict[str, Any] = {
@@ -679,8 +680,12 @@ class AnytimeGrowth:
         for each in progress["growths"]:
             self._widen(each["factor"], each["seed"], each["way"])
         for network, part in (self.average, "average"), (self.model, "model"):
-            for name, own in network.state_dict().items() if part in state else ():
-                fill(own, state[part][name])
+            if self._shard is not None:
+                for name, own in itertools.chain(network.named_parameters(), network.named_buffers()):
+                    if name in state[part]:
+                        fill(own.detach(), state[part][name])
+            elif part in state:
+                network.load_state_dict(state[part])
         for optimizer, memory in zip(self._optimizers, state.get("optimizers", ()), strict=False):
             optimizer.load_state_dict(memory)
             for parameter, moments in list(optimizer.state.items()):

@@ -32,9 +32,10 @@ class Ranks:
         Every process of the group calls this. InputError if there is no group.
         """
         if shared and not (dist.is_available() and dist.is_initialized()):
+            name = "shard" if sharded else "shared"
             raise InputError(
-                "shared=True is for several processes, and this program has no group of them; call "
-                "torch.distributed.init_process_group first, or leave shared out"
+                f"{name + '=True' * (not sharded)} is for several processes, and this program has no group of them; call "
+                f"torch.distributed.init_process_group first, or leave {name} out"
             )
         self._group = dist.new_group() if shared else None  # of its own, so that its order with others does not matter
         self.size = dist.get_world_size() if shared else 1

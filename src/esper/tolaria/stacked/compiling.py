@@ -514,7 +514,7 @@ class Passes:
         machine = (
             torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
         )
-        modules = [str(stack.module) for stack in (self.body.host, *self.body.stacks.values())]
+        modules = [str(stack.template) for stack in (self.body.host, *self.body.stacks.values())]
         text = repr((machine, torch.get_num_threads(), torch.__version__, self._salt, key, modules))
         return hashlib.sha256(text.encode()).hexdigest()
 

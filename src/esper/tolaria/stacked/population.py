@@ -245,7 +245,7 @@ class StackedPopulation:
         self._products = resolve_amp(config.amp, self.device, self._dtype)
         self._keepers: list[Snapshot] = []
         self._set_widths(0)
-        check_modules(self._products, self.device, [self.body.host.module, *self.body.layout.forms.values()])
+        check_modules(self._products, self.device, [self.body.host.template, *self.body.layout.forms.values()])
         check_divisible(self.body, config.data)
         self.skipped = np.zeros(rows, np.int64)  # (R,) updates of this episode that overflowed in float16
         self._survey()
