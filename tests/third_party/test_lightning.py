@@ -384,7 +384,9 @@ def test_two_processes_of_the_trainer_become_wider_as_one_on_all_the_data(tmp_pa
 
 
 def test_what_cannot_become_wider_under_the_trainer_is_refused_in_one_sentence(tmp_path):
-    with pytest.raises(InputError, match="no argument 'shard'; a network that fully_shard has in parts grows in a loop of"):
+    with pytest.raises(
+        InputError, match="no argument 'shard'; a network that fully_shard has in parts grows in a loop of"
+    ):
         LightningAnytimeGrowth(example=None, shard=print)
     with pytest.raises(InputError, match="no argument 'size'; did you mean 'sizes'"):
         LightningAnytimeGrowth(example=None, size=[1, 2])
