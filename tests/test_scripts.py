@@ -141,7 +141,7 @@ def test_a_step_under_random_decisions_reads_the_device_no_more_than_twice(tmp_p
     assert list(result["sites"]) == ["runtime.py:read_packet (numpy)"]
 
 
-@pytest.mark.campaign
+@pytest.mark.slow
 def test_the_benchmark_for_a_gpu_makes_every_table_on_a_cpu_too(tmp_path):
     out = run("benchmark_gpu.py", "--device", "cpu", "--json", "figures.json", cwd=tmp_path)
     report = json.loads((tmp_path / "figures.json").read_text())
