@@ -64,12 +64,17 @@ def read_by_workers(
     except (InputError, UserCodeError):
         raise
     except Exception as error:
+        ends = [_ended(worker.exitcode) for worker in results._workers if worker.exitcode is not None]  # type: ignore[attr-defined]
         raise InputError(
-            f"a worker ended while it read the {name}, after {done(count)}: {first_line(error)}; "
+            f"a worker ended while it read the {name}, after {done(count)}: {' and '.join(ends) or first_line(error)}; "
             "give workers=0 to see which example it is, or fewer workers where memory ran out"
         ) from error
     finally:
         del results  # ends the workers, also while the traceback of an error holds this frame
+
+
+def _ended(code: int) -> str:
+    return f"signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"exit code {code}"
 
 
 class _Packed(NamedTuple):
