@@ -122,6 +122,21 @@ class SharedKeys(nn.Module):
         return self.leave(x + self.o(mixed.transpose(1, 2).flatten(2)))
 
 
+class Short(nn.Module):
+    """Attention whose number of heads has a name of one letter."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = 2
+        self.embed, self.qkv, self.proj, self.head = (nn.Linear(*each) for each in ((5, 8), (8, 24), (8, 8), (8, 3)))
+
+    def forward(self, x):
+        x = self.embed(x)
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.h, -1)).permute(2, 0, 3, 1, 4)
+        weights = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
+        return self.head(x + self.proj((weights @ value).transpose(1, 2).flatten(2)))
+
+
 class NormedHeads(SharedKeys):
     """Queries and keys are normalised over all heads together, by a norm of torch and one of a person's own, as in OLMo 2."""
 
@@ -246,6 +261,54 @@ class Recurrent(nn.Module):
         return self.leave(self.body(self.embed(tokens))[0])
 
 
+class Cells(nn.Module):
+    """Reads the positions one after the other, by two cells."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.hidden_size = nn.Embedding(20, 5), 6
+        self.first, self.second, self.head = nn.LSTMCell(5, 6), nn.GRUCell(6, 6), nn.Linear(6, 3)
+
+    def forward(self, tokens):
+        x, state = self.embedding(tokens), None
+        last = x.new_zeros(len(x), self.hidden_size)
+        for place in x.unbind(1):
+            state = self.first(place, state)
+            last = self.second(state[0], last)
+        return self.head(last)
+
+
+class OneHead(nn.Module):
+    """Attention of one head between the places of a map, whose channels stand in front of the places (SAGAN)."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.query, self.key = (nn.Conv2d(*each, 1) for each in ((1, 6), (6, 3), (6, 3)))
+        self.value, self.head = nn.Conv2d(6, 6, 1), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        query, key, value = (part(x).flatten(2) for part in (self.query, self.key, self.value))
+        weights = (query.transpose(1, 2) @ key).softmax(-1)
+        return self.head((x + (value @ weights.transpose(1, 2)).view_as(x)).mean((2, 3)))
+
+
+class OnGraph(nn.Module):
+    """Attention between neighbours in a graph, by scores of two nodes (GAT), and a score of each node at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("edges", torch.tensor([[1.0, 1, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]))
+        self.into, self.out, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.left, self.right, self.score = (nn.Linear(8, 1) for _ in range(3))
+
+    def forward(self, x):
+        x = F.elu(self.edges @ self.into(x))
+        scores = F.leaky_relu(self.left(x) + self.right(x).mT) - 9 * (1 - self.edges)
+        x = F.elu(self.out(scores.softmax(-1) @ x))
+        return self.head((self.score(x).softmax(1) * x).sum(1))
+
+
 class Tied(nn.Module):
     """A language model whose last layer has the weight of its embedding."""
 
@@ -344,6 +407,10 @@ NETWORKS = {
     "LSTM": (lambda: Recurrent(nn.LSTM), TOKENS, "zeros"),
     "LSTM, tied": (Tied, TOKENS, "zeros"),
     "GRU in both directions": (lambda: Recurrent(nn.GRU, bidirectional=True), TOKENS, "zeros"),
+    "cells": (Cells, TOKENS, "zeros"),
+    "attention of one head": (OneHead, (2, 1, 3, 3), "zeros"),
+    "attention on a graph": (OnGraph, (2, 4, 5), "zeros"),
+    "heads that are counted by h": (Short, (2, 6, 5), "zeros"),
     "depthwise and grouped": (depthwise, (2, 3, 6, 6), "zeros"),
     "ViT": (ViT, (3, 1, 8, 8), "means"),
     "encoder and decoder, positions in a buffer": (Translation, TOKENS, "means"),
@@ -617,6 +684,26 @@ def test_a_network_grows_twice_and_by_other_factors():
         esper.widen(model, factor, example=x, seed=seed)
     assert (model.enter.out_features, model.num_heads, model.num_kv_heads, model.head_dim) == (96, 24, 12, 4)
     assert torch.allclose(output(model, x), before, atol=1e-9)
+
+
+def test_a_layer_behind_features_whose_number_is_written_down_is_wider_without_them():
+    """The map that a generator begins with has a written number of channels, and transposed convolutions further on have not."""
+    model = nn.Sequential(
+        nn.Linear(4, 24),
+        nn.Unflatten(1, (6, 2, 2)),
+        nn.ConvTranspose2d(6, 6, 2, 2),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.ConvTranspose2d(6, 1, 2, 2),
+    ).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    expected = model(x)
+    for factor in (1.5, 2):
+        grown = esper.widen(model, factor, example=x)
+        assert list(grown) == ["2"]
+        torch.testing.assert_close(model(x), expected)
+    assert model[2].weight.shape == (6, 18, 2, 2)
+    assert model[5].weight.shape == (18, 1, 2, 2)
 
 
 class Own(nn.Module):

@@ -14,6 +14,11 @@ from esper.leyline.errors import InputError
 from esper.leyline.text import with_article
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+_MIXES = re.compile(rf"{PRODUCT.pattern}|Scaled|Attention")
+"""Names of the autograd nodes that multiply by a weight, or by what layers return."""
 
 
 class Reach(NamedTuple):
@@ -57,7 +62,7 @@ class Flow:
 
     def _is_layer(self, path: str) -> bool:
         part = self.parts[path]
-        known = isinstance(part, (nn.Linear, nn.RNNBase, nn.MultiheadAttention, *CONVOLUTIONS, *EMBEDDINGS))
+        known = isinstance(part, (nn.Linear, nn.MultiheadAttention, *RECURRENT, *CONVOLUTIONS, *EMBEDDINGS))
         return known or class_of(part).__name__ == "Conv1D"
 
     def _owners(self, weights: Mapping[str, Tensor]) -> dict[Node, str]:
@@ -98,8 +103,11 @@ class Flow:
             f"{where}, which multiplies by a weight of its own, and not by a Linear, so that its widths cannot change"
         )
 
-    def reach(self, starts: Sequence[Node], path: str) -> Reach:
-        """Follow nodes towards the inputs of the network up to the next layers; those of the layer `path` itself are passed."""
+    def reach(self, starts: Sequence[Node], path: str, *, values: bool = False) -> Reach:
+        """Follow nodes towards the inputs of the network up to the next layers; those of the layer `path` itself are passed.
+
+        values: whether a product of what layers return is followed to the features that it weighs alone, not to their weights.
+        """
         layers, nodes = dict[str, bool](), dict[Node, bool]()
         waiting = [(node, False) for node in starts]
         while waiting:
@@ -109,9 +117,23 @@ class Flow:
                 layers[layer] = layers.get(layer, False) or through
             elif node not in nodes or (through and not nodes[node]):
                 nodes[node] = through
-                mixes = through or re.search(rf"{PRODUCT.pattern}|Scaled|Attention", node.name())
-                waiting += [(each, layer is None and bool(mixes)) for each in before(node)]
+                read = before(node)
+                # a product with what does not depend on the network, as with the adjacency of a graph, is none of features
+                mixes = layer is None and len(read) > 1 and _MIXES.search(node.name())
+                if mixes and values:
+                    waiting.append((self._weighed(node, path), False))
+                else:
+                    waiting += [(each, layer is None and bool(through or mixes)) for each in read]
         return Reach(layers, nodes)
+
+    def _weighed(self, node: Node, path: str) -> Node:
+        """Return what a product weighs: the values of attention, or the factor whose way leads through no further product."""
+        if not PRODUCT.search(node.name()):
+            values = node.next_functions[2][0]
+            return before(node)[-1] if values is None else values
+        left, right = before(node)[-2:]
+        mixed = [any(self.reach([each], path).layers.values()) for each in (left, right)]
+        return left if mixed == [False, True] else right
 
     def node(self, path: str) -> Node | None:
         """Return the node of the autograd graph that a submodule's first call returned."""

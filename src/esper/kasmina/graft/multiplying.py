@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from esper.kasmina.graft.find_sites import EMBEDDINGS, Hidden, check_module
-from esper.kasmina.graft.flow import CONVOLUTIONS, Flow, Reach
+from esper.kasmina.graft.flow import CONVOLUTIONS, RECURRENT, Flow, Reach
 from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.recording import (
     PRODUCT,
@@ -65,10 +65,11 @@ _BY_FEATURE = (nn.modules.batchnorm._NormBase,)
 _OVER_FEATURES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 _HEADS = re.compile(
-    r"^(n|num|number_of)?_?((en|de)coder_)?(self_)?(attn|attention|query|q|key_value|kv|k|v)?_?heads?(_q|_k|_kv)?$",
+    r"^(n|num|number_of)?_?((en|de)coder_)?(self_)?(attn|attention|query|q|key_value|kv|k|v)?_?heads?(_q|_k|_kv)?$"
+    r"|^(n?_?h|heads?_(num|number|count))$",
     re.I,
 )
-_HEAD_SIZES = re.compile(r"head_?(dim|size)|d_head|dim_head|d_kv?$|key_value_proj_dim", re.I)
+_HEAD_SIZES = re.compile(r"head_?(dim|size)|d_?head|dim_head|d_kv?$|key_value_proj_dim|^(d_?h|h_?d|h_?s)$", re.I)
 _WIDTHS = re.compile(
     r"emb|dim|hidden|width|channel|feature|d_model|d_ff|units|inner|split|planes|intermediate|size|normalized_shape",
     re.I,
@@ -163,26 +164,34 @@ class Multiplication:
     def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
         self._flow = flow = Flow(self._module, recording, weights)
         outer = flow.reach(before(recording.loss.grad_fn), "")
-        reads = {
-            path: flow.reach(
-                [each for node in flow.order if flow.owner.get(node) == path for each in before(node)], path
-            )
+        starts = {
+            path: [each for node in flow.order if flow.owner.get(node) == path for each in before(node)]
             for path in flow.layers
         }
+        reads = {path: flow.reach(nodes, path) for path, nodes in starts.items()}
+        self._heads, single = self._find_heads(reads), self._find_single(reads)
+        for path, reach in reads.items():
+            if (
+                any(reach.layers.values())
+                and path not in self._heads
+                and not isinstance(flow.parts[path], nn.MultiheadAttention)
+            ):
+                # Attention of one head, or over a graph: the layers that make its weights go on to return what they did.
+                reads[path] = flow.reach(starts[path], path, values=True)
+                single |= reach.layers.keys() - reads[path].layers.keys()
         self._external, self._inner = set(outer.nodes), dict[Node, bool]()
         for reach in reads.values():
             if reach.layers:
                 self._inner |= {node: through or self._inner.get(node, False) for node, through in reach.nodes.items()}
             else:  # what the layer reads is the input of the network, or norms and parameters alone
                 self._external |= set(reach.nodes)
-        self._heads = self._find_heads(reads)
         self._streams = self._find_streams(reads)
         for path in sorted(flow.layers):
             self._grow_layer(
                 path,
                 reads[path],
                 reading=bool(reads[path].layers) and path not in self._read,
-                writing=path not in outer.layers and path not in self._written,
+                writing=path not in outer.layers.keys() | single and path not in self._written,
             )
         self._grow_norms()
         self._grow_parameters(weights)
@@ -198,12 +207,12 @@ class Multiplication:
         self._count()
 
     def _find_heads(self, reads: Mapping[str, Reach]) -> dict[str, _Heads]:
-        """Return the attention heads of the layers around them. InputError if nothing says how many there are."""
+        """Return the attention heads of the layers around them, where an attribute counts them."""
         found: dict[str, _Heads] = {}
         for path, reach in reads.items():
             writers = [each for each, through in reach.layers.items() if through]
             part: Any = self._flow.parts[path]
-            if not writers or isinstance(part, nn.MultiheadAttention):
+            if not writers or isinstance(part, (nn.MultiheadAttention, *RECURRENT)):
                 continue
             inner = part.weight.shape[axes_of(path, part).reads]
             places = {each.rsplit(".", n)[0] for each in (path, *writers) for n in range(1, each.count(".") + 1)}
@@ -212,7 +221,7 @@ class Multiplication:
                     (name, own) for name, own in _whole_numbers(self._flow.parts[place]) if own > 0 and inner % own == 0
                 ]
                 size = next((own for name, own in numbers if _HEAD_SIZES.search(name)), 0)
-                count = next((own for name, own in numbers if _HEADS.search(name)), 0)
+                count = next((own for name, own in numbers if own < inner and _HEADS.search(name)), 0)
                 if size or count:
                     size = size or inner // count
                     found[path] = _Heads(size, inner // size, False)
@@ -222,13 +231,16 @@ class Multiplication:
                         by_head = own == number and (isinstance(self._flow.parts[each], EMBEDDINGS) or own % size > 0)
                         found[each] = _Heads(1, number, True) if by_head else _Heads(size, number, own < inner)
                     break
-            else:
-                for each in (path, *writers):
-                    check_own_weight(each, self._flow.parts[each])
-                raise InputError(
-                    f"{path!r} reads a product of what layers return, as attention is, and no module around it has an attribute "
-                    "that counts its heads"
-                )
+        return found
+
+    def _find_single(self, reads: Mapping[str, Reach]) -> set[str]:
+        """Return the layers of one feature that meets each of many others, as the score of a position or a gate: it stays one."""
+        found = set[str]()
+        for path, reach in reads.items():
+            part, widths = self._flow.parts[path], {each: self._width(each) for each in reach.layers}
+            read = next((vars(part)[name] for name in ("in_features", "in_channels", "nx") if name in vars(part)), 0)
+            if read % max(widths.values(), default=1) == 0:  # they do not lie side by side
+                found |= {each for each, width in widths.items() if width == 1 < max(widths.values())}
         return found
 
     def _normalises(self, path: str) -> bool:
@@ -260,7 +272,7 @@ class Multiplication:
         part: Any = self._flow.parts[path]
         for kind, name in (
             (EMBEDDINGS, "embedding_dim"),
-            (nn.RNNBase, "hidden_size"),
+            (RECURRENT, "hidden_size"),
             (nn.MultiheadAttention, "embed_dim"),
             (CONVOLUTIONS, "out_channels"),
         ):
@@ -292,7 +304,7 @@ class Multiplication:
             self._grow(f"{prefix}weight", out._replace(axis=1), added=out.stream)
             counts["embedding_dim"] = part.embedding_dim
             self._note_roots(path, part.embedding_dim)
-        elif isinstance(part, nn.RNNBase):
+        elif isinstance(part, RECURRENT):
             self._grow_recurrent(part, path, into if reading else None, out if writing else None)
         elif isinstance(part, nn.MultiheadAttention):
             if not (reading and writing) or part.in_proj_weight is None:
@@ -349,14 +361,16 @@ class Multiplication:
             if own and hasattr(part, name)
         }
 
-    def _grow_recurrent(self, part: nn.RNNBase, path: str, into: Axis | None, out: Axis | None) -> None:
-        if part.proj_size:
+    def _grow_recurrent(self, part: Any, path: str, into: Axis | None, out: Axis | None) -> None:
+        cell = isinstance(part, nn.RNNCellBase)
+        if not cell and part.proj_size:
             raise InputError(f"{path!r} is an LSTM with proj_size, which is not known")
         prefix, counts = _prefix(path), self.counts[path]
         counts |= {"input_size": part.input_size} if into else {}
         counts |= {"hidden_size": part.hidden_size} if out else {}
-        for layer in range(part.num_layers):
-            for end in [f"_l{layer}", *([f"_l{layer}_reverse"] if part.bidirectional else [])]:
+        for layer in range(1 if cell else part.num_layers):
+            ends = [f"_l{layer}", f"_l{layer}_reverse"]
+            for end in [""] if cell else ends[: 1 + part.bidirectional]:
                 inner = out and Axis(1, reads=True, stream=out.stream)
                 for name, read in (
                     ("weight_ih", into if layer == 0 else inner),
@@ -538,7 +552,7 @@ class Multiplication:
                 for name, axes in self.axes.items()
                 if name.startswith(_prefix(path)) and any(each.reads and each.stream for each in axes)
             ]
-            recurrent = any(isinstance(self._flow.parts[path], nn.RNNBase) for path in paths)
+            recurrent = any(isinstance(self._flow.parts[path], RECURRENT) for path in paths)
             if len(names) == len(paths) > 0 and not recurrent and not tied & set(names):
                 own = {name for name in self.normalising if name.rpartition(".")[0] == norm}
                 self.shares |= dict.fromkeys(own, 0.0)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esper.kasmina.blueprints import drawn_with
 from esper.kasmina.graft.find_sites import Hidden
+from esper.kasmina.graft.flow import CONVOLUTIONS
 from esper.kasmina.graft.folding import successor
 from esper.kasmina.graft.recording import call, floats, mapped, restore, results, saved
 from esper.kasmina.stack.layers import Linear
@@ -46,15 +47,16 @@ def axes_of(path: str, layer: nn.Module) -> Axes:
     kind = getattr(type(layer), "_esper_original", type(layer))
     if kind in (nn.Linear, Linear) or (isinstance(layer, nn.Linear) and _is_plain(layer)):
         return Axes(0, 1, "out_features", "in_features")
-    if kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    if isinstance(layer, CONVOLUTIONS) and kind in CONVOLUTIONS:
         if layer.groups != 1:
             raise InputError(f"{path!r} is a convolution with {layer.groups} groups")
-        return Axes(0, 1, "out_channels", "in_channels")
+        writes = int(layer.transposed)  # whose weight has its axes the other way around
+        return Axes(writes, 1 - writes, "out_channels", "in_channels")
     # of transformers: a Linear with its weight the other way around
     if kind.__name__ == "Conv1D" and hasattr(layer, "nf"):
         return Axes(1, 0, "nf", "nx")
     raise InputError(
-        f"{path!r} is {with_article(kind.__name__)}, and only widths of Linear, Conv1d, Conv2d and Conv3d can change"
+        f"{path!r} is {with_article(kind.__name__)}, and only widths of Linear and of convolutions can change"
     )
 
 

@@ -68,10 +68,11 @@ def widen(
     with V1 and c1 drawn as the layer draws its own first weights.
 
     A whole factor also multiplies the widths of all that is left: embeddings, residual streams with norms, the heads of
-    attention, whose size stays, recurrent layers, grouped convolutions and tied weights. New features of a stream begin at zero,
-    or at the mean of the old ones where a LayerNorm subtracts that, and the weights and `eps` of norms are scaled by their
-    number. Where that does not hold, as with a GroupNorm or with norms behind each block, features are copied, and whatever reads
-    them divides its weights among the copies. Attributes that count widths or heads, of modules and of their `config`, follow.
+    attention, whose size stays, recurrent layers and cells, grouped convolutions and tied weights. Where a module counts no
+    heads, what makes the weights of attention stays as it is. New features of a stream begin at zero, or at the mean of the
+    old ones where a LayerNorm subtracts that, and the weights and `eps` of norms are scaled by their number. Where that does
+    not hold, as with a GroupNorm or with norms behind each block, features are copied, and whatever reads them divides its
+    weights among the copies. Attributes that count widths or heads, of modules and of their `config`, follow.
 
     Layers are of the same classes, so that a network that is built with these widths takes its `state_dict`. Each change is tried
     on the example, in evaluation mode, and undone if the outputs change by more than rounding. So the example must run all layers
