@@ -309,6 +309,23 @@ class OnGraph(nn.Module):
         return self.head((self.score(x).softmax(1) * x).sum(1))
 
 
+class Queries(nn.Module):
+    """Learned queries read the places, and what they read is added to them (Perceiver); one more query reads those (PMA)."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.last = nn.Parameter(torch.randn(3, 8)), nn.Parameter(torch.randn(1, 1, 8))
+        self.embed, self.norm, self.head = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.query, self.key, self.value, self.mix = (nn.Linear(8, 8) for _ in range(4))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        x = self.embed(x)
+        weights = (self.query(self.norm(self.queries)) @ self.key(x).mT / 8**0.5).softmax(-1)
+        x = self.mix(self.queries + weights @ self.value(x))
+        return self.head(self.attention(self.last.expand(len(x), -1, -1), x, x)[0][:, 0])
+
+
 class Tied(nn.Module):
     """A language model whose last layer has the weight of its embedding."""
 
@@ -410,6 +427,7 @@ NETWORKS = {
     "cells": (Cells, TOKENS, "zeros"),
     "attention of one head": (OneHead, (2, 1, 3, 3), "zeros"),
     "attention on a graph": (OnGraph, (2, 4, 5), "zeros"),
+    "learned queries": (Queries, (2, 4, 5), "means"),
     "heads that are counted by h": (Short, (2, 6, 5), "zeros"),
     "depthwise and grouped": (depthwise, (2, 3, 6, 6), "zeros"),
     "ViT": (ViT, (3, 1, 8, 8), "means"),

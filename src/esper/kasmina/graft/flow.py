@@ -79,13 +79,12 @@ class Flow:
             embeds = "Embedding" in node.name()
             if not embeds and not PRODUCT.search(node.name()):
                 continue
-            for weight in factors(node):
-                named = holders.get(weight, [])
-                fitting = [path for path in named if isinstance(self.parts[path], EMBEDDINGS) == embeds]
-                if named and not set(fitting) & self.layers:
-                    raise InputError(self._why_unknown(named[0]))
-                if fitting:
-                    found[node] = fitting[0]
+            named = [path for weight in factors(node) for path in holders.get(weight, [])]
+            fitting = [path for path in named if isinstance(self.parts[path], EMBEDDINGS) == embeds]
+            if known := [path for path in fitting if path in self.layers]:
+                found[node] = known[0]  # a further factor is what the layer reads, as learned queries are
+            elif named:
+                raise InputError(self._why_unknown(named[0]))
         return found
 
     def _why_unknown(self, path: str) -> str:

@@ -180,17 +180,22 @@ class Multiplication:
                 reads[path] = flow.reach(starts[path], path, values=True)
                 single |= reach.layers.keys() - reads[path].layers.keys()
         self._external, self._inner = set(outer.nodes), dict[Node, bool]()
-        for reach in reads.values():
-            if reach.layers:
-                self._inner |= {node: through or self._inner.get(node, False) for node, through in reach.nodes.items()}
-            else:  # what the layer reads is the input of the network, or norms and parameters alone
-                self._external |= set(reach.nodes)
+        # What reads no layer reads the input of the network, or norms and parameters alone. Of these, learned queries are inner
+        # features where they are also added to some.
+        own = {id(weight) for name, weight in weights.items() if name.rpartition(".")[0] not in flow.layers}
+        fed = {path for path, reach in reads.items() if reach.layers}
+        leaves = {node for path in fed for node in reads[path].nodes if id(getattr(node, "variable", None)) in own}
+        fed |= {path for path, reach in reads.items() if leaves & reach.nodes.keys()}
+        for path in fed:
+            for node, through in reads[path].nodes.items():
+                self._inner[node] = through or self._inner.get(node, False)
+        self._external |= {node for path, reach in reads.items() if path not in fed for node in reach.nodes}
         self._streams = self._find_streams(reads)
         for path in sorted(flow.layers):
             self._grow_layer(
                 path,
                 reads[path],
-                reading=bool(reads[path].layers) and path not in self._read,
+                reading=path in fed and path not in self._read,
                 writing=path not in outer.layers.keys() | single and path not in self._written,
             )
         self._grow_norms()

@@ -29,7 +29,7 @@ PRODUCT = re.compile(r"(?<!^Cu)(?<!a)[Mm]m|[Mm]v|Conv|(?<!^Upsample)(?<!^Upsampl
 """Names of the autograd nodes that multiply by a weight; interpolation, cumulative maxima and gamma functions do not."""
 
 _RESHAPE = re.compile(
-    r"^(T|Transpose|Permute|View|UnsafeView|Reshape|ReshapeAlias|ToCopy|Expand|Unsqueeze|Clone|Alias)Back"
+    r"^(T|Transpose|Permute|View|UnsafeView|Reshape|ReshapeAlias|ToCopy|Expand|Unsqueeze|Clone|Alias|SplitWithSizes)Back"
 )
 """Names of the autograd nodes that can lie between a parameter and the node that multiplies by it."""
 
