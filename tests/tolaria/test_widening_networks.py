@@ -314,15 +314,15 @@ class Queries(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.queries, self.last = nn.Parameter(torch.randn(3, 8)), nn.Parameter(torch.randn(1, 1, 8))
+        self.table, self.last = nn.Embedding(3, 8), nn.Parameter(torch.randn(1, 1, 8))
         self.embed, self.norm, self.head = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)
         self.query, self.key, self.value, self.mix = (nn.Linear(8, 8) for _ in range(4))
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
 
     def forward(self, x):
-        x = self.embed(x)
-        weights = (self.query(self.norm(self.queries)) @ self.key(x).mT / 8**0.5).softmax(-1)
-        x = self.mix(self.queries + weights @ self.value(x))
+        x, queries = self.embed(x), self.table.weight
+        weights = (self.query(self.norm(queries)) @ self.key(x).mT / 8**0.5).softmax(-1)
+        x = self.mix(queries + weights @ self.value(x))
         return self.head(self.attention(self.last.expand(len(x), -1, -1), x, x)[0][:, 0])
 
 

@@ -44,12 +44,20 @@ class Flow:
         self.parts, self.calls = {"": module, **submodules(module)}, recording.calls
         held = [path for path, part in self.parts.items() if any(True for _ in part.parameters(recurse=False))]
         known = [path for path in held if self._is_layer(path)]
+        embeddings = {path for path in known if isinstance(self.parts[path], EMBEDDINGS)}
+        matrices = {id(own) for name, own in weights.items() if name.rpartition(".")[0] in set(known) - embeddings}
+        self.order = inputs_first(recording.loss.grad_fn)
+        products = [factors(node) for node in self.order if PRODUCT.search(node.name())]
+        multiplied = set[int]().union(*(each & matrices or each for each in products))
+        # an embedding may hold a table that a module around it reads as a whole, as one of learned queries
+        used = {id(getattr(node, "variable", None)) for node in self.order} - multiplied
+        used -= {id(weights.get(f"{path}.weight")) for path in self.calls}
+        tables = {path for path in embeddings if id(weights.get(f"{path}.weight")) in used}
+        known = [path for path in known if path not in tables]
         inside = {path for path in held if any(path.startswith(f"{layer}.") for layer in known)}
         own = {path: (type(self.parts[path]), *map(id, self.parts[path].parameters())) for path in known}
-        self.order = inputs_first(recording.loss.grad_fn)
-        multiplied = set[int]().union(*(factors(node) for node in self.order if PRODUCT.search(node.name())))
         # a module around a layer may multiply by its weight itself
-        running = {*self.calls, *(path for path in known if id(weights.get(f"{path}.weight")) in multiplied)}
+        running = {*self.calls, *tables, *(path for path in known if id(weights.get(f"{path}.weight")) in multiplied)}
         ran = {own[path]: path for path in reversed(known) if path in running}
         self.doubles = {path: ran[own[path]] for path in known if ran.get(own[path], path) != path}
         self.layers = set(known) - inside - set(self.doubles)

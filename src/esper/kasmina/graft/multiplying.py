@@ -468,6 +468,8 @@ class Multiplication:
             inner = self._inner[node] and not over
             block = self._head_size(node) if over else 1
             self._grow(name, Axis(axis, block, stream=not inner, copied=inner), added=node not in factor)
+            if isinstance(part := self._flow.parts[path], EMBEDDINGS):  # that holds it as a table
+                self.counts[path] = {"embedding_dim": int(part.embedding_dim)}
             if node in factor:
                 self.scales[name] = None
             if over:
