@@ -23,6 +23,7 @@ def test_every_name_of_the_stub_is_public_once_and_says_what_it_is():
         ast.unparse(node.targets[0]) for node in SOURCE.body if isinstance(node, ast.Assign)
     ]
     assert esper.__all__ == sorted(names) == sorted(set(names))
+    assert [name for name in dir(esper) if not name.startswith("__")] == esper.__all__, "what a shell completes"
     assert [name for name in names if not getattr(esper, name).__doc__] == []
 
 
