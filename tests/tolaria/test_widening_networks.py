@@ -326,6 +326,24 @@ class Queries(nn.Module):
         return self.head(self.attention(self.last.expand(len(x), -1, -1), x, x)[0][:, 0])
 
 
+class Mixer(nn.Module):
+    """One part mixes the places of each feature, another the features of each place, and a third gates by places (gMLP)."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.places = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 6))
+        self.features = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+        self.into, self.gate, self.out = nn.Linear(8, 14), nn.Linear(6, 6), nn.Linear(7, 8)
+
+    def forward(self, x):
+        x = self.embed(x)
+        x = x + self.places(self.norm(x).mT).mT
+        x = x + self.features(x)
+        values, gates = self.into(x).chunk(2, -1)
+        return self.head((x + self.out(values * self.gate(gates.mT).mT)).mean(1))
+
+
 class Tied(nn.Module):
     """A language model whose last layer has the weight of its embedding."""
 
@@ -428,6 +446,7 @@ NETWORKS = {
     "attention of one head": (OneHead, (2, 1, 3, 3), "zeros"),
     "attention on a graph": (OnGraph, (2, 4, 5), "zeros"),
     "learned queries": (Queries, (2, 4, 5), "means"),
+    "places that are mixed": (Mixer, (2, 6, 5), "means"),
     "heads that are counted by h": (Short, (2, 6, 5), "zeros"),
     "depthwise and grouped": (depthwise, (2, 3, 6, 6), "zeros"),
     "ViT": (ViT, (3, 1, 8, 8), "means"),
@@ -487,6 +506,7 @@ def test_the_first_way_that_keeps_the_function_is_taken(name):
         Functional: "by head",
         Slopes: VARIANTS[4],
         ScaledLogits: "scaled",
+        Mixer: "positions",
     }
     found = Multiplication(model, x, variant=variants.get(type(model), "plain"))
     assert found.apply([model.eval()], x, 3, 0) == NETWORKS[name][2]

@@ -37,6 +37,7 @@ class Flow:
         layers (set[str]): those of known kinds that multiply what flows by a weight
         doubles (dict[str, str]): layers that share all parameters with one of `layers`, with its path
         order (list[Node]): the autograd graph, inputs first
+        passed (dict[Node, str]): nodes of layers that are no `layers`, as they multiply along another axis than that of features
     """
 
     def __init__(self, module: nn.Module, recording: Recording, weights: Mapping[str, Tensor]) -> None:
@@ -66,7 +67,7 @@ class Flow:
                 raise InputError(self._why_unknown(path))
             if path and path not in running and path not in inside | set(self.doubles):
                 raise InputError(f"{path!r} did not run on the example; give an example on which every layer runs")
-        self.owner = self._owners(weights)
+        self.owner, self.passed = self._owners(weights), dict[Node, str]()
 
     def _is_layer(self, path: str) -> bool:
         part = self.parts[path]
@@ -126,12 +127,18 @@ class Flow:
                 nodes[node] = through
                 read = before(node)
                 # a product with what does not depend on the network, as with the adjacency of a graph, is none of features
-                mixes = layer is None and len(read) > 1 and _MIXES.search(node.name())
+                mixes = layer is None and len(read) > 1 and node not in self.passed and _MIXES.search(node.name())
                 if mixes and values:
                     waiting.append((self._weighed(node, path), False))
                 else:
                     waiting += [(each, layer is None and bool(through or mixes)) for each in read]
         return Reach(layers, nodes)
+
+    def pass_along(self, path: str) -> None:
+        """Let features flow through a layer that multiplies along another axis, such as that of the positions (MLP-Mixer)."""
+        self.layers.remove(path)
+        self.passed |= {node: path for node, layer in self.owner.items() if layer == path}
+        self.owner = {node: layer for node, layer in self.owner.items() if layer != path}
 
     def _weighed(self, node: Node, path: str) -> Node:
         """Return what a product weighs: the values of attention, or the factor whose way leads through no further product."""

@@ -44,7 +44,9 @@ from esper.leyline.errors import InputError, in_words
 Way = Literal["zeros", "means", "copies"]
 WAYS: tuple[Way, ...] = ("zeros", "means", "copies")
 
-Variant = Literal["plain", "buffers", "by head", "new heads first", "by head, new heads first", "scaled", "joined"]
+Variant = Literal[
+    "plain", "buffers", "by head", "new heads first", "by head, new heads first", "scaled", "joined", "positions"
+]
 VARIANTS: tuple[Variant, ...] = (
     "plain",
     "buffers",
@@ -53,6 +55,7 @@ VARIANTS: tuple[Variant, ...] = (
     "by head, new heads first",
     "scaled",
     "joined",
+    "positions",
 )
 
 NOISE = 0.5
@@ -118,7 +121,8 @@ class Multiplication:
         first': each new head stands in front of the old one, as slopes of ALiBi for twice as many heads have the old ones at
         every second place. 'scaled': what the last layer reads is divided by a root of the width, where it shares its weight with
         an embedding, as in T5. 'joined': a Linear behind convolutions reads several streams side by side, as tokens of two kinds
-        or neighbouring patches, and not the positions of each channel.
+        or neighbouring patches, and not the positions of each channel. 'positions': a Linear or Conv1d mixes positions, as in
+        MLP-Mixer, if it reads neither a multiple nor a part of the features that flow to it, or what such a layer returns.
 
         InputError if a layer is of a kind that is not known, frozen, or did not run.
         """
@@ -129,6 +133,7 @@ class Multiplication:
         self._normed = {path for hidden, _ in wider for path in hidden.norms}
         self._frozen = {name for name, own in module.named_parameters() if not own.requires_grad}
         self.widths: dict[str, int] = {}  # the layers that write inner features, with the number of these
+        self.positions = set[str]()  # the layers that mix positions, whose number stays
         # by the name of each parameter and buffer that changes; none of a scale of features
         self.axes: dict[str, list[Axis]] = {}
         # parameters and buffers that are applied to each feature, with the value for new ones, None for the mean of the old ones
@@ -160,10 +165,22 @@ class Multiplication:
             self._grow_buffers()
         if variant == "joined" and not self._flattens:
             raise InputError("no layer reads several times as many features as a convolution returns channels")
+        if variant == "positions" and not self.positions:
+            raise InputError("no layer mixes positions")
 
     def _find(self, recording: Recording, weights: Mapping[str, Tensor]) -> None:
         self._flow = flow = Flow(self._module, recording, weights)
         outer = flow.reach(before(recording.loss.grad_fn), "")
+        for node in flow.order if self._variant == "positions" else ():
+            path = flow.owner.get(node, "")
+            part: Any = flow.parts[path]
+            if path in flow.layers and isinstance(part, nn.Linear | nn.Conv1d):
+                reach, read = flow.reach(before(node), path), part.weight.shape[1]
+                widths = {self._width(each) for each in reach.layers}
+                mixed = {self._width(flow.passed[each]) for each in reach.nodes if each in flow.passed}
+                if widths and (all(read % each and each % read for each in widths) or read in mixed - widths):
+                    flow.pass_along(path)
+                    self.positions.add(path)
         starts = {
             path: [each for node in flow.order if flow.owner.get(node) == path for each in before(node)]
             for path in flow.layers
@@ -448,7 +465,7 @@ class Multiplication:
             if name is None or name in self.axes or node in self._external or node not in self._inner:
                 continue
             path, _, _ = name.rpartition(".")
-            if path in self._flow.layers | self._normed or any(
+            if path in self._flow.layers | self.positions | self._normed or any(
                 path.startswith(f"{layer}.") for layer in self._flow.layers
             ):
                 continue

@@ -249,6 +249,8 @@ def _multiply(
                 left_out[first] = str(error)
     else:
         return None
+    for path in multiplication.positions:
+        left_out.pop(path, None)
     for path, width in multiplication.widths.items():
         widths[path] = width, factor * width
         left_out.pop(path, None)
