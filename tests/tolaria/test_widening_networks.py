@@ -446,7 +446,7 @@ NETWORKS = {
     "attention of one head": (OneHead, (2, 1, 3, 3), "zeros"),
     "attention on a graph": (OnGraph, (2, 4, 5), "zeros"),
     "learned queries": (Queries, (2, 4, 5), "means"),
-    "places that are mixed": (Mixer, (2, 6, 5), "means"),
+    "places that are mixed": (Mixer, (2, 6, 5), "copies"),
     "heads that are counted by h": (Short, (2, 6, 5), "zeros"),
     "depthwise and grouped": (depthwise, (2, 3, 6, 6), "zeros"),
     "ViT": (ViT, (3, 1, 8, 8), "means"),

@@ -140,6 +140,18 @@ class Flow:
         self.passed |= {node: path for node, layer in self.owner.items() if layer == path}
         self.owner = {node: layer for node, layer in self.owner.items() if layer != path}
 
+    def goes_on(self, node: Node, kind: type[nn.Module]) -> bool:
+        """Return whether a node reads, along the same axis, what a layer of a kind returns through which features flow."""
+        waiting, seen = before(node), set[Node]()
+        while waiting:
+            each = waiting.pop()
+            if each in self.passed and isinstance(self.parts[self.passed[each]], kind):
+                return True
+            if each not in seen and each not in self.owner and not re.match("(T|Transpose|Permute)Back", each.name()):
+                seen.add(each)
+                waiting += before(each)
+        return False
+
     def _weighed(self, node: Node, path: str) -> Node:
         """Return what a product weighs: the values of attention, or the factor whose way leads through no further product."""
         if not PRODUCT.search(node.name()):

@@ -122,7 +122,8 @@ class Multiplication:
         every second place. 'scaled': what the last layer reads is divided by a root of the width, where it shares its weight with
         an embedding, as in T5. 'joined': a Linear behind convolutions reads several streams side by side, as tokens of two kinds
         or neighbouring patches, and not the positions of each channel. 'positions': a Linear or Conv1d mixes positions, as in
-        MLP-Mixer, if it reads neither a multiple nor a part of the features that flow to it, or what such a layer returns.
+        MLP-Mixer, if it reads no multiple of the features that flow to it and no half, third or quarter, or what such a layer
+        returns.
 
         InputError if a layer is of a kind that is not known, frozen, or did not run.
         """
@@ -175,10 +176,12 @@ class Multiplication:
             path = flow.owner.get(node, "")
             part: Any = flow.parts[path]
             if path in flow.layers and isinstance(part, nn.Linear | nn.Conv1d):
-                reach, read = flow.reach(before(node), path), part.weight.shape[1]
-                widths = {self._width(each) for each in reach.layers}
-                mixed = {self._width(flow.passed[each]) for each in reach.nodes if each in flow.passed}
-                if widths and (all(read % each and each % read for each in widths) or read in mixed - widths):
+                widths, read = (
+                    {self._width(each) for each in flow.reach(before(node), path).layers},
+                    part.weight.shape[1],
+                )
+                another = all(read % each and each not in (2 * read, 3 * read, 4 * read) for each in widths)
+                if widths and (another or flow.goes_on(node, type(part))):
                     flow.pass_along(path)
                     self.positions.add(path)
         starts = {
