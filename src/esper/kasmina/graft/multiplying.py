@@ -74,7 +74,7 @@ _HEADS = re.compile(
 )
 _HEAD_SIZES = re.compile(r"head_?(dim|size)|d_?head|dim_head|d_kv?$|key_value_proj_dim|^(d_?h|h_?d|h_?s)$", re.I)
 _WIDTHS = re.compile(
-    r"emb|dim|hidden|width|channel|feature|d_model|d_ff|units|inner|split|planes|intermediate|size|normalized_shape",
+    r"emb|dim|hid|width|channel|feature|d_model|d_ff|units|inner|split|planes|intermediate|size|normalized_shape",
     re.I,
 )
 _SCALES = re.compile(r"scale|multiplier|normali[sz]er|root|sqrt", re.I)
