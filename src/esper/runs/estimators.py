@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from esper.kasmina.blueprints import drawn_with
+from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.errors import InputError
 from esper.leyline.text import counted
 from esper.runs.live.anytime import AnytimeGrowth
@@ -248,9 +249,7 @@ class _Growing(BaseEstimator):
     def _check(self) -> None:
         """Raise InputError if a parameter cannot be."""
         for name in ("layers", "units", "most_units", "batch", "patience", "most_steps"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise InputError(f"{name} is {value!r}; give a whole number from 1 on")
+            check_integer(getattr(self, name), name, kinds=int | np.integer)
         if self.start not in (None, "knee"):
             raise InputError(f"start is {self.start!r}; give None, to start with `units`, or 'knee'")
         if self.plan not in (None, "anytime"):
@@ -259,7 +258,7 @@ class _Growing(BaseEstimator):
             raise InputError(f"most_units is {self.most_units}, below units, {self.units}; give at least as many")
         for name, low, high in (("factor", 1.0, math.inf), ("rate", 0.0, math.inf), ("held_out", 0.0, 1.0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not low < value < high:
+            if not is_number(value, int | float | np.number) or not low < value < high:
                 raise InputError(
                     f"{name} is {value!r}; give a number above {low:g}" + f" and below {high:g}" * (high < math.inf)
                 )

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
@@ -92,6 +93,19 @@ def check_switch(value: Any, name: str) -> None:
     """Raise InputError if the value is not a bool."""
     if not isinstance(value, bool):
         raise InputError(f"{name} is {show(value)}; give True or False")
+
+
+def is_number(value: Any, kinds: Any = int | float) -> bool:
+    """Return whether the value is of a kind of numbers, and no bool, which Python counts among the whole ones."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def check_integer(
+    value: Any, name: str, least: int = 1, mend: str = "", *, below: float = math.inf, kinds: Any = int
+) -> None:
+    """Raise InputError if the value is no whole number from `least` on; mend: what to give, in words of its own."""
+    if not is_number(value, kinds) or not least <= value < below:
+        raise InputError(f"{name} is {value!r}; give {mend or f'a whole number from {least} on'}")
 
 
 def check_choice(value: Any, name: str, choices: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from esper.kasmina.graft.grafted import copied, free_sites, graft, undisturbed
 from esper.kasmina.graft.grown import stream_of
 from esper.kasmina.graft.recording import call, floats
 from esper.kasmina.network.saving import adapter_files, attach_files
+from esper.leyline.config.arguments import check_integer
 from esper.leyline.data.duplicates import example_digests, repeated
 from esper.leyline.errors import DataWarning, InputError, typed_line, warn
 from esper.leyline.lifecycle.actions import Actions, Head, Op
@@ -120,12 +121,10 @@ def heal(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is {kind_of(model)}; give an nn.Module")
-    for name, value, least in (("steps", steps, DECISIONS), ("batch_size", batch_size, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            why = f", so that a growth has {DECISIONS} decisions" if name == "steps" else ""
-            raise InputError(f"{name} is {value!r}; give a whole number of {least} or more{why}")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-        raise InputError(f"seed is {seed!r}; give a whole number of at least 0 and below {2**63}")
+    enough = f"a whole number of {DECISIONS} or more, so that a growth has {DECISIONS} decisions"
+    check_integer(steps, "steps", DECISIONS, enough)
+    check_integer(batch_size, "batch_size", mend="a whole number of 1 or more")
+    check_integer(seed, "seed", 0, f"a whole number of at least 0 and below {2**63}", below=2**63)
     check_weights(model, "the model")
     parts = split(examples_of(data).like(model), seed)
     probed, held = repeated([example_digests(*part) for part in parts])

@@ -37,7 +37,7 @@ from esper.kasmina.graft.sharding import (
     own_part,
     reshard,
 )
-from esper.leyline.config.arguments import check_switch, known_as, to_path
+from esper.leyline.config.arguments import check_integer, check_switch, is_number, known_as, to_path
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
 from esper.leyline.text import counted, kind_of
 from esper.nissa.rows import RollbackRow, SizeRow
@@ -245,14 +245,9 @@ class AnytimeGrowth:
         check_growable(model, "AnytimeGrowth")
         check_module(model)
         for name, value, least in (("factor", factor, 2), ("warmup", warmup, 0), ("seed", seed, 0)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"{name} is {value!r}; give a whole number from {least} on")
-        if most_parameters is not None and (
-            isinstance(most_parameters, bool) or not isinstance(most_parameters, int) or most_parameters < 1
-        ):
-            raise InputError(
-                f"most_parameters is {most_parameters!r}; give a whole number from 1 on, or None for no limit"
-            )
+            check_integer(value, name, least)
+        if most_parameters is not None:
+            check_integer(most_parameters, "most_parameters", mend="a whole number from 1 on, or None for no limit")
         by_slope = ratio is None and probe is not None and cost == "parameters"
         if rate_power is None:
             rate_power = 0.0 if by_slope else 0.5
@@ -262,9 +257,9 @@ class AnytimeGrowth:
             ("ratio", TARGETS if ratio is None else ratio, 0.0),
             ("rate_power", rate_power, -math.inf),
         ):
-            if isinstance(number, bool) or not isinstance(number, int | float) or not open_at < number < math.inf:
+            if not is_number(number) or not open_at < number < math.inf:
                 raise InputError(f"{name} is {number!r}; give a finite number" + " above 0" * (open_at == 0))
-        if isinstance(fresh, bool) or not isinstance(fresh, int | float) or not 0 <= fresh < 1:
+        if not is_number(fresh) or not 0 <= fresh < 1:
             raise InputError(f"fresh is {fresh!r}; give a share from 0 to below 1")
         if cost not in get_args(Cost):
             raise InputError(f"cost is {cost!r}; give 'parameters' or 'seconds'")
@@ -390,8 +385,7 @@ class AnytimeGrowth:
 
         The rates fall in a straight line, in each step of the optimizer, under any scheduler; the network becomes no wider.
         """
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise InputError(f"steps is {steps!r}; give a whole number from 1 on")
+        check_integer(steps, "steps")
         self._cooling = self.steps, steps
         self._end(f"the learning rates fall to 0 until step {self.steps + steps:,}")
 
@@ -402,9 +396,8 @@ class AnytimeGrowth:
         more steps. The learning rates do not depend on it, and a resumed run goes on with the same batches. With cost='seconds'
         every batch is as large as `example`, so this is not for it.
         """
-        for name, value, low in (("least", least, 1), ("most", most, least)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise InputError(f"{name} is {value!r}; give a whole number from {low} on")
+        check_integer(least, "least")
+        check_integer(most, "most", least)
         return min(least << (self.steps // DOUBLED), most)
 
     def step(self, targets: Tensor | int) -> bool:
@@ -415,7 +408,7 @@ class AnytimeGrowth:
         process calls it, with its own targets.
         """
         number = targets.numel() if isinstance(targets, Tensor) else targets
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        if not is_number(number, int) or number < 1:
             raise InputError(f"targets is {targets!r}; give the targets of the step as a tensor, or their number")
         if not self._handles:
             raise InputError("the network is finished; make another esper.AnytimeGrowth to widen it further")
@@ -1216,7 +1209,7 @@ def _check_sizes(sizes: Any, factor: int) -> None:
     if sizes is None:
         return
     given = sizes if isinstance(sizes, list | tuple) else []
-    if not given or any(isinstance(size, bool) or not isinstance(size, int) for size in given):
+    if not given or not all(is_number(size, int) for size in given):
         raise InputError(f"sizes is {sizes!r}; give a list of whole numbers, as [1, 2, 4]")
     if factor != 2:
         raise InputError(f"factor={factor} is given beside sizes={given}; leave factor out")

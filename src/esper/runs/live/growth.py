@@ -23,7 +23,7 @@ from esper.kasmina.graft.stacks import blocks_of_one_class, deeper, shifted, sta
 from esper.kasmina.graft.widening import resized
 from esper.kasmina.network.own_config import count_in_configs
 from esper.kasmina.network.saving import adapter_files, folder_of, replace_folder, save_grown
-from esper.leyline.config.arguments import known_as
+from esper.leyline.config.arguments import check_integer, is_number, known_as
 from esper.leyline.config.tree import Config, GrowthConfig, build_growth_config, merge_settings
 from esper.leyline.data.duplicates import Overlap
 from esper.leyline.data.objective import objective
@@ -94,6 +94,7 @@ NOTEWORTHY = 0.001
 LOOKED_AT, ONE_IN = 64, 16
 """Batches of the loop that are compared with the probe: the first so many, then one in so many."""
 
+_SOME_STEPS = "a whole number of optimizer steps from 1 on"
 _AS_A_WHOLE = "Growth plants seeds; give plan='anytime' to widen the network as a whole, as esper.AnytimeGrowth does"
 
 _UNFINISHED: weakref.WeakSet["Growth"] = weakref.WeakSet()
@@ -209,7 +210,8 @@ class Growth:
                 "mode='reserve' adds parameters that DistributedDataParallel or fully_shard would not know; give Growth the "
                 "module itself, and wrap it afterwards"
             )
-        self.every, self.calls, self.finished = _optimizer_steps("every", every), 0, False
+        check_integer(every, "every", mend=_SOME_STEPS)
+        self.every, self.calls, self.finished = every, 0, False
         self.model, self.mode = network, mode
         self.folded: list[str] = []  # sites whose seeds became part of layers
         # the blueprint of each kept seed that `finish` could not make part of layers, by site, and why it could not
@@ -224,22 +226,16 @@ class Growth:
         self._first_shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
         device = next((parameter.device for parameter in network.parameters()), torch.device("cpu"))
         measured = Probe(probe, loss, device)
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget < float("inf"):
+        if not is_number(budget) or not 0 < budget < math.inf:
             raise InputError(
                 f"budget is {budget!r}; give a number above 0, the largest share of parameters that seeds may add, as 0.1"
             )
-        if budget_passes is not None and (
-            isinstance(budget_passes, bool) or not isinstance(budget_passes, int | float) or not 0 < budget_passes < 1
-        ):
+        if budget_passes is not None and not (is_number(budget_passes) and 0 < budget_passes < 1):
             raise InputError(
                 f"budget_passes is {budget_passes!r}; give a number above 0 and below 1, the largest share of the forward and "
                 "backward passes of the run that growing may take, as 0.25, or None for no limit"
             )
-        if budget_seconds is not None and (
-            isinstance(budget_seconds, bool)
-            or not isinstance(budget_seconds, int | float)
-            or not 0 < budget_seconds <= 1
-        ):
+        if budget_seconds is not None and not (is_number(budget_seconds) and 0 < budget_seconds <= 1):
             raise InputError(
                 f"budget_seconds is {budget_seconds!r}; give a number above 0 and at most 1, the largest share of the seconds of "
                 "the run that growing may take, as 0.25, or None for no limit"
@@ -1062,22 +1058,17 @@ def _unwrapped_model(model: Any) -> tuple[nn.Module, DistributedDataParallel | N
     return network, wrapper
 
 
-def _optimizer_steps(name: str, value: Any) -> int:
-    """Return a number of optimizer steps. Raises InputError if it is not a whole number from 1 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} is {value!r}; give a whole number of optimizer steps from 1 on")
-    return value
-
-
 def _growth_config(
     sites: Mapping[str, Site], budget: float, every: int, steps: Any, seed: int, settings: Mapping[str, Any]
 ) -> Config:
     """Return the settings of one network in the user's own loop, as those of a run of it alone."""
     if len(sites) > MOST_SITES:
         raise InputError(f"the model has {len(sites)} sites, and at most {MOST_SITES} can grow; graft fewer of them")
+    if steps is not None:
+        check_integer(steps, "steps", mend=_SOME_STEPS)
     usual = {
         "seed": seed,
-        "steps": ENDLESS if steps is None else max(_optimizer_steps("steps", steps) // every, 1),
+        "steps": ENDLESS if steps is None else max(steps // every, 1),
         "lifecycle": {"max_seeds": len(sites)},
         "reward": {"objective": "log_loss"},
         # The loss on the probe stands in for the training loss. It has no upper bound, and rises when a network overfits, which

@@ -13,7 +13,7 @@ from esper.kasmina.blueprints import get_blueprint
 from esper.kasmina.graft.cut import CutHost
 from esper.kasmina.host import SegmentedHost, check_host, dtype_of
 from esper.kasmina.network.grown_network import GrownNetwork, RegrownHost, lost_slots
-from esper.leyline.config.arguments import known_as, required_arguments
+from esper.leyline.config.arguments import check_integer, known_as, required_arguments
 from esper.leyline.config.tree import build_config, merge_settings
 from esper.leyline.data.batches import Batch, cast, leaves, map_leaves, picked, run
 from esper.leyline.data.duplicates import example_digests, repeated
@@ -127,8 +127,7 @@ def task_from(
             get_blueprint(entry)
             if list(menu).count(entry) > 1:
                 raise InputError(f"menu names the blueprint {entry!r} {list(menu).count(entry)} times; name it once")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise InputError(f"seed is {seed!r}; give a whole number from 0 on, the seed of the random splits")
+    check_integer(seed, "seed", 0, "a whole number from 0 on, the seed of the random splits")
     if splits is not None and tuple(fractions) != FRACTIONS:
         raise InputError(f"splits and fractions {tuple(fractions)} were given; leave one of them out")
     if host is None:

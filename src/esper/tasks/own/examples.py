@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from esper.leyline.config.arguments import check_integer
 from esper.leyline.data.arrays import Frame, as_tensor, column_names, numeric_array, select_columns, to_array
 from esper.leyline.data.batches import Batch, first, leaves, map_leaves, shapes
 from esper.leyline.data.task import SENSED, Label, Split, finite, nonfinite, which
@@ -69,8 +70,7 @@ def read_examples(given: Given, host: Any, length: int | None) -> Examples:
     """Read, check and split examples. InputError if they cannot be used. Tokens without labels are cut into windows first."""
     if not isinstance(given.stream, bool):
         raise InputError(f"stream is {given.stream!r}; give True or False")
-    if isinstance(given.workers, bool) or not isinstance(given.workers, int) or given.workers < 0:
-        raise InputError(f"workers is {given.workers!r}; give a number of processes, or 0 to read in this one")
+    check_integer(given.workers, "workers", 0, "a number of processes, or 0 to read in this one")
     if given.splits is not None:
         _check_split_names(given.splits)
     alone = given.splits.values() if given.x is None and given.splits is not None else [given.x]

@@ -13,6 +13,7 @@ from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.multiplying import trial
 from esper.kasmina.graft.recording import call, floats, mapped
 from esper.kasmina.graft.stacks import blocks_of_one_class, insert, silenced, stacks
+from esper.leyline.config.arguments import check_integer
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import counted
 from esper.tolaria.live.groups import each_of
@@ -56,8 +57,7 @@ def deepen(
         InputError: if there is no such stack, or a new block cannot leave the function as it is; nothing is changed then
     """
     check_growable(model, "deepen")
-    if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
-        raise InputError(f"blocks is {blocks!r}; give a whole number from 1 on")
+    check_integer(blocks, "blocks")
     check_module(model)
     runs = stacks(model)
     if at is not None and at not in runs:

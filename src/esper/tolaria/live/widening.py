@@ -18,6 +18,7 @@ from esper.kasmina.graft.multiplying import VARIANTS, WAYS, Multiplication, Way
 from esper.kasmina.graft.recording import call, floats, mapped, on_aliases, restore, saved
 from esper.kasmina.graft.sharding import is_sharded
 from esper.kasmina.graft.widening import Outputs, additions, append_tried, axes_of, width_of
+from esper.leyline.config.arguments import check_integer, is_number
 from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
 from esper.leyline.text import did_you_mean, kind_of
 from esper.tolaria.live.groups import begin_state, each_of
@@ -98,8 +99,7 @@ def widen(
         InputError: if a layer that is named cannot be widened, or none can be; nothing is changed then
     """
     check_growable(model, "widen")
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**62:
-        raise InputError(f"seed is {seed!r}; give a whole number from 0 on")
+    check_integer(seed, "seed", 0, below=2**62)
     if not isinstance(ways, list | tuple) or not ways or any(way not in WAYS for way in ways):
         raise InputError(f"ways is {ways!r}; give a list of one or more of {', '.join(WAYS)}")
     if isinstance(model, nn.Module) and not list(model.children()):
@@ -263,7 +263,7 @@ def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[s
     Raises InputError for a layer that is not there, and for a width that is not larger.
     """
     if not isinstance(to, Mapping):
-        if isinstance(to, bool) or not isinstance(to, int | float) or not 1 < to < math.inf:
+        if not is_number(to) or not 1 < to < math.inf:
             raise InputError(f"to is {to!r}; give a factor above 1, or a mapping of layers to widths")
         asked = dict.fromkeys(groups, 0)  # where a width is not known, which `additions` then says
         for name in groups:
@@ -277,7 +277,7 @@ def _asked(model: nn.Module, groups: Mapping[str, Hidden], to: float | Mapping[s
             hint = did_you_mean(path, first, most=3, similarity=0.0)
             raise InputError(f"to names {path!r}, which is no layer that returns hidden features; {hint}")
         now = width_of(path, model.get_submodule(path))
-        if isinstance(width, bool) or not isinstance(width, int) or width <= now:
+        if not is_number(width, int) or width <= now:
             raise InputError(f"to gives {path!r} the width {width!r}; give a whole number above {now}, which it has")
         if asked.setdefault(first[path], width) != width:
             raise InputError(
