@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from esper.commands.options import say, use_one_thread
-from esper.leyline.errors import InputError, typed_line
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 
 PLACE = "path.py:function or module:function"
@@ -145,15 +145,11 @@ def _module(place: str) -> Any:
     if not path.is_file():
         raise InputError(f"there is no file {path}; give a .pt2 file that torch.export.save wrote")
     log = logging.getLogger("torch.export")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of torch about its own code
-            log.disabled = True  # torch logs a traceback of a damaged file, which is one sentence here
-            module = torch.export.unflatten(torch.export.load(path))
-    except Exception as error:  # torch raises errors of many kinds for a damaged file
-        raise InputError(
-            f"{path} cannot be read as torch.export's: {typed_line(error).rstrip(' .')}; write the model with torch.export.save"
-        ) from error
-    finally:
-        log.disabled = False
-    return module
+    wrong = in_words(f"{path} cannot be read as torch.export's", "write the model with torch.export.save")
+    with wrong, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch about its own code
+        log.disabled = True  # torch logs a traceback of a damaged file, which is one sentence here
+        try:
+            return torch.export.unflatten(torch.export.load(path))
+        finally:
+            log.disabled = False

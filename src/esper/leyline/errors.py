@@ -140,7 +140,7 @@ def in_words(what: str, mend: str = "") -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        said = f"{what}: {typed_line(error).rstrip('.')}"
+        said = f"{what}: {typed_line(error).rstrip(' .')}"
         raise InputError(f"{said}; {mend}" if mend else said) from error
 
 

@@ -18,7 +18,7 @@ from esper.kasmina.lifecycle import dormant
 from esper.kasmina.network.static import Absent
 from esper.leyline.config.tree import BASELINES, Config, baseline_names, build_config
 from esper.leyline.data.task import AnyTask, Mixture
-from esper.leyline.errors import InputError
+from esper.leyline.errors import InputError, system_in_words
 from esper.leyline.lifecycle.stages import Stage
 from esper.leyline.lifecycle.view import Outcome
 from esper.leyline.progress import Pace
@@ -308,11 +308,8 @@ def run_evaluation(
         return serve_rank(evaluation_work(workers, tasks, entered.references), workers.devices or (None,))
     with hired(workers, tasks, entered.references, [*rules, *ours], folder, watch) as runner:
         if folder is not None:
-            try:
+            with system_in_words(f"cannot keep figures in {folder}", "name another folder"):
                 folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                why = f"cannot keep figures in {folder}: {error.strerror}"
-                raise InputError(f"{why}; name another folder") from None
         networks = (sum(grown) + len(static) * len(tasks)) * instances * seeds
         more = f", and {entered.searched:,} in searches on training instances" if entered.searched else ""
         watch(f"{counted(networks, 'network')} to grow on {counted(len(tasks), 'task')}, with static networks{more}")

@@ -21,7 +21,7 @@ from esper.kasmina.graft.recording import call, floats
 from esper.kasmina.network.saving import adapter_files, attach_files
 from esper.leyline.config.arguments import check_integer
 from esper.leyline.data.duplicates import example_digests, repeated
-from esper.leyline.errors import DataWarning, InputError, typed_line, warn
+from esper.leyline.errors import DataWarning, InputError, in_words, typed_line, warn
 from esper.leyline.lifecycle.actions import Actions, Head, Op
 from esper.leyline.lifecycle.masks import complete, defaults
 from esper.leyline.lifecycle.slots import Site
@@ -351,11 +351,8 @@ def _permanent(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     try:
         for node, _ in notes:
             node.meta = {}
-        host = copied(model)
-    except Exception as error:  # whatever a person's module raises
-        raise InputError(
-            f"the model cannot be copied: {typed_line(error)}; give a module that copy.deepcopy takes"
-        ) from error
+        with in_words("the model cannot be copied", "give a module that copy.deepcopy takes"):
+            host = copied(model)
     finally:
         for node, meta in notes:
             node.meta = meta

@@ -27,7 +27,7 @@ from esper.leyline.data.arrays import numeric_array, real
 from esper.leyline.data.batches import check_lengths, check_pairs
 from esper.leyline.data.keys import Purpose, key, permutations, scalar
 from esper.leyline.data.task import check_finite
-from esper.leyline.errors import InputError, typed_line
+from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 from esper.runs.healing.healed import ComparedNetwork, half_width
 from esper.tolaria.live.probe import Loss, Probe, Way
@@ -124,7 +124,7 @@ def _content(path: Path) -> Any:
     if not path.is_file():
         found = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
         raise InputError(f"{found}; give healing data, such as a .npz file with arrays x and y")
-    try:
+    with in_words(f"{path} cannot be read as {path.suffix}", "write it again"):
         match path.suffix:
             case ".npz":
                 with np.load(path, allow_pickle=False) as arrays:
@@ -133,8 +133,6 @@ def _content(path: Path) -> Any:
                 return torch.load(path, weights_only=True)
             case ".safetensors":
                 return load_file(path)
-    except Exception as error:  # each library has errors of its own for a damaged file
-        raise InputError(f"{path} cannot be read as {path.suffix}: {typed_line(error)}; write it again") from error
     raise InputError(f"{path} ends in {path.suffix!r}; give a .npz, .pt or .safetensors file with x and y")
 
 

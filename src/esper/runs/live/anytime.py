@@ -38,7 +38,7 @@ from esper.kasmina.graft.sharding import (
     reshard,
 )
 from esper.leyline.config.arguments import check_integer, check_switch, is_number, known_as, to_path
-from esper.leyline.errors import GrowthWarning, InputError, is_out_of_memory, typed_line, warn
+from esper.leyline.errors import GrowthWarning, InputError, in_words, is_out_of_memory, warn
 from esper.leyline.text import counted, kind_of
 from esper.nissa.rows import RollbackRow, SizeRow
 from esper.runs.live.knee import NEARLY_FREE, Knee, shortest
@@ -1181,12 +1181,8 @@ def _drawn_anew(drawn: nn.Module, seed: int) -> dict[str, Tensor]:
     with drawn_with(seed):
         for path, module in drawn.named_modules():
             if callable(reset := getattr(module, "reset_parameters", None)):
-                try:
+                with in_words(f"reset_parameters of {path or 'the model'!r} fails", "correct it, or give fresh=0"):
                     reset()
-                except Exception as error:  # a user's layer can raise any error
-                    raise InputError(
-                        f"reset_parameters of {path or 'the model'!r} fails: {typed_line(error)}; correct it, or give fresh=0"
-                    ) from error
                 found.update(module.named_parameters(path, recurse=False))
     return {name: value.detach() for name, value in found.items()}
 
