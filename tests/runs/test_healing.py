@@ -21,8 +21,8 @@ from esper.cli import main
 from esper.kasmina.blueprints import drawn_with
 from esper.leyline.errors import DataWarning, InputError
 from esper.runs.healing.heal import UNFROZEN, _permanent, dead_units, directions, drift, ranked
-from esper.runs.healing.refit import RIDGE, refit
 from esper.runs.healing.training import (
+    RIDGE,
     Case,
     adapters,
     all_weights,
@@ -32,6 +32,7 @@ from esper.runs.healing.training import (
     head,
     probe_loss,
     redraw_dead,
+    refit,
     regrown,
     split,
     usual_loss,
@@ -427,7 +428,7 @@ class Convolutions(nn.Module):
 
 @pytest.mark.parametrize("kind", [build, Convolutions])
 def test_a_refit_of_every_rank_gives_the_outputs_of_the_intact_network_back(kind, monkeypatch):
-    monkeypatch.setattr("esper.runs.healing.refit.RIDGE", 1e-9)
+    monkeypatch.setattr("esper.runs.healing.training.RIDGE", 1e-9)
     with drawn_with(2):
         intact = kind()
         x = torch.randn(200, 6) if kind is build else torch.randn(200, 2, 6, 5)

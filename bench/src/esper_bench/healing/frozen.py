@@ -11,7 +11,6 @@ from esper.kasmina.host import SegmentedHost
 from esper.leyline.data.task import Mixture
 from esper.leyline.lifecycle.slots import Site
 from esper.runs.healing.heal import further, ranked
-from esper.runs.healing.refit import refit
 from esper.runs.healing.training import (
     Case,
     HealingExamples,
@@ -22,6 +21,7 @@ from esper.runs.healing.training import (
     distilled,
     head,
     probe_loss,
+    refit,
     regrown,
     settled,
     usual_loss,

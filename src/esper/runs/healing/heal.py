@@ -31,7 +31,6 @@ from esper.leyline.lifecycle.view import Space, View
 from esper.leyline.text import kind_of
 from esper.runs.explanations import few_examples
 from esper.runs.healing.healed import Healed, HealingSeed
-from esper.runs.healing.refit import refit
 from esper.runs.healing.training import (
     Case,
     LowRankAdapter,
@@ -44,6 +43,7 @@ from esper.runs.healing.training import (
     examples_of,
     head,
     probe_loss,
+    refit,
     regrown,
     revived,
     settled,

@@ -1,4 +1,4 @@
-"""Train and score the networks that `heal` compares, all on the same batches. N examples."""
+"""Train and score the networks that `heal` compares, all on the same batches. N examples, or rows of K inputs and O outputs."""
 
 import copy
 import itertools
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from esper.leyline.data.task import check_finite
 from esper.leyline.errors import InputError, in_words
 from esper.leyline.text import kind_of
 from esper.runs.healing.healed import ComparedNetwork, half_width
+from esper.tolaria.live.missing import ridge
 from esper.tolaria.live.probe import Loss, Probe, Way
 
 SHARES = {"train": 0.7, "probe": 0.15}
@@ -44,6 +46,12 @@ WEIGHTS = ("weight", "weight_orig", "in_proj_weight", "q_proj_weight", "k_proj_w
 """Names of the weights that LoRA adapts: of layers, of pruned layers in an exported graph, and of nn.MultiheadAttention."""
 PIECES = 20
 """Batches that are measured if a loss does not know examples; fewer where there are fewer examples."""
+READ, PASS = 256, 16
+"""Examples of the training part that `refit` reads, and those in one pass, so that the patches of a convolution fit in memory."""
+ROWS = 128
+"""Most inputs of a layer that one call of it leaves to `refit`."""
+RIDGE = 0.01
+"""Ridge of `refit`, as a share of the mean squared singular value of the inputs."""
 
 
 class HealingExamples(NamedTuple):
@@ -187,7 +195,7 @@ def usual_loss(output: Any, target: Any) -> Tensor:
                 mend = "the model has one output; give floating-point targets, or from Python loss(output, target)"
             raise InputError(f"y holds the label {int(wrong[0])}, and {mend}")
         flat = output.flatten(0, -2), target.flatten().long()
-        losses = nn.functional.cross_entropy(*flat, ignore_index=IGNORED, reduction="none").reshape(len(target), -1)
+        losses = F.cross_entropy(*flat, ignore_index=IGNORED, reduction="none").reshape(len(target), -1)
         return losses.sum(1) / (target != IGNORED).reshape(len(target), -1).sum(1).clamp_min(1)
     if target.is_floating_point() and output.numel() == target.numel():
         return (output - target.view_as(output)).square().reshape(len(output), -1).mean(1)
@@ -452,11 +460,19 @@ def regrown(case: Case, rate: float, size: int, places: Sequence[str]) -> Traine
             if cut:
                 found[after].learning[:, unit] = True
             left -= cost
-    slopes = _gradients(case, network, [each.weight for each in found.values()])
-    if slopes:
-        useful = [
-            slope.abs() * ((each.weight == 0) & ~each.mask) for slope, each in zip(slopes, found.values(), strict=True)
+    if found:
+        for each in found.values():
+            each.weight.requires_grad_(True)
+        x, y = case.parts.train.at(slice(BATCH))
+        with drawn_with(scalar(Purpose.DROPOUT, case.seed)):
+            case.loss(call(network.eval(), x), y).mean().backward()
+        useful = [  # 0 for a weight of no effect
+            (torch.zeros_like(each.weight) if each.weight.grad is None else each.weight.grad.abs())
+            * ((each.weight == 0) & ~each.mask)
+            for each in found.values()
         ]
+        network.requires_grad_(False)
+        network.zero_grad()
         every = torch.cat([each.flatten() for each in useful])
         largest = every.topk(min(left, int((every > 0).sum()))).indices
         chosen = torch.zeros_like(every, dtype=torch.bool).index_fill(0, largest, value=True)
@@ -482,6 +498,97 @@ class _Regrowing(NamedTuple):
 
 
 @torch.no_grad()
+def refit(case: Case, intact: nn.Module, size: int) -> TrainedNetwork | None:
+    """Correct linear layers and convolutions by adding low-rank matrices of at most `size` parameters in all.
+
+        E = Y0 - X W',   M = (X'X + RIDGE I)^-1 X'E,   correction of rank r: M U_r U_r',   with (X M)'(X M) = U S U'
+
+    Y0 (N, O) are the outputs of the intact layer, W' the damaged weight, and X (N, K) what the layer reads in the damaged network
+    once the layers in front are corrected: reduced-rank ridge regression (Mukherjee and Zhu, 2011, section 2). Ranks go to the
+    layers where they remove the largest share of the squared error for each parameter, with the inputs of the intact network.
+    Returns None if no layer can be corrected within `size`.
+    """
+    begin = time.perf_counter()
+    network = copy.deepcopy(case.host).requires_grad_(False)
+    theirs, part = _linear_layers(intact), case.parts.train.at(slice(READ))
+    layers = {name: own for name, own in _linear_layers(network).items() if name in theirs}
+    layers = {name: own for name, own in layers.items() if own.weight.shape == theirs[name].weight.shape}
+    batches = [part.at(slice(at, at + PASS)).x for at in range(0, len(part), PASS)]
+    inputs = _layer_inputs(intact, {name: theirs[name] for name in layers}, batches)
+    gains = []
+    for name, x in inputs.items():
+        own, other = _affine(layers[name]), _affine(theirs[name])
+        error = _applied(x, other) - _applied(x, own)
+        energy = torch.linalg.eigvalsh(error.T @ error).flip(0).clamp_min(0) / _applied(x, other).square().sum()
+        cost = len(own) + own.shape[1] - 1
+        gains += [(float(each) / cost, cost, name) for each in energy[: own.shape[1] - 1] if each > 1e-9]
+    ranks, left = dict.fromkeys(inputs, 0), size
+    for _, cost, name in sorted(gains, reverse=True):
+        if cost <= left:
+            ranks[name], left = ranks[name] + 1, left - cost
+    if left == size:
+        return None
+    for name in (name for name, rank in ranks.items() if rank):  # in the order in which the network runs them
+        layer, x = layers[name], _layer_inputs(network, {name: layers[name]}, batches)[name]
+        error = _applied(inputs[name], _affine(theirs[name])) - _applied(x, _affine(layer))
+        fitted = ridge(x, error, RIDGE * x.square().sum() / min(x.shape))
+        directions = torch.linalg.eigh((x @ fitted).T @ (x @ fitted))[1].flip(1)[:, : ranks[name]]
+        added = LowRankAdapter(layer.weight, ranks[name])
+        added.b.copy_(directions)
+        added.a.copy_((fitted @ directions).T)
+        parametrize.register_parametrization(layer, "weight", added)
+    return TrainedNetwork(network.eval(), probe_loss(network, case), size - left, 0.0, time.perf_counter() - begin)
+
+
+def _affine(layer: nn.Linear | nn.Conv2d) -> Tensor:
+    """Return (O, K + 1) weight and bias."""
+    weight = layer.weight.flatten(1).double()
+    return F.pad(weight, (0, 1)) if layer.bias is None else torch.cat([weight, layer.bias[:, None].double()], 1)
+
+
+def _applied(x: Tensor, affine: Tensor) -> Tensor:
+    """Return (N, O) what a layer returns for the inputs x (N, K)."""
+    return x @ affine[:, :-1].T + affine[:, -1]
+
+
+def _linear_layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
+    return {
+        name: part
+        for name, part in network.named_modules()
+        if isinstance(part, nn.Linear)
+        or (
+            isinstance(part, nn.Conv2d) and part.groups == 1 and part.padding_mode == "zeros" and part.padding != "same"
+        )
+    }
+
+
+def _layer_inputs(
+    network: nn.Module, layers: Mapping[str, nn.Linear | nn.Conv2d], batches: list[object]
+) -> dict[str, Tensor]:
+    """Return (N, K) what each layer reads, in double precision and in the order of the calls; at most `ROWS` of each call.
+
+    The rows depend on the number of them alone, so that two networks leave those of the same examples and positions.
+    """
+    found: dict[str, list[Tensor]] = {}
+
+    def reading(name: str, layer: nn.Module, given: tuple[Tensor]) -> None:
+        x = given[0]
+        if isinstance(layer, nn.Conv2d):
+            padding = (0, 0) if isinstance(layer.padding, str) else layer.padding
+            x = F.unfold(x, layer.kernel_size, layer.dilation, padding, layer.stride).mT
+        rows = x.flatten(0, -2)
+        kept = torch.randperm(len(rows), generator=torch.Generator().manual_seed(len(rows)))[:ROWS]
+        found.setdefault(name, []).append(rows[kept].double())
+
+    with ExitStack() as hooks, undisturbed(network):
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(reading, name)))
+        for x in batches:
+            call(network, x)
+    return {name: torch.cat(rows) for name, rows in found.items()}
+
+
+@torch.no_grad()
 def _layers(case: Case) -> list[str]:
     """Return the paths of the layers with a weight in the order in which the network last calls them, uncalled ones first."""
     found = [
@@ -498,20 +605,6 @@ def _layers(case: Case) -> list[str]:
             last = partial(lambda path, *_: found.append(found.pop(found.index(path))), path)
             hooks.enter_context(case.host.get_submodule(path).register_forward_hook(last))
         call(case.host, case.parts.train.at(slice(2)).x)
-    return found
-
-
-def _gradients(case: Case, network: nn.Module, weights: Sequence[Tensor]) -> list[Tensor]:
-    """Return gradients of the loss on 256 training examples in some weights, 0 for a weight of no effect."""
-    x, y = case.parts.train.at(slice(BATCH))
-    for weight in weights:
-        weight.requires_grad_(True)
-    if weights:
-        with drawn_with(scalar(Purpose.DROPOUT, case.seed)):
-            case.loss(call(network.eval(), x), y).mean().backward()
-    found = [torch.zeros_like(each) if each.grad is None else each.grad for each in weights]
-    network.requires_grad_(False)
-    network.zero_grad()
     return found
 
 
