@@ -32,8 +32,9 @@ from esper.leyline.lifecycle.actions import Actions, Op
 from esper.leyline.lifecycle.stages import LIVE, among
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines
-from esper.runs.training.cohort import learner_of, settings_of_policy
+from esper.runs.training.cohort import settings_of_policy
 from esper.simic.client import SimicClient
+from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward
 from esper.tamiyo.policy.controller import Language, Policy
 from esper.tasks.catalog import get_task
@@ -136,7 +137,7 @@ class Loop:
         language = Language.of([self.engine.space], self.config.ppo.packages)
         ppo = self.config.ppo
         policy = Policy.fresh(language, 0, settings_of_policy(self.config), ppo.decisions_per_step, ppo.undo_bias)
-        self.client = SimicClient(learner_of(policy, self.config), get_reward(self.config.reward))
+        self.client = SimicClient(PPO(policy, ppo, self.config.seed), get_reward(self.config.reward))
         self.hub = Hub([JsonLines(path)], level)  # type: ignore[arg-type]
         self.number = 0
 

@@ -26,7 +26,7 @@ from esper.nissa.events import decode
 from esper.nissa.rows import EpisodeRow, PlayedRow
 from esper.runs.configuration import training_configs
 from esper.runs.folder.resume import Opening, cohort_configs, read_config
-from esper.runs.training.cohort import cohorts_of, default_shards, with_shards
+from esper.runs.training.cohort import cohorts_of, with_shards
 from esper.runs.training.train import Trainer, train
 from esper.runs.workers import transports
 from esper.runs.workers.workers import (
@@ -428,7 +428,6 @@ def test_a_message_is_the_tree_that_was_sent():
 @pytest.mark.parametrize(("envs", "group", "shards"), [(64, 8, 2), (8, 4, 2), (4, 4, 1), (256, 8, 8), (40, 8, 2)])
 def test_the_number_of_shards_follows_from_the_environments_alone(envs, group, shards):
     config = build_config({"envs": envs, "reward": {"group_size": group}})
-    assert default_shards(config) == shards
     for workers in range(1, shards + 1):
         assert with_shards([config], WorkerOptions(workers), resumed=False)[0].shards == shards
 

@@ -28,6 +28,7 @@ with of_extra("hf", "esper.callbacks.HuggingFaceGrowth needs transformers, which
 FILE = "growth.pt"  # file of a checkpoint folder that holds the growth
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 
+_OTHER = "{} is not the checkpoint that the trainer has resumed: its weights are others; give its folder, as {}(checkpoint=...)"
 Inputs = Sequence[Mapping[str, Any]]
 
 
@@ -100,7 +101,16 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
         check_arguments(args)
         self.check_first()
         model, optimizer = own["model"], own["optimizer"]
-        saved = self._resumed(args, state, model) if state.global_step else None
+        saved = None
+        if state.global_step:
+            folder, own_state = _resumed_folder(self._checkpoint, args, state), model.state_dict()
+            saved = _read(folder)
+            check_whole(saved)
+            if not all(
+                name not in own_state or torch.equal(own_state[name].cpu(), value.cpu())
+                for name, value in saved["tensors"].items()
+            ):
+                raise InputError(_OTHER.format(folder, "HuggingFaceGrowth"))
         self.growth = Growth(
             model,
             optimizer,
@@ -146,21 +156,6 @@ class HuggingFaceGrowth(GrowthCallback, TrainerCallback):
             if not isinstance(batch, Mapping):
                 raise InputError(f"a batch of probe is {kind_of(batch)}; give mappings of the model's arguments")
         return [(dict(batch), batch.get("labels")) for batch in batches]
-
-    def _resumed(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> dict[str, Any]:
-        """Return what the checkpoint that is resumed holds. InputError if its host is not the one that the trainer has loaded."""
-        folder = _resumed_folder(self._checkpoint, args, state)
-        saved, own = _read(folder), model.state_dict()
-        check_whole(saved)
-        same = all(
-            name not in own or torch.equal(own[name].cpu(), value.cpu()) for name, value in saved["tensors"].items()
-        )
-        if not same:
-            raise InputError(
-                f"{folder} is not the checkpoint that the trainer has resumed: its weights are others; give its folder, as "
-                "HuggingFaceGrowth(checkpoint=...)"
-            )
-        return saved
 
 
 class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
@@ -235,10 +230,7 @@ class HuggingFaceAnytimeGrowth(GrowthCallback, TrainerCallback):
             if weights:
                 model.load_state_dict(weights, strict=False)  # a tied weight is in the file once
             if _sum(model) != saved["sum"]:
-                raise InputError(
-                    f"{folder} is not the checkpoint that the trainer has resumed: its weights are others; give its folder, as "
-                    "HuggingFaceAnytimeGrowth(checkpoint=...)"
-                )
+                raise InputError(_OTHER.format(folder, "HuggingFaceAnytimeGrowth"))
             optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **own: Any) -> None:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import itertools
 import platform
 import sys
 import tempfile
@@ -29,16 +28,23 @@ def doctor(
 ) -> None:
     """Check that Esper can run here; the exit code is 1 if a check fails."""
     failed = False
-    for passed, text in itertools.chain(_check_machine(), _check_blueprints(), _check_rows(every_size)):
+    for passed, text in _checks(every_size):
         failed |= passed is False
         say(f"{'--' if passed is None else 'ok' if passed else 'FAIL':<5}{text}")
     if failed:
         raise typer.Exit(1)
 
 
-def _check_machine() -> Iterator[Check]:
-    """Yield checks of Python, packages, devices, extras and the temporary folder."""
+def _checks(every_size: bool) -> Iterator[Check]:
+    """Yield checks of the machine, of blueprints, and of hosts: whether rows have bitwise the same results in any population."""
     import torch
+
+    from esper.kasmina.blueprints import BLUEPRINTS, check
+    from esper.kasmina.stack.invariance import EVERY_SIZE, FEW_SIZES, blends_that_vary, segments_that_vary
+    from esper.leyline.data.batches import first, picked
+    from esper.leyline.data.task import Task
+    from esper.leyline.lifecycle.streams import CONVOLVED
+    from esper.tasks.catalog import TASKS, get_task
 
     yield (3, 11) <= sys.version_info < (3, 14), f"python {platform.python_version()} (3.11 to 3.13)"
     for name in ("torch", "numpy", "safetensors", "scikit-learn"):
@@ -57,12 +63,6 @@ def _check_machine() -> Iterator[Check]:
         yield True, f"can write to {tempfile.gettempdir()}"
     except OSError as error:
         yield False, f"cannot write to a temporary folder: {error.strerror}"
-
-
-def _check_blueprints() -> Iterator[Check]:
-    """Yield whether every blueprint passes the checks that a seed must pass when it is planted."""
-    from esper.kasmina.blueprints import BLUEPRINTS, check
-
     use_one_thread()  # the arrays are small: a second thread doubles the time
     for (kind, name), blueprint in BLUEPRINTS.items():
         try:
@@ -70,19 +70,6 @@ def _check_blueprints() -> Iterator[Check]:
             yield True, f"{kind} blueprint {name} passes its birth checks"
         except InputError as error:
             yield False, f"{kind} blueprint {name}: {error}"
-
-
-def _check_rows(every_size: bool) -> Iterator[Check]:
-    """Yield whether a network has bitwise the same results in any population, for every host, blueprint and blend of Esper."""
-    import torch
-
-    from esper.kasmina.blueprints import BLUEPRINTS
-    from esper.kasmina.stack.invariance import EVERY_SIZE, FEW_SIZES, blends_that_vary, segments_that_vary
-    from esper.leyline.data.batches import first, picked
-    from esper.leyline.data.task import Task
-    from esper.leyline.lifecycle.streams import CONVOLVED
-    from esper.tasks.catalog import TASKS, get_task
-
     sizes = EVERY_SIZE if every_size else FEW_SIZES
     known: dict[str, Mapping[str, str]] = {}  # by structure, because several tasks have the same hosts
     for name in TASKS:

@@ -53,8 +53,9 @@ def heal(
     from esper.leyline.reference import is_reference, load_reference
     from esper.runs.folder.interrupt import ended_by_signals
     from esper.runs.healing.heal import heal as heal_network
-    from esper.runs.healing.healed import check_folder, healing_folder
+    from esper.runs.healing.healed import check_folder
     from esper.store import disk
+    from esper.store.lock import locked_folder
 
     note = partial(say, err=True)
     if out is not None:
@@ -67,7 +68,8 @@ def heal(
             held.enter_context(ended_by_signals())  # so that the folder is unlocked
             if out is not None:  # before the trainings, whose result would be lost
                 retry = disk.DiskRetry(disk.PATIENCE, note, out, lambda: False, further=AGAIN)
-                held.enter_context(healing_folder(out, overwrite, note, retry))
+                held.enter_context(locked_folder(out, note, retry))
+                check_folder(out, overwrite)  # again: a process that held the lock may have written a healing since
             # torch warns of its own copies of graphs
             warnings.filterwarnings("ignore", "`isinstance\\(treespec", FutureWarning)
             own = partial(heal_network, steps=steps, batch_size=batch_size, seed=seed, watch=note)

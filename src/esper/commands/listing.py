@@ -21,39 +21,36 @@ def tasks(
     ] = None,
 ) -> None:
     """List tasks with their slots and menus. cifar10 and tinystories read files of yours, and the list says what is missing."""
+    import torch
+
+    from esper.leyline.data.task import Mixture
     from esper.tasks.catalog import get_task, task_names
 
     for name in names or task_names():
         try:
-            task = get_task(name)
+            task: Any = get_task(name)
         except InputError as error:  # the files of its data are missing
             if names:
                 raise
             say(f"{name}: {task_names()[name]}")
             say(f"  missing   {error}")
+            continue
+        say(f"{name}: {task.summary}")
+        say(f"  metric    {task.objective.metric}")
+        if isinstance(task, Mixture):
+            say(f"  instances {', '.join(f'{part} {len(keys):,}' for part, keys in task.ranges.items())}")
         else:
-            _print_task(name, task)
-
-
-def _print_task(name: str, task: Any) -> None:
-    import torch
-
-    from esper.leyline.data.task import Mixture
-
-    say(f"{name}: {task.summary}")
-    say(f"  metric    {task.objective.metric}")
-    if isinstance(task, Mixture):
-        say(f"  instances {', '.join(f'{part} {len(keys):,}' for part, keys in task.ranges.items())}")
-    else:
-        held = {"probe": task.probe, "validation": task.validation, "test": task.test}
-        sizes = [f"{split} {len(part.y):,}" for split, part in held.items() if part is not None]
-        say(f"  examples  {', '.join([f'train {task.examples:,}', *sizes])}")
-    with torch.random.fork_rng(devices=[]):
-        slots = task.largest().slots
-    around = ["" if slot.start == slot.after else f", around segments {slot.start} to {slot.after}" for slot in slots]
-    each = [f"{slot.name} (width {slot.width}{span})" for slot, span in zip(slots, around, strict=True)]
-    say(f"  slots     {', '.join(each)}")
-    say(f"  menu      {', '.join(task.menu)}")
+            held = {"probe": task.probe, "validation": task.validation, "test": task.test}
+            sizes = [f"{split} {len(part.y):,}" for split, part in held.items() if part is not None]
+            say(f"  examples  {', '.join([f'train {task.examples:,}', *sizes])}")
+        with torch.random.fork_rng(devices=[]):
+            slots = task.largest().slots
+        spans = [
+            "" if slot.start == slot.after else f", around segments {slot.start} to {slot.after}" for slot in slots
+        ]
+        each = [f"{slot.name} (width {slot.width}{span})" for slot, span in zip(slots, spans, strict=True)]
+        say(f"  slots     {', '.join(each)}")
+        say(f"  menu      {', '.join(task.menu)}")
 
 
 def blueprints() -> None:

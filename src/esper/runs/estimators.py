@@ -101,11 +101,11 @@ class _Growing(BaseEstimator):
         inputs = self._standardized(x)
         start = int(self.units)
         network, optimizer, moving = begun = self._begun(x.shape[1], start, outputs, key)
-        self._knee = None
+        knee = None
         if self.start is not None:
             some = train[: self.batch]
-            self._knee = self._timed(begun, inputs[some], target[some], loss, key)
-            start = self._knee.size
+            knee = self._timed(begun, inputs[some], target[some], loss, key)
+            start = knee.size
             network, optimizer, moving = self._begun(x.shape[1], start, outputs, key)
         growth: AnytimeGrowth | None = None
         if self.plan is not None:  # becomes wider when the loss on what is held back begins to fall more slowly
@@ -170,16 +170,12 @@ class _Growing(BaseEstimator):
             )
         self.network_, self.looks_, self.n_iter_ = kept, looks, steps
         self.units_ = int(kept.get_submodule("0").out_features)  # type: ignore[arg-type]
-        self.growth_ = self._told(best_look, why)
-
-    def _told(self, best: Look, why: str) -> str:
-        """Say in one sentence which size was found, and why no other; `why` kept the network from growing at the last look."""
-        path = " -> ".join(f"{size:,}" for size in dict.fromkeys(look.units for look in self.looks_))
-        if any(look.units > best.units for look in self.looks_):
-            why = f"more than {best.units:,} did not lower the loss"
-        return (
-            f"{counted(self.layers, 'hidden layer')} of {path} units; the network of step {best.steps:,} has {best.units:,}: "
-            f"{why}; ended {self.stopped_}{f'; {self._knee}' * (self._knee is not None)}"
+        path = " -> ".join(f"{size:,}" for size in dict.fromkeys(look.units for look in looks))
+        if any(look.units > best_look.units for look in looks):
+            why = f"more than {best_look.units:,} did not lower the loss"
+        self.growth_ = (
+            f"{counted(self.layers, 'hidden layer')} of {path} units; the network of step {best_look.steps:,} has "
+            f"{best_look.units:,}: {why}; ended {self.stopped_}{f'; {knee}' * (knee is not None)}"
         )
 
     def _begun(
@@ -191,7 +187,10 @@ class _Growing(BaseEstimator):
         what = f"training a network with units={units:,} in {counted(self.layers, 'layer')}"
         check_free(torch.device("cpu"), 5 * 4 * int(numbers), what, "give fewer units or layers")
         with drawn_with(key):
-            network = _mlp(inputs, units, outputs, self.layers).float()
+            parts: list[nn.Module] = []
+            for reads in (inputs, *(units,) * (self.layers - 1)):
+                parts += [nn.Linear(reads, units), nn.ReLU()]
+            network = nn.Sequential(*parts, nn.Linear(units, outputs)).float()
         optimizer = torch.optim.AdamW(network.parameters(), self.rate)
         return network, optimizer, AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
 
@@ -358,14 +357,6 @@ class GrowingRegressor(RegressorMixin, _Growing):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
-
-
-def _mlp(inputs: int, units: int, outputs: int, layers: int) -> nn.Sequential:
-    """Build hidden layers of equal width with ReLU."""
-    parts: list[nn.Module] = []
-    for reads in (inputs, *(units,) * (layers - 1)):
-        parts += [nn.Linear(reads, units), nn.ReLU()]
-    return nn.Sequential(*parts, nn.Linear(units, outputs))
 
 
 def _divided(count: int, share: float, strata: Any, key: int) -> tuple[Tensor, Tensor]:

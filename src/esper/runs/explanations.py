@@ -71,8 +71,18 @@ def explanations(attempts: Attempts, space: Space, client: Controller, controlle
     envs = len(attempts.planted)
     barren = attempts.planted == 0
     own = client.explain()
-    fixed = _fixed(space)
-    if fixed is not None:
+    fixed = ""  # why planting is impossible in every environment
+    if not space.slots:
+        fixed = "the host has no slot; give it one with esper.SlotSpec"
+    elif not space.fits.any():
+        menu, slots = ", ".join(blueprint.name for blueprint in space.blueprints), ", ".join(space.slots)
+        fixed = (
+            f"no blueprint of the menu ({menu}) fits a slot that may be used ({slots}); give others with `menu` of the task or "
+            "the key `blueprints`, or other `slots`"
+        )
+    elif not space.max_seeds:
+        fixed = "lifecycle.max_seeds is 0; raise it"
+    if fixed:
         return [f"{nothing_planted(envs, envs)}: {fixed}", *own]
     sentences = []
     failed = barren & attempts.refused.any(1)
@@ -184,19 +194,3 @@ def few_examples(counts: Mapping[str, int]) -> list[str]:
 def _left(count: int, why: str) -> str:
     were, they = ("was", "it") if count == 1 else ("were", "they")
     return f"{counted(count, 'seed')} {were} not kept at the end: {they} {why}"
-
-
-def _fixed(space: Space) -> str | None:
-    """Return the reason for which planting is impossible in every environment; None if it is possible."""
-    if not space.slots:
-        return "the host has no slot; give it one with esper.SlotSpec"
-    if not space.fits.any():
-        menu = ", ".join(blueprint.name for blueprint in space.blueprints)
-        slots = ", ".join(space.slots)
-        return (
-            f"no blueprint of the menu ({menu}) fits a slot that may be used ({slots}); give others with `menu` of the task or "
-            "the key `blueprints`, or other `slots`"
-        )
-    if not space.max_seeds:
-        return "lifecycle.max_seeds is 0; raise it"
-    return None

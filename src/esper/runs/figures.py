@@ -37,9 +37,15 @@ def final_figures(engine: TaskEngine[Any], task: AnyTask, config: Config) -> Sum
     name, host_params = task.objective.metric, engine.population.host_params[: config.envs].tolist()
     test = _evaluate(engine, config, name, test_splits(engine, task))
     validation = _evaluate(engine, config, name, engine.population.validation_splits())
+    reward = config.reward
+    worth = name if reward.objective == "metric" else "- loss"
+    host = f"max(host parameters, {reward.rent_size:,})" if min(host_params) < reward.rent_size else "host parameters"
+    charged = (
+        f" - {reward.compute_price:g} * compute beyond the host's / that of the host" if reward.compute_price else ""
+    )
     figures: Summary = {
         "metric": name,
-        "objective_formula": _formula(name, config, min(host_params)),
+        "objective_formula": f"{worth} - {reward.rent:g} * ln(1 + added parameters / {host}){charged}",
         "regrown": isinstance(task, Task) and isinstance(task.host, RegrownHost),
         "examples": split_sizes(task, engine.space.instance.tolist()),
         "host_params": host_params[0] if len(set(host_params)) == 1 else host_params,
@@ -206,17 +212,6 @@ def _pair(values: Floats, config: Config) -> Pair:
     """Make a pair from values over rows, environments first and then their twins, with None for nan."""
     plain = [None if np.isnan(value) else float(value) for value in values]
     return {"host": plain[config.envs :] if config.twin else None, "grown": plain[: config.envs]}
-
-
-def _formula(name: str, config: Config, smallest: int) -> str:
-    """Return the formula of J as text, for hosts of at least `smallest` parameters."""
-    reward = config.reward
-    value = name if reward.objective == "metric" else "- loss"
-    host = f"max(host parameters, {reward.rent_size:,})" if smallest < reward.rent_size else "host parameters"
-    charged = (
-        f" - {reward.compute_price:g} * compute beyond the host's / that of the host" if reward.compute_price else ""
-    )
-    return f"{value} - {reward.rent:g} * ln(1 + added parameters / {host}){charged}"
 
 
 def compute_figures(engine: TaskEngine[Any]) -> Summary:

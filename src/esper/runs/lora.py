@@ -43,7 +43,12 @@ def lora_ranks(
             not finite or 0
     """
     network = copy.deepcopy(model).eval().requires_grad_(False)
-    linear = {name: part.weight for name, part in network.named_modules() if _is_linear(part)}
+    transposed = ("transformers.pytorch_utils", "Conv1D")  # that of GPT-2, which PEFT adapts too
+    linear = {
+        name: part.weight
+        for name, part in network.named_modules()
+        if isinstance(part, nn.Linear) or (type(part).__module__, type(part).__name__) == transposed
+    }
     weights = {name: each for name, each in linear.items() if any(fnmatchcase(name, pattern) for pattern in layers)}
     if not weights:
         raise InputError(
@@ -92,11 +97,3 @@ def lora_ranks(
         "lora_alpha": 1,
         "alpha_pattern": patterns,
     }
-
-
-def _is_linear(part: nn.Module) -> bool:
-    """Return whether a module multiplies by a matrix that PEFT adapts; Conv1D is that of GPT-2, which stores it transposed."""
-    return isinstance(part, nn.Linear) or (type(part).__module__, type(part).__name__) == (
-        "transformers.pytorch_utils",
-        "Conv1D",
-    )

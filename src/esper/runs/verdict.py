@@ -71,7 +71,13 @@ def verdict(summary: Mapping[str, Any], reward: RewardConfig) -> str:
     if not kept:
         name = summary["metric"]
         own = rounded(mean_and_error(summary[metric]["grown"])[0], ".3f")
-        clauses = [f"{_nothing_kept(summary)}, so the grown network is the host alone, with {name} {own}"]
+        nothing = "no seed was planted"
+        if planted := len(summary["plantings"]):
+            # a reason begins with the condition; the figures of this seed follow a semicolon
+            reasons = Counter(entry["reason"].partition(";")[0] for entry in summary["prunes"]).most_common(1)
+            most = "".join(f" ({times} removed: {reason})" for reason, times in reasons)
+            nothing = f"no seed was kept of {planted} planted{most}"
+        clauses = [f"{nothing}, so the grown network is the host alone, with {name} {own}"]
         for rival in ("twin", "plain"):  # a seed that acted and was pruned has changed how the host trained
             values = summary["baselines"].get(rival, {}).get(metric)
             if values is not None and values != summary[metric]["grown"]:
@@ -120,19 +126,6 @@ def verdict(summary: Mapping[str, Any], reward: RewardConfig) -> str:
     if envs == 1:
         clauses.append("one environment gives no interval (--envs 16, envs=16 in Python)")
     return f"{head}: {'; '.join(clauses)}."
-
-
-def _nothing_kept(summary: Mapping[str, Any]) -> str:
-    """Say that no seed was kept, and which condition stopped most of those that were planted."""
-    planted = len(summary["plantings"])
-    if not planted:
-        return "no seed was planted"
-    # a reason begins with the condition; the figures of this seed follow a semicolon
-    reasons = Counter(entry["reason"].partition(";")[0] for entry in summary["prunes"])
-    if not reasons:
-        return f"no seed was kept of {planted} planted"
-    reason, times = reasons.most_common(1)[0]
-    return f"no seed was kept of {planted} planted ({times} removed: {reason})"
 
 
 def verdict_of_loop(kept: int, added: int, host: int, *, finished: bool, outlook: str = "") -> str:

@@ -123,11 +123,21 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ..
     Returns sentences about the differences, for changes.json and the events, or None if the recorded origin stays in
     effect.
     """
-    known = _recorded(folder)
-    if known is None:
+    layers: list[Mapping[str, Any]] = []  # of versions and data, the latest last
+    try:
+        content = parse_json(read_kept(folder / ENVIRONMENT, _LARGEST, ""), folder / ENVIRONMENT, "")
+    except InputError:
+        content = None
+    if isinstance(content, dict):
+        code = content.get(CODE)
+        versions_then = {name: content[name] for name in COMPARED if name in content}
+        layers.append({"versions": versions_then | (code if isinstance(code, dict) else {}), DATA: content.get(DATA)})
+    layers += [entry.origin for entry in read_trail(folder).entries if entry.origin is not None]
+    if not layers:
         warn(f"{folder} does not say with which versions and data the run began; they are not compared", RunWarning)
         return ()
-    versions, data = known
+    parts = [[part for layer in layers if isinstance(part := layer.get(name), dict)] for name in ("versions", DATA)]
+    versions, data = ({key: value for part in own for key, value in part.items()} for own in parts)
     found = [
         f"{name} {versions[name]} -> {new}" for name, new in now.versions.items() if versions.get(name, new) != new
     ]
@@ -149,9 +159,9 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ..
         before = data.get(name)
         known_parts = before if isinstance(before, dict) else {}
         # a part that only one of the two contains is not compared
-        parts = [part for part, digest in fingerprints.items() if known_parts.get(part, digest) != digest]
-        if parts:
-            words.append(f"{', '.join(parts)} of task {name}")
+        others = [part for part, digest in fingerprints.items() if known_parts.get(part, digest) != digest]
+        if others:
+            words.append(f"{', '.join(others)} of task {name}")
     if words and not other_data:
         raise InputError(
             f"the data differ, by sha256, from those that the run in {folder} began with: {'; '.join(words)}; restore the old "
@@ -159,23 +169,6 @@ def compare_origin(folder: Path, now: Origin, other_data: bool) -> tuple[str, ..
         )
     noted = (*found, *(f"other data: {each}" for each in words))
     return noted if noted or unknown else None
-
-
-def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return the recorded versions and data of a run, the latest of each; None if nothing can be read."""
-    layers: list[Mapping[str, Any]] = []
-    try:
-        content = parse_json(read_kept(folder / ENVIRONMENT, _LARGEST, ""), folder / ENVIRONMENT, "")
-    except InputError:
-        content = None
-    if isinstance(content, dict):
-        code = content.get(CODE)
-        versions_then = {name: content[name] for name in COMPARED if name in content}
-        layers.append({"versions": versions_then | (code if isinstance(code, dict) else {}), DATA: content.get(DATA)})
-    layers += [entry.origin for entry in read_trail(folder).entries if entry.origin is not None]
-    parts = [[part for layer in layers if isinstance(part := layer.get(name), dict)] for name in ("versions", DATA)]
-    versions, data = ({key: value for part in own for key, value in part.items()} for own in parts)
-    return (versions, data) if layers else None
 
 
 def digest(value: Any) -> str:

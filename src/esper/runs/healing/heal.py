@@ -397,7 +397,7 @@ def ranked(network: nn.Module, sites: Mapping[str, Site], x: Any, intact: nn.Mod
     x: inputs (N, ...). The drift of a stream h is |h - h0| / |h0|, with h0 in the intact network. Raises InputError if the intact
     network has other submodules or streams of another shape at the sites.
     """
-    own, places = _recorded(network, sites, x), list[tuple[tuple[float, ...], Place]]()
+    own, ranks = _recorded(network, sites, x), dict[Place, tuple[float, ...]]()
     if intact is None:
         for name, (before, here, inner) in own.items():
             kind = type(sites[name].stream)
@@ -411,8 +411,8 @@ def ranked(network: nn.Module, sites: Mapping[str, Site], x: Any, intact: nn.Mod
             if dead > CUT:
                 why = f"only {1 - dead:.0%} of the units in front of it are active"
             rank = (-dead if dead > CUT else 0.0, not comparable, there / max(in_front, 1e-9))
-            places.append((rank, Place(name, why)))
-        return [place for _, place in sorted(places, key=lambda each: each[0])]
+            ranks[Place(name, why)] = rank
+        return sorted(ranks, key=ranks.__getitem__)
     if not isinstance(intact, nn.Module):
         raise InputError(f"intact is {kind_of(intact)}; give an nn.Module, or leave it out")
     check_weights(intact, "intact")
@@ -437,8 +437,8 @@ def ranked(network: nn.Module, sites: Mapping[str, Site], x: Any, intact: nn.Mod
         if before is not None and sound_before is not None and before.shape == sound_before.shape:
             in_front = drift(before, sound_before)
         why = f"the stream drifts {there:.0%} from the intact network's there, and {in_front:.0%} in front"
-        places.append(((in_front - there,), Place(name, why)))
-    return [place for _, place in sorted(places, key=lambda each: each[0])]
+        ranks[Place(name, why)] = (in_front - there,)
+    return sorted(ranks, key=ranks.__getitem__)
 
 
 def check_weights(network: nn.Module, name: str) -> None:

@@ -3,8 +3,7 @@
 import html
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,15 +86,6 @@ class ComparedNetwork(NamedTuple):
     trained: int
     rate: float | None
     seconds: float
-
-
-@contextmanager
-def healing_folder(folder: Path, overwrite: bool, note: Callable[[str], None], retry: Retry) -> Iterator[None]:
-    """Make the folder of a healing, and hold its lock in the body. Raises InputError as `check_folder` and `locked_folder`."""
-    check_folder(folder, overwrite)
-    with locked_folder(folder, note, retry):
-        check_folder(folder, overwrite)  # again: a process that held the lock may have written a healing since
-        yield
 
 
 @dataclass(frozen=True, repr=False)

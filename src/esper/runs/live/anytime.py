@@ -23,7 +23,7 @@ from esper.kasmina.blueprints import count, drawn_with
 from esper.kasmina.graft.find_sites import check_module
 from esper.kasmina.graft.grafted import copied, undisturbed
 from esper.kasmina.graft.grown import check_tensors
-from esper.kasmina.graft.multiplying import Way
+from esper.kasmina.graft.multiplying import WAYS, Way
 from esper.kasmina.graft.recording import call, floats, tensors
 from esper.kasmina.graft.sharding import (
     check_sharding,
@@ -292,7 +292,8 @@ class AnytimeGrowth:
                     f"the {type(own).__name__} is used by another esper.AnytimeGrowth, which scales its rates until its "
                     "finish(); call that first, or make the optimizer anew"
                 )
-        _check_sizes(sizes, factor)
+        if sizes is not None:
+            _check_sizes(sizes, factor)
         tried = copied(model)
         for factor_of_growth in (
             [factor] if sizes is None else [wider // size for size, wider in itertools.pairwise(sizes)]
@@ -387,7 +388,7 @@ class AnytimeGrowth:
         """
         check_integer(steps, "steps")
         self._cooling = self.steps, steps
-        self._end(f"the learning rates fall to 0 until step {self.steps + steps:,}")
+        self._ended(f"the learning rates fall to 0 until step {self.steps + steps:,}")
 
     def batch_size(self, least: int, most: int) -> int:
         """Return the size of the next batch: `least` at first, twice as many after each 5,000 steps, and at most `most`.
@@ -455,7 +456,7 @@ class AnytimeGrowth:
             return self.seen >= self._look_at
         if self._by_slope:
             return self._bent()
-        ratio = self._targets_of_each(self._multiple)
+        ratio = (TARGETS * self._multiple if self.ratio is None else self.ratio) * self._elasticity**3
         needed, each = math.ceil(ratio * size), f"{ratio:.3g} for each of {size:,} parameters"
         slower = ""
         if self._slower is not None:
@@ -466,10 +467,6 @@ class AnytimeGrowth:
             return False
         self._due = f"{self.seen:,} targets were seen, which are {each}{slower}"
         return self.seen >= self._look_at
-
-    def _targets_of_each(self, multiple: int) -> float:
-        """Return how many targets a network that is so many times as wide as at first sees for each parameter before it grows."""
-        return (TARGETS * multiple if self.ratio is None else self.ratio) * self._elasticity**3
 
     def snapshot(self) -> nn.Module:
         """Return a copy of the network with averaged weights, as a plain module; the run goes on undisturbed.
@@ -656,7 +653,8 @@ class AnytimeGrowth:
                     f"the state is of a network of {each['before']:,} parameters at this point, and this one has "
                     f"{size:,}; build the same model at its first size"
                 )
-            widen(model, each["factor"], example=self._example, ema=average, seed=each["seed"], **_ways(each["way"]))
+            ways = [each["way"]] if each["way"] else WAYS
+            widen(model, each["factor"], example=self._example, ema=average, seed=each["seed"], ways=ways)
         mend = "build the same model at its first size"
         check_tensors(state["average"], average.state_dict(), "the average of the state", "the network", mend)
         if before is not None:
@@ -794,13 +792,13 @@ class AnytimeGrowth:
         )
 
     def _widen(self, factor: int, seed: int, way: Way | None) -> dict[str, list[int]]:
+        settings: dict[str, Any] = {"example": self._example, "seed": seed, "ways": [way] if way else WAYS}
         if self._shard is None:
-            settings = {"example": self._example, "optimizer": self._optimizers, "ema": self.average, "seed": seed}
-            found = widen(self.model, factor, **settings, **_ways(way))
+            found = widen(self.model, factor, optimizer=self._optimizers, ema=self.average, **settings)
         else:
             model, average = self._whole(self.model), self._whole(self.average)
             before = dict(model.named_parameters())
-            found = widen(model, factor, example=self._example, ema=average, seed=seed, **_ways(way))
+            found = widen(model, factor, ema=average, **settings)
             self._take(model, average, [name for name, own in model.named_parameters() if before[name] is own])
         self._kept = None  # it is of another size
         return {layer: list(widths) for layer, widths in found.items()}
@@ -874,7 +872,7 @@ class AnytimeGrowth:
         now = self._multiple * ahead
         factor = next((size // now for size in self.sizes if size > now), 1)
         if factor == 1:
-            self._end(f"sizes ends with {now} times the first widths")
+            self._ended(f"sizes ends with {now} times the first widths")
         return factor
 
     def _wider(self) -> nn.Module | None:
@@ -907,15 +905,11 @@ class AnytimeGrowth:
         """Return the first problem that a process has; '' where none has one."""
         return next(filter(None, self._ranks.from_each(problem)), "")
 
-    def _ended(self, problem: str) -> bool:
-        """Return whether there is a problem with a wider network, for which this one stays as large as it is."""
-        if problem:
-            self._end(problem)
-        return bool(problem)
-
-    def _end(self, why: str) -> None:
-        """Leave the network as large as it is from now on."""
-        self.why, self._look_at = why, math.inf
+    def _ended(self, why: str) -> bool:
+        """Leave the network as large as it is from now on, if anything stands against a wider one; return whether it does."""
+        if why:
+            self.why, self._look_at = why, math.inf
+        return bool(why)
 
     def _measured(self) -> float:
         """Return the loss of the averaged network on the probe."""
@@ -989,9 +983,12 @@ class AnytimeGrowth:
                 self._look_at = AGAIN * self.seen
                 return False
         seed, problem = self.seed + len(self.growths), ""
-        plans = self._first_plans() if self._starts else [self._next_plan()]
-        if not plans:
-            return False
+        if self._starts:
+            plans = self._first_plans()
+            if not plans:
+                return False
+        else:  # how much slower the growth behind this one is has to be measured anew
+            plans, self._slower = [_Plan(self._next_factor(), self._slower, self._way, self._due)], None
         self._tried = None
         before_growth, hollow_before = None, self._hollow
         if self.fresh and self._probe is not None:  # an average in parts stays as it is, as another one takes its place
@@ -1060,11 +1057,6 @@ class AnytimeGrowth:
         problem, *_ = self._time(copied(self.model), wider)
         return not self._ended(problem)
 
-    def _next_plan(self) -> _Plan:
-        """Return the next growth; how much slower the one behind it is has to be measured anew."""
-        plan, self._slower = _Plan(self._next_factor(), self._slower, self._way, self._due), None
-        return plan
-
     def _first_plans(self) -> list[_Plan]:
         """Return the growth to the size with which the training begins, behind it a smaller one for where that cannot be; none
         where that is the first size. `start` says what was timed.
@@ -1114,15 +1106,13 @@ class AnytimeGrowth:
 
         known: the seconds of a step of the network, where it was timed before.
         """
-        passes = [0.0, 0.0]
+        passes, problem = [0.0, 0.0], ""
         try:
             passes = self._seconds(network, wider) if known is None else [known - self._beside, *self._seconds(wider)]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             problem = "a step of the wider network does not fit into the memory"
-        else:
-            problem = ""
         if problem := self._of_any(problem):
             return problem, math.nan, math.nan
         own, other = self._ranks.from_first(passes)
@@ -1202,8 +1192,6 @@ def _first_scales(model: nn.Module, seed: int) -> dict[str, float]:
 
 def _check_sizes(sizes: Any, factor: int) -> None:
     """Raise InputError if a network cannot pass through these sizes."""
-    if sizes is None:
-        return
     given = sizes if isinstance(sizes, list | tuple) else []
     if not given or not all(is_number(size, int) for size in given):
         raise InputError(f"sizes is {sizes!r}; give a list of whole numbers, as [1, 2, 4]")
@@ -1227,8 +1215,3 @@ def _refusal(error: Exception) -> str:
     if isinstance(error, InputError):
         return str(error)
     raise error
-
-
-def _ways(way: Way | None) -> dict[str, Any]:
-    """Return the setting of `widen` that takes one way alone; none where it was not needed."""
-    return {"ways": [way]} if way else {}

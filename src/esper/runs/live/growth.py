@@ -218,9 +218,8 @@ class Growth:
         self.beside: dict[str, str] = {}
         self.why_beside: dict[str, str] = {}
         self.widened: dict[str, tuple[int, int]] = {}  # layers that got units by that: their widths before and after
-        self.deepened: dict[
-            str, tuple[int, int]
-        ] = {}  # stacks that got blocks in `finish`: their number before and after
+        # stacks that got blocks in `finish`: their number before and after
+        self.deepened: dict[str, tuple[int, int]] = {}
         self._added_blocks: dict[str, list[int]] = {}  # their places in these stacks
         self._tried: set[int] = set()  # slots of kept seeds that are not units of layers
         self._first_shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
@@ -347,12 +346,15 @@ class Growth:
             if batch and self.overlap is not None and (self.calls <= LOOKED_AT or self.calls % ONE_IN == 0):
                 with self.engine.timer.timed("overlap"):
                     self.overlap.show(batch)
-        if self.calls % self.every or self.engine.state.pending is None:
+        state = self.engine.state
+        if self.calls % self.every or state.pending is None:
             return False
-        waits = self._waits()
+        # Until the share of growing has fallen, seeds on trial alone are judged, as the network trains with them.
+        calm = state.pending.actions.op[0] == Op.WAIT and among(state.seeds.stage, SETTLED | {Stage.TRAINING}).all()
+        waits = self.population.resting and bool(calm)
         if (self._stopped is not None or waits) and self._guarded():
             if waits:  # the time of a decision passes without one
-                state, overspent = self.engine.state, self._overspent()
+                overspent = self._overspent()
                 state.step = min(state.step + 1, self.engine.config.steps - 1)
                 self._rest(bool(overspent))
             return False
@@ -817,15 +819,6 @@ class Growth:
         if reached := population.ranks.from_first(reached):
             self._overspent_at[reached] += 1
         return reached
-
-    def _waits(self) -> bool:
-        """Return whether no decision is made until the share of the passes has fallen: seeds on trial are judged in any case, as
-        the network trains with them.
-        """
-        state = self.engine.state
-        assert state.pending is not None, "a decision is due"
-        calm = state.pending.actions.op[0] == Op.WAIT and among(state.seeds.stage, SETTLED | {Stage.TRAINING}).all()
-        return self.population.resting and bool(calm)
 
     def _rest(self, resting: bool) -> None:
         """Let seeds that incubate rest, or go on."""

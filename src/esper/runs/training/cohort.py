@@ -34,7 +34,6 @@ from esper.simic.ppo import PPO
 from esper.simic.rewards import make_reward
 from esper.tamiyo.catalog import get_controller
 from esper.tamiyo.policy.actor import Learned
-from esper.tamiyo.policy.controller import Policy
 from esper.tolaria.engine import VectorizedEngine
 from esper.tolaria.governor import GovernorRecord
 from esper.tolaria.journal import Journal, RowSource
@@ -74,27 +73,25 @@ class Cohort:
             vars(self).pop(name, None)
 
 
-def default_shards(config: Config) -> int:
-    """Return the shards of a training with workers, whatever their number: one for ENVS_OF_SHARD environments."""
-    # at least 2, where the groups allow it
-    return min(max(config.envs // ENVS_OF_SHARD, 2), config.envs // config.reward.group_size)
-
-
 def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: bool) -> list[Config]:
     """Return the configs of a training with the shards that its workers play, of which each worker must have one."""
     chosen = list(configs)
-    for config in configs:
-        _check_groups(config)
+    for config in configs:  # every baseline asks for environments that are drawn by the group
+        size = config.reward.group_size
+        for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
+            if count % size:
+                raise InputError(
+                    f"reward.group_size is {size}, which does not divide {name}, {count}; choose a divisor"
+                )
     if not asked.any:
         return chosen
     if not resumed:  # a new run has the shards by default, and the device of the first worker
         device = {"device": asked.devices[0]} if asked.devices else {}
-        chosen = [
-            config.model_copy(
-                update=device if "shards" in config.model_fields_set else {"shards": default_shards(config), **device}
-            )
-            for config in configs
-        ]
+        for at, config in enumerate(configs):
+            # whatever the number of workers: one for ENVS_OF_SHARD environments, and at least 2 where the groups allow it
+            shards = min(max(config.envs // ENVS_OF_SHARD, 2), config.envs // config.reward.group_size)
+            usual = {} if "shards" in config.model_fields_set else {"shards": shards}
+            chosen[at] = config.model_copy(update=usual | device)
     shards, envs = sum(config.shards for config in chosen), sum(config.envs for config in chosen)
     if asked.size > shards:
         mend = f"give {shards} or fewer, or divide the environments further with --set shards=N"
@@ -107,19 +104,10 @@ def with_shards(configs: Sequence[Config], asked: WorkerOptions, *, resumed: boo
     return chosen
 
 
-def _check_groups(config: Config) -> None:
-    """Check that environments can be drawn by the group, which every baseline asks for. Raises InputError."""
-    size = config.reward.group_size
-    for name, count in (("envs", config.envs), ("first_instance", config.first_instance)):
-        if count % size:
-            raise InputError(f"reward.group_size is {size}, which does not divide {name}, {count}; choose a divisor")
-
-
 def cohorts_of(task: AnyTask, config: Config, made: int | None = None) -> list[Cohort]:
     """Make the cohorts of a task, one for each shard, and the engines of the first `made` of them; None makes all."""
     reward, size = config.reward, config.reward.group_size
     groups = config.envs // size
-    _check_groups(config)
     if config.shards > groups:
         raise InputError(
             f"shards is {config.shards}, but {counted(config.envs, 'environment')} in groups of {size} "
@@ -377,9 +365,3 @@ def check_exchange(config: Config, place: torch.device, asked: WorkerOptions) ->
 def name_of_place(device: torch.device) -> str:
     """Return 'cpu', or the model of a GPU. Policies on two of them do not stay equal bit for bit."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def learner_of(policy: Policy, config: Config) -> PPO:
-    """Return the learner of a training."""
-    group = config.reward.group_size if config.reward.relative_to == "group" else None
-    return PPO(policy, config.ppo, config.seed, group)

@@ -44,7 +44,6 @@ from esper.runs.training.cohort import (
     by_task,
     check_exchange,
     cohorts_of,
-    learner_of,
     name_of_place,
     policy_device,
     settings_of_policy,
@@ -54,6 +53,7 @@ from esper.runs.workers.transports import connect, give_sign, serve_rank
 from esper.runs.workers.workers import ALONE, Peers, SentTask, Stop, WorkerOptions, shared_facts, start_workers
 from esper.simic.anomalies import MENDS, learning_anomalies
 from esper.simic.exchange import Exchange, ExchangeError, divide
+from esper.simic.ppo import PPO
 from esper.simic.rewards import get_reward, name_of_reward
 from esper.simic.rollout import Rollout, ShardedRollout
 from esper.store.checkpoint import Checkpoints
@@ -340,7 +340,8 @@ class Trainer:
         self.last = LastWholeStep()
         self.started = time.perf_counter()  # start of the run, as if it had never been interrupted [seconds]
         self.round_begun = self.started  # [seconds]
-        self.learner = learner_of(policy, config)
+        group = config.reward.group_size if config.reward.relative_to == "group" else None
+        self.learner = PPO(policy, config.ppo, config.seed, group)
         self.exchange = self.learner.exchange
         self.player = Player(cohorts, self.learner, reward, self.hub)
         self.shown: list[ShownRound] = []  # by the teacher so far, of each round
@@ -408,7 +409,10 @@ class Trainer:
                     self._write_rows()
                     raise
             number, figures = self.number - 1, self.figures
-            failed = self.all_rolled_back()
+            configs = [cohort.config for cohort in self.cohorts]
+            played = self.steps // sum(config.steps for config in configs)  # rounds
+            rows = sum(config.steps * config.envs * (2 if config.twin else 1) for config in configs)
+            failed = int(self.record.found.sum()) == played * rows  # every row was rolled back in every step so far
             due = number + 1 == settings.rounds or (number + 1) % settings.validate_every == 0
             better = due and not failed and number >= -1 and self.validate(number, figures, *observers)
             self.figures = None
@@ -495,13 +499,6 @@ class Trainer:
         if better:
             self.best = worth, number
         return better
-
-    def all_rolled_back(self) -> bool:
-        """Return whether every row was rolled back in every step so far. Called between rounds."""
-        configs = [cohort.config for cohort in self.cohorts]
-        rounds = self.steps // sum(config.steps for config in configs)
-        rows = sum(config.steps * config.envs * (2 if config.twin else 1) for config in configs)
-        return int(self.record.found.sum()) == rounds * rows
 
     def best_policy(self) -> Policy:
         """Return the current policy, with its `origin` set."""

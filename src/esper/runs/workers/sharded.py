@@ -634,18 +634,15 @@ class ShardWorker:
         begin, value = time.perf_counter(), None
         for command in unpickled(part["commands"].tobytes()):  # very many in place of a worker that was lost
             give_sign(observers)
-            value = self._carry_out(command["population"], command["name"], command["arguments"])
-        return {"value": value, "seconds": time.perf_counter() - begin}
-
-    def _carry_out(self, population: int, name: str, arguments: Sequence[Any]) -> Any:
-        if name == "make":
-            made: ShardPart = arguments[0]
-            if self._device is not None:
-                made = made._replace(config=made.config.model_copy(update={"device": self._device}))
-            shard = self._shards[population] = Shard(self._task, made)
-            return shard.survey()
-        if name == "close":
-            if (closed := self._shards.pop(population, None)) is not None:  # else it is in none of this worker's hands
+            population, name, value = command["population"], command["name"], None
+            if name == "make":
+                made: ShardPart = command["arguments"][0]
+                if self._device is not None:
+                    made = made._replace(config=made.config.model_copy(update={"device": self._device}))
+                shard = self._shards[population] = Shard(self._task, made)
+                value = shard.survey()
+            elif name != "close":
+                value = self._shards[population].carry_out(name, command["arguments"])
+            elif (closed := self._shards.pop(population, None)) is not None:  # else this worker has nothing of it
                 closed.carry_out("close", ())
-            return None
-        return self._shards[population].carry_out(name, arguments)
+        return {"value": value, "seconds": time.perf_counter() - begin}

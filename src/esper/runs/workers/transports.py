@@ -36,12 +36,8 @@ from esper.simic.exchange import Exchange
 from esper.store.tensors import Tree, pack, unpack
 from esper.tolaria.play import Observer
 
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import (  # torch.distributed exports them without their types
-        FileStore,
-        Store,
-        TCPStore,
-    )
+if TYPE_CHECKING:  # torch.distributed exports them without their types
+    from torch._C._distributed_c10d import FileStore, Store, TCPStore
 else:
     from torch.distributed import FileStore, TCPStore
 

@@ -286,9 +286,8 @@ class Peers(Workers):
     first = 1
     _gone: int | None = None  # a worker that was lost
     _losses = 0  # since a round was finished
-    _watch: tuple[threading.Event, threading.Thread] | None = (
-        None  # hears the workers while this one takes part in rounds
-    )
+    # hears the workers while this one takes part in rounds
+    _watch: tuple[threading.Event, threading.Thread] | None = None
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
