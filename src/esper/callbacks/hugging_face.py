@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from esper.callbacks import GrowthCallback
-from esper.callbacks.widening import LargerWeights, count_targets
+from esper.callbacks import GrowthCallback, LargerWeights, count_targets
 from esper.leyline.distribution import of_extra
 from esper.leyline.errors import InputError
 from esper.leyline.text import kind_of
