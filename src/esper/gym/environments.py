@@ -77,7 +77,24 @@ class GymPopulation:
             self._seeds = _consecutive(seed, self.config.envs)
             state.episode = -1
         self._history = History.empty(self.config.envs)
-        return self._see(self.engine.reset(self._instances(options or {})), {})
+        if unknown := (options or {}).keys() - {"instance"}:
+            raise InputError(
+                f"unknown option {min(unknown)!r} of reset; the one option is 'instance', a key or one for each"
+            )
+        if not options:
+            draws = uniform(key(self._seeds, Purpose.SAMPLE, state.episode + 1))
+            drawn = self._keys.start + np.floor(draws * len(self._keys)).astype(np.int64)
+            return self._see(self.engine.reset(drawn), {})
+        asked = np.asarray(options["instance"])
+        if asked.dtype.kind not in "iu" or asked.shape not in ((), (self.config.envs,)):
+            raise InputError(f"instance is {options['instance']!r}; give one key, or {self.config.envs}, one for each")
+        named = np.broadcast_to(asked, self.config.envs).astype(np.int64)
+        if stray := [name for name in named.tolist() if name not in self._keys]:
+            raise InputError(
+                f"instance {stray[0]} is none of the {self.config.instances} instances, {self._keys.start} to "
+                f"{self._keys.stop - 1}; choose among them, or another part with the config key instances"
+            )
+        return self._see(self.engine.reset(named), {})
 
     def advance(self, heads: NDArray[np.int64]) -> tuple[GymState, Floats, Bools]:
         """Take a step with decisions (E, 6). Returns the next observation, rewards (E,), and which sequences ended, (E,) bool.
@@ -115,26 +132,6 @@ class GymPopulation:
         }
         now = {"action_mask": view.masks._asdict(), "instance": view.space.instance}
         return observation, tree_map(np.array, now | info)  # copies, which their reader may change
-
-    def _instances(self, options: Mapping[str, Any]) -> NDArray[np.int64]:
-        """Return (E,) keys of the instances of the next episode, from `options` or drawn."""
-        if unknown := options.keys() - {"instance"}:
-            raise InputError(
-                f"unknown option {min(unknown)!r} of reset; the one option is 'instance', a key or one for each"
-            )
-        if "instance" not in options:
-            draws = uniform(key(self._seeds, Purpose.SAMPLE, self.engine.state.episode + 1))
-            return self._keys.start + np.floor(draws * len(self._keys)).astype(np.int64)
-        asked = np.asarray(options["instance"])
-        if asked.dtype.kind not in "iu" or asked.shape not in ((), (self.config.envs,)):
-            raise InputError(f"instance is {options['instance']!r}; give one key, or {self.config.envs}, one for each")
-        named = np.broadcast_to(asked, self.config.envs).astype(np.int64)
-        if stray := [name for name in named.tolist() if name not in self._keys]:
-            raise InputError(
-                f"instance {stray[0]} is none of the {self.config.instances} instances, {self._keys.start} to "
-                f"{self._keys.stop - 1}; choose among them, or another part with the config key instances"
-            )
-        return named
 
 
 def action_space(space: Space) -> spaces.MultiDiscrete:

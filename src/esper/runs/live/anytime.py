@@ -750,7 +750,7 @@ class AnytimeGrowth:
             GrowthWarning,
         )
         if self._log is not None and self._log.begun:
-            self._log.write(
+            self._log.hub.emit(
                 RollbackRow(
                     episode=0,
                     step=self.steps,
@@ -779,7 +779,7 @@ class AnytimeGrowth:
             return
         log.noted = self._compute
         grown: dict[str, Any] = {} if seconds is None else self.growths[-1]
-        log.write(
+        log.hub.emit(
             SizeRow(
                 step=self.steps,
                 seen=self.seen,

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,14 @@ from esper.leyline.errors import InputError, RunWarning, warn
 from esper.nissa.hub import Hub
 from esper.nissa.outputs import JsonLines
 from esper.nissa.recovery import resume_events
-from esper.nissa.rows import EnvironmentRow, Row, RunRow
+from esper.nissa.rows import EnvironmentRow, RunRow
 from esper.runs.folder.environment import VERSIONS, describe_environment
 from esper.runs.folder.run_folder import check_folder, create_folder, make_folder
 from esper.store.disk import read_kept, write_atomic
 from esper.store.files import CONFIG, ENVIRONMENT, EVENTS, MARK, SUMMARY, is_run, to_json
 from esper.store.lock import Lock
 
-
-def _note(sentence: str) -> None:
-    warn(sentence, RunWarning)
+_note = partial(warn, category=RunWarning)
 
 
 class SizeLog:
@@ -43,7 +42,7 @@ class SizeLog:
         if not is_run(folder):  # a run there may be the one that is resumed
             check_folder(folder)
         self._lock = Lock(folder, _note)
-        self._hub = Hub([JsonLines(folder / EVENTS, note=_note)], "run")
+        self.hub = Hub([JsonLines(folder / EVENTS, note=_note)], "run")
 
     def begin(self, device: torch.device, settings: Mapping[str, Any], **head: Any) -> None:
         """Open the folder, and write its first files and rows; of a run that is resumed, keep them.
@@ -66,7 +65,7 @@ class SizeLog:
         if resumed is not None:
             resume_events(folder, resumed["seq"], resumed["events"], _note)
             (folder / SUMMARY).unlink(missing_ok=True)
-            self._hub.seq, self.noted, self._began = resumed["seq"], resumed["noted"], resumed["began"]
+            self.hub.seq, self.noted, self._began = resumed["seq"], resumed["noted"], resumed["began"]
             return
         create_folder(folder, self.overwrite, _note)
         config = {
@@ -80,28 +79,24 @@ class SizeLog:
         write_atomic(folder / ENVIRONMENT, to_json(found))
         self._write_head("running")
         names = ("platform", "device", "device_name", "threads", "git_revision", "command")
-        self.write(
+        self.hub.emit(
             EnvironmentRow(versions={name: found[name] for name in VERSIONS}, **{name: found[name] for name in names})
         )
-
-    def write(self, row: Row) -> None:
-        """Add a row to the events."""
-        self._hub.emit(row)
 
     def state(self) -> dict[str, Any] | None:
         """Return the place in the events, for a checkpoint; None before there are any."""
         if not self.begun:
             return self.resumed
-        return self._place or {**self._hub.state(), "noted": self.noted, "began": self._began}
+        return self._place or {**self.hub.state(), "noted": self.noted, "began": self._began}
 
     def end(self, summary: Mapping[str, Any]) -> None:
         """Write the last row and the summary, and release the folder."""
         self._place = self.state()
         self._write_head("finished")
-        self._hub.flush()
-        self._hub.close()
+        self.hub.flush()
+        self.hub.close()
         write_atomic(self.folder / SUMMARY, to_json({"status": "finished", **summary}))
         self._lock.release()
 
     def _write_head(self, status: Any) -> None:
-        self.write(RunRow(status=status, slots=(), blueprints=(), **self._head))
+        self.hub.emit(RunRow(status=status, slots=(), blueprints=(), **self._head))

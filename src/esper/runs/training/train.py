@@ -70,6 +70,8 @@ LAST = 10
 
 SHOWN = ("return", "explained_variance", "entropy", "wait", "decisions", "kept", "kept_share", "env_steps_per_second")
 """The figures of `last_rounds`."""
+_HISTORY = ("last", "controller_share", "rounds", "first_entropy", "anomalies")
+"""What a checkpoint holds of `RoundHistory`."""
 
 
 def train(
@@ -239,8 +241,8 @@ class RoundHistory:
         self.first_entropy = math.nan  # of the first round of learning [nats]
         # by name: the first round, the number of rounds, and the last sentence
         self.anomalies: dict[str, dict[str, Any]] = {}
-        self._last: list[dict[str, float]] = []
-        self._share, self._rounds = 0.0, 0  # sum of controller_share, and number of rounds in it
+        self.last: list[dict[str, float]] = []
+        self.controller_share, self.rounds = 0.0, 0  # a sum over rounds, and their number
 
     def add(self, number: int, figures: Mapping[str, float]) -> dict[str, str]:
         """Add the figures of a round, and return what is wrong with the learner (`learning_anomalies`).
@@ -249,36 +251,33 @@ class RoundHistory:
         """
         wrong: dict[str, str] = {}
         if "kl" in figures:
-            if not self._last:
+            if not self.last:
                 self.first_entropy = figures["entropy"]
-            self._last = [*self._last, dict(figures)][-LAST:]
-            wrong = learning_anomalies(self._last, self.first_entropy, self.config)
+            self.last = [*self.last, dict(figures)][-LAST:]
+            wrong = learning_anomalies(self.last, self.first_entropy, self.config)
         for name, sentence in wrong.items():
             known = self.anomalies.get(name, {"first_round": number, "rounds": 0})
             self.anomalies[name] = {**known, "rounds": known["rounds"] + 1, "sentence": sentence, "mend": MENDS[name]}
         share = figures.get("controller_share", math.nan)
         if math.isfinite(share):
-            self._share, self._rounds = self._share + share, self._rounds + 1
+            self.controller_share, self.rounds = self.controller_share + share, self.rounds + 1
         return wrong
 
     def summary(self) -> dict[str, Any]:
         """Return means over the last rounds of learning, and the share of the total time spent on deciding and learning."""
         last: dict[str, float | None] = {}
         for name in SHOWN:
-            finite = [each[name] for each in self._last if math.isfinite(each.get(name, math.nan))]
+            finite = [each[name] for each in self.last if math.isfinite(each.get(name, math.nan))]
             last[name] = float(np.mean(finite)) if finite else None
-        share = self._share / self._rounds if self._rounds else None
+        share = self.controller_share / self.rounds if self.rounds else None
         return {"last_rounds": last, "anomalies": self.anomalies, "controller_share": share}
 
     def state(self) -> dict[str, Any]:
         """Return the statistics, for a checkpoint."""
-        known = {"first_entropy": self.first_entropy, "anomalies": self.anomalies}
-        return {"last": self._last, "controller_share": self._share, "rounds": self._rounds, **known}
+        return {name: getattr(self, name) for name in _HISTORY}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self._last = [dict(figures) for figures in state["last"]]
-        self._share, self._rounds = state["controller_share"], state["rounds"]
-        self.first_entropy, self.anomalies = state["first_entropy"], dict(state["anomalies"])
+        vars(self).update(deepcopy({name: state[name] for name in _HISTORY}))
 
 
 class Pause(Observer):
